@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh Debian or Ubuntu machine: `make demo` and `make test`.
+# Both install what they need (scripts/setup), as root or with sudo.
+
+.PHONY: demo test test-platforms test-kvm test-qemu10 bench setup build guest lint fmt doc clean
+
+CARGO ?= cargo
+
+# Boots a real VM with Redis under load, checkpoints it live, kills it, restores it in each mode.
+demo: setup build guest
+	./target/release/firn-lab demo
+
+# Lints, unit tests, and end-to-end tests on real VMs.
+test: setup lint build guest
+	$(CARGO) test --release --workspace --no-fail-fast
+
+# The end-to-end tests under KVM on an older kernel, in a machine that QEMU emulates, and with QEMU 10.
+test-platforms: setup
+	scripts/test-platforms
+
+test-kvm test-qemu10: test-%: setup
+	scripts/test-platforms $*
+
+# Every experiment, with few repetitions. `firn-lab run NAME` runs one in full.
+bench: setup build guest
+	./target/release/firn-lab run all --quick
+
+setup:
+	@scripts/setup
+
+build:
+	$(CARGO) build --release --workspace
+
+guest: setup
+	guests/build small
+
+lint:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --quiet
+
+fmt:
+	$(CARGO) fmt --all
+
+clean:
+	$(CARGO) clean

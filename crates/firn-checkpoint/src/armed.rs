@@ -1,0 +1,132 @@
+//! A hypervisor whose guest RAM is being traced: armed, and disarmed again whatever happens.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use firn_memory::{
+    PageFaultError, PageFaults, Process, Trace as TraceFor, Tracee, drop_page_tables,
+};
+use firn_types::{Block, BlockSize, PAGE_SIZE, Page, Tid};
+
+use crate::lane::Lanes;
+use crate::pipeline::Intake;
+use crate::save::{SaveContext, SaveError};
+use crate::trace::{FaultLog, Handler, Trace};
+use crate::worker::Workers;
+use crate::written::Rounds;
+
+/// Pages per protecting call: a fraction of a millisecond, so that no fault waits for long.
+const PROTECT_PAGES: u32 = (16 << 20) / PAGE_SIZE as u32;
+/// Pages per unmapping call: about a millisecond, for which one idle thread of the hypervisor stands still.
+const DROP_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
+
+/// Traced guest RAM.
+pub(crate) struct Armed {
+    pub(crate) trace: Arc<Trace>,
+    handler: Handler,
+    process: Arc<Process>,
+    vcpus: Vec<Tid>,
+}
+
+impl Armed {
+    /// Creates the descriptor in the hypervisor, starts answering faults, registers all RAM.
+    pub(crate) fn attach(
+        context: &SaveContext<'_>,
+        block_size: BlockSize,
+        vcpus: Vec<Tid>,
+        lanes: Lanes,
+        workers: Workers,
+        intake: Intake,
+    ) -> Result<Self, SaveError> {
+        let faults = {
+            let mut tracee = Tracee::seize(&context.process, &vcpus)?;
+            PageFaults::create(&mut tracee, Arc::clone(&context.memory), TraceFor::Save)?
+        };
+        firn_fault::point("save.attached");
+        let trace = Arc::new(Trace::new(Arc::clone(&context.memory), faults, block_size));
+        let handler = Handler::start(Arc::clone(&trace), lanes, workers, intake);
+        let armed = Self { trace, handler, process: Arc::clone(&context.process), vcpus };
+        if let Err(error) = armed.trace.faults.register() {
+            drop(armed.disarm());
+            return Err(error.into());
+        }
+        firn_fault::point("save.registered");
+        Ok(armed)
+    }
+
+    /// Write-protects all RAM while the guest runs, then what it wrote meanwhile, until little is left. Returns the
+    /// number of rounds.
+    pub(crate) fn arm(&self) -> Result<u32, PageFaultError> {
+        for chunk in self.chunks(PROTECT_PAGES) {
+            self.protect(&[chunk])?;
+        }
+        firn_fault::point("save.armed");
+        let mut rounds = Rounds::new();
+        while rounds.another(self.trace.written().len()) {
+            self.protect_round()?;
+        }
+        firn_fault::point("save.rounds");
+        Ok(rounds.done())
+    }
+
+    fn chunks(&self, pages: u32) -> impl Iterator<Item = Range<Page>> + '_ {
+        let map = self.trace.memory.map();
+        map.regions().iter().flat_map(move |region| chunks_of(region.range(), pages))
+    }
+
+    /// Protects a chunk. The lock keeps a fault from making a page writable, and noting it, halfway.
+    fn protect(&self, runs: &[Range<Page>]) -> Result<(), PageFaultError> {
+        let _written = self.trace.written();
+        runs.iter().try_for_each(|run| self.trace.faults.protect(run.clone()))
+    }
+
+    fn protect_round(&self) -> Result<u64, PageFaultError> {
+        let mut written = self.trace.written();
+        let runs = written.drain();
+        runs.iter().try_for_each(|run| self.trace.faults.protect(run.clone()))?;
+        Ok(runs.iter().map(|run| Page::count(run) as u64).sum())
+    }
+
+    /// With the vCPUs stopped: protects the rest and makes the cut. Returns the number of pages protected.
+    pub(crate) fn cut(&self) -> Result<u64, SaveError> {
+        let pages = self.protect_round()?;
+        self.trace.cut();
+        Ok(pages)
+    }
+
+    /// Drops the page-table entries of all RAM while the guest runs, so that reads fault as well. Data stays where it
+    /// is: the mapping is shared.
+    pub(crate) fn retrace(&self) -> Result<(), SaveError> {
+        let mut tracee = Tracee::seize(&self.process, &self.vcpus)?;
+        for chunk in self.chunks(DROP_PAGES) {
+            drop_page_tables(&mut tracee, &self.trace.memory, chunk)?;
+        }
+        Ok(())
+    }
+
+    /// Counts blocks as saved that need no copy: they had no backing, so they were zeros at the cut. One that the fault
+    /// handler has taken meanwhile is left to it.
+    pub(crate) fn skip(&self, unbacked: &[Block]) {
+        for &block in unbacked {
+            if self.trace.ledger.try_claim(block) {
+                self.trace.ledger.copied(block);
+            }
+        }
+    }
+
+    /// Lets go of the hypervisor: nothing is protected, no thread waits, no descriptor stays behind.
+    pub(crate) fn disarm(self) -> Result<FaultLog, SaveError> {
+        let unregistered = self.trace.faults.unregister();
+        let log = self.handler.finish();
+        if let Some(trace) = Arc::into_inner(self.trace) {
+            trace.faults.close(&mut Tracee::seize(&self.process, &self.vcpus)?)?;
+        }
+        unregistered?;
+        log
+    }
+}
+
+fn chunks_of(range: Range<Page>, pages: u32) -> impl Iterator<Item = Range<Page>> {
+    let starts = (range.start.0..range.end.0).step_by(pages as usize);
+    starts.map(move |start| Page(start)..Page((start + pages).min(range.end.0)))
+}

@@ -1,0 +1,122 @@
+//! Who has copied which memory block: the one thing that the fault handler and the sweep share.
+//!
+//! ```text
+//!   Unsaved --claim--> Copying --copied--> Saved
+//!              |                             ^
+//!              +-- a second claimer waits ---+        (a copy takes about a microsecond)
+//! ```
+//!
+//! Exactness rests on this table. A block may be released to the guest only when it is `Saved`: if the sweep is in the
+//! middle of copying a block that the guest now wants to write, the fault handler waits for that copy to end. That is
+//! why "taken" and "saved" are two states and not one.
+
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+
+use firn_types::Block;
+
+const UNSAVED: u8 = 0;
+const COPYING: u8 = 1;
+const SAVED: u8 = 2;
+
+/// What a claim found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Claim {
+    /// The caller must copy the block now, then call [`Ledger::copied`].
+    Mine,
+    /// The block's copy is complete, made by somebody else.
+    Saved,
+}
+
+/// The state of every memory block of one save.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    states: Vec<AtomicU8>,
+    unsaved: AtomicU32,
+}
+
+impl Ledger {
+    /// A ledger of `blocks` blocks, none saved.
+    pub(crate) fn new(blocks: u32) -> Self {
+        let states = (0..blocks).map(|_| AtomicU8::new(UNSAVED)).collect();
+        Self { states, unsaved: AtomicU32::new(blocks) }
+    }
+
+    /// Claims a block for copying, or waits until whoever is copying it has done so.
+    pub(crate) fn claim(&self, block: Block) -> Claim {
+        match self.try_claim(block) {
+            true => Claim::Mine,
+            false => self.wait_saved(block),
+        }
+    }
+
+    /// Claims a block if nobody has; never waits.
+    pub(crate) fn try_claim(&self, block: Block) -> bool {
+        let state = &self.states[block.index()];
+        state.compare_exchange(UNSAVED, COPYING, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    fn wait_saved(&self, block: Block) -> Claim {
+        while self.states[block.index()].load(Ordering::Acquire) != SAVED {
+            std::thread::yield_now();
+        }
+        Claim::Saved
+    }
+
+    /// Ends a claim: the block's copy is complete.
+    pub(crate) fn copied(&self, block: Block) {
+        let before = self.states[block.index()].swap(SAVED, Ordering::Release);
+        debug_assert_eq!(before, COPYING, "{block} was not claimed");
+        self.unsaved.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Blocks in all.
+    pub(crate) fn blocks(&self) -> u32 {
+        self.states.len() as u32
+    }
+
+    /// Blocks whose copy is not complete.
+    pub(crate) fn unsaved(&self) -> u32 {
+        self.unsaved.load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU64;
+
+    #[test]
+    fn a_block_is_claimed_once() {
+        let ledger = Ledger::new(2);
+        assert_eq!(ledger.claim(Block(0)), Claim::Mine);
+        assert!(!ledger.try_claim(Block(0)));
+        ledger.copied(Block(0));
+        assert_eq!(ledger.claim(Block(0)), Claim::Saved);
+        assert_eq!(ledger.unsaved(), 1);
+    }
+
+    #[test]
+    fn whoever_comes_second_sees_a_finished_copy() {
+        let ledger = Arc::new(Ledger::new(1000));
+        let copies: Arc<Vec<AtomicU64>> = Arc::new((0..1000).map(|_| AtomicU64::new(0)).collect());
+        let workers: Vec<_> = (0..4)
+            .map(|_| {
+                let (ledger, copies) = (Arc::clone(&ledger), Arc::clone(&copies));
+                std::thread::spawn(move || claim_all(&ledger, &copies))
+            })
+            .collect();
+        workers.into_iter().for_each(|worker| worker.join().unwrap());
+        assert_eq!(ledger.unsaved(), 0);
+    }
+
+    fn claim_all(ledger: &Ledger, copies: &[AtomicU64]) {
+        for block in (0..1000).map(Block) {
+            if ledger.claim(block) == Claim::Mine {
+                copies[block.index()].fetch_add(1, Ordering::Relaxed);
+                ledger.copied(block);
+            }
+            assert_eq!(copies[block.index()].load(Ordering::Relaxed), 1);
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Saving a running VM to an image.
+//!
+//! The default strategy is copy-on-access (*lazy save*; Halite, section 7.1): the vCPUs stand still for the moment
+//! that device state takes, and memory is copied while the guest runs on. Each memory block is copied once, by
+//! whoever comes first: the fault handler, when the guest touches it, or the background sweep. The image equals guest
+//! memory at the instant of the pause, exactly.
+//!
+//! | module | what it decides or does |
+//! |---|---|
+//! | `save` | the order of events, and what is undone when one fails |
+//! | `cut` | the pause |
+//! | `armed`, `trace` | protecting, unmapping, answering faults (system calls by `firn-memory`) |
+//! | `ledger` | who copies a block, and when it may be released |
+//! | `written` | what to protect again, and when that is little enough to pause |
+//! | `lane`, `worker` | which vCPU a first touch belongs to |
+//! | `order`, `pace`, `sweep`, `still` | what the sweep copies, in which order, how fast |
+//! | `pipeline` | compressing, packing, writing |
+
+#![forbid(unsafe_code)]
+
+mod armed;
+mod cut;
+mod lane;
+mod ledger;
+mod options;
+mod order;
+mod pace;
+mod pipeline;
+mod reference;
+mod report;
+mod save;
+mod still;
+mod sweep;
+mod trace;
+mod worker;
+mod written;
+
+pub use cut::{NoSteps, Steps};
+pub use options::{SaveOptions, Strategy, StrategyError};
+pub use report::{FaultCounts, Pause, Progress, SaveReport};
+pub use save::{SaveContext, SaveError, save};

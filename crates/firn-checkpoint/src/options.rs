@@ -1,0 +1,83 @@
+//! What a user may choose about a save.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use firn_image::Codec;
+use firn_types::BlockSize;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// How guest memory is kept as it was at the cut while it is being written out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Strategy {
+    /// Copy-on-access: the guest runs on, and each memory block is copied at its first touch or by the sweep,
+    /// whichever comes first (Halite, section 7.1).
+    #[default]
+    Trace,
+    /// The guest stands still until everything is copied.
+    Stop,
+}
+
+/// A strategy's name that is not one.
+#[derive(Debug, Error)]
+#[error("no save strategy is called {0:?}; there are `trace` and `stop`")]
+pub struct StrategyError(String);
+
+impl FromStr for Strategy {
+    type Err = StrategyError;
+
+    fn from_str(name: &str) -> Result<Self, StrategyError> {
+        match name {
+            "trace" => Ok(Self::Trace),
+            "stop" => Ok(Self::Stop),
+            other => Err(StrategyError(other.to_owned())),
+        }
+    }
+}
+
+/// Options of one save.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SaveOptions {
+    /// How memory is kept as it was.
+    pub strategy: Strategy,
+    /// How memory blocks are compressed.
+    pub codec: Codec,
+    /// Pages in a memory block.
+    pub block_size: BlockSize,
+    /// Bytes in a locality block: a power of two from 16 KiB to 1 MiB.
+    pub locality_block_bytes: u32,
+    /// Threads that compress.
+    pub compressors: usize,
+    /// Whether the sweep yields to the guest.
+    pub throttle: bool,
+    /// Bytes of copied, not yet compressed memory blocks held at most. A guest that touches memory faster than it can
+    /// be written waits for a buffer.
+    pub buffer_bytes_max: usize,
+    /// Leaves the VM stopped at the cut: a suspend rather than a checkpoint. Needs [`Strategy::Stop`].
+    pub leave_stopped: bool,
+    /// For tests: while paused, also copy all of RAM to this file, flat, in the order of the RAM page space. The
+    /// image must equal it.
+    pub reference: Option<PathBuf>,
+}
+
+impl Default for SaveOptions {
+    fn default() -> Self {
+        Self {
+            strategy: Strategy::default(),
+            codec: Codec::default(),
+            block_size: BlockSize::default(),
+            locality_block_bytes: 64 << 10,
+            compressors: default_compressors(),
+            throttle: true,
+            buffer_bytes_max: 64 << 20,
+            leave_stopped: false,
+            reference: None,
+        }
+    }
+}
+
+fn default_compressors() -> usize {
+    std::thread::available_parallelism().map_or(2, |cores| cores.get().clamp(1, 4))
+}

@@ -1,0 +1,166 @@
+//! The order in which the sweep copies what the guest did not touch.
+//!
+//! Pages that are neighbours in a virtual address space are likely to be used together, more so than neighbours in
+//! physical memory (Halite, section 5.2). So every address space found is walked in virtual order, user half first;
+//! a block that several of them map is taken the first time. The kernel's half comes once, and what no page table
+//! names follows in physical order.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use firn_memory::GuestMemory;
+use firn_memory::guest_pages::{Half, Walker, kernel_half_roots};
+use firn_types::{Block, BlockSize, GuestPhys, Page};
+use firn_vmm::Vm;
+
+use crate::save::SaveError;
+
+/// Blocks in sweep order, and those that need no copy.
+#[derive(Debug, Default)]
+pub(crate) struct Order {
+    /// Every backed block, once.
+    pub(crate) blocks: Vec<Block>,
+    /// Every block without backing: zeros.
+    pub(crate) unbacked: Vec<Block>,
+}
+
+/// The address spaces of the guest that were found.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct AddressSpaces {
+    /// Their top-level page tables; those that vCPUs are using come first.
+    pub(crate) roots: Vec<GuestPhys>,
+    /// Levels of their page tables: 4 or 5.
+    levels: u8,
+}
+
+/// Finds the address spaces that vCPUs are using, then every other one that shares their kernel half.
+pub(crate) fn address_spaces(
+    vm: &mut Vm,
+    memory: &GuestMemory,
+) -> Result<AddressSpaces, SaveError> {
+    let current = vm.page_table_roots()?;
+    let Some(first) = current.first() else { return Ok(AddressSpaces::default()) };
+    let same_kind = current.iter().filter(|root| root.levels == first.levels).map(|root| root.gpa);
+    let mut known = HashSet::new();
+    let roots = same_kind
+        .chain(kernel_half_roots(memory, first.gpa))
+        .filter(|&root| known.insert(root))
+        .collect();
+    Ok(AddressSpaces { roots, levels: first.levels })
+}
+
+/// Orders all blocks of guest RAM.
+pub(crate) fn blocks(
+    memory: &GuestMemory,
+    spaces: &AddressSpaces,
+    size: BlockSize,
+) -> Result<Order, SaveError> {
+    let mut planner = Planner::new(memory.map().total_pages(), &memory.backed_runs()?, size);
+    let mut take = |_, first: Page, pages: u32, _| planner.take_pages(first..Page(first.0 + pages));
+    let mut walker = Walker::new(memory, spaces.levels);
+    for &root in &spaces.roots {
+        walker.walk(root, Half::User, &mut take);
+    }
+    if let Some(&root) = spaces.roots.first() {
+        walker.walk(root, Half::Kernel, &mut take);
+    }
+    Ok(planner.finish())
+}
+
+struct Planner {
+    size: BlockSize,
+    backed: Vec<bool>,
+    taken: Vec<bool>,
+    order: Order,
+}
+
+impl Planner {
+    fn new(total_pages: u32, backed: &[Range<Page>], size: BlockSize) -> Self {
+        let blocks = size.blocks_in(total_pages) as usize;
+        let mut planner = Self {
+            size,
+            backed: vec![false; blocks],
+            taken: vec![false; blocks],
+            order: Order::default(),
+        };
+        backed.iter().cloned().for_each(|run| planner.mark_backed(run));
+        planner
+    }
+
+    fn mark_backed(&mut self, run: Range<Page>) {
+        for block in blocks_of(self.size, run) {
+            self.backed[block.index()] = true;
+        }
+    }
+
+    fn take_pages(&mut self, pages: Range<Page>) {
+        for block in blocks_of(self.size, pages) {
+            self.take(block);
+        }
+    }
+
+    fn take(&mut self, block: Block) {
+        if self.backed[block.index()] && !std::mem::replace(&mut self.taken[block.index()], true) {
+            self.order.blocks.push(block);
+        }
+    }
+
+    fn finish(mut self) -> Order {
+        for block in (0..self.backed.len() as u32).map(Block) {
+            if self.backed[block.index()] {
+                self.take(block);
+            } else {
+                self.order.unbacked.push(block);
+            }
+        }
+        self.order
+    }
+}
+
+fn blocks_of(size: BlockSize, pages: Range<Page>) -> impl Iterator<Item = Block> {
+    let end = if pages.is_empty() { pages.start.0 } else { pages.end.0 };
+    let first = size.block_of(pages.start).0;
+    (first..size.blocks_in(end).max(first)).map(Block)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn planner(backed: &[Range<Page>]) -> Planner {
+        Planner::new(64, backed, BlockSize::default())
+    }
+
+    #[test]
+    fn walked_pages_come_first_and_in_their_order() {
+        let mut planner = planner(&[Page(0)..Page(16)]);
+        planner.take_pages(Page(9)..Page(11));
+        planner.take_pages(Page(2)..Page(3));
+        let order = planner.finish();
+        let first: Vec<_> = order.blocks.iter().take(4).map(|block| block.0).collect();
+        assert_eq!(first, [4, 5, 1, 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn every_block_is_in_the_order_once(
+            runs in prop::collection::vec((0u32..60, 1u32..5), 0..8),
+            walks in prop::collection::vec((0u32..60, 1u32..5), 0..20),
+        ) {
+            let backed: Vec<_> = runs.iter().map(|&(start, len)| Page(start)..Page((start + len).min(64))).collect();
+            let mut planner = planner(&backed);
+            for (start, len) in walks {
+                planner.take_pages(Page(start)..Page((start + len).min(64)));
+            }
+            let order = planner.finish();
+            let mut all: Vec<_> = order.blocks.iter().chain(&order.unbacked).map(|block| block.0).collect();
+            all.sort_unstable();
+            prop_assert_eq!(all, (0..32).collect::<Vec<_>>());
+            for block in order.blocks {
+                let pages = BlockSize::default().pages_of(block);
+                prop_assert!(backed.iter().any(|run| run.start < pages.end && pages.start < run.end));
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! How fast the background sweep may go.
+//!
+//! A guest that touches memory quickly makes the checkpoint progress by itself, and a sweep beside it only gets in its
+//! way (Halite, section 6). So the sweep runs when faults have been quiet for a moment. It never starves: after
+//! [`Pace::PATIENCE`] it takes a small batch whatever the guest does, so a checkpoint always ends.
+//!
+//! ```text
+//!   faults   | ||| |  |||||||||||||||||||||||||||||| |
+//!   sweep            #              #                  ##################
+//!                    ^ patience over: one batch        ^ quiet: full speed
+//! ```
+
+use std::time::Duration;
+
+/// What the sweep does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Copy up to this many blocks, then ask again.
+    Copy(u32),
+    /// Wait this long, then ask again.
+    Wait(Duration),
+}
+
+/// The pace of one sweep. Times are counted from any fixed instant.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pace {
+    throttled: bool,
+    last_batch: Duration,
+}
+
+impl Pace {
+    /// Faults this long ago no longer hold the sweep back.
+    pub(crate) const QUIET: Duration = Duration::from_millis(2);
+    /// The longest the sweep stands still.
+    pub(crate) const PATIENCE: Duration = Duration::from_millis(20);
+    /// Blocks in a batch taken while faults are not quiet.
+    const SMALL_BATCH: u32 = 64;
+    /// Blocks between two looks at the faults.
+    const BATCH: u32 = 32;
+
+    /// A pace that yields to faults, or one that never does.
+    pub(crate) fn new(throttled: bool, now: Duration) -> Self {
+        Self { throttled, last_batch: now }
+    }
+
+    /// What to do now, given when the last fault came.
+    pub(crate) fn step(&mut self, now: Duration, last_fault: Option<Duration>) -> Step {
+        let since_fault = last_fault.map_or(Duration::MAX, |at| now.saturating_sub(at));
+        if !self.throttled || since_fault >= Self::QUIET {
+            self.last_batch = now;
+            return Step::Copy(Self::BATCH);
+        }
+        let waited = now.saturating_sub(self.last_batch);
+        if waited >= Self::PATIENCE {
+            self.last_batch = now;
+            return Step::Copy(Self::SMALL_BATCH);
+        }
+        Step::Wait((Self::QUIET - since_fault).min(Self::PATIENCE - waited))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_quiet_guest_is_swept_at_full_speed() {
+        let mut pace = Pace::new(true, Duration::ZERO);
+        assert_eq!(pace.step(MS, None), Step::Copy(Pace::BATCH));
+    }
+
+    #[test]
+    fn a_busy_guest_is_left_alone_for_a_while() {
+        let mut pace = Pace::new(true, Duration::ZERO);
+        assert!(matches!(pace.step(5 * MS, Some(5 * MS)), Step::Wait(_)));
+        assert_eq!(pace.step(25 * MS, Some(25 * MS)), Step::Copy(Pace::SMALL_BATCH));
+    }
+
+    #[test]
+    fn without_throttle_faults_do_not_matter() {
+        let mut pace = Pace::new(false, Duration::ZERO);
+        assert_eq!(pace.step(MS, Some(MS)), Step::Copy(Pace::BATCH));
+    }
+
+    proptest! {
+        #[test]
+        fn it_never_stands_still_longer_than_its_patience(faults in prop::collection::vec(0u64..3000, 1..200)) {
+            let mut pace = Pace::new(true, Duration::ZERO);
+            let (mut now, mut idle_since) = (Duration::ZERO, Duration::ZERO);
+            for gap_us in faults {
+                now += Duration::from_micros(gap_us);
+                match pace.step(now, Some(now)) {
+                    Step::Copy(_) => idle_since = now,
+                    Step::Wait(wait) => now += wait,
+                }
+                prop_assert!(now - idle_since <= Pace::PATIENCE + Duration::from_millis(3));
+            }
+        }
+    }
+}

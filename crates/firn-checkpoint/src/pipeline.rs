@@ -1,0 +1,230 @@
+//! From a copied memory block to the image file, off the fault path.
+//!
+//! ```text
+//!   fault handler --+                +-- compressor --+              packer vCPU 0 --+
+//!                   +-- RawBlocks ---+                +-- packed --- packer vCPU 1 --+--- Writer (one thread)
+//!   sweep ----------+   (bounded)    +-- compressor --+   (bounded)  packer sweep  --+
+//!        ^                                  |
+//!        +------- empty buffers ------------+
+//! ```
+//!
+//! The buffers are a fixed number: whoever copies a block first takes an empty one, and waits if there is none. That
+//! is the stated limit of a save's memory, and what slows a guest that touches memory faster than it can be written.
+//! When the file can't be written the pipeline keeps taking blocks and drops them, so that nobody waits for a buffer
+//! that never comes; the error is returned at the end.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use firn_image::{
+    Codec, Compressed, FilledBy, Geometry, ImageError, PackedBlock, Packer, Writer, compress,
+};
+use firn_types::Block;
+
+use crate::lane::Lane;
+
+/// How far compressors step back, in nice(2) units.
+const NICENESS: i32 = 10;
+
+/// A memory block as it was at the cut.
+pub(crate) struct RawBlock {
+    pub(crate) lane: Lane,
+    pub(crate) block: Block,
+    pub(crate) bytes: Box<[u8]>,
+}
+
+enum Finished {
+    Zero(Block),
+    Packed(Lane, PackedBlock),
+}
+
+/// The sending end: what the fault handler and the sweep hold.
+#[derive(Clone)]
+pub(crate) struct Intake {
+    blocks: Sender<RawBlock>,
+    empty: Receiver<Box<[u8]>>,
+    state: Arc<PipelineState>,
+}
+
+#[derive(Default)]
+struct PipelineState {
+    failed: AtomicBool,
+    written: AtomicU64,
+}
+
+impl Intake {
+    /// An empty buffer of one memory block, waiting for one if need be. `None` once the pipeline is gone.
+    pub(crate) fn buffer(&self) -> Option<Box<[u8]>> {
+        self.empty.recv().ok()
+    }
+
+    /// Hands a filled buffer on. Never waits: there are no more blocks than buffers.
+    pub(crate) fn submit(&self, block: RawBlock) {
+        // The receivers outlive every sender unless a compressor panicked; then the save fails at its end.
+        if self.blocks.send(block).is_err() {
+            self.state.failed.store(true, Ordering::Release);
+        }
+    }
+
+    /// Whether enough buffers are empty that taking one leaves some for the fault handler.
+    pub(crate) fn has_room(&self) -> bool {
+        self.empty.len() * 4 > self.empty.capacity().unwrap_or(0)
+    }
+
+    /// Whether the image can no longer be written.
+    pub(crate) fn failed(&self) -> bool {
+        self.state.failed.load(Ordering::Acquire)
+    }
+
+    /// Bytes written to the image so far.
+    pub(crate) fn written(&self) -> u64 {
+        self.state.written.load(Ordering::Relaxed)
+    }
+}
+
+/// The threads between [`Intake`] and the image file.
+pub(crate) struct Pipeline {
+    compressors: Vec<JoinHandle<()>>,
+    writer: JoinHandle<Result<Writer, ImageError>>,
+}
+
+impl Pipeline {
+    /// Starts the threads around a new image file.
+    pub(crate) fn start(
+        writer: Writer,
+        geometry: Geometry,
+        codec: Codec,
+        limits: Limits,
+    ) -> (Self, Intake) {
+        let block_bytes = geometry.block_size.bytes();
+        let buffers = (limits.buffer_bytes / block_bytes).max(16);
+        let (blocks, raw) = bounded(buffers);
+        let (recycle, empty) = bounded(buffers);
+        let (finished, packed) = bounded(1024);
+        (0..buffers).for_each(|_| drop(recycle.send(vec![0; block_bytes].into_boxed_slice())));
+        let state = Arc::new(PipelineState::default());
+        let compressors = (0..limits.compressors.max(1))
+            .map(|_| spawn_compressor(codec, raw.clone(), recycle.clone(), finished.clone()))
+            .collect();
+        let intake = Intake { blocks, empty, state: Arc::clone(&state) };
+        let writer = thread::spawn(move || write_all(writer, geometry, &packed, &state));
+        (Self { compressors, writer }, intake)
+    }
+
+    /// Waits until everything submitted is in the file. All intakes must have been dropped.
+    pub(crate) fn finish(self) -> Result<Writer, ImageError> {
+        self.compressors.into_iter().for_each(propagate_panic);
+        match self.writer.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+}
+
+/// What a pipeline may use.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) compressors: usize,
+    pub(crate) buffer_bytes: usize,
+}
+
+fn propagate_panic(thread: JoinHandle<()>) {
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+fn spawn_compressor(
+    codec: Codec,
+    raw: Receiver<RawBlock>,
+    recycle: Sender<Box<[u8]>>,
+    finished: Sender<Finished>,
+) -> JoinHandle<()> {
+    thread::spawn(move || {
+        step_back();
+        for RawBlock { lane, block, bytes } in raw {
+            let done = match compress(codec, block, &bytes) {
+                Compressed::Zero => Finished::Zero(block),
+                Compressed::Packed(packed) => Finished::Packed(lane, packed),
+            };
+            drop(recycle.try_send(bytes));
+            if finished.send(done).is_err() {
+                return;
+            }
+        }
+    })
+}
+
+/// Lets the guest's own threads, and the fault handler, go first on a busy host.
+fn step_back() {
+    let myself = Some(rustix::thread::gettid());
+    // Only a courtesy: a host that refuses it gets a save that is less polite.
+    let _ = rustix::process::setpriority_process(myself, NICENESS);
+}
+
+/// The writing thread. On an error it goes on receiving, so that compressors and copiers never hang.
+fn write_all(
+    mut writer: Writer,
+    geometry: Geometry,
+    packed: &Receiver<Finished>,
+    state: &PipelineState,
+) -> Result<Writer, ImageError> {
+    let mut packers = Packers { geometry, open: BTreeMap::new() };
+    let mut result = Ok(());
+    for done in packed {
+        if result.is_ok() {
+            result = packers.take(done, &mut writer);
+            state.failed.fetch_or(result.is_err(), Ordering::AcqRel);
+            state.written.store(writer.bytes_written(), Ordering::Relaxed);
+        }
+    }
+    result?;
+    packers.finish(&mut writer)?;
+    Ok(writer)
+}
+
+/// One open locality block per lane.
+struct Packers {
+    geometry: Geometry,
+    open: BTreeMap<Lane, Packer>,
+}
+
+impl Packers {
+    fn take(&mut self, done: Finished, writer: &mut Writer) -> Result<(), ImageError> {
+        let (lane, packed) = match done {
+            Finished::Zero(block) => {
+                writer.set_zero(block);
+                return Ok(());
+            }
+            Finished::Packed(lane, packed) => (lane, packed),
+        };
+        let packer =
+            self.open.entry(lane).or_insert_with(|| Packer::filled_by(self.geometry, lane.into()));
+        match packer.push(packed) {
+            Some(full) => writer.append(full).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    fn finish(self, writer: &mut Writer) -> Result<(), ImageError> {
+        for mut packer in self.open.into_values() {
+            if let Some(rest) = packer.finish() {
+                writer.append(rest)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl From<Lane> for FilledBy {
+    fn from(lane: Lane) -> Self {
+        match lane {
+            Lane::Vcpu(vcpu) => Self::Vcpu(vcpu),
+            Lane::Device => Self::Device,
+            Lane::Sweep => Self::Sweep,
+        }
+    }
+}

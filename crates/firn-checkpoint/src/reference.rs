@@ -1,0 +1,28 @@
+//! For tests: a flat copy of all RAM, taken while the VM is paused, that the image must equal.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+use firn_memory::GuestMemory;
+use firn_types::{PAGE_SIZE, Page};
+
+use crate::save::SaveError;
+
+/// Pages per write.
+const CHUNK_PAGES: u32 = 1024;
+
+/// Writes every page of the RAM page space to `path`, if one is given.
+pub(crate) fn take(memory: &GuestMemory, path: Option<&Path>) -> Result<(), SaveError> {
+    let Some(path) = path else { return Ok(()) };
+    let failed = |source| SaveError::Reference { path: path.to_owned(), source };
+    let mut file = BufWriter::new(File::create(path).map_err(failed)?);
+    let mut buffer = vec![0; CHUNK_PAGES as usize * PAGE_SIZE];
+    let total = memory.map().total_pages();
+    for first in (0..total).step_by(CHUNK_PAGES as usize) {
+        let bytes = (total - first).min(CHUNK_PAGES) as usize * PAGE_SIZE;
+        memory.read(Page(first), &mut buffer[..bytes])?;
+        file.write_all(&buffer[..bytes]).map_err(failed)?;
+    }
+    file.flush().map_err(failed)
+}

@@ -1,0 +1,92 @@
+//! What a save tells its caller: progress on the way, facts at the end.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::lane::Attribution;
+
+/// How far a save has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Memory blocks copied or known to need no copy.
+    pub blocks_done: u32,
+    /// Memory blocks in all.
+    pub blocks_total: u32,
+    /// Bytes written to the image.
+    pub bytes_written: u64,
+}
+
+/// Faults of one save, by how they were attributed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultCounts {
+    /// Before the cut, while RAM was being write-protected.
+    pub while_arming: u64,
+    /// After the cut, by a vCPU's own thread.
+    pub by_vcpu: u64,
+    /// After the cut, by a kernel worker; given to a vCPU by the processor both ran on.
+    #[serde(default)]
+    pub by_worker: u64,
+    /// After the cut, by a kernel worker; given to a vCPU by a neighbouring block.
+    pub by_neighbour: u64,
+    /// After the cut, by devices and everything else.
+    pub by_others: u64,
+}
+
+impl FaultCounts {
+    pub(crate) fn count(&mut self, how: Attribution) {
+        match how {
+            Attribution::Thread => self.by_vcpu += 1,
+            Attribution::Worker => self.by_worker += 1,
+            Attribution::Neighbour => self.by_neighbour += 1,
+            Attribution::None => self.by_others += 1,
+        }
+    }
+
+    /// Faults after the cut.
+    pub fn after_cut(&self) -> u64 {
+        self.by_vcpu + self.by_worker + self.by_neighbour + self.by_others
+    }
+}
+
+/// Where the pause went, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Pause {
+    /// The whole: from asking the hypervisor to stop until it said it goes on.
+    pub downtime_ms: f64,
+    /// Stopping the vCPUs and saving device state.
+    pub device_state_ms: f64,
+    /// Copying the small RAM blocks beside guest RAM (video memory).
+    pub aux_ms: f64,
+    /// Write-protecting what was written last.
+    pub protect_ms: f64,
+    /// Starting the vCPUs.
+    pub cont_ms: f64,
+    /// Pages protected during the pause.
+    pub protected_pages: u64,
+}
+
+/// Facts about a finished save.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SaveReport {
+    /// Where the pause went.
+    pub pause: Pause,
+    /// Rounds of re-protecting before the pause.
+    pub rounds: u32,
+    /// From the command to the pause, in milliseconds.
+    pub arm_ms: f64,
+    /// From the command to the finished file, in milliseconds.
+    pub total_ms: f64,
+    /// Faults.
+    pub faults: FaultCounts,
+    /// Memory blocks in all.
+    pub blocks_total: u32,
+    /// Memory blocks that the guest touched before the sweep came to them or after.
+    pub blocks_touched: u32,
+    /// Size of the image, in bytes.
+    pub image_bytes: u64,
+}
+
+pub(crate) fn ms(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1e6).round() / 1e3
+}

@@ -1,0 +1,260 @@
+//! A save from beginning to end.
+//!
+//! ```text
+//!   create image file -> attach, register -> write-protect all of RAM, rounds        guest runs
+//!                     -> stop, device state, protect what was written last           guest stands still
+//!                     -> cont -> drop page-table entries                             guest runs, first touches fault
+//!                     -> sweep until every block is copied -> unregister, close      guest runs free
+//!                     -> sections, index, footer, fsync, rename
+//! ```
+//!
+//! Whatever fails, the range is unregistered (which lets every waiting thread go), the descriptor in the hypervisor is
+//! closed, a VM that was stopped here goes on, and the unfinished image file is removed.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use firn_image::{Geometry, ImageError, Organization, Sections, Writer};
+use firn_memory::{
+    DropError, GuestMemory, MemoryError, PageFaultError, Process, ProcessError, TraceError,
+};
+use firn_types::{GuestPhys, Tid};
+use firn_vmm::{AuxRam, DeviceStateError, QmpError, Vm};
+use thiserror::Error;
+
+use crate::armed::Armed;
+use crate::cut::{Cut, Steps};
+use crate::lane::Lanes;
+use crate::options::{SaveOptions, Strategy};
+use crate::order::{self, Order};
+use crate::pace::Pace;
+use crate::pipeline::{Intake, Limits, Pipeline};
+use crate::report::{Progress, SaveReport, ms};
+use crate::still::Still;
+use crate::sweep::Sweep;
+use crate::trace::FaultLog;
+use crate::worker::Workers;
+
+/// Why there is no checkpoint. The VM runs on (or, for a suspend, runs again).
+#[derive(Debug, Error)]
+pub enum SaveError {
+    /// Attaching to the hypervisor failed, or letting go of it.
+    #[error("the hypervisor could not be attached to")]
+    Attach(#[from] TraceError),
+    /// The hypervisor is gone, or can't be looked at.
+    #[error("the hypervisor is out of reach")]
+    Process(#[from] ProcessError),
+    /// Guest RAM could not be read.
+    #[error("guest memory could not be read")]
+    Memory(#[from] MemoryError),
+    /// A page fault could not be answered, or a page protected.
+    #[error("the guest's memory could not be followed")]
+    Fault(#[from] PageFaultError),
+    /// Page-table entries could not be dropped.
+    #[error("reads of the guest's memory could not be followed")]
+    Drop(#[from] DropError),
+    /// The hypervisor refused a command.
+    #[error("the hypervisor refused a command")]
+    Qmp(#[from] QmpError),
+    /// The hypervisor could not save its devices.
+    #[error("the VM's devices could not be saved")]
+    DeviceState(#[from] DeviceStateError),
+    /// The image could not be written.
+    #[error("the image could not be written")]
+    Image(#[from] ImageError),
+    /// The reference copy of a test could not be written.
+    #[error("the reference copy {path} could not be written")]
+    Reference {
+        /// Where it was to be.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A step of the caller's failed (its journal, for example).
+    #[error("a step around the save failed")]
+    Step(#[source] std::io::Error),
+    /// The VM may give memory back while it is being copied.
+    #[error(
+        "the VM has a balloon device: memory that the guest gives back during the save could not be saved any more. \
+         Save it standing still (firn checkpoint --stop), or start it without the device"
+    )]
+    Balloon,
+    /// The caller gave it up.
+    #[error("the save was cancelled")]
+    Cancelled,
+    /// The options contradict each other.
+    #[error("{0}")]
+    Options(&'static str),
+}
+
+/// What a save works on.
+pub struct SaveContext<'a> {
+    /// The VM's control channel.
+    pub vm: &'a mut Vm,
+    /// The hypervisor process.
+    pub process: Arc<Process>,
+    /// Its guest RAM.
+    pub memory: Arc<GuestMemory>,
+    /// Small RAM blocks beside guest RAM.
+    pub aux: &'a [AuxRam],
+    /// What the caller wants told before and after the pause.
+    pub steps: &'a dyn Steps,
+}
+
+/// Saves a VM to an image at `out`. `meta` is stored as it is.
+pub fn save(
+    context: &mut SaveContext<'_>,
+    out: &Path,
+    meta: serde_json::Value,
+    options: &SaveOptions,
+    progress: &dyn Fn(Progress),
+) -> Result<SaveReport, SaveError> {
+    firn_fault::point("save.begin");
+    let started = Instant::now();
+    if options.leave_stopped && options.strategy != Strategy::Stop {
+        return Err(SaveError::Options("a VM can be left stopped only by the strategy `stop`"));
+    }
+    let geometry = geometry(context, options);
+    let writer = Writer::create(out, geometry, Organization::Access)?;
+    let limits =
+        Limits { compressors: options.compressors, buffer_bytes: options.buffer_bytes_max };
+    let (pipeline, intake) = Pipeline::start(writer, geometry, options.codec, limits);
+    let copied =
+        Copying { context: &mut *context, options, intake: &intake, progress, started }.run();
+    drop(intake);
+    let report = finish(context, pipeline.finish(), copied, meta);
+    if report.is_err() && options.leave_stopped {
+        context.vm.cont()?;
+    }
+    Ok(SaveReport { total_ms: ms(started.elapsed()), ..report? })
+}
+
+fn finish(
+    context: &SaveContext<'_>,
+    writer: Result<Writer, ImageError>,
+    copied: Result<Copied, SaveError>,
+    meta: serde_json::Value,
+) -> Result<SaveReport, SaveError> {
+    // An image that can't be written makes everything after it fail as well: its error is the one that says why.
+    let writer = writer?;
+    let mut copied = copied?;
+    if context.steps.cancelled() {
+        return Err(SaveError::Cancelled);
+    }
+    firn_fault::point("save.sections");
+    let summary = writer.finish(sections(context, meta, &mut copied))?;
+    firn_fault::point("save.finished");
+    Ok(SaveReport { image_bytes: summary.file_bytes, ..copied.report })
+}
+
+fn geometry(context: &SaveContext<'_>, options: &SaveOptions) -> Geometry {
+    Geometry {
+        block_size: options.block_size,
+        locality_block_bytes: options.locality_block_bytes,
+        total_pages: context.memory.map().total_pages(),
+    }
+}
+
+fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Copied) -> Sections {
+    Sections {
+        meta,
+        regions: context.memory.map().clone(),
+        device_state: std::mem::take(&mut copied.cut.device_state),
+        aux_blocks: std::mem::take(&mut copied.cut.aux),
+        working_set: std::mem::take(&mut copied.log.first_touches),
+        page_table_roots: std::mem::take(&mut copied.roots),
+    }
+}
+
+/// All memory is with the pipeline; the guest runs free.
+struct Copied {
+    cut: Cut,
+    log: FaultLog,
+    roots: Vec<GuestPhys>,
+    report: SaveReport,
+}
+
+/// The part of a save in which guest memory is being copied.
+struct Copying<'c, 'a> {
+    context: &'c mut SaveContext<'a>,
+    options: &'c SaveOptions,
+    intake: &'c Intake,
+    progress: &'c dyn Fn(Progress),
+    started: Instant,
+}
+
+impl Copying<'_, '_> {
+    fn run(mut self) -> Result<Copied, SaveError> {
+        match self.options.strategy {
+            Strategy::Trace => self.trace(),
+            Strategy::Stop => self.stop(),
+        }
+    }
+
+    /// Copy-on-access.
+    fn trace(&mut self) -> Result<Copied, SaveError> {
+        // The hypervisor punches such pages out of the RAM file; no page fault tells of it beforehand.
+        if self.context.vm.balloon()?.is_some() {
+            return Err(SaveError::Balloon);
+        }
+        let vcpus = self.context.vm.vcpus()?;
+        let tids: Vec<Tid> = vcpus.iter().map(|vcpu| vcpu.tid).collect();
+        let threads = vcpus.iter().map(|vcpu| (vcpu.tid, vcpu.id));
+        let workers = Workers::of(self.context.process.pid(), threads.clone());
+        let lanes = Lanes::new(threads, self.context.process.threads()?);
+        let intake = self.intake.clone();
+        let armed =
+            Armed::attach(self.context, self.options.block_size, tids, lanes, workers, intake)?;
+        let copied = self.trace_armed(&armed);
+        let log = armed.disarm();
+        firn_fault::point("save.disarmed");
+        let (mut copied, log) = (copied?, log?);
+        copied.report.faults = log.counts;
+        copied.report.blocks_touched = log.first_touches.len() as u32;
+        Ok(Copied { log, ..copied })
+    }
+
+    fn trace_armed(&mut self, armed: &Armed) -> Result<Copied, SaveError> {
+        let rounds = armed.arm()?;
+        let arm_ms = ms(self.started.elapsed());
+        let cut = Cut::make(self.context, self.options, || armed.cut())?;
+        firn_fault::point("save.resumed");
+        armed.retrace()?;
+        firn_fault::point("save.retraced");
+        let (roots, order) = self.plan()?;
+        armed.skip(&order.unbacked);
+        let pace = Pace::new(self.options.throttle, armed.trace.now());
+        let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
+        Sweep { trace: &armed.trace, intake, pace, progress, steps }.run(order.blocks)?;
+        firn_fault::point("save.swept");
+        let report = SaveReport { rounds, arm_ms, ..self.report(&cut) };
+        Ok(Copied { cut, log: FaultLog::default(), roots, report })
+    }
+
+    /// What to sweep, in which order, and the page-table roots that say so.
+    fn plan(&mut self) -> Result<(Vec<GuestPhys>, Order), SaveError> {
+        let memory = &self.context.memory;
+        let spaces = order::address_spaces(self.context.vm, memory)?;
+        let order = order::blocks(memory, &spaces, self.options.block_size)?;
+        Ok((spaces.roots, order))
+    }
+
+    /// Stop, copy everything, go on.
+    fn stop(&mut self) -> Result<Copied, SaveError> {
+        let memory = Arc::clone(&self.context.memory);
+        let spaces = order::address_spaces(self.context.vm, &memory)?;
+        let Self { options, intake, progress, .. } = *self;
+        let still = Still { memory: &memory, spaces: &spaces, options, intake, progress };
+        let cut = Cut::make(self.context, options, || still.copy_all())?;
+        let report = self.report(&cut);
+        let roots = spaces.roots;
+        Ok(Copied { cut, log: FaultLog::default(), roots, report })
+    }
+
+    fn report(&self, cut: &Cut) -> SaveReport {
+        let blocks_total =
+            self.options.block_size.blocks_in(self.context.memory.map().total_pages());
+        SaveReport { pause: cut.pause, blocks_total, ..SaveReport::default() }
+    }
+}

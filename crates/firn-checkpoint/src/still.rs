@@ -1,0 +1,57 @@
+//! Copying all of RAM while the vCPUs stand still.
+
+use firn_memory::GuestMemory;
+use firn_types::Block;
+
+use crate::lane::Lane;
+use crate::options::SaveOptions;
+use crate::order::{self, AddressSpaces};
+use crate::pipeline::{Intake, RawBlock};
+use crate::report::Progress;
+use crate::save::SaveError;
+
+/// Blocks between two progress reports.
+const REPORT_EVERY: usize = 1024;
+
+/// The copier of a stopped VM.
+pub(crate) struct Still<'a> {
+    pub(crate) memory: &'a GuestMemory,
+    pub(crate) spaces: &'a AddressSpaces,
+    pub(crate) options: &'a SaveOptions,
+    pub(crate) intake: &'a Intake,
+    pub(crate) progress: &'a dyn Fn(Progress),
+}
+
+impl Still<'_> {
+    /// Copies every backed block, in sweep order. Returns 0: nothing is protected.
+    pub(crate) fn copy_all(&self) -> Result<u64, SaveError> {
+        let blocks = order::blocks(self.memory, self.spaces, self.options.block_size)?.blocks;
+        for (done, &block) in blocks.iter().enumerate() {
+            self.copy(block)?;
+            if done % REPORT_EVERY == 0 {
+                self.report(done, blocks.len());
+            }
+            if self.intake.failed() {
+                break;
+            }
+        }
+        self.report(blocks.len(), blocks.len());
+        Ok(0)
+    }
+
+    fn copy(&self, block: Block) -> Result<(), SaveError> {
+        let Some(mut bytes) = self.intake.buffer() else { return Ok(()) };
+        self.memory.read(self.options.block_size.first_page(block), &mut bytes)?;
+        self.intake.submit(RawBlock { lane: Lane::Sweep, block, bytes });
+        Ok(())
+    }
+
+    fn report(&self, done: usize, total: usize) {
+        let (blocks_done, blocks_total) = (done as u32, total as u32);
+        (self.progress)(Progress {
+            blocks_done,
+            blocks_total,
+            bytes_written: self.intake.written(),
+        });
+    }
+}

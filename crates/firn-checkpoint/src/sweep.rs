@@ -1,0 +1,92 @@
+//! The background sweep: copies what the guest did not touch, so that a save ends.
+//!
+//! Blocks are taken in the order of [`crate::order`]. The sweep takes no trace off: a page that the guest touches later
+//! still faults once, cheaply, and so still says that it belongs to the working set.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use firn_types::Block;
+
+use crate::cut::Steps;
+use crate::lane::Lane;
+use crate::pace::{Pace, Step};
+use crate::pipeline::Intake;
+use crate::report::Progress;
+use crate::save::SaveError;
+use crate::trace::Trace;
+
+/// How long the sweep waits for compressors to catch up.
+const WAIT_FOR_ROOM: Duration = Duration::from_millis(1);
+
+/// A sweep over the blocks of one save.
+pub(crate) struct Sweep<'a> {
+    pub(crate) trace: &'a Arc<Trace>,
+    pub(crate) intake: &'a Intake,
+    pub(crate) pace: Pace,
+    pub(crate) progress: &'a dyn Fn(Progress),
+    pub(crate) steps: &'a dyn Steps,
+}
+
+impl Sweep<'_> {
+    /// Copies every block of `order` that nobody has copied yet. Ends early if the image can't be written.
+    pub(crate) fn run(&mut self, order: impl IntoIterator<Item = Block>) -> Result<(), SaveError> {
+        let mut order = order.into_iter();
+        loop {
+            if self.steps.cancelled() {
+                return Err(SaveError::Cancelled);
+            }
+            match self.pace.step(self.trace.now(), self.trace.last_fault()) {
+                Step::Wait(wait) => thread::sleep(wait),
+                Step::Copy(blocks) => {
+                    if !self.copy_some(&mut order, blocks)? || self.intake.failed() {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Copies up to `blocks` blocks; `false` when the order is at its end.
+    fn copy_some(
+        &self,
+        order: &mut impl Iterator<Item = Block>,
+        blocks: u32,
+    ) -> Result<bool, SaveError> {
+        firn_fault::point("save.sweep");
+        let mut left = blocks;
+        while left > 0 {
+            let Some(block) = order.next() else {
+                self.report();
+                return Ok(false);
+            };
+            left -= u32::from(self.copy(block)?);
+        }
+        self.report();
+        Ok(true)
+    }
+
+    fn copy(&self, block: Block) -> Result<bool, SaveError> {
+        while !self.intake.has_room() && !self.intake.failed() {
+            thread::sleep(WAIT_FOR_ROOM);
+        }
+        let mine = self.trace.ledger.try_claim(block);
+        if mine {
+            self.trace.copy_claimed(block, Lane::Sweep, self.intake)?;
+        }
+        Ok(mine)
+    }
+
+    /// Tells the caller how far the save has come.
+    fn report(&self) {
+        let total = self.trace.ledger.blocks();
+        let done = total - self.trace.ledger.unsaved();
+        let progress = Progress {
+            blocks_done: done,
+            blocks_total: total,
+            bytes_written: self.intake.written(),
+        };
+        (self.progress)(progress);
+    }
+}

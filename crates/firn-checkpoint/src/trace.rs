@@ -1,0 +1,263 @@
+//! The fault handler of a save: lets the guest run on without losing what its memory was at the cut.
+//!
+//! ```text
+//!            Arming                     |  Tracing
+//!   guest    runs ...................... pause .. runs ................................
+//!   RAM      being write-protected       |  protected, then unmapped as well
+//!   a fault  note the page as written,   |  copy the memory block to a buffer (once), let the vCPU go,
+//!            let the vCPU go             |  queue (lane, block)
+//! ```
+//!
+//! While arming, noting a page and making it writable must not fall between another thread's emptying of the written
+//! set and its protecting of those pages, or a writable page would be believed protected. One lock spans both; nobody
+//! takes it once the cut is made.
+
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use firn_memory::{Event, FaultKind, GuestMemory, PageFaults};
+use firn_types::{Block, BlockSize, Page, Tid};
+
+use crate::lane::{Attribution, Lane, Lanes};
+use crate::ledger::{Claim, Ledger};
+use crate::pipeline::{Intake, RawBlock};
+use crate::report::FaultCounts;
+use crate::save::SaveError;
+use crate::worker::Workers;
+use crate::written::WrittenSet;
+
+/// How long the handler sleeps when there are no faults before it looks whether it should end.
+const WAIT: Duration = Duration::from_millis(20);
+
+const ARMING: u8 = 0;
+const TRACING: u8 = 1;
+
+/// What the fault handler shares with the thread that steers the save.
+pub(crate) struct Trace {
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) faults: PageFaults,
+    pub(crate) ledger: Ledger,
+    pub(crate) block_size: BlockSize,
+    written: Mutex<WrittenSet>,
+    phase: AtomicU8,
+    ended: AtomicBool,
+    started: Instant,
+    last_fault_us: AtomicU64,
+}
+
+impl Trace {
+    /// Shared state over a registered range. Nothing is protected yet.
+    pub(crate) fn new(memory: Arc<GuestMemory>, faults: PageFaults, block_size: BlockSize) -> Self {
+        let blocks = block_size.blocks_in(memory.map().total_pages());
+        Self {
+            memory,
+            faults,
+            ledger: Ledger::new(blocks),
+            block_size,
+            written: Mutex::default(),
+            phase: AtomicU8::new(ARMING),
+            ended: AtomicBool::new(false),
+            started: Instant::now(),
+            last_fault_us: AtomicU64::new(u64::MAX),
+        }
+    }
+
+    /// Locks the written set: no page becomes writable while the guard lives.
+    pub(crate) fn written(&self) -> MutexGuard<'_, WrittenSet> {
+        self.written.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From here on first touches are copied. The vCPUs must be stopped, and everything protected.
+    pub(crate) fn cut(&self) {
+        self.phase.store(TRACING, Ordering::Release);
+    }
+
+    /// Time since the trace was made.
+    pub(crate) fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// When the last fault came, on the clock of [`Self::now`].
+    pub(crate) fn last_fault(&self) -> Option<Duration> {
+        let us = self.last_fault_us.load(Ordering::Relaxed);
+        (us != u64::MAX).then(|| Duration::from_micros(us))
+    }
+
+    fn is_arming(&self) -> bool {
+        self.phase.load(Ordering::Acquire) == ARMING
+    }
+
+    /// Copies a block that the caller has claimed, and marks it saved. After an error there is no image to be had, so
+    /// the block counts as saved all the same: nobody may wait for it.
+    pub(crate) fn copy_claimed(
+        &self,
+        block: Block,
+        lane: Lane,
+        intake: &Intake,
+    ) -> Result<(), SaveError> {
+        let copied = self.copy(block, intake);
+        self.ledger.copied(block);
+        if let Some(bytes) = copied? {
+            intake.submit(RawBlock { lane, block, bytes });
+        }
+        Ok(())
+    }
+
+    fn copy(&self, block: Block, intake: &Intake) -> Result<Option<Box<[u8]>>, SaveError> {
+        let Some(mut bytes) = intake.buffer() else { return Ok(None) };
+        self.memory.read(self.block_size.first_page(block), &mut bytes)?;
+        Ok(Some(bytes))
+    }
+}
+
+/// The fault-handling thread.
+pub(crate) struct Handler {
+    trace: Arc<Trace>,
+    thread: JoinHandle<Result<FaultLog, SaveError>>,
+}
+
+/// What the handler saw.
+#[derive(Debug, Default)]
+pub(crate) struct FaultLog {
+    /// Memory blocks in the order in which the guest first touched them after the cut.
+    pub(crate) first_touches: Vec<Block>,
+    pub(crate) counts: FaultCounts,
+}
+
+impl Handler {
+    /// Starts answering faults. Must run before the range is registered.
+    pub(crate) fn start(trace: Arc<Trace>, lanes: Lanes, workers: Workers, intake: Intake) -> Self {
+        let blocks = trace.ledger.blocks() as usize;
+        let worker = Worker {
+            trace: Arc::clone(&trace),
+            lanes,
+            workers,
+            intake,
+            touched: vec![false; blocks],
+            log: FaultLog::default(),
+        };
+        Self { trace, thread: thread::spawn(move || die_loudly(|| worker.run())) }
+    }
+
+    /// Ends the thread once nothing can fault any more (the range is unregistered).
+    pub(crate) fn finish(self) -> Result<FaultLog, SaveError> {
+        self.trace.ended.store(true, Ordering::Release);
+        match self.thread.join() {
+            Ok(log) => log,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+}
+
+/// Runs the handler; should it panic, takes the process down at once. vCPUs must never wait for a thread that is gone:
+/// whoever restarts this process takes the descriptor back and lets them go.
+fn die_loudly<T>(run: impl FnOnce() -> T) -> T {
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
+        Ok(result) => result,
+        Err(_) => std::process::abort(),
+    }
+}
+
+struct Worker {
+    trace: Arc<Trace>,
+    lanes: Lanes,
+    workers: Workers,
+    intake: Intake,
+    touched: Vec<bool>,
+    log: FaultLog,
+}
+
+impl Worker {
+    fn run(mut self) -> Result<FaultLog, SaveError> {
+        let mut events = Vec::with_capacity(64);
+        while !self.trace.ended.load(Ordering::Acquire) {
+            events.clear();
+            self.trace.faults.wait(&mut events, WAIT)?;
+            for event in &events {
+                self.handle(event)?;
+            }
+        }
+        Ok(self.log)
+    }
+
+    fn handle(&mut self, event: &Event) -> Result<(), SaveError> {
+        let &Event::Fault { page, tid, kind, write } = event else { return Ok(()) };
+        let now_us = self.trace.now().as_micros() as u64;
+        self.trace.last_fault_us.store(now_us, Ordering::Relaxed);
+        if self.trace.is_arming() && self.note_written(page, kind, write)? {
+            return Ok(());
+        }
+        let saved = self.save_first(page, tid);
+        self.release(page, kind)?;
+        saved
+    }
+
+    /// While arming: lets the access through, noting it if it writes. `false` if the cut was made meanwhile.
+    fn note_written(
+        &mut self,
+        page: Page,
+        kind: FaultKind,
+        write: bool,
+    ) -> Result<bool, SaveError> {
+        let trace = Arc::clone(&self.trace);
+        let mut written = trace.written();
+        if !trace.is_arming() {
+            return Ok(false);
+        }
+        self.log.counts.while_arming += 1;
+        // A kernel that can't map a page protected (before 6.4) makes it writable: then it counts as written.
+        let stays_protected = trace.faults.features().resume_protected;
+        if write || kind == FaultKind::WriteProtect || !stays_protected {
+            written.note(trace.block_size.pages_of(trace.block_size.block_of(page)));
+            self.release(page, kind)?;
+        } else {
+            trace.faults.resume_minor(page..Page(page.0 + 1), true)?;
+        }
+        Ok(true)
+    }
+
+    /// After the cut: sees to it that the block is copied before anybody changes it.
+    fn save_first(&mut self, page: Page, tid: Tid) -> Result<(), SaveError> {
+        let block = self.trace.block_size.block_of(page);
+        let workers = &mut self.workers;
+        let (lane, how) = self.lanes.attribute(tid, block, |worker| workers.vcpu_of(worker));
+        self.note_touch(block, how);
+        match self.trace.ledger.claim(block) {
+            Claim::Mine if self.intake.failed() => self.trace.ledger.copied(block),
+            Claim::Mine => self.trace.copy_claimed(block, lane, &self.intake)?,
+            Claim::Saved => {}
+        }
+        Ok(())
+    }
+
+    fn note_touch(&mut self, block: Block, how: Attribution) {
+        firn_fault::point("save.fault");
+        self.log.counts.count(how);
+        if !std::mem::replace(&mut self.touched[block.index()], true) {
+            self.log.first_touches.push(block);
+        }
+    }
+
+    /// Lets the faulting thread go, and takes the traces off the whole block.
+    fn release(&self, page: Page, kind: FaultKind) -> Result<(), SaveError> {
+        let block = self.trace.block_size.block_of(page);
+        let pages = self.trace.block_size.pages_of(block);
+        match kind {
+            FaultKind::WriteProtect => self.trace.faults.unprotect(pages)?,
+            FaultKind::Minor | FaultKind::Missing => self.map_block(page, pages)?,
+        }
+        Ok(())
+    }
+
+    /// Maps the faulting page, and its neighbours in the block where they are backed (a hole can't be mapped).
+    fn map_block(&self, page: Page, pages: std::ops::Range<Page>) -> Result<(), SaveError> {
+        let faults = &self.trace.faults;
+        faults.resume_minor(page..Page(page.0 + 1), false)?;
+        for near in Page::each(pages).filter(|&near| near != page) {
+            drop(faults.resume_minor(near..Page(near.0 + 1), false));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,131 @@
+//! Named fault points: the places where a test makes Firn die, or its I/O fail.
+//!
+//! A promise such as "a checkpoint is whole or it does not exist" is worth what breaks it on purpose. Each step that
+//! matters calls [`point`] (or [`io()`], where the step is I/O) with its name. Nothing happens unless the environment
+//! variable `FIRN_FAULT` names it:
+//!
+//! ```text
+//!   FIRN_FAULT=save.armed             the process kills itself with SIGKILL when it gets there
+//!   FIRN_FAULT=save.armed@3           ... the third time
+//!   FIRN_FAULT=image.write=ENOSPC     the I/O step fails with that error (ENOSPC, EIO), as if the disk had said so
+//!   FIRN_FAULT=image.write@5=EIO      ... from the fifth time on
+//! ```
+//!
+//! [`POINTS`] lists every name, so that a test can walk them all; a name that is not listed is a bug and panics in
+//! debug builds.
+
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+mod points;
+
+pub use points::POINTS;
+
+/// The environment variable that arms one fault point.
+pub const VARIABLE: &str = "FIRN_FAULT";
+
+/// What an armed fault point does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    Kill,
+    Fail(rustix::io::Errno),
+}
+
+/// One armed fault point.
+#[derive(Debug, PartialEq, Eq)]
+struct Armed {
+    name: String,
+    from: u32,
+    action: Action,
+}
+
+static PASSES: AtomicU32 = AtomicU32::new(0);
+
+/// Dies here by SIGKILL if the environment says so.
+pub fn point(name: &'static str) {
+    if hit(name) == Some(Action::Kill) {
+        die();
+    }
+}
+
+/// Dies or fails here if the environment says so. For steps that do I/O.
+pub fn io(name: &'static str) -> io::Result<()> {
+    match hit(name) {
+        Some(Action::Kill) => die(),
+        Some(Action::Fail(errno)) => Err(errno.into()),
+        None => Ok(()),
+    }
+}
+
+fn hit(name: &'static str) -> Option<Action> {
+    debug_assert!(POINTS.contains(&name), "fault point {name} is not listed in POINTS");
+    let armed = armed()?;
+    if armed.name != name {
+        return None;
+    }
+    let pass = PASSES.fetch_add(1, Ordering::Relaxed) + 1;
+    (pass >= armed.from).then_some(armed.action)
+}
+
+fn armed() -> Option<&'static Armed> {
+    static ARMED: OnceLock<Option<Armed>> = OnceLock::new();
+    ARMED.get_or_init(|| parse(&std::env::var(VARIABLE).ok()?)).as_ref()
+}
+
+fn parse(text: &str) -> Option<Armed> {
+    let (place, action) = match text.split_once('=') {
+        Some((place, errno)) => (place, Action::Fail(errno_named(errno)?)),
+        None => (text, Action::Kill),
+    };
+    let (name, from) = match place.split_once('@') {
+        Some((name, from)) => (name, from.parse().ok()?),
+        None => (place, 1),
+    };
+    Some(Armed { name: name.to_owned(), from, action })
+}
+
+fn errno_named(name: &str) -> Option<rustix::io::Errno> {
+    match name {
+        "ENOSPC" => Some(rustix::io::Errno::NOSPC),
+        "EIO" => Some(rustix::io::Errno::IO),
+        _ => None,
+    }
+}
+
+fn die() -> ! {
+    let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    // SIGKILL to oneself is delivered before the call returns; this line only satisfies the type.
+    std::process::abort()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_its_documentation_shows() {
+        let name = || "save.armed".to_owned();
+        assert_eq!(
+            parse("save.armed"),
+            Some(Armed { name: name(), from: 1, action: Action::Kill })
+        );
+        assert_eq!(
+            parse("save.armed@3"),
+            Some(Armed { name: name(), from: 3, action: Action::Kill })
+        );
+        let fail = Action::Fail(rustix::io::Errno::IO);
+        assert_eq!(parse("save.armed@5=EIO"), Some(Armed { name: name(), from: 5, action: fail }));
+        assert_eq!(parse("save.armed=EWHAT"), None);
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names = POINTS.to_vec();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), POINTS.len());
+    }
+}

@@ -1,0 +1,50 @@
+//! Every fault point, in the order in which a save or a restore passes them.
+
+/// The names of all fault points.
+pub const POINTS: &[&str] = &[
+    // A save, in the supervisor.
+    "save.begin",
+    "save.journaled",
+    "save.attached",
+    "save.registered",
+    "save.armed",
+    "save.rounds",
+    "save.stopped",
+    "save.device-state",
+    "save.disks",
+    "save.reprotected",
+    "save.resumed",
+    "save.retraced",
+    "save.first-fault",
+    "save.fault",
+    "save.sweep",
+    "save.swept",
+    "save.disarmed",
+    "save.sections",
+    "save.finished",
+    // Writing an image file.
+    "image.create",
+    "image.write",
+    "image.index",
+    "image.footer",
+    "image.sync",
+    "image.rename",
+    // Reading one.
+    "image.open",
+    "image.read",
+    // A restore, in the supervisor.
+    "restore.begin",
+    "restore.journaled",
+    "restore.spawned",
+    "restore.attached",
+    "restore.registered",
+    "restore.punched",
+    "restore.device-state",
+    "restore.resumed",
+    "restore.fault",
+    "restore.install",
+    "restore.fill",
+    "restore.filled",
+    "restore.unregistered",
+    "restore.finished",
+];

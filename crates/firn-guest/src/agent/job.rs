@@ -1,0 +1,179 @@
+//! One program started by the agent.
+
+use std::io::{Read, Write as _};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use crate::protocol::{Ended, OUTPUT_BYTES_MAX, Outcome};
+
+/// A program, its output so far, and how it ended.
+pub(super) struct Job {
+    pid: Pid,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    stdout: Vec<u8>,
+    stderr: Vec<u8>,
+    exit: Option<i32>,
+}
+
+impl Job {
+    /// Starts a program in a process group of its own; threads gather its output and its end.
+    pub(super) fn start(argv: &[String], stdin: String) -> Result<Arc<Self>> {
+        let [program, arguments @ ..] = argv else { bail!("argv is empty") };
+        let mut child = Command::new(program)
+            .args(arguments)
+            .stdin(if stdin.is_empty() { Stdio::null() } else { Stdio::piped() })
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("cannot start {program}"))?;
+        let pid = Pid::from_child(&child);
+        feed(&mut child, stdin);
+        let job = Arc::new(Self { pid, state: Mutex::default(), changed: Condvar::new() });
+        job.gather(child);
+        Ok(job)
+    }
+
+    fn gather(self: &Arc<Self>, mut child: Child) {
+        let (out, err) = (child.stdout.take(), child.stderr.take());
+        let (first, second, third) = (Arc::clone(self), Arc::clone(self), Arc::clone(self));
+        let out = thread::spawn(move || first.keep(out, |state| &mut state.stdout));
+        let err = thread::spawn(move || second.keep(err, |state| &mut state.stderr));
+        thread::spawn(move || {
+            let status = child.wait();
+            // A grandchild may hold the pipes open for longer than anybody wants to wait.
+            let patience = Instant::now() + Duration::from_millis(500);
+            while !(out.is_finished() && err.is_finished()) && Instant::now() < patience {
+                thread::sleep(Duration::from_millis(1));
+            }
+            third.lock().exit = Some(status.map_or(127, code));
+            third.changed.notify_all();
+        });
+    }
+
+    fn keep(&self, pipe: Option<impl Read>, which: fn(&mut State) -> &mut Vec<u8>) {
+        let Some(mut pipe) = pipe else { return };
+        let mut chunk = [0; 8192];
+        while let Ok(bytes @ 1..) = pipe.read(&mut chunk) {
+            let mut state = self.lock();
+            let kept = which(&mut state);
+            kept.extend_from_slice(&chunk[..bytes]);
+            let excess = kept.len().saturating_sub(OUTPUT_BYTES_MAX);
+            kept.drain(..excess);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the end. On timeout the program is killed, if so wanted, and the answer is an error.
+    pub(super) fn wait(&self, limit: Option<Duration>, kill: bool) -> Result<Ended> {
+        let deadline = limit.map(|limit| Instant::now() + limit);
+        let mut state = self.lock();
+        while state.exit.is_none() {
+            let left = deadline.map_or(Duration::from_secs(3600), |deadline| {
+                deadline.saturating_duration_since(Instant::now())
+            });
+            if left.is_zero() {
+                drop(state);
+                if kill {
+                    self.signal(Signal::KILL.as_raw())?;
+                }
+                bail!("not ended after {} s", limit.unwrap_or_default().as_secs());
+            }
+            state =
+                self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(ended(&state, state.exit.unwrap_or_default()))
+    }
+
+    /// How it is doing.
+    pub(super) fn state(&self) -> Outcome {
+        let state = self.lock();
+        match state.exit {
+            Some(exit) => Outcome::Ended(ended(&state, exit)),
+            None => Outcome::Running {
+                running: true,
+                stdout: text(&state.stdout),
+                stderr: text(&state.stderr),
+            },
+        }
+    }
+
+    /// Signals the program and its children.
+    pub(super) fn signal(&self, number: i32) -> Result<()> {
+        let Some(signal) = Signal::from_named_raw(number) else { bail!("{number} is no signal") };
+        if self.lock().exit.is_some() {
+            bail!("the program has ended");
+        }
+        kill_process_group(self.pid, signal).context("cannot signal the program")
+    }
+}
+
+fn feed(child: &mut Child, stdin: String) {
+    if let Some(mut pipe) = child.stdin.take() {
+        // A program that does not read its input to the end is no error of ours.
+        thread::spawn(move || drop(pipe.write_all(stdin.as_bytes())));
+    }
+}
+
+fn ended(state: &State, exit: i32) -> Ended {
+    Ended { exit, stdout: text(&state.stdout), stderr: text(&state.stderr) }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn code(status: ExitStatus) -> i32 {
+    status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(argv: &[&str], stdin: &str) -> Ended {
+        let argv: Vec<String> = argv.iter().map(|&word| word.to_owned()).collect();
+        Job::start(&argv, stdin.to_owned()).unwrap().wait(None, false).unwrap()
+    }
+
+    #[test]
+    fn gives_output_and_exit_code() {
+        let ended = run(&["sh", "-c", "cat; echo two >&2; exit 3"], "one");
+        assert_eq!(ended, Ended { exit: 3, stdout: "one".into(), stderr: "two\n".into() });
+    }
+
+    #[test]
+    fn a_killed_program_says_by_what() {
+        assert_eq!(run(&["sh", "-c", "kill -9 $$"], "").exit, 137);
+    }
+
+    #[test]
+    fn keeps_the_end_of_long_output() {
+        let ended = run(&["sh", "-c", "head -c 600000 /dev/zero | tr '\\0' x; echo end"], "");
+        assert_eq!(ended.stdout.len(), OUTPUT_BYTES_MAX);
+        assert!(ended.stdout.ends_with("end\n"));
+    }
+
+    #[test]
+    fn a_timeout_kills_when_asked_to() {
+        let argv = ["sleep".to_owned(), "60".to_owned()];
+        let job = Job::start(&argv, String::new()).unwrap();
+        assert!(matches!(job.state(), Outcome::Running { .. }));
+        assert!(job.wait(Some(Duration::from_millis(20)), true).is_err());
+        assert_eq!(job.wait(None, false).unwrap().exit, 137);
+    }
+}

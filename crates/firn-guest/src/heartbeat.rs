@@ -1,0 +1,109 @@
+//! `firn-guest heartbeat`: a steady sign of life, seen from outside.
+//!
+//! ```text
+//!   SEQUENCE GUEST_NS WORK\n        one line per beat, decimal
+//! ```
+//!
+//! `GUEST_NS` is the guest's monotonic clock and `WORK` counts the steps of a thread that walks through memory, so a
+//! prober sees three things apart: whether the guest answers at all, what its own clock makes of a pause, and how fast
+//! it really gets on. Beats nobody listens to are dropped, never queued.
+
+use std::fs::File;
+use std::io::Write as _;
+use std::net::UdpSocket;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::arena::Arena;
+use crate::pace::Pace;
+use crate::port;
+use crate::protocol::HEARTBEAT_PORT;
+use crate::stamp::mix;
+
+/// Sends a line with clock and work count at a fixed rate.
+#[derive(Args, Debug)]
+pub struct Heartbeat {
+    /// Name of the virtio port, or path of a device.
+    #[arg(long, default_value = HEARTBEAT_PORT)]
+    port: String,
+    /// Send by UDP to HOST:PORT instead.
+    #[arg(long)]
+    udp: Option<String>,
+    /// Beats per second.
+    #[arg(long, default_value_t = 100.0)]
+    rate: f64,
+    /// Memory the working thread walks through; 0 for no work.
+    #[arg(long, default_value_t = 8)]
+    work_mib: usize,
+    /// Pages the working thread visits per second; 0 is flat out.
+    #[arg(long, default_value_t = 2000.0)]
+    work_rate: f64,
+}
+
+enum Outlet {
+    Port(File),
+    Udp(UdpSocket),
+}
+
+/// Beats for ever.
+pub fn run(args: &Heartbeat) -> Result<()> {
+    let mut outlet = Outlet::open(args)?;
+    let work = Arc::new(AtomicU64::new(0));
+    start_work(args.work_mib, args.work_rate, Arc::clone(&work))?;
+    let mut pace = Pace::new(args.rate);
+    for sequence in 0_u64.. {
+        outlet.send(&format!("{sequence} {} {}\n", guest_ns(), work.load(Ordering::Relaxed)));
+        pace.wait(1);
+    }
+    Ok(())
+}
+
+impl Outlet {
+    fn open(args: &Heartbeat) -> Result<Self> {
+        let Some(address) = &args.udp else {
+            return Ok(Self::Port(port::open(&args.port, false)?));
+        };
+        let socket = UdpSocket::bind("0.0.0.0:0")?;
+        socket.connect(address).with_context(|| format!("cannot send to {address}"))?;
+        Ok(Self::Udp(socket))
+    }
+
+    /// Best effort: a beat that cannot be sent now is worth nothing later.
+    fn send(&mut self, line: &str) {
+        let _ = match self {
+            Self::Port(port) => port.write(line.as_bytes()),
+            Self::Udp(socket) => socket.send(line.as_bytes()),
+        };
+    }
+}
+
+fn start_work(mib: usize, rate: f64, count: Arc<AtomicU64>) -> Result<()> {
+    if mib == 0 {
+        return Ok(());
+    }
+    thread::Builder::new().name("work".into()).spawn(move || {
+        let mut arena = Arena::of_mib(mib);
+        let mut pace = Pace::new(rate);
+        let batch = ((rate / 100.0) as u32).max(1);
+        for step in 0_u64.. {
+            let page = arena.page_mut(step as usize);
+            page[0] = mix(page[0] ^ step);
+            count.fetch_add(1, Ordering::Relaxed);
+            if step % u64::from(batch) == 0 {
+                pace.wait(batch);
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// The guest's monotonic clock.
+pub fn guest_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    (now.tv_sec * 1_000_000_000 + now.tv_nsec).unsigned_abs()
+}

@@ -1,0 +1,33 @@
+//! What Firn's test guests run, and what the outside must know to talk to them.
+//!
+//! A checkpoint is exact when the guest itself cannot tell that it was restored. The programs here make a guest that
+//! would tell: every page and every disk sector they write says what it is, so that one that is torn, old or lost is
+//! found by looking at it, from inside the guest ([`writers`], [`disk`]) and from outside, in an image or in a copy of
+//! guest memory ([`stamp`]).
+//!
+//! ```text
+//!   host                                        guest
+//!   Control --- unix socket === virtio port --- firn-guest agent --- firn-guest writers
+//!                                                               \--- redis-server, pgbench, make ...
+//!   Prober  --- unix socket === virtio port --- firn-guest heartbeat
+//! ```
+//!
+//! The library part holds the formats both sides share: [`stamp`] and [`protocol`]. Everything is one static binary,
+//! `firn-guest VERB`, with one module per verb.
+
+#![forbid(unsafe_code)]
+
+pub mod agent;
+pub mod arena;
+pub mod disk;
+pub mod heartbeat;
+pub mod mem_report;
+pub mod net;
+pub mod pace;
+pub mod port;
+pub mod protocol;
+pub mod sha;
+pub mod stamp;
+pub mod threads;
+pub mod walkers;
+pub mod writers;

@@ -1,0 +1,167 @@
+//! The sending end: messages that can be checked when they come back.
+//!
+//! ```text
+//!   byte  0          8                              the rest
+//!         | SEQUENCE | noise drawn from SEQUENCE ... |
+//! ```
+
+use std::io::{self, Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
+use std::time::{Duration, Instant};
+
+use crate::pace::Pace;
+use crate::stamp::mix;
+
+/// How long an echo may take before it counts as lost.
+const PATIENCE: Duration = Duration::from_millis(300);
+
+/// What came of a load.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EchoReport {
+    /// Messages sent.
+    pub sent: u64,
+    /// Echoes that came back right.
+    pub echoed: u64,
+    /// Echoes that came back wrong.
+    pub wrong: u64,
+}
+
+/// Sends messages to a `firn-guest net-dma echo` and checks what comes back. Connects when it must, again if it breaks.
+#[derive(Debug)]
+pub struct EchoLoad {
+    to: SocketAddr,
+    udp: bool,
+    bytes: usize,
+    link: Option<Link>,
+    report: EchoReport,
+}
+
+#[derive(Debug)]
+enum Link {
+    Udp(UdpSocket),
+    Tcp(TcpStream),
+}
+
+impl EchoLoad {
+    /// Messages of `bytes` bytes (at least 8).
+    pub fn new(to: SocketAddr, udp: bool, bytes: usize) -> Self {
+        let bytes = bytes.clamp(8, 60_000);
+        Self { to, udp, bytes, link: None, report: EchoReport::default() }
+    }
+
+    /// Sends for so long, at most `rate` messages per second (0: as fast as echoes come).
+    pub fn run_for(&mut self, duration: Duration, rate: f64) -> EchoReport {
+        let start = Instant::now();
+        let mut pace = Pace::new(rate);
+        while start.elapsed() < duration {
+            self.exchange();
+            pace.wait(1);
+        }
+        self.report
+    }
+
+    /// Sends one message and waits for its echo. True if it came back right.
+    pub fn exchange(&mut self) -> bool {
+        let message = message(self.report.sent, self.bytes);
+        self.report.sent += 1;
+        match self.try_exchange(&message) {
+            Ok(echo) if echo == message => {
+                self.report.echoed += 1;
+                true
+            }
+            Ok(_) => {
+                self.report.wrong += 1;
+                false
+            }
+            Err(_) => {
+                self.link = None;
+                std::thread::sleep(Duration::from_millis(5));
+                false
+            }
+        }
+    }
+
+    fn try_exchange(&mut self, message: &[u8]) -> io::Result<Vec<u8>> {
+        let link = match self.link.take() {
+            Some(link) => link,
+            None => Link::open(self.to, self.udp)?,
+        };
+        self.link.insert(link).exchange(message)
+    }
+}
+
+impl Link {
+    fn open(to: SocketAddr, udp: bool) -> io::Result<Self> {
+        if udp {
+            let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+            socket.connect(to)?;
+            socket.set_read_timeout(Some(PATIENCE))?;
+            return Ok(Self::Udp(socket));
+        }
+        let stream = TcpStream::connect_timeout(&to, PATIENCE)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        Ok(Self::Tcp(stream))
+    }
+
+    fn exchange(&mut self, message: &[u8]) -> io::Result<Vec<u8>> {
+        let mut echo = vec![0; message.len()];
+        match self {
+            Self::Udp(socket) => {
+                socket.send(message)?;
+                let sequence = &message[..8];
+                // Echoes of earlier messages, given up on, may still come.
+                loop {
+                    let bytes = socket.recv(&mut echo)?;
+                    if echo[..8] >= *sequence || bytes < 8 {
+                        echo.truncate(bytes);
+                        return Ok(echo);
+                    }
+                }
+            }
+            Self::Tcp(stream) => {
+                stream.write_all(message)?;
+                stream.read_exact(&mut echo)?;
+                Ok(echo)
+            }
+        }
+    }
+}
+
+/// The message of a number; big endian, so that later messages are greater.
+fn message(sequence: u64, bytes: usize) -> Vec<u8> {
+    let mut message = sequence.to_be_bytes().to_vec();
+    let mut state = mix(sequence);
+    while message.len() < bytes {
+        state = mix(state);
+        message.extend_from_slice(&state.to_le_bytes());
+    }
+    message.truncate(bytes);
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn echoes_are_right() {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        std::thread::spawn(move || super::super::echo::serve(port));
+        for udp in [true, false] {
+            let mut load = EchoLoad::new(([127, 0, 0, 1], port).into(), udp, 1200);
+            while !load.exchange() {}
+            let report = load.run_for(Duration::from_millis(50), 0.0);
+            assert!(report.echoed > 1, "{report:?}");
+            assert_eq!(report.wrong, 0);
+        }
+    }
+
+    #[test]
+    fn nobody_there_is_not_wrong() {
+        let mut load = EchoLoad::new(([127, 0, 0, 1], 9).into(), false, 100);
+        assert_eq!(load.run_for(Duration::from_millis(20), 0.0).wrong, 0);
+    }
+}

@@ -1,0 +1,73 @@
+//! `firn-guest net-dma`: a network card that writes guest memory and reads it.
+//!
+//! The guest echoes what it is sent, over UDP and TCP on the same port; whoever sends checks what comes back. The
+//! sender can be in another guest or on the host ([`load`]), and outlives the guest: echoes that stay away while it
+//! stands still are counted as lost, not as wrong.
+
+mod echo;
+pub mod load;
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+use serde_json::json;
+
+/// The port echoes are served on.
+pub const PORT: u16 = 7007;
+
+/// Loads the network card: echoes, or sends and checks the echoes.
+#[derive(Args, Clone, Debug)]
+pub struct NetDma {
+    #[command(subcommand)]
+    role: Role,
+}
+
+#[derive(Subcommand, Clone, Debug)]
+enum Role {
+    /// Echoes whatever comes, UDP and TCP.
+    Echo {
+        /// Port to listen on.
+        #[arg(long, default_value_t = PORT)]
+        port: u16,
+    },
+    /// Sends messages and checks their echoes.
+    Send {
+        /// Where to.
+        to: SocketAddr,
+        /// Over UDP; TCP otherwise.
+        #[arg(long)]
+        udp: bool,
+        /// Bytes of each message.
+        #[arg(long, default_value_t = 1200)]
+        bytes: usize,
+        /// Messages per second; 0 is as fast as echoes come.
+        #[arg(long, default_value_t = 0.0)]
+        rate: f64,
+        /// Ends after so many seconds.
+        #[arg(long, default_value_t = 10.0)]
+        seconds: f64,
+    },
+}
+
+/// Echoes for ever, or sends to the end. False if an echo was wrong.
+pub fn run(args: &NetDma) -> Result<bool> {
+    match &args.role {
+        Role::Echo { port } => echo::serve(*port).map(|()| true),
+        Role::Send { to, udp, bytes, rate, seconds } => {
+            let mut load = load::EchoLoad::new(*to, *udp, *bytes);
+            let report = load.run_for(Duration::from_secs_f64(*seconds), *rate);
+            println!(
+                "{}",
+                json!({
+                    "done": true,
+                    "sent": report.sent,
+                    "echoed": report.echoed,
+                    "wrong": report.wrong,
+                })
+            );
+            Ok(report.wrong == 0)
+        }
+    }
+}

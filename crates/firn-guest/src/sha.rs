@@ -1,0 +1,110 @@
+//! `firn-guest sha`: a long computation with one right answer.
+//!
+//! Each thread fills an arena from a seed and goes through `rounds` rounds: hash a page, let the digest choose the
+//! next page, write the digest into the page just read. Any bit of the arena or of the program's state that changes on
+//! the way changes the final digest, and it is the same on every machine: a guest restored in the middle must print
+//! what an uninterrupted one prints.
+
+use std::thread;
+
+use anyhow::{Result, anyhow};
+use clap::Args;
+use sha2::{Digest as _, Sha256};
+
+use crate::arena::Arena;
+use crate::stamp::{PageWords, mix};
+use crate::threads;
+
+/// Computes a digest that depends on every step of a long computation.
+#[derive(Args, Clone, Debug)]
+pub struct Sha {
+    /// Chooses the computation.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Memory of each thread.
+    #[arg(long, default_value_t = 16)]
+    mib: usize,
+    /// Pages each thread hashes.
+    #[arg(long, default_value_t = 20_000)]
+    rounds: u64,
+    /// Threads. Part of the question: another number gives another digest.
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+}
+
+/// Prints the digest.
+pub fn run(args: &Sha) -> Result<()> {
+    println!("{}", digest(args)?);
+    Ok(())
+}
+
+fn digest(args: &Sha) -> Result<String> {
+    let workers: Vec<_> = (0..args.threads.max(1))
+        .map(|number| {
+            let args = args.clone();
+            thread::spawn(move || {
+                threads::pin(number)?;
+                anyhow::Ok(wander(mix(args.seed ^ (number as u64) << 48), args.mib, args.rounds))
+            })
+        })
+        .collect();
+    let mut whole = Sha256::new();
+    for worker in workers {
+        whole.update(worker.join().map_err(|_| anyhow!("a thread panicked"))??);
+    }
+    Ok(whole.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn wander(seed: u64, mib: usize, rounds: u64) -> [u8; 32] {
+    let mut arena = Arena::of_mib(mib.max(1));
+    for (index, page) in arena.all_mut().iter_mut().enumerate() {
+        page.iter_mut().enumerate().for_each(|(at, word)| {
+            *word = mix(seed ^ (index * 512 + at) as u64);
+        });
+    }
+    let mut state = [0; 32];
+    for _ in 0..rounds {
+        state = step(&mut arena, state);
+    }
+    arena.all().iter().fold(Sha256::new_with_prefix(state), hash_page).finalize().into()
+}
+
+fn step(arena: &mut Arena, state: [u8; 32]) -> [u8; 32] {
+    let words = words_of(state);
+    let index = words.iter().copied().fold(0, u64::wrapping_add) % arena.pages() as u64;
+    let page = arena.page_mut(index as usize);
+    let next: [u8; 32] = hash_page(Sha256::new_with_prefix(state), page).finalize().into();
+    page.iter_mut().zip(words).for_each(|(slot, word)| *slot ^= word);
+    next
+}
+
+fn words_of(digest: [u8; 32]) -> [u64; 4] {
+    let mut words = [0; 4];
+    for (at, byte) in digest.into_iter().enumerate() {
+        words[at / 8] |= u64::from(byte) << (at % 8 * 8);
+    }
+    words
+}
+
+fn hash_page(mut hash: Sha256, page: &PageWords) -> Sha256 {
+    for word in page {
+        hash.update(word.to_le_bytes());
+    }
+    hash
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(rounds: u64, threads: usize) -> String {
+        digest(&Sha { seed: 7, mib: 1, rounds, threads }).unwrap()
+    }
+
+    #[test]
+    fn is_the_same_every_time_and_depends_on_every_round() {
+        assert_eq!(with(50, 2), with(50, 2));
+        assert_ne!(with(50, 1), with(51, 1));
+        assert_ne!(with(50, 1), with(50, 2));
+    }
+}

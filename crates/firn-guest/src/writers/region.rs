@@ -1,0 +1,149 @@
+//! The memory of one writer.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender};
+
+use clap::ValueEnum;
+
+use super::report::{RegionReport, TOLD_MAX};
+use crate::arena::Arena;
+use crate::pace::Pace;
+use crate::stamp::{self, Stamp, Style, mix};
+
+/// Pages written between looks at the clock and the questions.
+const BATCH: u32 = 32;
+
+/// In which order a writer visits its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Order {
+    /// One after the other, from the first again after the last.
+    Sequential,
+    /// Any page, each as likely as the others.
+    Random,
+}
+
+/// A question to a writer: check your memory (true) or just count (false), and answer here.
+pub(super) type Question = (bool, Sender<RegionReport>);
+
+/// A region: pages, and beside them what each must say.
+pub(super) struct Region {
+    number: u32,
+    arena: Arena,
+    sequences: Vec<u64>,
+    style: Style,
+    order: Order,
+    check_first: bool,
+    steps: u64,
+    report: RegionReport,
+}
+
+impl Region {
+    /// A region of `pages` pages, all filled by the calling thread, in ascending order.
+    pub(super) fn new(number: u32, pages: usize, style: Style, order: Order, check: bool) -> Self {
+        let mut arena = Arena::new(pages);
+        for (index, page) in arena.all_mut().iter_mut().enumerate() {
+            stamp::fill(page, Stamp { region: number, index: index as u64, sequence: 0 }, style);
+        }
+        let report = RegionReport { pages: pages as u64, ..RegionReport::default() };
+        let sequences = vec![0; pages];
+        Self { number, arena, sequences, style, order, check_first: check, steps: 0, report }
+    }
+
+    /// Writes at `rate` pages per second and answers questions in between, until told to stop.
+    pub(super) fn serve(&mut self, rate: f64, questions: &Receiver<Question>, stop: &AtomicBool) {
+        let batch = if rate > 0.0 { BATCH.min((rate / 20.0).ceil() as u32).max(1) } else { BATCH };
+        let mut pace = Pace::new(rate);
+        while !stop.load(Ordering::Relaxed) {
+            (0..batch).for_each(|_| self.step());
+            if let Ok((check, answer)) = questions.try_recv() {
+                let report = if check { self.verify() } else { self.report.clone() };
+                // Whoever asked may have gone.
+                let _ = answer.send(report);
+            }
+            pace.wait(batch);
+        }
+    }
+
+    /// Checks one page and writes it anew.
+    fn step(&mut self) {
+        let index = self.next_index();
+        if self.check_first {
+            self.check(index);
+        }
+        self.sequences[index] += 1;
+        let stamp = self.stamp(index);
+        stamp::rewrite(self.arena.page_mut(index), stamp, self.style);
+        self.report.writes += 1;
+    }
+
+    fn next_index(&mut self) -> usize {
+        let step = self.steps;
+        self.steps += 1;
+        let wide = match self.order {
+            Order::Sequential => step,
+            Order::Random => mix(step ^ u64::from(self.number) << 32),
+        };
+        (wide % self.sequences.len() as u64) as usize
+    }
+
+    /// Checks every page.
+    pub(super) fn verify(&mut self) -> RegionReport {
+        (0..self.sequences.len()).for_each(|index| self.check(index));
+        self.report.clone()
+    }
+
+    fn stamp(&self, index: usize) -> Stamp {
+        Stamp { region: self.number, index: index as u64, sequence: self.sequences[index] }
+    }
+
+    fn check(&mut self, index: usize) {
+        let expected = self.stamp(index);
+        let problem = match stamp::check(self.arena.page(index)) {
+            Ok(found) if found == expected => return,
+            Ok(found) => format!("{expected:?} expected, found {found:?}"),
+            Err(broken) => format!("{expected:?} expected: {broken}"),
+        };
+        self.report.wrong += 1;
+        if self.report.told.len() < TOLD_MAX {
+            self.report.told.push(problem);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region(order: Order) -> Region {
+        let mut region = Region::new(1, 16, Style::compressing_to(50, false), order, true);
+        (0..100).for_each(|_| region.step());
+        region
+    }
+
+    #[test]
+    fn what_it_wrote_is_right() {
+        for order in [Order::Sequential, Order::Random] {
+            let report = region(order).verify();
+            assert_eq!((report.pages, report.writes, report.wrong), (16, 100, 0));
+        }
+    }
+
+    #[test]
+    fn an_older_page_is_found() {
+        let mut region = region(Order::Sequential);
+        let old = *region.arena.page(5);
+        (0..16).for_each(|_| region.step());
+        *region.arena.page_mut(5) = old;
+        let report = region.verify();
+        assert_eq!(report.wrong, 1);
+        assert!(report.told[0].contains("index: 5"), "{:?}", report.told);
+    }
+
+    #[test]
+    fn a_page_that_became_zero_is_found_before_it_is_overwritten() {
+        let mut region = region(Order::Sequential);
+        region.arena.page_mut(5).fill(0);
+        (0..16).for_each(|_| region.step());
+        assert_eq!(region.verify().wrong, 1);
+    }
+}

@@ -1,0 +1,49 @@
+//! What the writers answer.
+
+use serde::{Deserialize, Serialize};
+
+/// How many wrong pages are told one by one.
+pub const TOLD_MAX: usize = 8;
+
+/// The state of all regions.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// Pages of all regions.
+    pub pages: u64,
+    /// Pages written so far, rewrites counted.
+    pub writes: u64,
+    /// Pages found wrong so far, in verifications and before being overwritten.
+    pub wrong: u64,
+    /// The first of them, region by region, in words.
+    pub told: Vec<String>,
+    /// Writes of each region.
+    pub region_writes: Vec<u64>,
+}
+
+/// The state of one region.
+#[derive(Clone, Debug, Default)]
+pub struct RegionReport {
+    /// Pages of the region.
+    pub pages: u64,
+    /// Pages written so far.
+    pub writes: u64,
+    /// Pages found wrong so far.
+    pub wrong: u64,
+    /// The first of them in words.
+    pub told: Vec<String>,
+}
+
+impl Report {
+    /// Adds up regions.
+    pub fn of(regions: Vec<RegionReport>) -> Self {
+        let mut report = Self::default();
+        for region in regions {
+            report.pages += region.pages;
+            report.writes += region.writes;
+            report.wrong += region.wrong;
+            report.told.extend(region.told);
+            report.region_writes.push(region.writes);
+        }
+        report
+    }
+}

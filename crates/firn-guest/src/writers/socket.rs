@@ -1,0 +1,84 @@
+//! Questions to running writers, over a unix socket: one line in, one JSON line out.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+
+use anyhow::{Context as _, Result};
+
+use super::region::Question;
+use super::report::Report;
+
+/// Where writers listen.
+pub(super) const PATH: &str = "/run/firn/writers.sock";
+
+/// Answers questions as long as the process lives; dropping it removes the socket.
+pub(super) struct Server(PathBuf);
+
+impl Server {
+    /// Listens at `path`, handing each question to every writer.
+    pub(super) fn start(
+        path: &Path,
+        writers: Vec<Sender<Question>>,
+        stop: Arc<AtomicBool>,
+    ) -> Result<Self> {
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        let _ = fs::remove_file(path);
+        let listener = UnixListener::bind(path)
+            .with_context(|| format!("cannot listen at {}", path.display()))?;
+        thread::Builder::new().name("questions".into()).spawn(move || {
+            for client in listener.incoming().flatten() {
+                if let Err(error) = answer(client, &writers, &stop) {
+                    eprintln!("writers: {error:#}");
+                }
+            }
+        })?;
+        Ok(Self(path.to_owned()))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+fn answer(client: UnixStream, writers: &[Sender<Question>], stop: &AtomicBool) -> Result<()> {
+    let mut reader = BufReader::new(client);
+    let mut line = String::new();
+    reader.read_line(&mut line)?;
+    let report = gather(writers, line.trim() == "verify")?;
+    if line.trim() == "stop" {
+        stop.store(true, Ordering::Relaxed);
+    }
+    let mut client = reader.into_inner();
+    Ok(writeln!(client, "{}", serde_json::to_string(&report)?)?)
+}
+
+fn gather(writers: &[Sender<Question>], check: bool) -> Result<Report> {
+    let mut answers = Vec::new();
+    for writer in writers {
+        let (answer, answered) = channel();
+        writer.send((check, answer)).context("a writer has ended")?;
+        answers.push(answered);
+    }
+    let regions = answers.iter().map(|answer| answer.recv().context("a writer has ended"));
+    Ok(Report::of(regions.collect::<Result<_>>()?))
+}
+
+/// Asks the writers that listen at `path`.
+pub(super) fn ask(path: &Path, question: &str) -> Result<Report> {
+    let mut stream = UnixStream::connect(path)
+        .with_context(|| format!("no writers listen at {}", path.display()))?;
+    writeln!(stream, "{question}")?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line)?;
+    serde_json::from_str(&line).context("the writers' answer makes no sense")
+}

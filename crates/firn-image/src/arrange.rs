@@ -1,0 +1,184 @@
+//! In which order memory blocks go into an image: access, physical or random. Pure.
+
+use std::collections::HashMap;
+
+use firn_types::{Block, BlockSize};
+
+use crate::locality::FilledBy;
+use crate::sections::AccessGroup;
+
+/// Memory blocks by number.
+pub(crate) fn physical(stored: &Bitmap) -> Vec<AccessGroup> {
+    vec![AccessGroup { filled_by: FilledBy::Unknown, blocks: stored.iter().collect() }]
+}
+
+/// Memory blocks shuffled: the same seed and blocks give the same order.
+pub(crate) fn random(stored: &Bitmap, seed: u64) -> Vec<AccessGroup> {
+    let mut blocks: Vec<Block> = stored.iter().collect();
+    shuffle(&mut blocks, seed);
+    vec![AccessGroup { filled_by: FilledBy::Unknown, blocks }]
+}
+
+/// Memory blocks as the groups list them; what none lists follows by number, as if swept.
+pub(crate) fn access(stored: &Bitmap, groups: &[AccessGroup]) -> Vec<AccessGroup> {
+    let mut left = stored.clone();
+    let mut out: Vec<_> = groups
+        .iter()
+        .map(|group| {
+            let blocks = group.blocks.iter().copied().filter(|&block| left.take(block)).collect();
+            AccessGroup { filled_by: group.filled_by, blocks }
+        })
+        .collect();
+    out.push(AccessGroup { filled_by: FilledBy::Sweep, blocks: left.iter().collect() });
+    out.retain(|group| !group.blocks.is_empty());
+    out
+}
+
+/// Groups of memory blocks of one size as groups of another. A block that falls together with an earlier one is left
+/// out; one that falls apart is listed part by part.
+pub(crate) fn resize(groups: &[AccessGroup], from: BlockSize, to: BlockSize) -> Vec<AccessGroup> {
+    let mut seen = HashMap::new();
+    let mut first_time = |block: &Block| seen.insert(*block, ()).is_none();
+    let resized = |group: &AccessGroup| AccessGroup {
+        filled_by: group.filled_by,
+        blocks: resize_blocks(&group.blocks, from, to).filter(&mut first_time).collect(),
+    };
+    groups.iter().map(resized).collect()
+}
+
+/// Blocks of one size as blocks of another, one after another; neighbours that fall together are listed twice.
+pub(crate) fn resize_blocks(
+    blocks: &[Block],
+    from: BlockSize,
+    to: BlockSize,
+) -> impl Iterator<Item = Block> {
+    blocks.iter().flat_map(move |&block| blocks_of(block, from, to)).map(Block)
+}
+
+/// The blocks of another size that have pages of a block.
+pub(crate) fn blocks_of(block: Block, from: BlockSize, to: BlockSize) -> std::ops::Range<u32> {
+    let pages = from.pages_of(block);
+    to.block_of(pages.start).0..to.blocks_in(pages.end.0)
+}
+
+/// A set of memory blocks, a bit for each there is.
+#[derive(Clone)]
+pub(crate) struct Bitmap {
+    words: Vec<u64>,
+    blocks: u32,
+}
+
+impl Bitmap {
+    pub(crate) fn new(blocks: u32) -> Self {
+        Self { words: vec![0; blocks.div_ceil(64) as usize], blocks }
+    }
+
+    /// Adds a block. One past the last is left out.
+    pub(crate) fn insert(&mut self, block: Block) {
+        if block.0 < self.blocks
+            && let Some(word) = self.words.get_mut(block.index() / 64)
+        {
+            *word |= 1 << (block.0 % 64);
+        }
+    }
+
+    /// Removes a block, and says whether it was there.
+    pub(crate) fn take(&mut self, block: Block) -> bool {
+        let Some(word) = self.words.get_mut(block.index() / 64) else { return false };
+        let bit = 1 << (block.0 % 64);
+        let was_there = *word & bit != 0;
+        *word &= !bit;
+        was_there
+    }
+
+    /// Removes every block that is in another set over as many blocks.
+    pub(crate) fn remove_all(&mut self, other: &Self) {
+        for (word, other) in self.words.iter_mut().zip(&other.words) {
+            *word &= !other;
+        }
+    }
+
+    pub(crate) fn contains(&self, block: Block) -> bool {
+        self.words.get(block.index() / 64).is_some_and(|word| word & (1 << (block.0 % 64)) != 0)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Block> + '_ {
+        (0..self.blocks).map(Block).filter(|&block| self.contains(block))
+    }
+
+    pub(crate) fn len(&self) -> u32 {
+        self.words.iter().map(|word| word.count_ones()).sum()
+    }
+}
+
+/// Fisher and Yates, with SplitMix64 for numbers.
+fn shuffle(blocks: &mut [Block], seed: u64) {
+    let mut state = seed;
+    for end in (1..blocks.len()).rev() {
+        let below = end as u64 + 1;
+        // The high half of the product: uniform to within 2^-32 for any number of blocks there can be.
+        let other = (u128::from(split_mix(&mut state)) * u128::from(below)) >> 64;
+        blocks.swap(end, other as usize);
+    }
+}
+
+fn split_mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut mixed = *state;
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn set(blocks: &[u32]) -> Bitmap {
+        let mut set = Bitmap::new(1000);
+        blocks.iter().for_each(|&block| set.insert(Block(block)));
+        set
+    }
+
+    fn group(filled_by: FilledBy, blocks: &[u32]) -> AccessGroup {
+        AccessGroup { filled_by, blocks: blocks.iter().copied().map(Block).collect() }
+    }
+
+    #[test]
+    fn what_no_group_lists_comes_last() {
+        let groups = [group(FilledBy::Device, &[9, 3, 9, 77]), group(FilledBy::Unknown, &[500])];
+        let arranged = access(&set(&[1, 2, 3, 9]), &groups);
+        let expected = [group(FilledBy::Device, &[9, 3]), group(FilledBy::Sweep, &[1, 2])];
+        assert_eq!(arranged, expected);
+    }
+
+    #[test]
+    fn a_seed_is_an_order() {
+        let all = set(&(0..1000).collect::<Vec<_>>());
+        assert_eq!(random(&all, 1), random(&all, 1));
+        assert_ne!(random(&all, 1), random(&all, 2));
+        assert_ne!(random(&all, 1), physical(&all));
+    }
+
+    #[test]
+    fn blocks_fall_together_and_apart() {
+        let size = |pages| BlockSize::new(pages).unwrap();
+        let groups = [group(FilledBy::Sweep, &[5, 4, 0])];
+        assert_eq!(resize(&groups, size(2), size(4)), [group(FilledBy::Sweep, &[2, 0])]);
+        assert_eq!(
+            resize(&groups, size(2), size(1)),
+            [group(FilledBy::Sweep, &[10, 11, 8, 9, 0, 1])]
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn shuffling_loses_nothing(blocks in proptest::collection::btree_set(0u32..1000, 0..200), seed: u64) {
+            let blocks: Vec<_> = blocks.into_iter().collect();
+            let mut shuffled: Vec<u32> = random(&set(&blocks), seed)[0].blocks.iter().map(|it| it.0).collect();
+            shuffled.sort_unstable();
+            prop_assert_eq!(shuffled, blocks);
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! The last 1 KiB of an image: written last, it is what makes the file an image.
+//!
+//! ```text
+//!      0  8  magic: "FIRN-END"
+//!      8  4  version: 1
+//!     12  4  number of sections
+//!     16 16  identity, as in the header
+//!     32  8  length of the file in bytes, footer included
+//!     40  4  number of locality blocks
+//!     44  4  reserved
+//!     48 40  section 0:  0 4 kind   4 4 encoding (0 as it is, 1 zstd)   8 8 offset in the file
+//!           16 8 stored length   24 8 length when decoded   32 8 xxh3 of the stored bytes
+//!     88 40  section 1 ...
+//!   1016  8  xxh3 of the bytes before
+//! ```
+//!
+//! Sections lie behind the last locality block without gaps, in the order of the table, up to the footer: every byte of
+//! the file belongs to something that is checked.
+
+use crate::bytes::Bytes;
+use crate::error::Flaw;
+use crate::geometry::Geometry;
+use crate::header::{Identity, VERSION, check_seal, check_version, seal};
+use crate::locality::LocalityBlockId;
+
+/// Bytes of the footer.
+pub const FOOTER_BYTES: u64 = 1024;
+
+/// What the table of sections has room for.
+pub(crate) const SECTIONS_MAX: usize = 16;
+
+/// Bytes of a decoded section at most, the index excepted.
+pub const SECTION_BYTES_MAX: u64 = 1 << 30;
+
+/// Bytes of the metadata and of the region map at most, both JSON.
+pub const JSON_BYTES_MAX: u64 = 16 << 20;
+
+const MAGIC: [u8; 8] = *b"FIRN-END";
+const PLACE: &str = "footer";
+const LEN: usize = FOOTER_BYTES as usize;
+
+/// What a section holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, PartialOrd, Ord)]
+#[repr(u32)]
+pub(crate) enum Kind {
+    Meta = 1,
+    Regions = 2,
+    DeviceState = 3,
+    AuxBlocks = 4,
+    WorkingSet = 5,
+    PageTableRoots = 6,
+    AccessOrder = 7,
+    Index = 8,
+}
+
+impl Kind {
+    const ALL: [Self; 8] = [
+        Self::Meta,
+        Self::Regions,
+        Self::DeviceState,
+        Self::AuxBlocks,
+        Self::WorkingSet,
+        Self::PageTableRoots,
+        Self::AccessOrder,
+        Self::Index,
+    ];
+
+    /// What errors call it.
+    pub(crate) fn place(self) -> &'static str {
+        match self {
+            Self::Meta => "metadata section",
+            Self::Regions => "region map section",
+            Self::DeviceState => "device state section",
+            Self::AuxBlocks => "auxiliary RAM section",
+            Self::WorkingSet => "working set section",
+            Self::PageTableRoots => "page-table root section",
+            Self::AccessOrder => "access order section",
+            Self::Index => "index",
+        }
+    }
+
+    /// Bytes it has at most when decoded. JSON takes many times its length in memory, so there may be less of it. The
+    /// index has a limit of its own, which follows from the geometry.
+    pub(crate) fn bytes_max(self) -> u64 {
+        match self {
+            Self::Meta | Self::Regions => JSON_BYTES_MAX,
+            _ => SECTION_BYTES_MAX,
+        }
+    }
+
+    fn from_code(code: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| *kind as u32 == code)
+    }
+}
+
+/// Where a section lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct SectionAt {
+    pub(crate) kind: Kind,
+    pub(crate) is_zstd: bool,
+    pub(crate) offset: u64,
+    pub(crate) stored_len: u64,
+    pub(crate) decoded_len: u64,
+    pub(crate) checksum: u64,
+}
+
+/// What the footer says.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Footer {
+    pub(crate) identity: Identity,
+    pub(crate) locality_blocks: u32,
+    pub(crate) sections: Vec<SectionAt>,
+}
+
+impl Footer {
+    /// Where the sections so far end: where the footer goes after the last of them.
+    pub(crate) fn end(&self, geometry: &Geometry) -> u64 {
+        let sections: u64 = self.sections.iter().map(|section| section.stored_len).sum();
+        geometry.offset_of(LocalityBlockId(self.locality_blocks)) + sections
+    }
+
+    /// Length of the whole file in bytes.
+    pub(crate) fn file_bytes(&self, geometry: &Geometry) -> u64 {
+        self.end(geometry) + FOOTER_BYTES
+    }
+
+    pub(crate) fn section(&self, kind: Kind) -> Option<&SectionAt> {
+        self.sections.iter().find(|section| section.kind == kind)
+    }
+
+    pub(crate) fn encode(&self, geometry: &Geometry) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(LEN);
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend((self.sections.len() as u32).to_le_bytes());
+        bytes.extend(self.identity.0);
+        bytes.extend(self.file_bytes(geometry).to_le_bytes());
+        bytes.extend(self.locality_blocks.to_le_bytes());
+        bytes.extend([0; 4]);
+        self.sections.iter().for_each(|section| section.encode(&mut bytes));
+        seal(bytes, LEN)
+    }
+
+    /// Takes a footer apart that was found at the end of a file of `file_bytes` bytes.
+    pub(crate) fn parse(bytes: &[u8], geometry: &Geometry, file_bytes: u64) -> Result<Self, Flaw> {
+        let mut foot = Bytes::new(PLACE, bytes);
+        if foot.array()? != MAGIC {
+            let problem = "there is none: the image was never finished, or is cut off";
+            return Err(Flaw::new(PLACE, 0, problem));
+        }
+        check_version(PLACE, &mut foot)?;
+        check_seal(PLACE, bytes, LEN)?;
+        let count = foot.u32()? as usize;
+        if count > SECTIONS_MAX {
+            return Err(foot.flaw(format!("{count} sections, at most {SECTIONS_MAX}")));
+        }
+        let identity = Identity(foot.array()?);
+        let expected_bytes = foot.u64()?;
+        if expected_bytes != file_bytes {
+            let problem = format!("the file has {file_bytes} bytes instead of {expected_bytes}");
+            return Err(foot.flaw(problem));
+        }
+        let locality_blocks = foot.u32()?;
+        let reserved = foot.u32()?;
+        let sections: Vec<_> =
+            (0..count).map(|_| SectionAt::parse(&mut foot)).collect::<Result<_, _>>()?;
+        if reserved != 0 {
+            return Err(Flaw::new(PLACE, 44, "a reserved byte is not zero"));
+        }
+        let reserved = foot.clone().take(LEN - 8 - (48 + count * 40))?;
+        Bytes::new(PLACE, reserved).zeros_to_the_end()?;
+        let footer = Self { identity, locality_blocks, sections };
+        footer.check_places(geometry, file_bytes)?;
+        Ok(footer)
+    }
+
+    /// Sections follow one another and the locality blocks without gaps, each kind once at most.
+    fn check_places(&self, geometry: &Geometry, file_bytes: u64) -> Result<(), Flaw> {
+        let mut end = geometry.offset_of(LocalityBlockId(self.locality_blocks));
+        for (number, section) in self.sections.iter().enumerate() {
+            let place = section.kind.place();
+            let flaw = |problem| Flaw::new(PLACE, 48 + number as u64 * 40, problem);
+            if section.offset != end {
+                let offset = section.offset;
+                return Err(flaw(format!("the {place} is at {offset} instead of {end}")));
+            }
+            end = end
+                .checked_add(section.stored_len)
+                .filter(|&end| end <= file_bytes)
+                .ok_or_else(|| flaw(format!("the {place} reaches past the end of the file")))?;
+            if self.sections.iter().take(number).any(|before| before.kind == section.kind) {
+                return Err(flaw(format!("there are two of the {place}")));
+            }
+        }
+        if end + FOOTER_BYTES != file_bytes {
+            let problem = format!("the last section ends at {end}, not where the footer starts");
+            return Err(Flaw::new(PLACE, 0, problem));
+        }
+        Ok(())
+    }
+}
+
+impl SectionAt {
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        bytes.extend((self.kind as u32).to_le_bytes());
+        bytes.extend(u32::from(self.is_zstd).to_le_bytes());
+        bytes.extend(self.offset.to_le_bytes());
+        bytes.extend(self.stored_len.to_le_bytes());
+        bytes.extend(self.decoded_len.to_le_bytes());
+        bytes.extend(self.checksum.to_le_bytes());
+    }
+
+    fn parse(foot: &mut Bytes<'_>) -> Result<Self, Flaw> {
+        let kind = foot.u32()?;
+        let kind = Kind::from_code(kind)
+            .ok_or_else(|| foot.flaw(format!("section kind {kind} is not known to this Firn")))?;
+        let is_zstd = match foot.u32()? {
+            0 => false,
+            1 => true,
+            other => return Err(foot.flaw(format!("encoding {other} is not known to this Firn"))),
+        };
+        let (offset, stored_len) = (foot.u64()?, foot.u64()?);
+        let (decoded_len, checksum) = (foot.u64()?, foot.u64()?);
+        if !is_zstd && decoded_len != stored_len {
+            let place = kind.place();
+            let problem = format!("the {place} has {stored_len} bytes instead of {decoded_len}");
+            return Err(foot.flaw(problem));
+        }
+        Ok(Self { kind, is_zstd, offset, stored_len, decoded_len, checksum })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn section(kind: Kind, offset: u64, stored_len: u64) -> SectionAt {
+        SectionAt { kind, is_zstd: true, offset, stored_len, decoded_len: 9999, checksum: 5 }
+    }
+
+    fn footer() -> (Footer, Geometry) {
+        let geometry = Geometry::new(1234);
+        let at = geometry.offset_of(LocalityBlockId(3));
+        let sections = vec![section(Kind::Meta, at, 100), section(Kind::Index, at + 100, 7)];
+        (Footer { identity: Identity([7; 16]), locality_blocks: 3, sections }, geometry)
+    }
+
+    #[test]
+    fn what_goes_in_comes_out() {
+        let (footer, geometry) = footer();
+        let bytes = footer.encode(&geometry);
+        assert_eq!(bytes.len(), LEN);
+        let len = footer.file_bytes(&geometry);
+        assert_eq!(Footer::parse(&bytes, &geometry, len), Ok(footer));
+    }
+
+    #[test]
+    fn every_flipped_bit_is_seen() {
+        let (footer, geometry) = footer();
+        let (good, len) = (footer.encode(&geometry), footer.file_bytes(&geometry));
+        for bit in 0..LEN * 8 {
+            let mut bad = good.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(Footer::parse(&bad, &geometry, len).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn gaps_and_doubles_are_seen() {
+        let (good, geometry) = footer();
+        let len = good.file_bytes(&geometry);
+        let parse = |footer: &Footer| Footer::parse(&footer.encode(&geometry), &geometry, len);
+        let mut gap = good.clone();
+        gap.sections[1].offset += 1;
+        assert!(parse(&gap).is_err());
+        let mut twice = good.clone();
+        twice.sections[1].kind = Kind::Meta;
+        assert!(parse(&twice).is_err());
+        let bytes = good.encode(&geometry);
+        assert!(Footer::parse(&bytes, &geometry, len + 1).is_err());
+    }
+}

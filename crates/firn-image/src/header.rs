@@ -1,0 +1,158 @@
+//! The first 4 KiB of an image.
+//!
+//! ```text
+//!      0  8  magic: 89 46 49 52 4e 0d 0a 1a ("\x89FIRN\r\n\x1a")
+//!      8  4  version: 1
+//!     12  1  block organization: 0 access, 1 physical, 2 random
+//!     13  1  pages in a memory block
+//!     14  2  reserved
+//!     16  4  bytes in a locality block
+//!     20  4  pages in the RAM page space
+//!     24 16  identity: random, the same in the footer
+//!     40 ..  reserved
+//!   4088  8  xxh3 of the bytes before
+//! ```
+//!
+//! Numbers are little-endian, reserved bytes are zero. The magic number shows, as PNG's does, what a transfer in text
+//! mode breaks: the eighth bit, line endings, and what follows an end-of-file character.
+
+use firn_types::BlockSize;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::bytes::Bytes;
+use crate::error::Flaw;
+use crate::geometry::{Geometry, HEADER_BYTES, Organization};
+
+/// The version that this Firn writes, and the only one it reads.
+pub const VERSION: u32 = 1;
+
+const MAGIC: [u8; 8] = *b"\x89FIRN\r\n\x1a";
+const PLACE: &str = "header";
+const LEN: usize = HEADER_BYTES as usize;
+const CHECKED: usize = LEN - 8;
+
+/// A random number that says which header and which footer belong together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Identity(pub(crate) [u8; 16]);
+
+/// What the header says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Header {
+    pub(crate) geometry: Geometry,
+    pub(crate) organization: Organization,
+    pub(crate) identity: Identity,
+}
+
+impl Header {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(LEN);
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend([self.organization.code(), self.geometry.block_size.into(), 0, 0]);
+        bytes.extend(self.geometry.locality_block_bytes.to_le_bytes());
+        bytes.extend(self.geometry.total_pages.to_le_bytes());
+        bytes.extend(self.identity.0);
+        seal(bytes, LEN)
+    }
+
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Flaw> {
+        let mut head = Bytes::new(PLACE, bytes);
+        if head.array()? != MAGIC {
+            return Err(Flaw::new(PLACE, 0, "not Firn's magic number: this is no image"));
+        }
+        check_version(PLACE, &mut head)?;
+        check_seal(PLACE, bytes, LEN)?;
+        let organization = head.u8()?;
+        let organization = Organization::from_code(organization)
+            .ok_or_else(|| head.flaw(format!("no block organization {organization}")))?;
+        let block_size =
+            BlockSize::new(head.u8()?).map_err(|error| head.flaw(error.to_string()))?;
+        let reserved = head.u16()?;
+        let (locality_block_bytes, total_pages) = (head.u32()?, head.u32()?);
+        let geometry = Geometry { block_size, locality_block_bytes, total_pages };
+        geometry.check().map_err(|error| head.flaw(error.to_string()))?;
+        let identity = Identity(head.array()?);
+        let rest = Bytes::new(PLACE, bytes.get(..CHECKED).unwrap_or_default());
+        check_reserved(reserved, rest)?;
+        Ok(Self { geometry, organization, identity })
+    }
+}
+
+fn check_reserved(reserved: u16, mut rest: Bytes<'_>) -> Result<(), Flaw> {
+    if reserved != 0 {
+        return Err(Flaw::new(PLACE, 14, "a reserved byte is not zero"));
+    }
+    rest.take(40)?;
+    rest.zeros_to_the_end()
+}
+
+/// Fills up with zeros to `len` bytes, the last 8 being the checksum of those before.
+pub(crate) fn seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
+    bytes.resize(len - 8, 0);
+    let checksum = xxh3_64(&bytes);
+    bytes.extend(checksum.to_le_bytes());
+    bytes
+}
+
+/// Checks what [`seal`] made.
+pub(crate) fn check_seal(place: &'static str, bytes: &[u8], len: usize) -> Result<(), Flaw> {
+    let mut all = Bytes::new(place, bytes);
+    let found = xxh3_64(all.take(len - 8)?);
+    let expected = all.u64()?;
+    all.end()?;
+    if found == expected {
+        return Ok(());
+    }
+    let problem = format!("checksum is {found:#018x} instead of {expected:#018x}");
+    Err(Flaw::new(place, 0, problem))
+}
+
+/// Checks that the next number is a version this Firn reads.
+pub(crate) fn check_version(place: &'static str, bytes: &mut Bytes<'_>) -> Result<(), Flaw> {
+    match bytes.u32()? {
+        VERSION => Ok(()),
+        other => {
+            let problem = format!("format version {other}, and this Firn reads version {VERSION}");
+            Err(Flaw::new(place, 8, problem))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Header {
+        Header {
+            geometry: Geometry::new(1234),
+            organization: Organization::Physical,
+            identity: Identity([7; 16]),
+        }
+    }
+
+    #[test]
+    fn what_goes_in_comes_out() {
+        assert_eq!(header().encode().len() as u64, HEADER_BYTES);
+        assert_eq!(Header::parse(&header().encode()), Ok(header()));
+    }
+
+    #[test]
+    fn every_flipped_bit_is_seen() {
+        let good = header().encode();
+        for bit in 0..good.len() * 8 {
+            let mut bad = good.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(Header::parse(&bad).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn resealed_nonsense_is_seen() {
+        for (at, value) in [(12, 3), (13, 5), (14, 1), (15, 1), (17, 3), (40, 1), (4087, 1)] {
+            let mut bytes = header().encode();
+            bytes[at] = value;
+            bytes.truncate(CHECKED);
+            assert!(Header::parse(&seal(bytes, LEN)).is_err(), "byte {at}");
+        }
+    }
+}

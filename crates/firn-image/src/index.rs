@@ -1,0 +1,295 @@
+//! The index: which memory block lies where.
+//!
+//! ```text
+//!   4  number of locality blocks (n)     4  of stored memory blocks (m)     4  of zero runs (z)     4  reserved
+//!   n x 2  who filled locality block i: a vCPU, fffd devices, fffe the sweep, ffff not recorded
+//!   n x 2  how many memory blocks it has
+//!   n x 8  xxh3 of its used bytes
+//!   m x 4  memory block, as the zigzag difference to the one before (the first: to 0)
+//!   m x 2  stored length in bytes, less one
+//!   m x 1  how it is stored: 0 as it is, 1 LZ4, 2 Zstandard, 3 deflate
+//!   m x 8  xxh3 of its uncompressed bytes
+//!   z x 4  first memory block of a run of zero blocks
+//!   z x 4  its length in memory blocks, less one
+//! ```
+//!
+//! Columns, because a column compresses better than a row and is parsed by one loop. Memory blocks are listed as they
+//! lie: a block's offset in its locality block is the sum of the stored lengths before it. Zero runs are in ascending
+//! order and as long as can be. Blocks that are neither listed nor in a run are untouched.
+//!
+//! A memory block's checksum is that of what comes out, which is what a guest gets. The locality block's is that of what
+//! is stored: codecs have several ways to say the same thing, so a flipped bit may leave the memory block as it was, and
+//! only this checksum shows it.
+
+use firn_types::Block;
+
+use crate::bytes::Bytes;
+use crate::codec::StoredAs;
+use crate::error::Flaw;
+use crate::geometry::Geometry;
+use crate::locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlockId};
+use crate::placement::Placements;
+use crate::steps::blocks_of_steps;
+
+const PLACE: &str = "index";
+pub(crate) const HEAD_BYTES: usize = 16;
+
+/// The index of an image, as a reader needs it.
+pub(crate) struct Index {
+    /// The first entry of each locality block, and one past the last of all.
+    starts: Vec<u32>,
+    filled_by: Vec<FilledBy>,
+    checksums: Vec<u64>,
+    entries: Vec<Entry>,
+    pub(crate) placements: Placements,
+    pub(crate) zero_blocks: u32,
+}
+
+impl Index {
+    pub(crate) fn entries_of(&self, id: LocalityBlockId) -> Option<&[Entry]> {
+        let start = *self.starts.get(id.index())? as usize;
+        let end = *self.starts.get(id.index() + 1)? as usize;
+        self.entries.get(start..end)
+    }
+
+    pub(crate) fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The checksum of a locality block's used bytes.
+    pub(crate) fn checksum_of(&self, id: LocalityBlockId) -> Option<u64> {
+        self.checksums.get(id.index()).copied()
+    }
+
+    pub(crate) fn filled_by(&self, id: LocalityBlockId) -> Option<FilledBy> {
+        self.filled_by.get(id.index()).copied()
+    }
+}
+
+/// Bytes of the largest index that an image of this geometry and so many locality blocks can have.
+pub(crate) fn bytes_max(geometry: &Geometry, locality_blocks: u32) -> u64 {
+    let (blocks, locality_blocks) = (u64::from(geometry.blocks()), u64::from(locality_blocks));
+    let stored = blocks.min(locality_blocks * ENTRIES_MAX as u64);
+    HEAD_BYTES as u64 + locality_blocks * 12 + stored * 15 + (blocks / 2 + 1) * 8
+}
+
+/// Takes an index apart and checks all of it.
+pub(crate) fn parse(
+    bytes: &[u8],
+    geometry: &Geometry,
+    locality_blocks: u32,
+) -> Result<Index, Flaw> {
+    let mut bytes = Bytes::new(PLACE, bytes);
+    let (n, m) = (bytes.u32()?, bytes.u32()? as usize);
+    let (z, reserved) = (bytes.u32()? as usize, bytes.u32()?);
+    if n != locality_blocks || reserved != 0 {
+        return Err(bytes.flaw(format!("{n} locality blocks, the footer says {locality_blocks}")));
+    }
+    let n = n as usize;
+    let filled_by: Vec<_> = bytes.column::<2>(n)?.numbers().map(FilledBy::from_code).collect();
+    let starts = parse_counts(bytes.column::<2>(n)?.numbers(), m)?;
+    let checksums = bytes.column::<8>(n)?.numbers().collect();
+    let rows = parse_rows(&mut bytes, m)?;
+    let (firsts, lens) = (bytes.column::<4>(z)?.numbers(), bytes.column::<4>(z)?.numbers());
+    bytes.end()?;
+    let mut placements = Placements::new(geometry.blocks(), m);
+    let zero_blocks = place_zeros(firsts.zip(lens), &mut placements)?;
+    let entries = place_stored(rows, &starts, geometry, &mut placements)?;
+    Ok(Index { starts, filled_by, checksums, entries, placements, zero_blocks })
+}
+
+fn flaw(problem: impl Into<String>) -> Flaw {
+    Flaw::new(PLACE, 0, problem)
+}
+
+/// From counts per locality block to the number of the first entry of each.
+fn parse_counts(counts: impl Iterator<Item = u16>, m: usize) -> Result<Vec<u32>, Flaw> {
+    let mut starts = vec![0];
+    let mut end = 0u64;
+    for (id, count) in counts.enumerate() {
+        if count == 0 || usize::from(count) > ENTRIES_MAX {
+            return Err(flaw(format!("locality block {id} has {count} memory blocks")));
+        }
+        end += u64::from(count);
+        starts.push(end as u32);
+    }
+    if end != m as u64 {
+        return Err(flaw(format!("{m} memory blocks in all, {end} by locality block")));
+    }
+    Ok(starts)
+}
+
+fn place_zeros(
+    runs: impl Iterator<Item = (u32, u32)>,
+    placements: &mut Placements,
+) -> Result<u32, Flaw> {
+    let (mut end, mut zero_blocks) = (None, 0);
+    for (first, len_less_one) in runs {
+        let in_order = end.is_none_or(|end| u64::from(first) > end);
+        let len = len_less_one.wrapping_add(1);
+        if !in_order || len == 0 || !placements.set_zero(Block(first), len) {
+            return Err(flaw(format!(
+                "the run of {len} zero blocks from {first} on is impossible"
+            )));
+        }
+        end = Some(u64::from(first) + u64::from(len));
+        zero_blocks += len;
+    }
+    Ok(zero_blocks)
+}
+
+/// What the index says of a stored memory block. Where in its locality block it lies follows from those before it.
+struct Row {
+    block: Block,
+    stored_len: u32,
+    stored_as: u8,
+    checksum: u64,
+}
+
+fn parse_rows<'a>(
+    bytes: &mut Bytes<'a>,
+    m: usize,
+) -> Result<impl Iterator<Item = Row> + use<'a>, Flaw> {
+    let blocks = blocks_of_steps(bytes.column::<4>(m)?.numbers());
+    let lens = bytes.column::<2>(m)?.numbers();
+    let kinds = bytes.column::<1>(m)?.numbers();
+    let checksums = bytes.column::<8>(m)?.numbers();
+    let rows = blocks.zip(lens).zip(kinds.zip(checksums));
+    Ok(rows.map(|((block, len), (stored_as, checksum))| Row {
+        block,
+        stored_len: u32::from(len) + 1,
+        stored_as,
+        checksum,
+    }))
+}
+
+fn place_stored(
+    mut rows: impl Iterator<Item = Row>,
+    starts: &[u32],
+    geometry: &Geometry,
+    placements: &mut Placements,
+) -> Result<Vec<Entry>, Flaw> {
+    let count = starts.last().map_or(0, |&end| end as usize);
+    let mut entries = Vec::with_capacity(count);
+    for (id, pair) in starts.windows(2).enumerate() {
+        let id = LocalityBlockId(id as u32);
+        let mut offset = 0;
+        for (slot, row) in rows.by_ref().take((pair[1] - pair[0]) as usize).enumerate() {
+            let entry = row
+                .at(offset, geometry)
+                .map_err(|problem| flaw(format!("{id}, slot {slot}: {problem}")))?;
+            if !placements.set_stored(entry.block, id, slot as u16) {
+                let block = entry.block;
+                let problem =
+                    format!("{id}, slot {slot}: {block} is listed twice, or past the end");
+                return Err(flaw(problem));
+            }
+            offset += entry.stored_len;
+            entries.push(entry);
+        }
+    }
+    Ok(entries)
+}
+
+impl Row {
+    fn at(self, offset: u32, geometry: &Geometry) -> Result<Entry, String> {
+        let Self { block, stored_len, stored_as, checksum } = self;
+        let stored_as =
+            StoredAs::from_code(stored_as).ok_or_else(|| format!("no codec {stored_as}"))?;
+        let entry = Entry { block, offset, stored_len, stored_as, checksum };
+        check_entry(&entry, geometry).map(|()| entry)
+    }
+}
+
+/// Whether a memory block can lie so in a locality block.
+pub(crate) fn check_entry(entry: &Entry, geometry: &Geometry) -> Result<(), String> {
+    let (len, whole) = (entry.stored_len as usize, geometry.block_size.bytes());
+    let len_is_possible = match entry.stored_as {
+        StoredAs::Raw => len == whole,
+        _ => len > 0 && len < whole,
+    };
+    if !len_is_possible {
+        return Err(format!("{len} bytes stored as {:?}", entry.stored_as));
+    }
+    if entry.end() > geometry.locality_block_bytes as usize {
+        return Err(format!("ends at byte {} of the locality block", entry.end()));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index_builder::IndexBuilder;
+    use crate::locality::LocalityBlock;
+    use crate::placement::Placement;
+
+    fn entry(block: u32, offset: u32, stored_len: u32) -> Entry {
+        let stored_as = if stored_len == 8192 { StoredAs::Raw } else { StoredAs::Lz4 };
+        Entry { block: Block(block), offset, stored_len, stored_as, checksum: u64::from(block) }
+    }
+
+    fn filled(entries: Vec<Entry>) -> LocalityBlock {
+        let bytes = vec![1; entries.last().map_or(0, Entry::end)];
+        LocalityBlock { filled_by: FilledBy::Sweep, entries, bytes }
+    }
+
+    fn builder() -> IndexBuilder {
+        let mut builder = IndexBuilder::new(Geometry::new(200));
+        assert!(builder.add(&filled(vec![entry(9, 0, 100), entry(3, 100, 8192)])).is_ok());
+        assert!(builder.add(&filled(vec![entry(99, 0, 1)])).is_ok());
+        for block in [5, 4, 7] {
+            assert!(builder.add_zero(Block(block)).is_ok());
+        }
+        builder
+    }
+
+    #[test]
+    fn what_goes_in_comes_out() {
+        let geometry = Geometry::new(200);
+        let index = parse(&builder().encode(), &geometry, 2).unwrap();
+        assert_eq!(index.entries_of(LocalityBlockId(0)).unwrap()[1], entry(3, 100, 8192));
+        assert_eq!(index.entries_of(LocalityBlockId(1)).unwrap(), [entry(99, 0, 1)]);
+        assert_eq!(index.entries_of(LocalityBlockId(2)), None);
+        assert_eq!(index.filled_by(LocalityBlockId(1)), Some(FilledBy::Sweep));
+        let stored = Placement::Stored { locality_block: LocalityBlockId(0), slot: 1 };
+        assert_eq!(index.placements.get(Block(3)), stored);
+        assert_eq!(index.placements.get(Block(5)), Placement::Zero);
+        assert_eq!(index.placements.get(Block(6)), Placement::Untouched);
+        assert_eq!(index.zero_blocks, 3);
+    }
+
+    #[test]
+    fn the_limit_is_not_too_low() {
+        let bytes = builder().encode();
+        assert!(bytes.len() as u64 <= bytes_max(&Geometry::new(200), 2));
+    }
+
+    #[test]
+    fn impossible_locality_blocks_are_refused() {
+        let refused = |entries| builder().add(&filled(entries)).is_err();
+        assert!(refused(vec![]));
+        assert!(refused(vec![entry(3, 0, 10)]), "twice");
+        assert!(refused(vec![entry(5, 0, 10)]), "is zero");
+        assert!(refused(vec![entry(100, 0, 10)]), "past the end");
+        assert!(refused(vec![entry(50, 1, 10)]), "does not start at 0");
+        assert!(refused(vec![entry(50, 0, 8193)]), "longer than a block");
+        let nine = (0..9).map(|i| entry(50 + i, i * 8192, 8192)).collect();
+        assert!(refused(nine), "does not fit");
+        assert!(builder().add_zero(Block(9)).is_err());
+        assert!(builder().add_zero(Block(100)).is_err());
+    }
+
+    #[test]
+    fn nonsense_is_an_error() {
+        let (good, geometry) = (builder().encode(), Geometry::new(200));
+        for (at, value) in [(0, 3), (4, 9), (8, 1), (12, 1), (20, 0), (21, 99), (40, 200)] {
+            let mut bad = good.clone();
+            bad[at] = value;
+            assert!(parse(&bad, &geometry, 2).is_err(), "byte {at}");
+        }
+        for len in 0..good.len() {
+            assert!(parse(&good[..len], &geometry, 2).is_err(), "length {len}");
+        }
+    }
+}

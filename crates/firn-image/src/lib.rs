@@ -1,0 +1,67 @@
+//! The checkpoint file of Firn: write it, read it, verify, compare and reorder it.
+//!
+//! ```text
+//!   0        4096                                                                                 file length
+//!   +--------+------------------+------------------+-- ... --+----------+-------+--------+
+//!   | header | locality block 0 | locality block 1 |         | sections | index | footer |
+//!   +--------+------------------+------------------+-- ... --+----------+-------+--------+
+//!     4 KiB     64 KiB each, memory blocks compressed                               1 KiB
+//! ```
+//!
+//! The file is written from front to back and valid only once its footer is. `docs/format.md` in the repository tells
+//! the format in words; the bytes are drawn in the module that writes and reads them. What is promised:
+//!
+//! - Every byte is covered by a checksum or must be zero. [`Image::open`] checks everything but the memory blocks;
+//!   [`Image::decode`] checks a memory block when it is asked for; [`verify()`] checks all of it.
+//! - A damaged, truncated or hostile file gives an error that names the place: never a wrong page, a panic, a hang, or
+//!   more memory than its own size explains.
+//! - [`Writer`] leaves the whole image at the target path, or nothing new at all.
+//!
+//! [`Packer`] is pure: memory blocks in, locality blocks out.
+
+#![forbid(unsafe_code)]
+
+mod arrange;
+mod blocks;
+mod bytes;
+mod codec;
+mod compare;
+mod compress;
+mod decode;
+mod error;
+mod footer;
+mod geometry;
+mod header;
+mod index;
+mod index_builder;
+mod locality;
+mod partial;
+mod placement;
+mod reader;
+mod reorder;
+mod sections;
+mod source;
+mod steps;
+mod verify;
+mod writer;
+
+pub use blocks::ReadOrder;
+pub use codec::{Codec, CodecError, StoredAs, ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
+pub use compare::{Mismatch, compare};
+pub use compress::{Compressed, PackedBlock, checksum, compress};
+pub use decode::DecodeError;
+pub use error::{BlockError, Flaw, ImageError};
+pub use footer::{FOOTER_BYTES, JSON_BYTES_MAX, SECTION_BYTES_MAX};
+pub use geometry::{
+    Geometry, GeometryError, HEADER_BYTES, LOCALITY_BLOCK_BYTES_DEFAULT, LOCALITY_BLOCK_BYTES_MAX,
+    LOCALITY_BLOCK_BYTES_MIN, Organization, OrganizationError,
+};
+pub use header::VERSION;
+pub use locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId, Packer};
+pub use partial::remove_partial;
+pub use placement::Placement;
+pub use reader::Image;
+pub use reorder::{Reorder, reorder};
+pub use sections::{AuxBlock, Sections};
+pub use verify::{Problem, VerifyReport, verify};
+pub use writer::{Summary, Writer};

@@ -1,0 +1,198 @@
+//! The file an image grows in until it is whole.
+//!
+//! `dir/web.firn` grows as `dir/.web.firn.partial`: for its owner alone (0600), and locked (`flock(2)`) while somebody
+//! writes it. Only when everything is on disk is it renamed, so that a name always stands for a whole image: the old
+//! one or the new one. Dropped before, it is removed. What a killed writer left behind is not locked, and the next
+//! writer of the same image clears it away.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+use crate::error::ImageError;
+
+/// An unfinished image file.
+pub(crate) struct Partial {
+    file: File,
+    path: PathBuf,
+    target: PathBuf,
+    is_renamed: bool,
+}
+
+impl Partial {
+    pub(crate) fn create(target: &Path) -> Result<Self, ImageError> {
+        let path = partial_path(target)?;
+        remove_stale(&path, target)?;
+        let file = fault("image.create", || create_locked(&path)).map_err(|error| {
+            let is_taken = [Some(Errno::EXIST), Some(Errno::WOULDBLOCK)]
+                .contains(&Errno::from_io_error(&error));
+            if is_taken { busy(target) } else { io_error("create", &path)(error) }
+        })?;
+        Ok(Self { file, path, target: target.to_owned(), is_renamed: false })
+    }
+
+    /// Where it will be once it is whole.
+    pub(crate) fn target(&self) -> &Path {
+        &self.target
+    }
+
+    pub(crate) fn write_at(
+        &self,
+        point: &'static str,
+        bytes: &[u8],
+        offset: u64,
+    ) -> Result<(), ImageError> {
+        fault(point, || self.file.write_all_at(bytes, offset)).map_err(|source| ImageError::Write {
+            path: self.path.clone(),
+            offset,
+            len: bytes.len(),
+            source,
+        })
+    }
+
+    /// Brings everything to disk and gives the file its name.
+    pub(crate) fn publish(mut self) -> Result<(), ImageError> {
+        fault("image.sync", || self.file.sync_all()).map_err(io_error("sync", &self.path))?;
+        fault("image.rename", || std::fs::rename(&self.path, &self.target))
+            .map_err(io_error("rename", &self.path))?;
+        self.is_renamed = true;
+        let dir = dir_of(&self.target);
+        File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("sync", dir))
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if !self.is_renamed {
+            // Nothing more can be done about a file that can't be removed; the next writer tries again.
+            drop(std::fs::remove_file(&self.path));
+        }
+    }
+}
+
+/// Removes what a killed writer left of an image, unless one is at work. Returns whether there was anything.
+pub fn remove_partial(target: &Path) -> Result<bool, ImageError> {
+    remove_stale(&partial_path(target)?, target)
+}
+
+fn remove_stale(path: &Path, target: &Path) -> Result<bool, ImageError> {
+    let failed = io_error("remove what is left of", path);
+    let file = match OpenOptions::new().write(true).open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(failed(error)),
+    };
+    match lock(&file) {
+        Ok(()) if file.metadata().is_ok_and(|it| it.nlink() == 0) => Ok(false),
+        Ok(()) => std::fs::remove_file(path).map(|()| true).map_err(failed),
+        Err(_) => Err(busy(target)),
+    }
+}
+
+fn create_locked(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    lock(&file)?;
+    Ok(file)
+}
+
+fn lock(file: &File) -> io::Result<()> {
+    Ok(flock(file, FlockOperation::NonBlockingLockExclusive)?)
+}
+
+fn partial_path(target: &Path) -> Result<PathBuf, ImageError> {
+    let Some(name) = target.file_name() else {
+        return Err(ImageError::Path { path: target.to_owned() });
+    };
+    let mut hidden = std::ffi::OsString::from(".");
+    hidden.push(name);
+    hidden.push(".partial");
+    Ok(target.with_file_name(hidden))
+}
+
+fn dir_of(target: &Path) -> &Path {
+    match target.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    }
+}
+
+fn busy(target: &Path) -> ImageError {
+    ImageError::Busy { path: target.to_owned() }
+}
+
+fn fault<T>(point: &'static str, step: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    firn_fault::io(point).and_then(|()| step())
+}
+
+fn io_error<'a>(step: &'static str, path: &'a Path) -> impl Fn(io::Error) -> ImageError + use<'a> {
+    move |source| ImageError::Io { step, path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(dir).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn it_is_for_its_owner_and_goes_when_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let partial = Partial::create(&dir.path().join("a.firn")).unwrap();
+        assert_eq!(names(dir.path()), [".a.firn.partial"]);
+        let mode = partial.file.metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(partial);
+        assert!(names(dir.path()).is_empty());
+    }
+
+    #[test]
+    fn the_target_is_replaced_by_the_rename_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("a.firn");
+        std::fs::write(&target, "old").unwrap();
+        let partial = Partial::create(&target).unwrap();
+        partial.write_at("image.write", b"new", 0).unwrap();
+        assert_eq!(std::fs::read(&target).unwrap(), b"old");
+        partial.publish().unwrap();
+        assert_eq!(std::fs::read(&target).unwrap(), b"new");
+        assert_eq!(names(dir.path()), ["a.firn"]);
+    }
+
+    #[test]
+    fn two_writers_of_one_image_are_one_too_many() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("a.firn");
+        let first = Partial::create(&target).unwrap();
+        assert!(matches!(Partial::create(&target), Err(ImageError::Busy { .. })));
+        assert!(matches!(remove_partial(&target), Err(ImageError::Busy { .. })));
+        first.write_at("image.write", b"x", 0).unwrap();
+        first.publish().unwrap();
+        assert!(target.exists());
+    }
+
+    #[test]
+    fn leftovers_are_cleared_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("a.firn");
+        std::fs::write(dir.path().join(".a.firn.partial"), "left by a killed writer").unwrap();
+        assert!(remove_partial(&target).unwrap());
+        assert!(!remove_partial(&target).unwrap());
+        std::fs::write(dir.path().join(".a.firn.partial"), "left by a killed writer").unwrap();
+        drop(Partial::create(&target).unwrap());
+        assert!(names(dir.path()).is_empty());
+    }
+
+    #[test]
+    fn a_directory_is_no_file_name() {
+        assert!(matches!(Partial::create(Path::new("/")), Err(ImageError::Path { .. })));
+        assert_eq!(dir_of(Path::new("a.firn")), Path::new("."));
+    }
+}

@@ -1,0 +1,309 @@
+//! The same checkpoint with its blocks arranged otherwise, so that a comparison varies one thing.
+//!
+//! ```text
+//!   by access   -->  random:    shuffled; the access order is kept in a section of its own
+//!   random      -->  access:    by that section: the locality blocks are those of the first image again
+//!   random      -->  access:    without it, by the working set if there is one; else refused
+//!   anything    -->  physical:  by memory block number
+//! ```
+//!
+//! On the way, memory blocks may be recompressed, and both block sizes changed. What is not recompressed is copied as
+//! it is stored, after it was decoded and found right: damage is never copied.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::thread;
+
+use firn_types::{Block, BlockSize, PAGE_SIZE, Page};
+
+use crate::arrange::{self, Bitmap, blocks_of};
+use crate::codec::{Codec, StoredAs};
+use crate::compress::{Compressed, PackedBlock, compress};
+use crate::error::ImageError;
+use crate::geometry::{Geometry, Organization};
+use crate::locality::{FilledBy, LocalityBlockId, Packer};
+use crate::placement::Placement;
+use crate::reader::Image;
+use crate::sections::{AccessGroup, Sections};
+use crate::writer::{Summary, Writer};
+use crate::{ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
+
+/// Memory blocks that one thread packs in one go.
+const BATCH: usize = 256;
+
+/// How an image is to be rewritten.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Reorder {
+    /// The new block organization.
+    pub by: Organization,
+    /// Compress again, with this codec. Otherwise memory blocks stay as they are stored.
+    pub codec: Option<Codec>,
+    /// Another size of memory blocks.
+    pub block_size: Option<BlockSize>,
+    /// Another size of locality blocks, in bytes.
+    pub locality_block_bytes: Option<u32>,
+    /// For [`Organization::Random`]: the same seed gives the same order.
+    pub seed: u64,
+    /// Threads that compress.
+    pub threads: usize,
+}
+
+impl Reorder {
+    /// Rearranges and changes nothing else.
+    pub fn by(by: Organization) -> Self {
+        let (codec, block_size, locality_block_bytes) = (None, None, None);
+        Self { by, codec, block_size, locality_block_bytes, seed: 0, threads: 1 }
+    }
+
+    fn geometry(&self, source: Geometry) -> Geometry {
+        Geometry {
+            block_size: self.block_size.unwrap_or(source.block_size),
+            locality_block_bytes: self.locality_block_bytes.unwrap_or(source.locality_block_bytes),
+            total_pages: source.total_pages,
+        }
+    }
+}
+
+/// Writes the checkpoint in `image` to `out`, arranged as `how` says. `out` may be the image's own path: it is replaced
+/// when all is done. `progress` is told (done, total) in memory blocks.
+pub fn reorder(
+    image: &Image,
+    how: &Reorder,
+    out: &Path,
+    progress: &dyn Fn(u32, u32),
+) -> Result<Summary, ImageError> {
+    let (from, to) = (image.geometry(), how.geometry(image.geometry()));
+    to.check()?;
+    let access_order = access_order(image)?.map(|it| resized(it, from, to));
+    let (stored, zero) = survey(image, to);
+    let groups = match (how.by, &access_order) {
+        (Organization::Physical, _) => arrange::physical(&stored),
+        (Organization::Random, _) => arrange::random(&stored, how.seed),
+        (Organization::Access, Some(groups)) => arrange::access(&stored, groups),
+        (Organization::Access, None) => arrange::access(&stored, &working_set_order(image, to)?),
+    };
+    let mut writer = Writer::create(out, to, how.by)?;
+    zero.iter().for_each(|block| writer.set_zero(block));
+    if how.by != Organization::Access
+        && let Some(groups) = access_order
+    {
+        writer.set_access_order(groups);
+    }
+    let keeps_groups = how.by == Organization::Access && how.codec.is_none() && from == to;
+    let mut packing = Packing { writer, open: BTreeMap::new(), keeps_groups };
+    let recompress_with = how.codec.unwrap_or_else(|| usual_codec(image));
+    let source = BlockSource { image, to, codec: how.codec, recompress_with };
+    let (mut done, total) = (0, stored.len());
+    for group in &groups {
+        for batch in group.blocks.chunks(BATCH * how.threads.max(1)) {
+            packing.take(group.filled_by, source.packed(batch, how.threads)?)?;
+            done += batch.len() as u32;
+            progress(done, total);
+        }
+        packing.end_group(group.filled_by)?;
+    }
+    packing.finish()?.finish(sections(image, to))
+}
+
+/// Which blocks of the new size have something stored, and which are zero.
+fn survey(image: &Image, to: Geometry) -> (Bitmap, Bitmap) {
+    let from = image.geometry();
+    let (mut stored, mut zero) = (Bitmap::new(to.blocks()), Bitmap::new(to.blocks()));
+    for block in (0..from.blocks()).map(Block) {
+        let set = match image.lookup(block) {
+            Placement::Untouched => continue,
+            Placement::Stored { .. } => &mut stored,
+            Placement::Zero => &mut zero,
+        };
+        blocks_of(block, from.block_size, to.block_size).for_each(|part| set.insert(Block(part)));
+    }
+    zero.remove_all(&stored);
+    (stored, zero)
+}
+
+/// The order of first access, if the image has it or records it.
+fn access_order(image: &Image) -> Result<Option<Vec<AccessGroup>>, ImageError> {
+    if image.organization() != Organization::Access {
+        return image.access_order();
+    }
+    let group = |id| AccessGroup {
+        filled_by: image.filled_by(id),
+        blocks: image.entries(id).iter().map(|entry| entry.block).collect(),
+    };
+    Ok(Some((0..image.locality_blocks()).map(LocalityBlockId).map(group).collect()))
+}
+
+fn resized(groups: Vec<AccessGroup>, from: Geometry, to: Geometry) -> Vec<AccessGroup> {
+    if from.block_size == to.block_size {
+        return groups;
+    }
+    arrange::resize(&groups, from.block_size, to.block_size)
+}
+
+/// The working set as the one group of which the order is known.
+fn working_set_order(image: &Image, to: Geometry) -> Result<Vec<AccessGroup>, ImageError> {
+    if image.working_set().is_empty() {
+        let (path, organization) = (image.path().to_owned(), image.organization());
+        return Err(ImageError::NoAccessOrder { path, organization });
+    }
+    let blocks = image.working_set().to_vec();
+    let group = AccessGroup { filled_by: FilledBy::Unknown, blocks };
+    Ok(resized(vec![group], image.geometry(), to))
+}
+
+/// The sections of the image, in terms of the new block size.
+fn sections(image: &Image, to: Geometry) -> Sections {
+    let mut sections = image.sections().clone();
+    if image.geometry().block_size != to.block_size {
+        let blocks = std::mem::take(&mut sections.working_set);
+        let group = AccessGroup { filled_by: FilledBy::Unknown, blocks };
+        let groups = resized(vec![group], image.geometry(), to);
+        let inside = |block: &Block| block.0 < to.blocks();
+        sections.working_set = groups.into_iter().flat_map(|it| it.blocks).filter(inside).collect();
+    }
+    sections
+}
+
+/// One packer for each that filled locality blocks, as in a save.
+struct Packing {
+    writer: Writer,
+    open: BTreeMap<FilledBy, Packer>,
+    keeps_groups: bool,
+}
+
+impl Packing {
+    fn take(
+        &mut self,
+        filled_by: FilledBy,
+        blocks: Vec<(Block, Compressed)>,
+    ) -> Result<(), ImageError> {
+        let geometry = self.writer.geometry();
+        let packer =
+            self.open.entry(filled_by).or_insert_with(|| Packer::filled_by(geometry, filled_by));
+        for (block, compressed) in blocks {
+            match compressed {
+                Compressed::Zero => self.writer.set_zero(block),
+                Compressed::Packed(packed) => {
+                    if let Some(full) = packer.push(packed) {
+                        self.writer.append(full)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Where nothing but the order changes, a group becomes the locality block that it was.
+    fn end_group(&mut self, filled_by: FilledBy) -> Result<(), ImageError> {
+        let packer = self.open.get_mut(&filled_by).filter(|_| self.keeps_groups);
+        match packer.and_then(Packer::finish) {
+            Some(rest) => self.writer.append(rest).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    fn finish(mut self) -> Result<Writer, ImageError> {
+        for rest in self.open.values_mut().filter_map(Packer::finish) {
+            self.writer.append(rest)?;
+        }
+        Ok(self.writer)
+    }
+}
+
+/// Where memory blocks of the new size come from.
+struct BlockSource<'a> {
+    image: &'a Image,
+    to: Geometry,
+    codec: Option<Codec>,
+    recompress_with: Codec,
+}
+
+impl BlockSource<'_> {
+    /// The stored form of some blocks, in their order.
+    fn packed(
+        &self,
+        blocks: &[Block],
+        threads: usize,
+    ) -> Result<Vec<(Block, Compressed)>, ImageError> {
+        if threads <= 1 {
+            return self.packed_here(blocks);
+        }
+        let share = blocks.len().div_ceil(threads).max(1);
+        let parts = thread::scope(|scope| {
+            let spawn = |part| scope.spawn(move || self.packed_here(part));
+            let workers: Vec<_> = blocks.chunks(share).map(spawn).collect();
+            workers.into_iter().map(|worker| worker.join()).collect::<Vec<_>>()
+        });
+        let mut packed = Vec::with_capacity(blocks.len());
+        for part in parts {
+            packed.extend(part.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
+        }
+        Ok(packed)
+    }
+
+    fn packed_here(&self, blocks: &[Block]) -> Result<Vec<(Block, Compressed)>, ImageError> {
+        let mut buffers = Buffers {
+            stored: Vec::new(),
+            old: vec![0; self.image.geometry().block_size.bytes()],
+            new: vec![0; self.to.block_size.bytes()],
+        };
+        blocks.iter().map(|&block| Ok((block, self.packed_one(block, &mut buffers)?))).collect()
+    }
+
+    fn packed_one(&self, block: Block, buffers: &mut Buffers) -> Result<Compressed, ImageError> {
+        if self.to.block_size != self.image.geometry().block_size {
+            self.assemble(block, buffers)?;
+            return Ok(compress(self.recompress_with, block, &buffers.new));
+        }
+        self.image.read_block(block, &mut buffers.stored, &mut buffers.old)?;
+        match (self.codec, self.image.entry_of(block)) {
+            (None, Some((_, entry))) => Ok(Compressed::Packed(PackedBlock {
+                block,
+                stored: buffers.stored.clone(),
+                stored_as: entry.stored_as,
+                checksum: entry.checksum,
+            })),
+            _ => Ok(compress(self.recompress_with, block, &buffers.old)),
+        }
+    }
+
+    /// Puts a block of the new size together from the old blocks that share pages with it.
+    fn assemble(&self, block: Block, buffers: &mut Buffers) -> Result<(), ImageError> {
+        let (from, to) = (self.image.geometry().block_size, self.to.block_size);
+        let pages = to.pages_of(block);
+        for old in blocks_of(block, to, from).map(Block) {
+            self.image.read_block(old, &mut buffers.stored, &mut buffers.old)?;
+            let old_pages = from.pages_of(old);
+            let shared = pages.start.max(old_pages.start)..pages.end.min(old_pages.end);
+            let bytes_of = |base: Page| {
+                let start = (shared.start.0 - base.0) as usize * PAGE_SIZE;
+                start..start + Page::count(&shared) * PAGE_SIZE
+            };
+            let part = &buffers.old[bytes_of(old_pages.start)];
+            buffers.new[bytes_of(pages.start)].copy_from_slice(part);
+        }
+        Ok(())
+    }
+}
+
+/// The codec of the first memory block that was compressed.
+fn usual_codec(image: &Image) -> Codec {
+    let mut ids = (0..image.locality_blocks()).map(LocalityBlockId);
+    let compressed = ids.find_map(|id| {
+        let mut kinds = image.entries(id).iter().map(|entry| entry.stored_as);
+        kinds.find(|&stored_as| stored_as != StoredAs::Raw)
+    });
+    match compressed {
+        None | Some(StoredAs::Raw) => Codec::None,
+        Some(StoredAs::Lz4) => Codec::Lz4,
+        Some(StoredAs::Zstd) => Codec::Zstd { level: ZSTD_LEVEL_DEFAULT },
+        Some(StoredAs::Deflate) => Codec::Zlib { level: ZLIB_LEVEL_DEFAULT },
+    }
+}
+
+/// One thread's buffers: stored bytes, a block of the old size, one of the new.
+struct Buffers {
+    stored: Vec<u8>,
+    old: Vec<u8>,
+    new: Vec<u8>,
+}

@@ -1,0 +1,254 @@
+//! What an image holds beside memory blocks.
+//!
+//! ```text
+//!   metadata         JSON, opaque here
+//!   region map       JSON: firn_types::RegionMap
+//!   device state     bytes of the hypervisor, opaque here
+//!   auxiliary RAM    4 count, then for each: 2 length of id, id, 8 length, bytes
+//!   working set      n x 4: memory blocks in order of first access, as zigzag differences
+//!   page-table roots n x 8: guest-physical addresses
+//!   access order     4 groups (g), 4 memory blocks (n), g x 2 filled by, g x 4 how many, n x 4 memory blocks
+//! ```
+//!
+//! The access order is there only in an image that is not organized by it: it says how to get back.
+
+use firn_types::{Block, GuestPhys, RegionMap};
+
+use crate::bytes::Bytes;
+use crate::error::Flaw;
+use crate::footer::Kind;
+use crate::geometry::Geometry;
+
+use crate::locality::FilledBy;
+use crate::steps::{blocks_of_steps, steps};
+
+/// What an image holds beside memory blocks.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Sections {
+    /// Facts about the VM that this crate does not look into: hypervisor version, arguments, disks.
+    pub meta: serde_json::Value,
+    /// Where RAM lies.
+    pub regions: RegionMap,
+    /// Devices and vCPUs, as the hypervisor saved them.
+    pub device_state: Vec<u8>,
+    /// RAM beside guest RAM that the device state does not carry.
+    pub aux_blocks: Vec<AuxBlock>,
+    /// Memory blocks the guest touched after the cut, in order of first access.
+    pub working_set: Vec<Block>,
+    /// Page-table roots found in the guest.
+    pub page_table_roots: Vec<GuestPhys>,
+}
+
+/// A small RAM block beside guest RAM, such as video memory or a ROM.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct AuxBlock {
+    /// The hypervisor's name for it: at most 65,535 bytes.
+    pub id: String,
+    /// What it held.
+    pub bytes: Vec<u8>,
+}
+
+/// Memory blocks that lay in one locality block when the image was organized by access.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct AccessGroup {
+    pub(crate) filled_by: FilledBy,
+    pub(crate) blocks: Vec<Block>,
+}
+
+impl Sections {
+    /// Each section's bytes. Those without content are left out.
+    pub(crate) fn encode(&self) -> serde_json::Result<Vec<(Kind, Vec<u8>)>> {
+        let all = [
+            (Kind::Meta, serde_json::to_vec(&self.meta)?),
+            (Kind::Regions, serde_json::to_vec(&self.regions)?),
+            (Kind::DeviceState, self.device_state.clone()),
+            (Kind::AuxBlocks, encode_aux(&self.aux_blocks)),
+            (Kind::WorkingSet, encode_working_set(&self.working_set)),
+            (Kind::PageTableRoots, encode_roots(&self.page_table_roots)),
+        ];
+        Ok(all.into_iter().filter(|(_, bytes)| !bytes.is_empty()).collect())
+    }
+}
+
+pub(crate) fn parse_meta(bytes: &[u8]) -> Result<serde_json::Value, Flaw> {
+    serde_json::from_slice(bytes).map_err(|error| not_json(Kind::Meta, &error))
+}
+
+pub(crate) fn parse_regions(bytes: &[u8], geometry: &Geometry) -> Result<RegionMap, Flaw> {
+    let flaw = |problem: String| Flaw::new(Kind::Regions.place(), 0, problem);
+    let map: RegionMap =
+        serde_json::from_slice(bytes).map_err(|error| not_json(Kind::Regions, &error))?;
+    map.check().map_err(|error| flaw(error.to_string()))?;
+    if map.spans().windows(2).any(|pair| pair[0].gpa >= pair[1].gpa) {
+        return Err(flaw("guest-physical spans are not in order of address".into()));
+    }
+    if map.total_pages() != geometry.total_pages {
+        let (found, expected) = (map.total_pages(), geometry.total_pages);
+        return Err(flaw(format!("it has {found} pages, the header says {expected}")));
+    }
+    Ok(map)
+}
+
+fn not_json(kind: Kind, error: &serde_json::Error) -> Flaw {
+    Flaw::new(kind.place(), 0, format!("not the JSON it should be: {error}"))
+}
+
+/// What can't be written down, if anything.
+pub(crate) fn unstorable_aux(blocks: &[AuxBlock]) -> Option<String> {
+    let too_long = blocks.iter().find(|aux| aux.id.len() > usize::from(u16::MAX))?;
+    Some(format!("an id has {} bytes, at most {} fit", too_long.id.len(), u16::MAX))
+}
+
+fn encode_aux(blocks: &[AuxBlock]) -> Vec<u8> {
+    if blocks.is_empty() {
+        return Vec::new();
+    }
+    let mut out = Vec::new();
+    out.extend((blocks.len() as u32).to_le_bytes());
+    for AuxBlock { id, bytes } in blocks {
+        out.extend((id.len() as u16).to_le_bytes());
+        out.extend(id.as_bytes());
+        out.extend((bytes.len() as u64).to_le_bytes());
+        out.extend(bytes);
+    }
+    out
+}
+
+pub(crate) fn parse_aux(bytes: &[u8]) -> Result<Vec<AuxBlock>, Flaw> {
+    if bytes.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut bytes = Bytes::new(Kind::AuxBlocks.place(), bytes);
+    let count = bytes.u32()?;
+    let blocks = (0..count).map(|_| parse_one_aux(&mut bytes)).collect::<Result<_, _>>()?;
+    bytes.end()?;
+    Ok(blocks)
+}
+
+fn parse_one_aux(bytes: &mut Bytes<'_>) -> Result<AuxBlock, Flaw> {
+    let id_len = bytes.u16()?.into();
+    let id = bytes.take(id_len)?.to_vec();
+    let id = String::from_utf8(id).map_err(|_| bytes.flaw("an id is not UTF-8"))?;
+    let len = usize::try_from(bytes.u64()?).map_err(|_| bytes.flaw("an impossible length"))?;
+    Ok(AuxBlock { id, bytes: bytes.take(len)?.to_vec() })
+}
+
+fn encode_working_set(blocks: &[Block]) -> Vec<u8> {
+    steps(blocks.iter().copied()).flat_map(u32::to_le_bytes).collect()
+}
+
+pub(crate) fn parse_working_set(bytes: &[u8], geometry: &Geometry) -> Result<Vec<Block>, Flaw> {
+    let kind = Kind::WorkingSet;
+    let mut all = Bytes::new(kind.place(), bytes);
+    let steps = all.column::<4>(bytes.len() / 4)?;
+    all.end()?;
+    let blocks: Vec<_> = blocks_of_steps(steps.numbers()).collect();
+    check_blocks(kind, &blocks, geometry)?;
+    Ok(blocks)
+}
+
+fn check_blocks(kind: Kind, blocks: &[Block], geometry: &Geometry) -> Result<(), Flaw> {
+    match blocks.iter().find(|block| block.0 >= geometry.blocks()) {
+        None => Ok(()),
+        Some(block) => {
+            let problem = format!("{block} is past the last of {}", geometry.blocks());
+            Err(Flaw::new(kind.place(), 0, problem))
+        }
+    }
+}
+
+fn encode_roots(roots: &[GuestPhys]) -> Vec<u8> {
+    roots.iter().flat_map(|root| root.0.to_le_bytes()).collect()
+}
+
+pub(crate) fn parse_roots(bytes: &[u8]) -> Result<Vec<GuestPhys>, Flaw> {
+    let mut all = Bytes::new(Kind::PageTableRoots.place(), bytes);
+    let roots = all.column::<8>(bytes.len() / 8)?;
+    all.end()?;
+    Ok(roots.numbers().map(GuestPhys).collect())
+}
+
+pub(crate) fn encode_access_order(groups: &[AccessGroup]) -> Vec<u8> {
+    let blocks = || groups.iter().flat_map(|group| group.blocks.iter().copied());
+    let mut out = Vec::new();
+    out.extend((groups.len() as u32).to_le_bytes());
+    out.extend((blocks().count() as u32).to_le_bytes());
+    out.extend(groups.iter().flat_map(|group| group.filled_by.code().to_le_bytes()));
+    out.extend(groups.iter().flat_map(|group| (group.blocks.len() as u32).to_le_bytes()));
+    out.extend(steps(blocks()).flat_map(u32::to_le_bytes));
+    out
+}
+
+pub(crate) fn parse_access_order(
+    bytes: &[u8],
+    geometry: &Geometry,
+) -> Result<Vec<AccessGroup>, Flaw> {
+    let kind = Kind::AccessOrder;
+    let mut bytes = Bytes::new(kind.place(), bytes);
+    let (g, n) = (bytes.u32()? as usize, bytes.u32()? as usize);
+    let filled_by = bytes.column::<2>(g)?.numbers().map(FilledBy::from_code);
+    let counts = bytes.column::<4>(g)?.numbers();
+    let mut blocks = blocks_of_steps(bytes.column::<4>(n)?.numbers());
+    bytes.clone().end()?;
+    let groups: Vec<_> = filled_by
+        .zip(counts)
+        .map(|(filled_by, count)| {
+            let blocks = blocks.by_ref().take(count as usize).collect();
+            AccessGroup { filled_by, blocks }
+        })
+        .collect();
+    if groups.iter().map(|group| group.blocks.len()).sum::<usize>() != n {
+        return Err(bytes.flaw(format!("groups do not add up to {n} memory blocks")));
+    }
+    groups.iter().try_for_each(|group| check_blocks(kind, &group.blocks, geometry))?;
+    Ok(groups)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_types::VcpuId;
+
+    #[test]
+    fn auxiliary_ram_comes_back() {
+        let vga = AuxBlock { id: "vga.vram".into(), bytes: vec![3; 100] };
+        let blocks = vec![vga, AuxBlock { id: String::new(), bytes: vec![] }];
+        let bytes = encode_aux(&blocks);
+        assert_eq!(parse_aux(&bytes), Ok(blocks));
+        assert_eq!(parse_aux(&[]), Ok(vec![]));
+        for len in 1..bytes.len() {
+            assert!(parse_aux(&bytes[..len]).is_err());
+        }
+    }
+
+    #[test]
+    fn the_working_set_comes_back() {
+        let (blocks, geometry) = ([9, 10, 2].map(Block), Geometry::new(22));
+        let bytes = encode_working_set(&blocks);
+        assert_eq!(parse_working_set(&bytes, &geometry), Ok(blocks.to_vec()));
+        assert!(parse_working_set(&bytes, &Geometry::new(20)).is_err());
+        assert!(parse_working_set(&bytes[..5], &geometry).is_err());
+    }
+
+    #[test]
+    fn the_access_order_comes_back() {
+        let groups = vec![
+            AccessGroup { filled_by: FilledBy::Vcpu(VcpuId(1)), blocks: vec![Block(9), Block(2)] },
+            AccessGroup { filled_by: FilledBy::Sweep, blocks: vec![Block(3)] },
+        ];
+        let (bytes, geometry) = (encode_access_order(&groups), Geometry::new(22));
+        assert_eq!(parse_access_order(&bytes, &geometry), Ok(groups));
+        for len in 0..bytes.len() {
+            assert!(parse_access_order(&bytes[..len], &geometry).is_err());
+        }
+    }
+
+    #[test]
+    fn regions_must_fit_the_header() {
+        let map = RegionMap::lay_out([("ram", 8 * 4096)]).unwrap();
+        let bytes = serde_json::to_vec(&map).unwrap();
+        assert_eq!(parse_regions(&bytes, &Geometry::new(8)), Ok(map));
+        assert!(parse_regions(&bytes, &Geometry::new(9)).is_err());
+        assert!(parse_regions(b"{}", &Geometry::new(8)).is_err());
+    }
+}

@@ -1,0 +1,167 @@
+//! The file behind an image, and the parts of it that are read whole.
+
+use std::fs::File;
+use std::io::{self, IoSliceMut};
+use std::num::NonZero;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Advice, fadvise, fstatfs};
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::error::{Flaw, ImageError};
+use crate::footer::{FOOTER_BYTES, Footer, Kind, SectionAt};
+use crate::geometry::HEADER_BYTES;
+use crate::header::Header;
+
+/// The file behind an image.
+pub(crate) struct Source {
+    pub(crate) file: File,
+    pub(crate) path: PathBuf,
+    len: u64,
+    is_in_memory: bool,
+}
+
+impl Source {
+    pub(crate) fn open(path: &Path) -> Result<Self, ImageError> {
+        let failed = |source| ImageError::Io { step: "open", path: path.to_owned(), source };
+        firn_fault::io("image.open").map_err(failed)?;
+        let file = File::open(path).map_err(failed)?;
+        let metadata = file.metadata().map_err(failed)?;
+        if !metadata.is_file() {
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
+        }
+        let is_in_memory = is_in_memory(&file);
+        Ok(Self { file, path: path.to_owned(), len: metadata.len(), is_in_memory })
+    }
+
+    pub(crate) fn flaw(&self, flaw: Flaw) -> ImageError {
+        flaw.of(&self.path)
+    }
+
+    pub(crate) fn missing(&self, kind: Kind) -> ImageError {
+        let offset = self.len.saturating_sub(FOOTER_BYTES);
+        self.flaw(Flaw::new("footer", offset, format!("it lists no {}", kind.place())))
+    }
+
+    pub(crate) fn read_exact_at(&self, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
+        let read =
+            firn_fault::io("image.read").and_then(|()| self.file.read_exact_at(bytes, offset));
+        read.map_err(|source| ImageError::Read {
+            path: self.path.clone(),
+            offset,
+            len: bytes.len(),
+            source,
+        })
+    }
+
+    /// Reads what is in the page cache and never waits. False if some of it is not there: the kernel is told that it
+    /// will be needed. File systems that can't read that way (`RWF_NOWAIT`, preadv2(2)) never have anything, except
+    /// those that have everything in memory.
+    pub(crate) fn try_read_exact_at(
+        &self,
+        bytes: &mut [u8],
+        offset: u64,
+    ) -> Result<bool, ImageError> {
+        if self.is_in_memory {
+            return self.read_exact_at(bytes, offset).map(|()| true);
+        }
+        let len = bytes.len();
+        let failed = |source| ImageError::Read { path: self.path.clone(), offset, len, source };
+        firn_fault::io("image.read").map_err(failed)?;
+        let mut vector = [IoSliceMut::new(bytes)];
+        match preadv2(&self.file, &mut vector, offset, ReadWriteFlags::NOWAIT) {
+            Ok(read) if read == len => Ok(true),
+            Ok(_) | Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::INTR) => {
+                let _ = fadvise(&self.file, offset, NonZero::new(len as u64), Advice::WillNeed);
+                Ok(false)
+            }
+            Err(error) => Err(failed(error.into())),
+        }
+    }
+
+    /// The header and the footer, checked against each other.
+    pub(crate) fn read_frame(&self) -> Result<(Header, Footer), ImageError> {
+        if self.len < HEADER_BYTES + FOOTER_BYTES {
+            let problem = format!("{} bytes are too few for an image", self.len);
+            return Err(self.flaw(Flaw::new("file", self.len, problem)));
+        }
+        let mut bytes = vec![0; HEADER_BYTES as usize];
+        self.read_exact_at(&mut bytes, 0)?;
+        let header = Header::parse(&bytes).map_err(|flaw| self.flaw(flaw))?;
+        bytes.truncate(FOOTER_BYTES as usize);
+        let at = self.len - FOOTER_BYTES;
+        self.read_exact_at(&mut bytes, at)?;
+        let footer = Footer::parse(&bytes, &header.geometry, self.len)
+            .map_err(|flaw| self.flaw(flaw.shifted(at)))?;
+        if footer.identity != header.identity {
+            let problem = "it belongs to another image than the header";
+            return Err(self.flaw(Flaw::new("footer", at, problem)));
+        }
+        Ok((header, footer))
+    }
+
+    pub(crate) fn parse<T>(
+        &self,
+        footer: &Footer,
+        kind: Kind,
+        parse: impl FnOnce(&[u8]) -> Result<T, Flaw>,
+    ) -> Result<Option<T>, ImageError> {
+        let Some(at) = footer.section(kind) else { return Ok(None) };
+        let bytes = self.read_section(at, kind.bytes_max())?;
+        parse(&bytes).map(Some).map_err(|flaw| self.flaw(flaw.shifted(at.offset)))
+    }
+
+    /// The decoded bytes of a section, after its checksum was found right.
+    pub(crate) fn read_section(
+        &self,
+        at: &SectionAt,
+        decoded_max: u64,
+    ) -> Result<Vec<u8>, ImageError> {
+        let stored = self.read_stored(at)?;
+        let flaw = |problem: String| self.flaw(Flaw::new(at.kind.place(), at.offset, problem));
+        if at.decoded_len > decoded_max {
+            return Err(flaw(format!("{} bytes, at most {decoded_max} fit", at.decoded_len)));
+        }
+        if !at.is_zstd {
+            return Ok(stored);
+        }
+        inflate(&stored, at.decoded_len)
+            .ok_or_else(|| flaw(format!("it does not make {} bytes", at.decoded_len)))
+    }
+
+    fn read_stored(&self, at: &SectionAt) -> Result<Vec<u8>, ImageError> {
+        // The footer's own check bounds the length by that of the file.
+        let mut stored = vec![0; at.stored_len as usize];
+        self.read_exact_at(&mut stored, at.offset)?;
+        let (found, expected) = (xxh3_64(&stored), at.checksum);
+        if found == expected {
+            return Ok(stored);
+        }
+        let problem = format!("checksum is {found:#018x} instead of {expected:#018x}");
+        Err(self.flaw(Flaw::new(at.kind.place(), at.offset, problem)))
+    }
+
+    /// Checks a section that is not needed yet, if there is one.
+    pub(crate) fn check_section(&self, footer: &Footer, kind: Kind) -> Result<(), ImageError> {
+        footer.section(kind).map_or(Ok(()), |at| self.read_stored(at).map(drop))
+    }
+}
+
+/// Whether a file is on tmpfs or ramfs (their magic numbers: linux/magic.h).
+fn is_in_memory(file: &File) -> bool {
+    const TMPFS_MAGIC: u64 = 0x0102_1994;
+    const RAMFS_MAGIC: u64 = 0x8584_58f6;
+    fstatfs(file).is_ok_and(|it| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(it.f_type as u64)))
+}
+
+/// Decompresses to exactly `len` bytes. Memory grows with what comes out, not with what a damaged length claims.
+fn inflate(stored: &[u8], len: u64) -> Option<Vec<u8>> {
+    use io::Read as _;
+    let expected = len.min(stored.len() as u64 * 8 + 4096) as usize;
+    let mut out = Vec::with_capacity(expected + 1);
+    let decoder = zstd::stream::read::Decoder::with_buffer(stored).ok()?;
+    decoder.single_frame().take(len + 1).read_to_end(&mut out).ok()?;
+    (out.len() as u64 == len).then_some(out)
+}

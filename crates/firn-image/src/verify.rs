@@ -1,0 +1,158 @@
+//! Checking all of an image: every memory block and every locality block against its checksum, padding against zero.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+
+use serde::{Serialize, Serializer};
+use thiserror::Error;
+
+use crate::error::{BlockError, ImageError};
+use crate::locality::LocalityBlockId;
+use crate::reader::Image;
+
+/// Threads that verify one image at most.
+const THREADS_MAX: usize = 64;
+
+/// What verifying an image found.
+#[derive(Debug, Default, Serialize)]
+pub struct VerifyReport {
+    /// Locality blocks read.
+    pub locality_blocks: u32,
+    /// Memory blocks that are as they were written.
+    pub good_blocks: u32,
+    /// What is not, in the order of the file.
+    pub problems: Vec<Problem>,
+}
+
+impl VerifyReport {
+    /// Whether nothing is wrong.
+    pub fn is_clean(&self) -> bool {
+        self.problems.is_empty()
+    }
+}
+
+/// Something in an image that is not as it was written.
+#[derive(Debug, Error)]
+pub enum Problem {
+    /// A memory block is damaged.
+    #[error(transparent)]
+    Block(BlockError),
+    /// Stored bytes have changed, and yet every memory block in them is as it was: codecs have several ways to say the
+    /// same thing.
+    #[error("the stored bytes of {id} have changed (from byte {offset} of {path} on)")]
+    Stored {
+        /// The locality block.
+        id: LocalityBlockId,
+        /// Where it starts in the file.
+        offset: u64,
+        /// The image.
+        path: PathBuf,
+    },
+    /// A byte that belongs to no memory block is not zero.
+    #[error("a padding byte of {id} is not zero (byte {offset} of {path})")]
+    Padding {
+        /// The locality block.
+        id: LocalityBlockId,
+        /// Where in the file.
+        offset: u64,
+        /// The image.
+        path: PathBuf,
+    },
+    /// A locality block can't be read at all.
+    #[error("{id} can't be read")]
+    Unreadable {
+        /// The locality block.
+        id: LocalityBlockId,
+        /// Why.
+        source: ImageError,
+    },
+}
+
+impl Serialize for Problem {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// Reads and checks every locality block. `progress` is told (done, total) in locality blocks, on this thread.
+pub fn verify(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> VerifyReport {
+    let total = image.locality_blocks();
+    let next = AtomicU32::new(0);
+    let mut checked: Vec<Checked> = thread::scope(|scope| {
+        let (sender, receiver) = channel();
+        for _ in 0..threads.clamp(1, THREADS_MAX) {
+            let (sender, next) = (sender.clone(), &next);
+            scope.spawn(move || check_some(image, next, &sender));
+        }
+        drop(sender);
+        let counted = (1..).zip(receiver);
+        counted.inspect(|(done, _)| progress(*done, total)).map(|(_, checked)| checked).collect()
+    });
+    checked.sort_by_key(|checked| checked.id);
+    VerifyReport {
+        locality_blocks: checked.len() as u32,
+        good_blocks: checked.iter().map(|checked| checked.good_blocks).sum(),
+        problems: checked.into_iter().flat_map(|checked| checked.problems).collect(),
+    }
+}
+
+/// What became of one locality block.
+struct Checked {
+    id: LocalityBlockId,
+    good_blocks: u32,
+    problems: Vec<Problem>,
+}
+
+/// Takes locality blocks until there are no more, or nobody wants to know.
+fn check_some(image: &Image, next: &AtomicU32, results: &Sender<Checked>) {
+    let mut stored = Vec::new();
+    let mut out = vec![0; image.geometry().block_size.bytes()];
+    loop {
+        let id = LocalityBlockId(next.fetch_add(1, Ordering::Relaxed));
+        if id.0 >= image.locality_blocks() {
+            return;
+        }
+        if results.send(check_one(image, id, &mut stored, &mut out)).is_err() {
+            return;
+        }
+    }
+}
+
+fn check_one(image: &Image, id: LocalityBlockId, stored: &mut Vec<u8>, out: &mut [u8]) -> Checked {
+    let mut checked = Checked { id, good_blocks: 0, problems: Vec::new() };
+    if let Err(source) = image.read_whole_locality_block(id, stored) {
+        checked.problems.push(Problem::Unreadable { id, source });
+        return checked;
+    }
+    for entry in image.entries(id) {
+        let bytes = stored.get(entry.range()).unwrap_or_default();
+        match image.decode(entry, bytes, out) {
+            Ok(()) => checked.good_blocks += 1,
+            Err(error) => checked.problems.push(Problem::Block(error)),
+        }
+    }
+    if checked.problems.is_empty() {
+        checked.problems.extend(changed_bytes(image, id, stored));
+    }
+    checked.problems.extend(dirty_padding(image, id, stored));
+    checked
+}
+
+/// What no memory block's own checksum shows.
+fn changed_bytes(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<Problem> {
+    if image.has_checksum(id, stored.get(..image.used_bytes(id))?) {
+        return None;
+    }
+    let offset = image.geometry().offset_of(id);
+    Some(Problem::Stored { id, offset, path: image.path().to_owned() })
+}
+
+/// The first byte behind the memory blocks that is not zero, if any.
+fn dirty_padding(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<Problem> {
+    let used = image.used_bytes(id);
+    let at = stored.get(used..)?.iter().position(|&byte| byte != 0)?;
+    let offset = image.geometry().offset_of(id) + (used + at) as u64;
+    Some(Problem::Padding { id, offset, path: image.path().to_owned() })
+}

@@ -1,0 +1,242 @@
+//! Writing an image: one file, from front to back, valid only once its footer is.
+//!
+//! ```text
+//!   create --> header --> append locality blocks ... --> finish: sections, index, footer --> fsync --> rename
+//!      |                                                                                                 |
+//!      +-------- dropped anywhere before: the partial file is removed                     fsync of the directory
+//! ```
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use firn_types::Block;
+use serde::Serialize;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::error::ImageError;
+use crate::footer::{Footer, Kind, SectionAt};
+use crate::geometry::{Geometry, HEADER_BYTES, Organization};
+use crate::header::{Header, Identity};
+use crate::index_builder::{IndexBuilder, Refusal};
+use crate::locality::{LocalityBlock, LocalityBlockId};
+use crate::partial::Partial;
+use crate::sections::{AccessGroup, Sections, encode_access_order, unstorable_aux};
+
+/// The level at which sections and the index are compressed.
+const ZSTD_LEVEL: i32 = 1;
+
+/// An image that is being written.
+pub struct Writer {
+    partial: Partial,
+    header: Header,
+    index: IndexBuilder,
+    access_order: Option<Vec<AccessGroup>>,
+    refused: Option<ImageError>,
+}
+
+/// An image in numbers.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Summary {
+    /// The image.
+    pub path: PathBuf,
+    /// The sizes it is built on.
+    pub geometry: Geometry,
+    /// How its blocks are arranged.
+    pub organization: Organization,
+    /// Length of the file in bytes.
+    pub file_bytes: u64,
+    /// How many locality blocks it has.
+    pub locality_blocks: u32,
+    /// How many memory blocks are stored.
+    pub stored_blocks: u32,
+    /// Their stored bytes, compressed.
+    pub stored_bytes: u64,
+    /// How many memory blocks are zero.
+    pub zero_blocks: u32,
+    /// How many memory blocks are untouched.
+    pub untouched_blocks: u32,
+    /// Bytes of everything that is not a locality block: header, sections, index, footer.
+    pub overhead_bytes: u64,
+}
+
+impl Writer {
+    /// Begins an image that will be at `path`. Until [`Self::finish`], only a hidden file beside it is written.
+    pub fn create(
+        path: &Path,
+        geometry: Geometry,
+        organization: Organization,
+    ) -> Result<Self, ImageError> {
+        geometry.check()?;
+        let partial = Partial::create(path)?;
+        let header = Header { geometry, organization, identity: random_identity()? };
+        partial.write_at("image.write", &header.encode(), 0)?;
+        let index = IndexBuilder::new(geometry);
+        Ok(Self { partial, header, index, access_order: None, refused: None })
+    }
+
+    /// The sizes the image is built on.
+    pub fn geometry(&self) -> Geometry {
+        self.header.geometry
+    }
+
+    /// Bytes written so far.
+    pub fn bytes_written(&self) -> u64 {
+        self.geometry().offset_of(LocalityBlockId(self.index.locality_blocks()))
+    }
+
+    /// Writes the next locality block. After an error the image can't be finished any more.
+    pub fn append(&mut self, filled: LocalityBlock) -> Result<LocalityBlockId, ImageError> {
+        let id = self.index.add(&filled).map_err(|refusal| self.refusal(refusal))?;
+        let mut bytes = filled.bytes;
+        bytes.resize(self.geometry().locality_block_bytes as usize, 0);
+        let offset = self.geometry().offset_of(id);
+        let written = self.partial.write_at("image.write", &bytes, offset);
+        if written.is_err() {
+            self.refused = Some(ImageError::LocalityBlock {
+                id,
+                problem: "it could not be written, so the image can't be finished".into(),
+            });
+        }
+        written.map(|()| id)
+    }
+
+    /// Records a memory block that was all zeros. A mistake (past the end, given twice) is told by [`Self::finish`].
+    pub fn set_zero(&mut self, block: Block) {
+        if let Err(refusal) = self.index.add_zero(block) {
+            self.refused = Some(self.refusal(refusal));
+        }
+    }
+
+    /// Records how to get back to the access order, in an image that is not organized by it.
+    pub(crate) fn set_access_order(&mut self, groups: Vec<AccessGroup>) {
+        self.access_order = Some(groups);
+    }
+
+    fn refusal(&self, refusal: Refusal) -> ImageError {
+        let (id, blocks) =
+            (LocalityBlockId(self.index.locality_blocks()), self.geometry().blocks());
+        match refusal {
+            Refusal::Entry(problem) => ImageError::LocalityBlock { id, problem },
+            Refusal::Range(block) => ImageError::BlockRange { block, blocks },
+            Refusal::Twice(block) => ImageError::BlockTwice(block),
+        }
+    }
+
+    /// Writes the rest, brings it to disk, and gives the file its name. Memory blocks never mentioned are untouched.
+    pub fn finish(mut self, sections: Sections) -> Result<Summary, ImageError> {
+        if let Some(refused) = self.refused.take() {
+            return Err(refused);
+        }
+        self.check(&sections)?;
+        let mut summary = self.summary();
+        let geometry = self.geometry();
+        let mut encoded = self.encode_sections(&sections)?;
+        encoded.push((Kind::Index, self.index.encode()));
+        let mut footer = Footer {
+            identity: self.header.identity,
+            locality_blocks: summary.locality_blocks,
+            sections: Vec::new(),
+        };
+        for (kind, bytes) in encoded {
+            let at = footer.end(&geometry);
+            footer.sections.push(write_section(&self.partial, kind, &bytes, at)?);
+        }
+        let at = footer.end(&geometry);
+        self.partial.write_at("image.footer", &footer.encode(&geometry), at)?;
+        self.partial.publish()?;
+        summary.file_bytes = footer.file_bytes(&geometry);
+        summary.overhead_bytes = overhead_bytes(&footer, &geometry);
+        Ok(summary)
+    }
+
+    fn check(&self, sections: &Sections) -> Result<(), ImageError> {
+        sections.regions.check()?;
+        let (regions, image) = (sections.regions.total_pages(), self.geometry().total_pages);
+        if regions != image {
+            return Err(ImageError::Pages { regions, image });
+        }
+        if let Some(problem) = unstorable_aux(&sections.aux_blocks) {
+            return Err(ImageError::Section { place: Kind::AuxBlocks.place(), problem });
+        }
+        let blocks = self.geometry().blocks();
+        match sections.working_set.iter().find(|block| block.0 >= blocks) {
+            Some(&block) => Err(ImageError::BlockRange { block, blocks }),
+            None => Ok(()),
+        }
+    }
+
+    fn encode_sections(&self, sections: &Sections) -> Result<Vec<(Kind, Vec<u8>)>, ImageError> {
+        let path = self.partial.target();
+        let mut encoded = sections.encode().map_err(|error| ImageError::Io {
+            step: "put into JSON what belongs to",
+            path: path.to_owned(),
+            source: error.into(),
+        })?;
+        if let Some(groups) = &self.access_order {
+            encoded.push((Kind::AccessOrder, encode_access_order(groups)));
+        }
+        encoded.iter().try_for_each(|(kind, bytes)| check_length(*kind, bytes.len()))?;
+        Ok(encoded)
+    }
+
+    fn summary(&self) -> Summary {
+        let (stored_blocks, zero_blocks) = (self.index.stored_blocks(), self.index.zero_blocks());
+        Summary {
+            path: self.partial.target().to_owned(),
+            geometry: self.geometry(),
+            organization: self.header.organization,
+            file_bytes: 0,
+            locality_blocks: self.index.locality_blocks(),
+            stored_blocks,
+            stored_bytes: self.index.stored_bytes(),
+            zero_blocks,
+            untouched_blocks: self.geometry().blocks() - stored_blocks - zero_blocks,
+            overhead_bytes: 0,
+        }
+    }
+}
+
+/// Bytes of an image that are not locality blocks.
+pub(crate) fn overhead_bytes(footer: &Footer, geometry: &Geometry) -> u64 {
+    let blocks_end = geometry.offset_of(LocalityBlockId(footer.locality_blocks));
+    footer.file_bytes(geometry) - blocks_end + HEADER_BYTES
+}
+
+/// What a reader would refuse is not written.
+fn check_length(kind: Kind, len: usize) -> Result<(), ImageError> {
+    if len as u64 <= kind.bytes_max() {
+        return Ok(());
+    }
+    let problem = format!("{len} bytes, at most {} fit", kind.bytes_max());
+    Err(ImageError::Section { place: kind.place(), problem })
+}
+
+fn write_section(
+    partial: &Partial,
+    kind: Kind,
+    decoded: &[u8],
+    offset: u64,
+) -> Result<SectionAt, ImageError> {
+    let compressed = zstd::bulk::compress(decoded, ZSTD_LEVEL).ok();
+    let compressed = compressed.filter(|compressed| compressed.len() < decoded.len());
+    let stored = compressed.as_deref().unwrap_or(decoded);
+    partial.write_at("image.index", stored, offset)?;
+    Ok(SectionAt {
+        kind,
+        is_zstd: compressed.is_some(),
+        offset,
+        stored_len: stored.len() as u64,
+        decoded_len: decoded.len() as u64,
+        checksum: xxh3_64(stored),
+    })
+}
+
+fn random_identity() -> Result<Identity, ImageError> {
+    let path = Path::new("/dev/urandom");
+    let mut identity = [0; 16];
+    File::open(path)
+        .and_then(|mut file| file.read_exact(&mut identity))
+        .map_err(|source| ImageError::Io { step: "read", path: path.to_owned(), source })?;
+    Ok(Identity(identity))
+}

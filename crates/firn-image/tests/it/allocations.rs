@@ -1,0 +1,76 @@
+//! The path of a fault allocates nothing, and opening a large image is quick.
+
+use std::time::{Duration, Instant};
+
+use firn_image::{
+    Codec, Compressed, Entry, Geometry, Image, LocalityBlock, LocalityBlockId, Organization,
+    Sections, Writer, compress,
+};
+use firn_types::{Block, RegionMap};
+
+use crate::model::{Content, Model};
+
+#[test]
+fn the_path_of_a_fault_allocates_nothing() {
+    for codec in ["none", "lz4", "zstd", "zlib"] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.firn");
+        Model::mixed(Geometry::new(200), codec.parse().unwrap()).write(&path);
+        let image = Image::open(&path).unwrap();
+        let mut stored = Vec::with_capacity(1 << 16);
+        let mut out = vec![0; 8192];
+        let mut fault = |block| {
+            let Some((id, entry)) = image.entry_of(block) else { return };
+            image.read_locality_block(id, &mut stored).unwrap();
+            image.decode(entry, &stored[entry.range()], &mut out).unwrap();
+        };
+        // A thread makes its decompressor at its first block.
+        (0..10).map(Block).for_each(&mut fault);
+        let counted = allocation_counter::measure(|| (0..200).map(Block).for_each(&mut fault));
+        assert_eq!(counted.count_total, 0, "{codec}");
+    }
+}
+
+/// An image of a 1 GiB guest whose blocks are all stored, with one locality block for every 4096 of them.
+fn large_image(path: &std::path::Path) {
+    let geometry = Geometry { locality_block_bytes: 1 << 20, ..Geometry::new(1 << 18) };
+    let mut writer = Writer::create(path, geometry, Organization::Access).unwrap();
+    let Compressed::Packed(packed) = compress(Codec::Lz4, Block(0), &Content::Flat(1).bytes(8192))
+    else {
+        panic!("not zero")
+    };
+    let len = packed.stored.len() as u32;
+    for first in (0..geometry.blocks()).step_by(4096) {
+        let entry = |slot: u32| Entry {
+            // Far apart, as blocks in access order are.
+            block: Block((first + slot).wrapping_mul(40_503) % geometry.blocks()),
+            offset: slot * len,
+            stored_len: len,
+            stored_as: packed.stored_as,
+            checksum: firn_image::checksum(&(first + slot).to_le_bytes()),
+        };
+        let entries = (0..4096).map(entry).collect();
+        let bytes = packed.stored.repeat(4096);
+        writer.append(LocalityBlock { entries, bytes, ..LocalityBlock::default() }).unwrap();
+    }
+    let regions = RegionMap::lay_out([("ram", geometry.flat_bytes())]).unwrap();
+    writer.finish(Sections { regions, ..Sections::default() }).unwrap();
+}
+
+#[test]
+fn the_index_of_a_gigabyte_opens_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.firn");
+    large_image(&path);
+    let open = || {
+        let start = Instant::now();
+        let image = Image::open(&path).unwrap();
+        assert_eq!(image.entries(LocalityBlockId(31)).len(), 4096);
+        start.elapsed()
+    };
+    let fastest = (0..5).map(|_| open()).min().unwrap();
+    println!("opened in {fastest:?}");
+    // 10 ms is what a release build must do; a test build is slower, and other tests run beside it.
+    let limit = Duration::from_millis(if cfg!(debug_assertions) { 60 } else { 10 });
+    assert!(fastest < limit, "{fastest:?}");
+}

@@ -1,0 +1,54 @@
+//! Images that were written once and must be readable for ever.
+//!
+//! `fixtures/v1.firn` was written by [`write_the_fixture`] when version 1 of the format was made. It is never written
+//! again: a format that changes gets a new version, and a fixture of its own beside this one.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use firn_image::{Codec, FilledBy, Geometry, Image, LocalityBlockId, Organization, verify};
+use firn_types::{BlockSize, VcpuId};
+
+use crate::model::Model;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// What the fixture holds: every kind of content, placement and codec.
+fn model() -> Model {
+    let block_size = BlockSize::new(2).unwrap();
+    let geometry = Geometry { block_size, locality_block_bytes: 16 << 10, total_pages: 46 };
+    let (zstd, zlib) = (Codec::Zstd { level: 3 }, Codec::Zlib { level: 6 });
+    let codecs = vec![Codec::Lz4, zstd, zlib, Codec::None];
+    Model { codecs, ..Model::mixed(geometry, Codec::None) }
+}
+
+#[test]
+#[ignore = "writes a fixture, once in the life of a format version"]
+fn write_the_fixture() {
+    let path = fixture("v1.firn");
+    assert!(!path.exists(), "a fixture is never written again");
+    model().write(&path);
+}
+
+#[test]
+fn version_1_is_readable() {
+    let image = Image::open(&fixture("v1.firn")).unwrap();
+    let model = model();
+    model.check(&image);
+    assert!(verify(&image, 1, &|_, _| ()).is_clean());
+    let entries = (0..image.locality_blocks()).flat_map(|id| image.entries(LocalityBlockId(id)));
+    let kinds: HashSet<_> = entries.map(|entry| entry.stored_as).collect();
+    assert_eq!(kinds.len(), 4);
+    assert_eq!(image.geometry(), model.geometry);
+    assert_eq!(image.organization(), Organization::Access);
+    assert_eq!(image.filled_by(LocalityBlockId(0)), FilledBy::Vcpu(VcpuId(0)));
+    let sections = model.sections();
+    assert_eq!(image.meta(), &sections.meta);
+    assert_eq!(image.regions(), &sections.regions);
+    assert_eq!(image.device_state(), sections.device_state);
+    assert_eq!(image.aux_blocks(), sections.aux_blocks);
+    assert_eq!(image.working_set(), sections.working_set);
+    assert_eq!(image.page_table_roots(), sections.page_table_roots);
+}

@@ -1,0 +1,192 @@
+//! `firn-lab demo`: what `make demo` shows.
+//!
+//! A real VM with Redis is loaded, checkpointed while a client asks it, killed, and restored in each mode. Every key is
+//! read back and compared after each restore. One table at the end says what the client saw.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::disk_profile::{DiskProfile, Throttle, make_cold};
+use crate::firn::SaveArgs;
+use crate::guest::{GuestImage, HostForward, QemuArgs, Redis, RedisLoad, accel, free_tcp_port};
+use crate::lab::{Lab, wait_for};
+use crate::prober::Prober;
+use crate::traffic::RedisGets;
+
+const VM: &str = "demo";
+const REDIS: u16 = 6379;
+const KEYS: u64 = 50_000;
+const VALUE_BYTES: usize = 1000;
+const MEMORY_MIB: u32 = 1024;
+/// Questions per second of the client.
+const RATE: f64 = 100.0;
+/// How long the client asks before the checkpoint.
+const STEADY: Duration = Duration::from_secs(4);
+/// A restored guest is back when it gives so much of its steady rate ...
+const BACK: f64 = 0.9;
+/// ... over so long.
+const WINDOW: Duration = Duration::from_secs(1);
+const BOOT: Duration = Duration::from_secs(180);
+const LIMIT: Duration = Duration::from_secs(120);
+const MODES: [&str; 3] = ["eager", "lazy", "locality"];
+
+/// What one restore was like.
+struct Row {
+    mode: &'static str,
+    running: f64,
+    first_reply: f64,
+    back: f64,
+    keys: u64,
+}
+
+/// Runs it, and prints the table.
+pub fn run(lab: &Lab) -> Result<()> {
+    let demo = Demo::new(lab)?;
+    let steady = demo.start_and_save()?;
+    let rows =
+        MODES.into_iter().map(|mode| demo.restore(mode, steady)).collect::<Result<Vec<_>>>()?;
+    print(&rows);
+    Ok(())
+}
+
+struct Demo<'a> {
+    lab: &'a Lab,
+    args: QemuArgs,
+    address: SocketAddr,
+    load: RedisLoad,
+    image: PathBuf,
+    disk: Throttle,
+}
+
+impl<'a> Demo<'a> {
+    fn new(lab: &'a Lab) -> Result<Self> {
+        let accel = accel::decide();
+        lab.say(&format!("guests run by {}: {}", accel.accel, accel.why));
+        let image = GuestImage::small()?;
+        let port = free_tcp_port()?;
+        let args = QemuArgs::new(&image, accel.accel)
+            .memory_mib(MEMORY_MIB)
+            .vcpus(2)
+            .console(&lab.file("console"))
+            .network(&[HostForward::tcp(port, REDIS)]);
+        Ok(Self {
+            lab,
+            args,
+            address: (Ipv4Addr::LOCALHOST, port).into(),
+            load: RedisLoad::new(KEYS, VALUE_BYTES),
+            image: lab.file("demo.firn"),
+            disk: Throttle::new(DiskProfile::None, lab.dir())?,
+        })
+    }
+
+    /// Boots the VM, loads it, checkpoints it while the client asks, kills it. Returns the client's steady rate.
+    fn start_and_save(&self) -> Result<f64> {
+        let firn = self.lab.firn();
+        firn.run(VM, &self.args)?;
+        let mut redis = Redis::connect(self.address, BOOT)?;
+        self.lab.say(&format!("a VM of {MEMORY_MIB} MiB runs, with Redis"));
+        self.load.write(&mut redis)?;
+        self.lab.say(&format!(
+            "{KEYS} keys of {VALUE_BYTES} bytes written; a client asks {RATE} times a second"
+        ));
+        let client = self.client(0);
+        std::thread::sleep(WINDOW + STEADY);
+        let (from, to) = (client.now() - STEADY, client.now());
+        let steady = client.timeline().rate(from..to);
+        self.checkpoint(&client)?;
+        drop(client);
+        self.kill()?;
+        Ok(steady)
+    }
+
+    fn checkpoint(&self, client: &Prober) -> Result<()> {
+        let before = client.now();
+        let said = self.lab.firn().checkpoint(VM, &self.image, &SaveArgs::default())?;
+        let gap = client.timeline().longest_gap(before..client.now());
+        let pause = said.number("/report/pause/downtime_ms").context("no downtime was told")?;
+        let mib = std::fs::metadata(&self.image)?.len() as f64 / f64::from(1 << 20);
+        self.lab.say(&format!(
+            "checkpointed while it ran: {mib:.0} MiB in {:.1} s; the guest stood still for {pause:.1} ms; the client \
+             never waited longer than {:.0} ms",
+            said.took.as_secs_f64(),
+            gap.as_secs_f64() * 1e3
+        ));
+        Ok(())
+    }
+
+    /// SIGKILL to the hypervisor: the VM is gone.
+    fn kill(&self) -> Result<()> {
+        let status = self.lab.firn().status(VM)?;
+        let pid = pid_in(&status).context("firn status tells no process")?;
+        kill(Pid::from_raw(pid), Signal::SIGKILL)?;
+        self.lab.say("killed (SIGKILL)");
+        wait_for("the end of the VM", LIMIT, || {
+            Ok((!Path::new(&format!("/proc/{pid}")).exists()).then_some(()))
+        })?;
+        self.lab.firn().stop(VM);
+        Ok(())
+    }
+
+    fn client(&self, seed: u64) -> Prober {
+        Prober::start(
+            RedisGets::new(self.address, self.load.keys.end, self.lab.extent.seed + seed),
+            RATE,
+        )
+    }
+
+    fn restore(&self, mode: &'static str, steady: f64) -> Result<Row> {
+        make_cold([self.image.as_path()])?;
+        let client = self.client(1);
+        let (event, start) = (client.now(), Instant::now());
+        let said = self.lab.firn().restore(&self.image, VM, &["--mode", mode], &self.disk)?;
+        let back = wait_for("the steady rate", LIMIT, || {
+            Ok(client.timeline().back_to(event, steady * BACK, WINDOW))
+        })?;
+        let first_reply = client.timeline().first_after(event).context("no reply")?;
+        drop(client);
+        let keys = self.verify()?;
+        self.lab.say(&format!(
+            "restored ({mode}) and checked after {:.1} s",
+            start.elapsed().as_secs_f64()
+        ));
+        self.lab.firn().stop(VM);
+        let row = Row {
+            mode,
+            running: said.took.as_secs_f64(),
+            first_reply: first_reply.as_secs_f64(),
+            back: back.as_secs_f64(),
+            keys,
+        };
+        Ok(row)
+    }
+
+    /// Reads every key back.
+    fn verify(&self) -> Result<u64> {
+        let mut redis = Redis::connect(self.address, BOOT)?;
+        let report = self.load.verify(&mut redis)?;
+        ensure!(report.is_right(), "the restored data is not what was saved: {:?}", report.told);
+        Ok(report.keys)
+    }
+}
+
+/// The hypervisor's process id in what `firn status` says.
+fn pid_in(status: &serde_json::Value) -> Option<i32> {
+    i32::try_from(status.get("pid")?.as_i64()?).ok()
+}
+
+fn print(rows: &[Row]) {
+    println!();
+    println!("mode       running   first reply   back to 90 %   keys right");
+    for Row { mode, running, first_reply, back, keys } in rows {
+        println!(
+            "{mode:9} {running:7.2} s   {first_reply:9.2} s   {back:10.2} s   {keys:6} of {KEYS}"
+        );
+    }
+    println!();
+    println!("Seconds from the restore command; the image was not in the page cache.");
+}

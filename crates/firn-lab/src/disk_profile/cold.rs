@@ -1,0 +1,87 @@
+//! Emptying the page cache of single files.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::Path;
+use std::process::Command;
+
+use rustix::fs::{Advice, fadvise};
+
+use super::{ThrottleError, at};
+
+/// Evicts files from the page cache, so that the next read of them is disk I/O.
+///
+/// Asks for just these files first; only where that leaves something are all clean caches of the machine dropped,
+/// which takes root and slows everybody else down.
+///
+/// # Errors
+/// A file that stays cached is an error: an experiment on it would measure memory.
+pub fn make_cold<'a>(files: impl IntoIterator<Item = &'a Path>) -> Result<(), ThrottleError> {
+    for path in files {
+        evict(path)?;
+        if cached_pages(path)? > 0 {
+            drop_all_caches();
+            evict(path)?;
+        }
+        match cached_pages(path)? {
+            0 => (),
+            pages => return Err(ThrottleError::Cached { path: path.to_owned(), pages }),
+        }
+    }
+    Ok(())
+}
+
+fn evict(path: &Path) -> Result<(), ThrottleError> {
+    let file = File::open(path).map_err(at(path))?;
+    file.sync_all().map_err(at(path))?;
+    fadvise(&file, 0, None, Advice::DontNeed).map_err(|errno| at(path)(errno.into()))
+}
+
+fn drop_all_caches() {
+    // Without root it fails, and the caller sees what is left.
+    let _ = fs::write("/proc/sys/vm/drop_caches", "1");
+}
+
+/// Pages of a file in the page cache, by util-linux's `fincore`. Nobody to ask is no answer: 0.
+fn cached_pages(path: &Path) -> Result<u64, ThrottleError> {
+    let output =
+        Command::new("fincore").args(["--noheadings", "--output", "PAGES"]).arg(path).output();
+    match output {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
+        Err(error) => Err(at("fincore")(error)),
+        Ok(output) => {
+            let text = String::from_utf8_lossy(&output.stdout);
+            let unreadable = || at(path)(io::Error::other("fincore says nothing about it"));
+            text.trim().parse().map_err(|_| unreadable())
+        }
+    }
+}
+
+/// Reads a file through once, so that what is not being measured (a kernel, a program) comes from memory.
+pub fn warm(path: &Path) -> Result<(), ThrottleError> {
+    let mut file = File::open(path).map_err(at(path))?;
+    let mut buffer = vec![0; 1 << 20];
+    while file.read(&mut buffer).map_err(at(path))? > 0 {}
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_cold_after_it_was_warm() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = dir.path().join("file");
+        fs::write(&path, vec![1; 1 << 20]).unwrap();
+        warm(&path).unwrap();
+        make_cold([path.as_path()]).unwrap();
+        assert_eq!(cached_pages(&path).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let error = make_cold([Path::new("/nowhere/at/all")]).unwrap_err();
+        assert!(error.to_string().contains("/nowhere/at/all"));
+    }
+}

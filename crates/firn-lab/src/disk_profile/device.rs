@@ -1,0 +1,109 @@
+//! Which disk holds a file.
+
+use std::fmt;
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{major, minor};
+
+use super::{ThrottleError, at};
+
+/// A whole disk, by its device numbers: `254:0`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockDevice {
+    /// Major number.
+    pub major: u32,
+    /// Minor number.
+    pub minor: u32,
+}
+
+impl fmt::Display for BlockDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.major, self.minor)
+    }
+}
+
+impl BlockDevice {
+    fn of_number(device: u64) -> Self {
+        Self { major: major(device), minor: minor(device) }
+    }
+
+    fn in_text(text: &str) -> Option<Self> {
+        let (major, minor) = text.trim().split_once(':')?;
+        Some(Self { major: major.parse().ok()?, minor: minor.parse().ok()? })
+    }
+
+    fn sys(self) -> PathBuf {
+        PathBuf::from(format!("/sys/dev/block/{self}"))
+    }
+
+    /// The disk a partition is on; a disk is its own. Only disks can be throttled.
+    fn whole(self) -> Self {
+        if !self.sys().join("partition").exists() {
+            return self;
+        }
+        let disk = fs::read_to_string(self.sys().join("../dev"));
+        disk.ok().and_then(|text| Self::in_text(&text)).unwrap_or(self)
+    }
+}
+
+/// The disk that holds an existing file or directory.
+///
+/// File systems with device numbers of their own (Btrfs) are looked up by what they were mounted from.
+pub fn device_of(path: &Path) -> Result<BlockDevice, ThrottleError> {
+    let number = fs::metadata(path).map_err(at(path))?.dev();
+    let direct = BlockDevice::of_number(number);
+    if direct.sys().exists() {
+        return Ok(direct.whole());
+    }
+    mounted_from(direct)
+        .map(BlockDevice::whole)
+        .ok_or_else(|| ThrottleError::NoDevice(path.to_owned()))
+}
+
+fn mounted_from(file_system: BlockDevice) -> Option<BlockDevice> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let source = source_of(&mounts, file_system)?;
+    let meta = fs::metadata(source).ok()?;
+    meta.file_type().is_block_device().then(|| BlockDevice::of_number(meta.rdev()))
+}
+
+/// The mount source of a file system in `/proc/self/mountinfo` (proc(5)): third field, then first but one after `-`.
+fn source_of(mounts: &str, file_system: BlockDevice) -> Option<&str> {
+    let wanted = file_system.to_string();
+    mounts.lines().find_map(|line| {
+        let (mount, kind) = line.split_once(" - ")?;
+        let is_it = mount.split(' ').nth(2) == Some(wanted.as_str());
+        is_it.then(|| kind.split(' ').nth(1)).flatten()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOUNTS: &str = "\
+22 1 254:0 / / rw,relatime - ext4 /dev/root rw
+30 22 0:27 /sub /data rw shared:1 - btrfs /dev/vdb1 rw,space_cache
+31 22 0:28 / /dev/shm rw - tmpfs tmpfs rw";
+
+    #[test]
+    fn a_file_system_is_found_by_what_it_was_mounted_from() {
+        let source = |major, minor| source_of(MOUNTS, BlockDevice { major, minor });
+        assert_eq!(source(0, 27), Some("/dev/vdb1"));
+        assert_eq!(source(0, 28), Some("tmpfs"));
+        assert_eq!(source(0, 29), None);
+    }
+
+    #[test]
+    fn device_numbers_are_read_as_sysfs_writes_them() {
+        assert_eq!(BlockDevice::in_text("254:16\n"), Some(BlockDevice { major: 254, minor: 16 }));
+        assert_eq!(BlockDevice::in_text("254"), None);
+    }
+
+    #[test]
+    fn what_is_in_memory_is_on_no_disk() {
+        assert!(matches!(device_of(Path::new("/proc/self")), Err(ThrottleError::NoDevice(_))));
+    }
+}

@@ -1,0 +1,220 @@
+//! A control group with a disk's limits.
+//!
+//! ```text
+//!   cgroup v1   /sys/fs/cgroup/blkio/firn-lab-PID-N/blkio.throttle.{read,write}_{iops,bps}_device    "254:0 180"
+//!   cgroup v2   /sys/fs/cgroup/firn-lab-PID-N/io.max             "254:0 riops=180 wiops=180 rbps=.. wbps=.."
+//! ```
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::sleep;
+use std::time::Duration;
+
+use super::{BlockDevice, DiskProfile, Limits, ThrottleError, at, device_of};
+
+/// A disk profile for the processes started through it. Dropped, it lets them go and removes its control group.
+#[derive(Debug)]
+pub struct Throttle {
+    profile: DiskProfile,
+    group: Option<PathBuf>,
+}
+
+impl Throttle {
+    /// Imitates a disk for the device that holds `on`.
+    ///
+    /// # Errors
+    /// Where the file is on no block device, no control group can throttle it, or the caller may not (it takes root).
+    pub fn new(profile: DiskProfile, on: &Path) -> Result<Self, ThrottleError> {
+        let Some(limits) = profile.limits() else { return Ok(Self { profile, group: None }) };
+        let device = device_of(on)?;
+        let mounts = fs::read_to_string("/proc/self/mounts").map_err(at("/proc/self/mounts"))?;
+        let group = hierarchies(&mounts)
+            .into_iter()
+            .find_map(|hierarchy| hierarchy.create(device, limits).transpose())
+            .ok_or(ThrottleError::NoController)??;
+        Ok(Self { profile, group: Some(group) })
+    }
+
+    /// What it imitates.
+    pub fn profile(&self) -> DiskProfile {
+        self.profile
+    }
+
+    /// A command that starts a program under the profile, and with it all the program starts.
+    ///
+    /// The shell moves itself into the group and becomes the program, so that not a single read escapes.
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        let Some(group) = &self.group else { return Command::new(program) };
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]);
+        command.arg(group.join("cgroup.procs")).arg(program);
+        command
+    }
+
+    /// Puts a running process under the profile. What it started before stays as it is.
+    pub fn add(&self, pid: u32) -> Result<(), ThrottleError> {
+        let Some(group) = &self.group else { return Ok(()) };
+        write(&group.join("cgroup.procs"), &pid.to_string())
+    }
+}
+
+impl Drop for Throttle {
+    fn drop(&mut self) {
+        let Some(group) = self.group.take() else { return };
+        // A process that has just ended keeps the group busy for a moment.
+        for _ in 0..50 {
+            release(&group);
+            if fs::remove_dir(&group).is_ok() {
+                return;
+            }
+            sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// Moves whoever is still in a group to the one above it.
+fn release(group: &Path) {
+    let Some(parent) = group.parent() else { return };
+    let processes = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+    for pid in processes.lines() {
+        // It may have ended meanwhile, which is just as well.
+        let _ = fs::write(parent.join("cgroup.procs"), pid);
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Version {
+    One,
+    Two,
+}
+
+/// A mounted hierarchy that may know block I/O.
+#[derive(Debug, PartialEq, Eq)]
+struct Hierarchy {
+    version: Version,
+    root: PathBuf,
+}
+
+/// Those of `/proc/self/mounts`, version 1 first: where both are mounted, that is where the I/O controller is.
+fn hierarchies(mounts: &str) -> Vec<Hierarchy> {
+    let found = |version: fn(&str, &str) -> bool| {
+        mounts.lines().find_map(move |line| {
+            let mut fields = line.split(' ').skip(1);
+            let (root, kind, options) = (fields.next()?, fields.next()?, fields.next()?);
+            version(kind, options).then(|| PathBuf::from(root))
+        })
+    };
+    let one = found(|kind, options| kind == "cgroup" && options.split(',').any(|o| o == "blkio"));
+    let two = found(|kind, _| kind == "cgroup2");
+    let one = one.map(|root| Hierarchy { version: Version::One, root });
+    one.into_iter().chain(two.map(|root| Hierarchy { version: Version::Two, root })).collect()
+}
+
+impl Hierarchy {
+    /// Makes a group with limits; `None` where this hierarchy has no I/O controller.
+    fn create(
+        &self,
+        device: BlockDevice,
+        limits: Limits,
+    ) -> Result<Option<PathBuf>, ThrottleError> {
+        if !self.has_controller()? {
+            return Ok(None);
+        }
+        let group = self.root.join(name());
+        fs::create_dir(&group).map_err(at(&group))?;
+        for (file, line) in self.settings(device, limits) {
+            if let Err(error) = write(&group.join(file), &line) {
+                let _ = fs::remove_dir(&group);
+                return Err(error);
+            }
+        }
+        Ok(Some(group))
+    }
+
+    fn has_controller(&self) -> Result<bool, ThrottleError> {
+        let has = |file: &str| {
+            let path = self.root.join(file);
+            let text = fs::read_to_string(&path).map_err(at(path))?;
+            Ok::<_, ThrottleError>(text.split_whitespace().any(|controller| controller == "io"))
+        };
+        match self.version {
+            Version::One => Ok(true),
+            Version::Two if !has("cgroup.controllers")? => Ok(false),
+            Version::Two if has("cgroup.subtree_control")? => Ok(true),
+            Version::Two => write(&self.root.join("cgroup.subtree_control"), "+io").map(|()| true),
+        }
+    }
+
+    fn settings(&self, device: BlockDevice, limits: Limits) -> Vec<(&'static str, String)> {
+        let Limits { iops, bytes_per_s: bps } = limits;
+        match self.version {
+            Version::One => vec![
+                ("blkio.throttle.read_iops_device", format!("{device} {iops}")),
+                ("blkio.throttle.write_iops_device", format!("{device} {iops}")),
+                ("blkio.throttle.read_bps_device", format!("{device} {bps}")),
+                ("blkio.throttle.write_bps_device", format!("{device} {bps}")),
+            ],
+            Version::Two => vec![(
+                "io.max",
+                format!("{device} rbps={bps} wbps={bps} riops={iops} wiops={iops}"),
+            )],
+        }
+    }
+}
+
+fn name() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("firn-lab-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), ThrottleError> {
+    let written: io::Result<()> = fs::write(path, text);
+    written.map_err(at(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOTH: &str = "\
+cgroup /sys/fs/cgroup/cpu cgroup rw,relatime,cpu 0 0
+cgroup /sys/fs/cgroup/blkio cgroup rw,relatime,blkio 0 0
+cgroup2 /sys/fs/cgroup/unified cgroup2 rw,relatime 0 0";
+
+    #[test]
+    fn version_one_comes_first_where_it_has_block_io() {
+        let found = hierarchies(BOTH);
+        assert_eq!(found[0].root, Path::new("/sys/fs/cgroup/blkio"));
+        assert_eq!(found[1].version, Version::Two);
+    }
+
+    #[test]
+    fn a_machine_with_version_two_only() {
+        let found = hierarchies("cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0");
+        assert_eq!(found, [Hierarchy { version: Version::Two, root: "/sys/fs/cgroup".into() }]);
+        assert_eq!(hierarchies(""), []);
+    }
+
+    #[test]
+    fn limits_are_written_as_each_version_reads_them() {
+        let device = BlockDevice { major: 254, minor: 0 };
+        let limits = DiskProfile::Hdd15k.limits().unwrap();
+        let settings =
+            |version| Hierarchy { version, root: PathBuf::new() }.settings(device, limits);
+        let read_iops = ("blkio.throttle.read_iops_device", "254:0 180".to_owned());
+        assert!(settings(Version::One).contains(&read_iops));
+        let max = "254:0 rbps=120000000 wbps=120000000 riops=180 wiops=180".to_owned();
+        assert_eq!(settings(Version::Two), [("io.max", max)]);
+    }
+
+    #[test]
+    fn no_profile_is_no_group() {
+        let throttle = Throttle::new(DiskProfile::None, Path::new("/nowhere")).unwrap();
+        assert_eq!(throttle.command("true").get_program(), "true");
+        throttle.add(1).unwrap();
+    }
+}

@@ -1,0 +1,295 @@
+//! `fault-latency`: how long a guest thread stands still for one missing page, if the image is in the page cache.
+//!
+//! Reproduces no figure of a paper; it bounds what Firn adds to a page fault beyond what the kernel needs.
+//!
+//! **What varies**: who answers. Firn's page server (index, read, decode, check, install, wake; the rest of the
+//! locality block by its workers), from an image with the default codec (`p50_us`) and without compression
+//! (`none.p50_us`); and the *floor*, a loop of three lines that answers the same faults with the same memory blocks
+//! from a copy in memory.
+//!
+//! **What is held equal**: the process that touches, its memory, the pages and their order (one page of each locality
+//! block, so that each touch is a fault that nobody has seen coming). Systems take turns; each round is a new process.
+//! Times are those of the touching thread, from before the touch until it has the page. Background fill is off: it
+//! would answer some touches before they happen.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use firn_guest::stamp::mix;
+use firn_image::{
+    Codec, Compressed, Geometry, Image, LocalityBlockId, Organization, Packer, Sections, Writer,
+    compress,
+};
+use firn_memory::{Event, PageFaults, Trace};
+use firn_restore::{Fill, Presence, Restore, RestoreOptions};
+use firn_types::{Block, Page};
+use serde_json::json;
+
+use crate::disk_profile::warm;
+use crate::lab::{Lab, interleaved};
+use crate::report::Report;
+use crate::stats::Sample;
+use crate::toucher::{Toucher, regions};
+
+/// Locality blocks touched in a round, in quick and in full runs.
+const TOUCHES: (usize, usize) = (1000, 3000);
+/// Rounds, in quick and in full runs.
+const ROUNDS: (usize, usize) = (5, 10);
+/// Cache lines of every eight that do not compress.
+const NOISE_EIGHTHS: usize = 4;
+
+/// Who answers faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum System {
+    Floor,
+    Firn(Codec),
+}
+
+impl System {
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Floor => "floor_",
+            Self::Firn(Codec::None) => "none.",
+            Self::Firn(_) => "",
+        }
+    }
+}
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.report("fault-latency");
+    let touches = lab.extent.pick(TOUCHES.0, TOUCHES.1);
+    let systems = [System::Firn(Codec::default()), System::Floor, System::Firn(Codec::None)];
+    let mut times = vec![Vec::new(); systems.len()];
+    let bench = Bench::new(lab, touches)?;
+    let rounds = lab.extent.runs(ROUNDS.0, ROUNDS.1);
+    interleaved(rounds, &[0, 1, 2], |round, &number| {
+        let system = systems[number];
+        let taken = bench.round(system, round as u64)?;
+        if let Some(sample) = Sample::new(taken.iter().copied()) {
+            let (p50, p99) = (sample.p50(), sample.p99());
+            report.repetition(json!({ "system": format!("{system:?}"), "round": round,
+                "p50_us": p50, "p99_us": p99, "n": sample.count() }));
+        }
+        times[number].extend(taken);
+        Ok(())
+    })?;
+    for (system, times) in systems.iter().zip(times) {
+        let sample = Sample::new(times).context("nothing was touched")?;
+        report.number(format!("{}p50_us", system.prefix()), sample.p50());
+        report.number(format!("{}p99_us", system.prefix()), sample.p99());
+    }
+    ratios(&mut report);
+    Ok(report)
+}
+
+fn ratios(report: &mut Report) {
+    for percentile in ["p50", "p99"] {
+        let value = |key: String| report.value(&key).unwrap_or(f64::NAN);
+        let floor = value(format!("floor_{percentile}_us"));
+        let ratio = value(format!("{percentile}_us")) / floor;
+        let plain = value(format!("none.{percentile}_us")) / floor;
+        report.number(format!("{percentile}_to_floor"), ratio);
+        report.number(format!("none.{percentile}_to_floor"), plain);
+    }
+}
+
+/// Images, the copy in memory, and the pages to touch.
+struct Bench<'a> {
+    lab: &'a Lab,
+    program: std::path::PathBuf,
+    pages: u32,
+    images: [(Codec, Arc<Image>); 2],
+    copy: Arc<Vec<u8>>,
+    /// A block of each locality block.
+    targets: Vec<Page>,
+}
+
+impl<'a> Bench<'a> {
+    fn new(lab: &'a Lab, touches: usize) -> Result<Self> {
+        // Enough for `touches` locality blocks of 64 KiB, if memory blocks of 8 KiB compress to half.
+        let blocks = touches as u32 * 17;
+        let geometry = Geometry::new(blocks * 2);
+        let copy: Vec<u8> = (0..blocks).flat_map(|block| content(block, geometry)).collect();
+        let image = |codec: Codec| {
+            let path = lab.file(&format!("latency-{codec}.firn"));
+            write_image(&path, codec, geometry, &copy)?;
+            warm(&path)?;
+            anyhow::Ok((codec, Arc::new(Image::open(&path)?)))
+        };
+        let images = [image(Codec::default())?, image(Codec::None)?];
+        let targets = targets(&images[0].1, touches);
+        ensure!(targets.len() >= touches * 9 / 10, "the image has too few locality blocks");
+        let program = std::env::current_exe()?;
+        Ok(Self {
+            lab,
+            program,
+            pages: geometry.total_pages,
+            images,
+            copy: Arc::new(copy),
+            targets,
+        })
+    }
+
+    /// One round: a new process touches all targets, in an order of this round's own.
+    fn round(&self, system: System, round: u64) -> Result<Vec<f64>> {
+        let mut toucher = Toucher::start(&self.program, self.pages)?;
+        let memory = toucher.memory().clone();
+        let faults = PageFaults::create(&mut toucher.seize()?, memory.clone(), Trace::Restore)?;
+        let order = shuffled(&self.targets, self.lab.extent.seed ^ round << 32);
+        match system {
+            System::Floor => self.by_floor(&mut toucher, faults, &order),
+            System::Firn(codec) => self.by_firn(codec, &mut toucher, faults, &order),
+        }
+    }
+
+    fn by_firn(
+        &self,
+        codec: Codec,
+        toucher: &mut Toucher,
+        faults: PageFaults,
+        order: &[Page],
+    ) -> Result<Vec<f64>> {
+        let (_, image) = self.images.iter().find(|(of, _)| *of == codec).context("no image")?;
+        let presence = Presence::create(&self.lab.file("presence"), self.pages)?;
+        let options = RestoreOptions { fill: Fill::Off, ..RestoreOptions::default() };
+        let on_fatal = Box::new(|error: &firn_restore::RestoreError| eprintln!("{error}"));
+        let memory = toucher.memory().clone();
+        let restore = Restore::begin(image.clone(), memory, faults, options, presence, on_fatal)?;
+        restore.prefill().map_err(|error| anyhow!(error))?;
+        let times = toucher.touch(order)?;
+        let record = restore.stop()?.record;
+        ensure!(record.counts.faults >= order.len() as u64, "some touches were no faults");
+        Ok(times)
+    }
+
+    fn by_floor(
+        &self,
+        toucher: &mut Toucher,
+        faults: PageFaults,
+        order: &[Page],
+    ) -> Result<Vec<f64>> {
+        faults.register()?;
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let floor = scope.spawn(|| answer_from_copy(&faults, &self.copy, &done));
+            let times = toucher.touch(order);
+            done.store(true, Ordering::Relaxed);
+            floor.join().map_err(|_| anyhow!("the floor panicked"))??;
+            times
+        })
+    }
+}
+
+/// The floor: nothing but what has to be done.
+fn answer_from_copy(faults: &PageFaults, copy: &[u8], done: &AtomicBool) -> Result<()> {
+    let size = firn_types::BlockSize::default();
+    let mut events = Vec::new();
+    while !done.load(Ordering::Relaxed) {
+        events.clear();
+        faults.wait(&mut events, Duration::from_millis(50))?;
+        for event in &events {
+            let Event::Fault { page, .. } = event else { continue };
+            let block = size.block_of(*page);
+            let start = block.index() * size.bytes();
+            faults.install(size.first_page(block), &copy[start..start + size.bytes()])?;
+        }
+    }
+    Ok(())
+}
+
+/// A memory block: of every eight cache lines some hold noise, the others one word over and over.
+fn content(block: u32, geometry: Geometry) -> Vec<u8> {
+    let word = |index: usize| match index / 8 % 8 < NOISE_EIGHTHS {
+        true => mix(u64::from(block) << 16 | index as u64),
+        false => u64::from(block) + 1,
+    };
+    (0..geometry.block_size.bytes() / 8).flat_map(|index| word(index).to_le_bytes()).collect()
+}
+
+fn write_image(
+    path: &std::path::Path,
+    codec: Codec,
+    geometry: Geometry,
+    copy: &[u8],
+) -> Result<()> {
+    let mut writer = Writer::create(path, geometry, Organization::Access)?;
+    let mut packer = Packer::new(geometry);
+    for (number, raw) in copy.chunks(geometry.block_size.bytes()).enumerate() {
+        let block = Block(number as u32);
+        match compress(codec, block, raw) {
+            Compressed::Zero => writer.set_zero(block),
+            Compressed::Packed(packed) => {
+                if let Some(full) = packer.push(packed) {
+                    writer.append(full)?;
+                }
+            }
+        }
+    }
+    if let Some(last) = packer.finish() {
+        writer.append(last)?;
+    }
+    let regions = regions(geometry.total_pages)?;
+    writer.finish(Sections { regions, ..Sections::default() })?;
+    Ok(())
+}
+
+/// The first page of a memory block in the middle of each locality block, for `most` of them.
+fn targets(image: &Image, most: usize) -> Vec<Page> {
+    let size = image.geometry().block_size;
+    let middle = |id| {
+        let entries = image.entries(LocalityBlockId(id));
+        entries.get(entries.len() / 2).map(|entry| size.first_page(entry.block))
+    };
+    (0..image.locality_blocks()).filter_map(middle).take(most).collect()
+}
+
+/// In an order that the seed decides.
+fn shuffled(pages: &[Page], seed: u64) -> Vec<Page> {
+    let mut order = pages.to_vec();
+    order.sort_by_key(|page| mix(u64::from(page.0) ^ mix(seed)));
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_order_has_every_page() {
+        let pages: Vec<Page> = (0..100).map(Page).collect();
+        let (one, two) = (shuffled(&pages, 1), shuffled(&pages, 2));
+        assert_ne!(one, two);
+        let sorted = |mut order: Vec<Page>| {
+            order.sort();
+            order
+        };
+        assert_eq!(sorted(one), pages);
+        assert_eq!(sorted(two), pages);
+    }
+
+    #[test]
+    fn content_compresses_to_about_half() {
+        let geometry = Geometry::new(200);
+        let raw = content(7, geometry);
+        assert_eq!(raw.len(), geometry.block_size.bytes());
+        let Compressed::Packed(packed) = compress(Codec::Lz4, Block(7), &raw) else { panic!() };
+        let percent = packed.stored.len() * 100 / raw.len();
+        assert!((40..=65).contains(&percent), "{percent} %");
+    }
+
+    #[test]
+    fn an_image_has_a_target_in_each_locality_block() {
+        let dir = tempfile::tempdir().unwrap();
+        let geometry = Geometry::new(64);
+        let copy: Vec<u8> = (0..32).flat_map(|block| content(block, geometry)).collect();
+        let path = dir.path().join("image");
+        write_image(&path, Codec::None, geometry, &copy).unwrap();
+        let image = Image::open(&path).unwrap();
+        let found = targets(&image, 100);
+        assert_eq!(found, [4, 12, 20, 28].map(|block| Page(block * 2)));
+    }
+}

@@ -1,0 +1,76 @@
+//! The experiments: one file each, named after what `firn-lab run` calls it.
+//!
+//! Each says in its documentation which table or figure it reproduces, what varies, and what is held equal. All of
+//! them use Firn as its users do, through the `firn` program, except where a floor or a single page fault is measured.
+//! Ratios are computed inside one run, from systems that took turns on the same machine.
+
+mod fault_latency;
+mod halite_organization;
+mod peers_restore;
+mod synthetic;
+
+use anyhow::{Result, bail};
+
+use crate::lab::Lab;
+use crate::report::Report;
+
+/// Something that can be run.
+#[derive(Clone, Copy)]
+pub struct Experiment {
+    /// What it is called.
+    pub name: &'static str,
+    /// One line about it.
+    pub about: &'static str,
+    run: fn(&Lab) -> Result<Report>,
+}
+
+/// All of them.
+pub const ALL: &[Experiment] = &[
+    Experiment {
+        name: "fault-latency",
+        about: "time from a page fault to the page, image cached, against a bare floor",
+        run: fault_latency::run,
+    },
+    Experiment {
+        name: "halite-organization",
+        about: "Table 1, Figures 2 and 3: random, physical and locality blocks, and the lazy baseline",
+        run: halite_organization::run,
+    },
+    Experiment {
+        name: "peers-restore",
+        about: "restore by Firn and by QEMU itself, seen by a client, on three disks",
+        run: peers_restore::run,
+    },
+];
+
+impl Experiment {
+    /// Runs it.
+    pub fn run(&self, lab: &Lab) -> Result<Report> {
+        (self.run)(lab)
+    }
+}
+
+/// The experiments a user means: one by its name, or `all`.
+pub fn named(name: &str) -> Result<Vec<Experiment>> {
+    let found: Vec<_> =
+        ALL.iter().filter(|experiment| name == "all" || experiment.name == name).copied().collect();
+    if found.is_empty() {
+        let known: Vec<_> = ALL.iter().map(|experiment| experiment.name).collect();
+        bail!("no experiment is called {name:?}; there are {} and all", known.join(", "));
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_found() {
+        for experiment in ALL {
+            assert_eq!(named(experiment.name).unwrap().len(), 1);
+        }
+        assert_eq!(named("all").unwrap().len(), ALL.len());
+        assert!(named("cold-fusion").is_err());
+    }
+}

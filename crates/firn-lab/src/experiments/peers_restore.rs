@@ -1,0 +1,266 @@
+//! `peers-restore`: Firn against QEMU's own ways to restore, seen by a client.
+//!
+//! Reproduces no figure of a paper; it is the question a user asks first.
+//!
+//! **What varies**: who saved and restores (`firn`; `qemu-file`: migration to and from a file;
+//! `qemu-background-snapshot`; `qemu-mapped-ram` where this QEMU has it) and the disk (`none`, `netssd`, `hdd15k`).
+//!
+//! **What is held equal**: the guest, its memory, what was loaded into its Redis, the client. Each system saves its own
+//! boot of the guest while the client asks. For QEMU's ways the guest has the RAM QEMU gives by default; under Firn it has
+//! what `firn run` gives. What reads the image is under the disk profile: Firn's supervisor, or the whole QEMU. The
+//! image is cold; QEMU itself and the guest's kernel are warm, as on a host that has just run other guests.
+//!
+//! **What is measured**: the client asks 100 times a second, one question at a time, for keys by Zipf's law. From the
+//! moment the command to restore is given: time to the first reply (`first_reply_s`), and until it gets 90 % of the
+//! replies per second that it got before the save, over a window of a second (`steady_s`).
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow};
+use firn_vmm::Qmp;
+use serde_json::json;
+
+use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
+use crate::firn::SaveArgs;
+use crate::guest::{
+    GuestImage, HostForward, Machine, QemuArgs, Redis, RedisLoad, accel, free_tcp_port,
+};
+use crate::lab::{Lab, interleaved};
+use crate::peer::{self, Restored, Way};
+use crate::prober::Prober;
+use crate::report::Report;
+use crate::traffic::RedisGets;
+
+/// Questions per second.
+const RATE: f64 = 100.0;
+/// Share of the steady rate that counts as back.
+const BACK: f64 = 0.9;
+/// Over so long.
+const WINDOW: Duration = Duration::from_secs(1);
+/// How long the client asks before the save.
+const STEADY: Duration = Duration::from_secs(5);
+/// How long a restored guest may take to be back.
+const LIMIT: Duration = Duration::from_secs(60);
+/// How long a guest may take to boot.
+const BOOT: Duration = Duration::from_secs(120);
+const PROFILES: [DiskProfile; 3] = [DiskProfile::None, DiskProfile::NetSsd, DiskProfile::Hdd15k];
+/// Name of the VM under Firn.
+const VM: &str = "peer";
+const REDIS: u16 = 6379;
+const VALUE_BYTES: usize = 1000;
+
+/// Who saves and restores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum System {
+    Firn,
+    Qemu(Way),
+}
+
+impl System {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Firn => "firn",
+            Self::Qemu(way) => way.name(),
+        }
+    }
+}
+
+/// A saved guest.
+struct Image {
+    system: System,
+    file: PathBuf,
+    /// Replies per second before the save.
+    steady: f64,
+}
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("peers-restore");
+    let guest = Guest::new(lab)?;
+    let mut images = vec![guest.save_by_firn(&mut report)?];
+    images.extend(guest.save_by_qemu(&mut report)?);
+    for way in Way::ALL.map(System::Qemu) {
+        if !images.iter().any(|image| image.system == way) {
+            report.note(format!("this QEMU has no {}", way.name()));
+        }
+    }
+    let rounds = lab.extent.runs(2, 7);
+    for profile in PROFILES {
+        if let Some(throttle) = lab.disk(profile, &mut report) {
+            interleaved(rounds, &images, |round, image| {
+                guest.measure(image, &throttle, round, &mut report)
+            })?;
+        }
+        figures(profile, &images, &mut report);
+    }
+    Ok(report)
+}
+
+/// The guest that everybody saves, and where it is reached.
+struct Guest<'a> {
+    lab: &'a Lab,
+    image: GuestImage,
+    args: QemuArgs,
+    address: SocketAddr,
+    load: RedisLoad,
+}
+
+impl<'a> Guest<'a> {
+    fn new(lab: &'a Lab) -> Result<Self> {
+        let image = GuestImage::small()?;
+        let port = free_tcp_port()?;
+        let args = QemuArgs::new(&image, accel::decide().accel)
+            .memory_mib(lab.extent.pick(512, 1024))
+            .vcpus(2)
+            .console(&lab.file("console"))
+            .network(&[HostForward::tcp(port, REDIS)]);
+        let load = RedisLoad::new(lab.extent.pick(50_000, 100_000), VALUE_BYTES);
+        Ok(Self { lab, image, args, address: (Ipv4Addr::LOCALHOST, port).into(), load })
+    }
+
+    fn client(&self, seed: u64) -> Prober {
+        Prober::start(RedisGets::new(self.address, self.load.keys.end, seed), RATE)
+    }
+
+    /// Loads the guest that has just been started; the client that keeps it busy, and its steady rate.
+    fn warm_up(&self) -> Result<(Prober, f64)> {
+        let mut redis = Redis::connect(self.address, BOOT)?;
+        self.load.write(&mut redis)?;
+        let client = self.client(self.lab.extent.seed);
+        std::thread::sleep(WINDOW + STEADY);
+        let now = client.now();
+        let steady = client.timeline().rate(now - STEADY..now);
+        Ok((client, steady))
+    }
+
+    fn save_by_firn(&self, report: &mut Report) -> Result<Image> {
+        self.lab.say("saving by firn");
+        let firn = self.lab.firn();
+        firn.run(VM, &self.args)?;
+        let (client, steady) = self.warm_up()?;
+        let file = self.lab.file("peer.firn");
+        let said = firn.checkpoint(VM, &file, &SaveArgs::default())?;
+        drop(client);
+        firn.stop(VM);
+        report.repetition(json!({ "system": "firn", "save": said.facts, "steady": steady }));
+        Ok(Image { system: System::Firn, file, steady })
+    }
+
+    fn save_by_qemu(&self, report: &mut Report) -> Result<Vec<Image>> {
+        let socket = self.lab.file("source.qmp");
+        let monitor = format!("unix:{},server=on,wait=off", socket.display());
+        let mut machine = Machine::start(self.args.clone().more(&["-qmp", &monitor]))?;
+        machine.wait_ready(BOOT)?;
+        let mut qmp = Qmp::connect(&socket, Duration::from_secs(20))?;
+        let (_client, steady) = self.warm_up()?;
+        let mut images = Vec::new();
+        for way in Way::ALL {
+            if !way.is_known_to(&mut qmp)? {
+                continue;
+            }
+            self.lab.say(&format!("saving by {way}"));
+            let file = self.lab.file(&format!("{way}.image"));
+            let saved = peer::save(&mut qmp, way, &file)?;
+            report.repetition(json!({ "system": way.name(), "save": saved, "steady": steady }));
+            images.push(Image { system: System::Qemu(way), file, steady });
+        }
+        Ok(images)
+    }
+
+    /// Restores once and has the client ask until it is content.
+    fn measure(
+        &self,
+        image: &Image,
+        throttle: &Throttle,
+        round: usize,
+        report: &mut Report,
+    ) -> Result<()> {
+        self.prepare(&image.file)?;
+        let client = self.client(self.lab.extent.seed + 1 + round as u64);
+        let (event, start) = (client.now(), Instant::now());
+        let _running = self.restore(image, throttle)?;
+        let steady = self.wait_until_back(&client, event, image.steady, start)?;
+        let first = client.timeline().first_after(event).context("no reply")?.as_secs_f64();
+        let (system, profile) = (image.system.name(), throttle.profile());
+        self.lab.say(&format!("{system} on {profile}: first {first:.2} s, back {steady:.2} s"));
+        report.repetition(json!({ "system": system, "profile": profile, "round": round,
+            "first_reply_s": first, "steady_s": steady }));
+        Ok(())
+    }
+
+    /// The image cold, everything else warm.
+    fn prepare(&self, file: &Path) -> Result<()> {
+        make_cold([file])?;
+        [&self.image.kernel, &self.image.initrd].into_iter().try_for_each(|file| warm(file))?;
+        Ok(())
+    }
+
+    fn restore(&self, image: &Image, throttle: &Throttle) -> Result<Running<'_>> {
+        match image.system {
+            System::Firn => {
+                let mode = ["--mode", "locality"];
+                self.lab.firn().restore(&image.file, VM, &mode, throttle)?;
+                Ok(Running::Firn(self.lab))
+            }
+            System::Qemu(way) => {
+                let dir = self.lab.dir();
+                let peer = Restored::start(&self.args, way, &image.file, throttle, dir)?;
+                Ok(Running::Qemu(peer))
+            }
+        }
+    }
+
+    fn wait_until_back(
+        &self,
+        client: &Prober,
+        event: Duration,
+        steady: f64,
+        start: Instant,
+    ) -> Result<f64> {
+        while start.elapsed() < LIMIT {
+            if let Some(back) = client.timeline().back_to(event, steady * BACK, WINDOW) {
+                return Ok(back.as_secs_f64());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Err(anyhow!("the client was not content within {} s", LIMIT.as_secs()))
+    }
+}
+
+/// A restored guest; dropped, it ends.
+enum Running<'a> {
+    Firn(&'a Lab),
+    Qemu(#[expect(dead_code, reason = "it is held to be dropped")] Restored),
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if let Self::Firn(lab) = self {
+            lab.firn().stop(VM);
+        }
+    }
+}
+
+fn figures(profile: DiskProfile, images: &[Image], report: &mut Report) {
+    for image in images {
+        let system = image.system.name();
+        for key in ["first_reply_s", "steady_s"] {
+            let values = measured(report, system, profile, key);
+            report.sample(format!("{key}.{system}.{profile}"), values);
+        }
+    }
+    let steady = |system: System| report.value(&format!("steady_s.{}.{profile}", system.name()));
+    let peers = images.iter().map(|image| image.system).filter(|system| *system != System::Firn);
+    let best = peers.filter_map(steady).fold(f64::INFINITY, f64::min);
+    let firn = steady(System::Firn).unwrap_or(f64::NAN);
+    report.number(format!("firn_faster_than_best_peer.{profile}"), best / firn);
+}
+
+fn measured(report: &Report, system: &str, profile: DiskProfile, key: &str) -> Vec<f64> {
+    let is_it = |run: &&serde_json::Value| {
+        run["system"] == system && run["profile"] == profile.name() && run[key].is_number()
+    };
+    report.repetitions().iter().filter(is_it).filter_map(|run| run[key].as_f64()).collect()
+}

@@ -1,0 +1,160 @@
+//! The synthetic workload of Halite, section 8.1, ready to be checkpointed in its middle.
+//!
+//! A thread per vCPU walks in order through a working set that is spread over four times as much memory. Its run time is
+//! by the guest's own clock, which stands still from the checkpoint until the restored guest runs: what a restore adds
+//! to it is what the guest had to wait for.
+//!
+//! How much work it does with each page is calibrated to 100,000 pages in 25 seconds. In the paper they took 54, and
+//! the checkpoint went to a disk that takes 100 MB/s; here it goes to one that takes several times that. So the share
+//! of the working set that the guest comes to before the background sweep does is about the paper's.
+//!
+//! ```text
+//!   fill memory | visits before        | visits after                       | done: seconds
+//!                                      X checkpoint
+//! ```
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::firn::{Said, SaveArgs};
+use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::lab::{Lab, wait_for};
+
+/// Pages per second of all threads together, without a checkpoint or a restore.
+const VISITS_PER_S: f64 = 100_000.0 / 25.0;
+/// How long a guest may take to boot, or to fill its memory.
+const BOOT: Duration = Duration::from_secs(180);
+/// How long the workload may take after a restore.
+const LIMIT: Duration = Duration::from_secs(900);
+/// Name of the VM under Firn.
+pub(super) const VM: &str = "synthetic";
+/// Name of the workload in the guest.
+const JOB: &str = "synthetic";
+const VCPUS: u32 = 2;
+
+/// How large a run is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scale {
+    /// Memory allocated, in MiB.
+    pub(super) mib: u32,
+    /// Of that the working set, in MiB.
+    pub(super) working_set_mib: u32,
+    /// Pages visited before the checkpoint, about.
+    pub(super) before: u64,
+    /// Pages visited after it.
+    pub(super) after: u64,
+}
+
+/// The end of a run.
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(super) struct Done {
+    /// From the end of the fill to the last visit, by the guest's clock.
+    pub(super) seconds: f64,
+    /// Pages that were not what they should be.
+    pub(super) wrong: u64,
+}
+
+/// The guest, and how it is reached.
+pub(super) struct Synthetic<'a> {
+    pub(super) lab: &'a Lab,
+    scale: Scale,
+    args: QemuArgs,
+    agent: PathBuf,
+}
+
+impl<'a> Synthetic<'a> {
+    pub(super) fn new(lab: &'a Lab, scale: Scale) -> Result<Self> {
+        let agent = lab.file("agent");
+        let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+            .memory_mib(scale.mib + 384)
+            .vcpus(VCPUS)
+            .console(&lab.file("console"))
+            .agent(&agent);
+        Ok(Self { lab, scale, args, agent })
+    }
+
+    /// Boots the guest, and finds out how much work a visit should be.
+    pub(super) fn boot(&self) -> Result<u32> {
+        self.lab.firn().run(VM, &self.args)?;
+        let mut control = Control::connect(&self.agent, BOOT)?;
+        let said = control.run(&words(
+            "firn-guest synthetic --mib 64 --working-set-mib 16 --count 20000 --progress-ms 0",
+        ))?;
+        let done = last_line(&said)?;
+        let rate = done["visits_per_s"].as_f64().context("no rate")?;
+        let work = ((rate / VISITS_PER_S).round() as u32).clamp(1, 1000);
+        self.lab.say(&format!("the guest runs; {work} times work per page"));
+        Ok(work)
+    }
+
+    /// Starts the workload and waits until it has come to its middle.
+    pub(super) fn start(&self, work: u32, compresses_to: u8) -> Result<()> {
+        let mut control = Control::connect(&self.agent, BOOT)?;
+        let Scale { mib, working_set_mib, before, after } = self.scale;
+        let count = before + after;
+        let line = format!(
+            "firn-guest synthetic --mib {mib} --working-set-mib {working_set_mib} --count {count} --work {work} \
+             --compresses-to {compresses_to} --progress-ms 100"
+        );
+        control.spawn(JOB, &words(&line))?;
+        control.wait_output(JOB, "\"ready\":true", BOOT)?;
+        wait_for("the middle of the workload", LIMIT, || {
+            let said = match control.poll(JOB)? {
+                crate::guest::JobState::Running { stdout, .. } => stdout,
+                crate::guest::JobState::Ended(ended) => ended.stdout,
+            };
+            let visits = last_line(&said)?["progress"].as_u64().unwrap_or(0);
+            Ok((visits >= before).then_some(()))
+        })
+    }
+
+    /// Checkpoints the guest; the workload runs on to its end.
+    pub(super) fn checkpoint(&self, image: &Path, how: &SaveArgs) -> Result<Said> {
+        let said = self.lab.firn().checkpoint(VM, image, how)?;
+        self.lab.say(&format!("checkpointed in {:.1} s", said.took.as_secs_f64()));
+        Ok(said)
+    }
+
+    /// Waits for the end of the workload in whichever guest has the agent now.
+    pub(super) fn wait(&self) -> Result<Done> {
+        let mut control = Control::connect(&self.agent, BOOT)?;
+        let ended = control.wait(JOB, LIMIT)?;
+        let done: Done = serde_json::from_value(last_line(&ended.stdout)?)
+            .with_context(|| format!("the workload said {:?}", ended.stdout))?;
+        ensure!(done.wrong == 0, "{} pages of the restored guest are wrong", done.wrong);
+        Ok(done)
+    }
+
+    /// Ends the guest under Firn.
+    pub(super) fn stop(&self) {
+        self.lab.firn().stop(VM);
+    }
+}
+
+/// The words of a command line.
+pub(super) fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
+
+/// The last JSON line of a program's output.
+pub(super) fn last_line(said: &str) -> Result<Value> {
+    let complete = said.rfind('\n').map_or("", |end| &said[..end]);
+    let line = complete.lines().next_back().context("it said nothing")?;
+    serde_json::from_str(line).with_context(|| format!("{line:?} is not JSON"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_that_is_not_whole_yet_does_not_count() {
+        let said = "{\"ready\":true}\n{\"progress\":5}\n{\"progr";
+        assert_eq!(last_line(said).unwrap()["progress"], 5);
+        assert!(last_line("{\"ready\":true").is_err());
+    }
+}

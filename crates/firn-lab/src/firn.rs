@@ -1,0 +1,242 @@
+//! The `firn` program, used as a user uses it.
+//!
+//! Experiments start, checkpoint and restore VMs by these commands only, so that what is measured is what is shipped.
+//! Each has a runtime directory of its own: VMs of experiments and of the person at the machine never meet.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use thiserror::Error;
+
+use crate::disk_profile::Throttle;
+use crate::guest::QemuArgs;
+
+/// Environment variable that names another `firn`.
+pub const VARIABLE: &str = "FIRN";
+
+/// `firn` did not do it.
+#[derive(Debug, Error)]
+pub enum FirnError {
+    /// The program is not there.
+    #[error("cannot start {}; set {VARIABLE} to the path of firn", .0.display())]
+    Start(PathBuf, #[source] io::Error),
+    /// It failed, and said why.
+    #[error("firn {verb} failed ({status}): {said}")]
+    Failed {
+        /// Which command.
+        verb: String,
+        /// How it ended.
+        status: String,
+        /// What it said.
+        said: String,
+    },
+    /// It did not say what was expected.
+    #[error("firn {verb} gave facts that make no sense: {said}")]
+    Facts {
+        /// Which command.
+        verb: String,
+        /// What it said.
+        said: String,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+}
+
+/// A `firn` with a runtime directory.
+#[derive(Clone, Debug)]
+pub struct Firn {
+    program: PathBuf,
+    runtime: PathBuf,
+}
+
+/// What a command said, and how long it took.
+#[derive(Clone, Debug)]
+pub struct Said {
+    /// Its facts.
+    pub facts: Value,
+    /// When it was started.
+    pub started: Instant,
+    /// How long it ran.
+    pub took: Duration,
+}
+
+impl Said {
+    /// The facts as a type.
+    pub fn to<T: DeserializeOwned>(&self, verb: &str) -> Result<T, FirnError> {
+        serde_json::from_value(self.facts.clone()).map_err(|source| FirnError::Facts {
+            verb: verb.to_owned(),
+            said: self.facts.to_string(),
+            source,
+        })
+    }
+
+    /// A number among the facts, by JSON pointer (`/pause/downtime_ms`).
+    pub fn number(&self, pointer: &str) -> Option<f64> {
+        self.facts.pointer(pointer)?.as_f64()
+    }
+}
+
+/// How to save.
+#[derive(Clone, Debug, Default)]
+pub struct SaveArgs {
+    words: Vec<OsString>,
+}
+
+impl SaveArgs {
+    /// Adds an option and its value.
+    pub fn with(mut self, option: &str, value: impl AsRef<OsStr>) -> Self {
+        self.words.extend([option.into(), value.as_ref().to_owned()]);
+        self
+    }
+
+    /// Adds a bare option.
+    pub fn flag(mut self, option: &str) -> Self {
+        self.words.push(option.into());
+        self
+    }
+}
+
+impl Firn {
+    /// The `firn` that the environment names, or the one beside this program.
+    pub fn new(runtime: &Path) -> Self {
+        let beside = || Some(std::env::current_exe().ok()?.parent()?.join("firn"));
+        let program = std::env::var_os(VARIABLE).map(PathBuf::from).or_else(beside);
+        Self { program: program.unwrap_or_else(|| "firn".into()), runtime: runtime.to_owned() }
+    }
+
+    /// The program.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
+    /// `firn run`: starts a guest.
+    pub fn run(&self, name: &str, guest: &QemuArgs) -> Result<Said, FirnError> {
+        let mut command = self.command("run");
+        command.args([name, "--"]).arg(guest.program_name()).args(guest.args());
+        self.finish("run", command)
+    }
+
+    /// `firn checkpoint`: saves a guest that goes on.
+    pub fn checkpoint(&self, name: &str, image: &Path, how: &SaveArgs) -> Result<Said, FirnError> {
+        let mut command = self.command("checkpoint");
+        command.arg(name).arg("-o").arg(image).args(&how.words);
+        self.finish("checkpoint", command)
+    }
+
+    /// `firn restore`, under a disk profile: the supervisor that reads the image is its child.
+    pub fn restore(
+        &self,
+        image: &Path,
+        name: &str,
+        how: &[&str],
+        throttle: &Throttle,
+    ) -> Result<Said, FirnError> {
+        let mut command = self.under(throttle, "restore");
+        command.arg(image).args(["--name", name]).args(how);
+        self.finish("restore", command)
+    }
+
+    /// `firn stop --force`: ends a guest at once. That there is none is fine.
+    pub fn stop(&self, name: &str) {
+        let mut command = self.command("stop");
+        command.args([name, "--force"]);
+        // Used to clean up; what is left behind shows when its name is used again.
+        let _ = self.finish("stop", command);
+    }
+
+    /// Ends every VM of this runtime directory at once.
+    pub fn stop_all(&self) {
+        let vms = self.finish("ls", self.command("ls")).map(|said| said.facts).unwrap_or_default();
+        let names = vms.as_array().into_iter().flatten().filter_map(|vm| vm["name"].as_str());
+        names.for_each(|name| self.stop(name));
+    }
+
+    /// `firn status`: what is known about a VM.
+    pub fn status(&self, name: &str) -> Result<Value, FirnError> {
+        let mut command = self.command("status");
+        command.arg(name);
+        Ok(self.finish("status", command)?.facts)
+    }
+
+    /// `firn image VERB`.
+    pub fn image(&self, verb: &str, words: &[&OsStr]) -> Result<Said, FirnError> {
+        let mut command = self.command("image");
+        command.arg(verb).args(words);
+        self.finish(&format!("image {verb}"), command)
+    }
+
+    fn command(&self, verb: &str) -> Command {
+        self.prepared(Command::new(&self.program), verb)
+    }
+
+    fn under(&self, throttle: &Throttle, verb: &str) -> Command {
+        self.prepared(throttle.command(&self.program), verb)
+    }
+
+    fn prepared(&self, mut command: Command, verb: &str) -> Command {
+        command.arg(verb).arg("--json").env("FIRN_RUNTIME_DIR", &self.runtime);
+        command.stdin(Stdio::null());
+        command
+    }
+
+    fn finish(&self, verb: &str, mut command: Command) -> Result<Said, FirnError> {
+        let started = Instant::now();
+        let output =
+            command.output().map_err(|error| FirnError::Start(self.program.clone(), error))?;
+        let took = started.elapsed();
+        let facts = facts_of(verb, &output)?;
+        Ok(Said { facts, started, took })
+    }
+}
+
+fn facts_of(verb: &str, output: &Output) -> Result<Value, FirnError> {
+    let verb = verb.to_owned();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if !output.status.success() {
+        let said = format!("{} {}", text(&output.stderr), text(&output.stdout));
+        return Err(FirnError::Failed { verb, status: output.status.to_string(), said });
+    }
+    let said = text(&output.stdout);
+    if said.is_empty() {
+        return Ok(Value::Null);
+    }
+    serde_json::from_str(&said).map_err(|source| FirnError::Facts { verb, said, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::process::ExitStatusExt;
+
+    fn output(code: i32, stdout: &str, stderr: &str) -> Output {
+        let status = std::process::ExitStatus::from_raw(code << 8);
+        Output { status, stdout: stdout.into(), stderr: stderr.into() }
+    }
+
+    #[test]
+    fn facts_are_the_standard_output() {
+        let facts = facts_of("ls", &output(0, "{\"a\":1}\n", "progress")).unwrap();
+        assert_eq!(facts["a"], 1);
+        assert_eq!(facts_of("stop", &output(0, "", "")).unwrap(), Value::Null);
+    }
+
+    #[test]
+    fn a_failure_says_what_firn_said() {
+        let error = facts_of("restore", &output(3, "", "no such image")).unwrap_err();
+        assert!(error.to_string().contains("restore") && error.to_string().contains("no such"));
+        assert!(matches!(facts_of("ls", &output(0, "{", "")), Err(FirnError::Facts { .. })));
+    }
+
+    #[test]
+    fn numbers_are_found_by_pointer() {
+        let facts = serde_json::json!({ "pause": { "downtime_ms": 2.5 } });
+        let said = Said { facts, started: Instant::now(), took: Duration::ZERO };
+        assert_eq!(said.number("/pause/downtime_ms"), Some(2.5));
+        assert_eq!(said.number("/pause/none"), None);
+    }
+}

@@ -1,0 +1,124 @@
+//! KVM or TCG: decided by trying.
+//!
+//! A host may have `/dev/kvm`, let it be opened, run sixteen bits of code in it, and still be unable to run an ordinary
+//! guest. So [`decide`] boots the small guest under `-accel kvm` with the processor the lab uses, and takes KVM if it
+//! comes up in time. Where it cannot work it mostly fails within a fraction of a second; the answer is remembered for
+//! the life of the process.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use super::{GuestImage, Machine, QemuArgs};
+
+/// How long the small guest may take to come up under KVM.
+pub const TRIAL: Duration = Duration::from_secs(20);
+/// Environment variable that decides without trying: `kvm` or `tcg`.
+pub const VARIABLE: &str = "FIRN_ACCEL";
+
+/// What runs the guest's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Accel {
+    /// The processor, through the host kernel.
+    Kvm,
+    /// QEMU's translator.
+    Tcg,
+}
+
+impl Accel {
+    /// The value of QEMU's `-accel`.
+    pub fn option(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg,thread=multi",
+        }
+    }
+
+    /// The value of QEMU's `-cpu`.
+    pub fn cpu(self) -> &'static str {
+        match self {
+            Self::Kvm => "host",
+            Self::Tcg => "max",
+        }
+    }
+}
+
+impl fmt::Display for Accel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg",
+        })
+    }
+}
+
+impl FromStr for Accel {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "kvm" => Ok(Self::Kvm),
+            "tcg" => Ok(Self::Tcg),
+            _ => Err(format!("an accelerator is kvm or tcg, not {text}")),
+        }
+    }
+}
+
+/// What was decided, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// The accelerator to use.
+    pub accel: Accel,
+    /// One line for people.
+    pub why: String,
+}
+
+/// Decides once per process.
+pub fn decide() -> &'static Decision {
+    static DECISION: OnceLock<Decision> = OnceLock::new();
+    DECISION.get_or_init(|| from_environment().unwrap_or_else(from_trial))
+}
+
+fn from_environment() -> Option<Decision> {
+    let accel = std::env::var(VARIABLE).ok()?.parse().ok()?;
+    Some(Decision { accel, why: format!("{VARIABLE} says so") })
+}
+
+fn from_trial() -> Decision {
+    if !std::path::Path::new("/dev/kvm").exists() {
+        return tcg("this host has no /dev/kvm".to_owned());
+    }
+    match try_kvm() {
+        Ok(took) => Decision {
+            accel: Accel::Kvm,
+            why: format!("a guest came up under KVM in {:.1} s", took.as_secs_f64()),
+        },
+        Err(problem) => tcg(format!("KVM cannot run a guest here: {problem}")),
+    }
+}
+
+fn tcg(why: String) -> Decision {
+    Decision { accel: Accel::Tcg, why }
+}
+
+/// Boots the small guest under KVM until it is ready.
+fn try_kvm() -> Result<Duration, String> {
+    let image = GuestImage::small().map_err(|error| error.to_string())?;
+    let args = QemuArgs::new(&image, Accel::Kvm).memory_mib(256).vcpus(1);
+    let mut machine = Machine::start(args).map_err(|error| error.to_string())?;
+    machine.wait_ready(TRIAL).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_it_writes() {
+        for accel in [Accel::Kvm, Accel::Tcg] {
+            assert_eq!(accel.to_string().parse(), Ok(accel));
+        }
+        assert!("hax".parse::<Accel>().is_err());
+    }
+}

@@ -1,0 +1,301 @@
+//! Runs programs in a guest, through its agent.
+//!
+//! The agent's end of the channel is a virtio port, ours a unix socket of QEMU. A socket takes one client at a time
+//! and answers nobody until the guest's agent runs, so connecting means: open, ask, and try again until somebody
+//! answers. After a restore the socket is a new one: connect again; what was [`Control::spawn`]ed before the
+//! checkpoint is still there.
+
+use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use firn_guest::protocol::{Action, Ended, Outcome, Request, Response};
+use thiserror::Error;
+
+/// How long a request other than `run` and `wait` may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a new client waits for the agent's sign of life before it opens the socket anew.
+const HELLO: Duration = Duration::from_millis(500);
+
+/// A guest could not be asked, or did not do what it was asked to.
+#[derive(Debug, Error)]
+pub enum ControlError {
+    /// Nobody answered at the socket.
+    #[error("no agent answers at {} after {:.1} s", path.display(), waited.as_secs_f64())]
+    NoAgent {
+        /// The socket.
+        path: PathBuf,
+        /// How long was tried.
+        waited: Duration,
+    },
+    /// The connection broke, or nothing came in time.
+    #[error("the agent at {} does not answer", .0.display())]
+    Broken(PathBuf, #[source] io::Error),
+    /// The agent could not do it.
+    #[error("{what}: {reason}")]
+    Refused {
+        /// What was asked.
+        what: String,
+        /// What the agent said.
+        reason: String,
+    },
+    /// A program ended with an error.
+    #[error("{what}: exit {exit}: {said}")]
+    Exit {
+        /// The program.
+        what: String,
+        /// Its exit code.
+        exit: i32,
+        /// What it said, from the end.
+        said: String,
+    },
+    /// An answer of a kind that does not belong to the request.
+    #[error("{what}: the agent gave an answer to something else")]
+    Confused {
+        /// What was asked.
+        what: String,
+    },
+}
+
+/// How a spawned program is doing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobState {
+    /// It runs; its standard output and error so far.
+    Running {
+        /// Standard output.
+        stdout: String,
+        /// Standard error.
+        stderr: String,
+    },
+    /// It ended.
+    Ended(Ended),
+}
+
+/// A connection to a guest's agent.
+#[derive(Debug)]
+pub struct Control {
+    path: PathBuf,
+    stream: BufReader<UnixStream>,
+    next_id: u64,
+}
+
+impl Control {
+    /// Connects, waiting up to `limit` for the socket to appear and the agent to answer.
+    pub fn connect(path: &Path, limit: Duration) -> Result<Self, ControlError> {
+        let start = Instant::now();
+        loop {
+            if let Ok(control) = Self::try_connect(path) {
+                return Ok(control);
+            }
+            if start.elapsed() >= limit {
+                return Err(ControlError::NoAgent { path: path.to_owned(), waited: limit });
+            }
+            sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn try_connect(path: &Path) -> Result<Self, ControlError> {
+        let broken = |error| ControlError::Broken(path.to_owned(), error);
+        let stream = UnixStream::connect(path).map_err(broken)?;
+        // Ids that no earlier client of the same guest is likely to have used.
+        let next_id = u64::from(std::process::id()) << 32 | u64::from(subsecond_nanos());
+        let mut control = Self { path: path.to_owned(), stream: BufReader::new(stream), next_id };
+        control.ask("ping", Action::Ping, HELLO)?;
+        Ok(control)
+    }
+
+    /// Runs a program to its end, whatever its exit code; no longer than `limit`.
+    pub fn run_within(
+        &mut self,
+        argv: &[&str],
+        stdin: &str,
+        limit: Duration,
+    ) -> Result<Ended, ControlError> {
+        let what = argv.join(" ");
+        let timeout_s = limit.as_secs().max(1);
+        let action = Action::Run { argv: owned(argv), stdin: stdin.to_owned(), timeout_s };
+        let outcome = self.ask(&what, action, limit + PATIENCE)?;
+        ended(&what, outcome)
+    }
+
+    /// Runs a program that must succeed within ten minutes; returns its standard output.
+    pub fn run(&mut self, argv: &[&str]) -> Result<String, ControlError> {
+        let ended = self.run_within(argv, "", Duration::from_secs(600))?;
+        success(&argv.join(" "), ended)
+    }
+
+    /// Starts a program that goes on by itself, also across a checkpoint.
+    pub fn spawn(&mut self, job: &str, argv: &[&str]) -> Result<(), ControlError> {
+        let what = argv.join(" ");
+        let action = Action::Spawn { job: job.to_owned(), argv: owned(argv) };
+        self.ask(&what, action, PATIENCE).map(drop)
+    }
+
+    /// How a spawned program is doing.
+    pub fn poll(&mut self, job: &str) -> Result<JobState, ControlError> {
+        match self.ask(job, Action::Poll { job: job.to_owned() }, PATIENCE)? {
+            Outcome::Running { stdout, stderr, .. } => Ok(JobState::Running { stdout, stderr }),
+            outcome => Ok(JobState::Ended(ended(job, outcome)?)),
+        }
+    }
+
+    /// Waits until a spawned program has written a line that contains `words`; returns its output so far.
+    pub fn wait_output(
+        &mut self,
+        job: &str,
+        words: &str,
+        limit: Duration,
+    ) -> Result<String, ControlError> {
+        let start = Instant::now();
+        loop {
+            match self.poll(job)? {
+                JobState::Running { stdout, .. } | JobState::Ended(Ended { stdout, .. })
+                    if stdout.contains(words) =>
+                {
+                    return Ok(stdout);
+                }
+                JobState::Ended(ended) => return Err(exit_error(job, &ended)),
+                JobState::Running { .. } if start.elapsed() > limit => {
+                    let reason = format!("no {words:?} after {} s", limit.as_secs());
+                    return Err(ControlError::Refused { what: job.to_owned(), reason });
+                }
+                JobState::Running { .. } => sleep(Duration::from_millis(20)),
+            }
+        }
+    }
+
+    /// Waits for a spawned program to end, whatever its exit code.
+    pub fn wait(&mut self, job: &str, limit: Duration) -> Result<Ended, ControlError> {
+        let action = Action::Wait { job: job.to_owned(), timeout_s: limit.as_secs().max(1) };
+        let outcome = self.ask(job, action, limit + PATIENCE)?;
+        ended(job, outcome)
+    }
+
+    /// Signals a spawned program and its children.
+    pub fn signal(&mut self, job: &str, signal: i32) -> Result<(), ControlError> {
+        self.ask(job, Action::Signal { job: job.to_owned(), signal }, PATIENCE).map(drop)
+    }
+
+    fn ask(
+        &mut self,
+        what: &str,
+        action: Action,
+        limit: Duration,
+    ) -> Result<Outcome, ControlError> {
+        self.next_id += 1;
+        let id = self.next_id;
+        let broken = |path: &Path, error| ControlError::Broken(path.to_owned(), error);
+        self.send(&Request { id, action }).map_err(|error| broken(&self.path, error))?;
+        let response = self.answer_to(id, limit).map_err(|error| broken(&self.path, error))?;
+        match response.outcome {
+            Outcome::Failed { error } => {
+                Err(ControlError::Refused { what: what.to_owned(), reason: error })
+            }
+            outcome => Ok(outcome),
+        }
+    }
+
+    /// The leading line end finishes whatever a former client left half said.
+    fn send(&mut self, request: &Request) -> io::Result<()> {
+        let line = format!("\n{}\n", serde_json::to_string(request)?);
+        let stream = self.stream.get_mut();
+        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.write_all(line.as_bytes())
+    }
+
+    /// Skips answers meant for former clients.
+    fn answer_to(&mut self, id: u64, limit: Duration) -> io::Result<Response> {
+        let deadline = Instant::now() + limit;
+        let mut line = Vec::new();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.stream.get_ref().set_read_timeout(Some(left))?;
+            if self.stream.read_until(b'\n', &mut line)? == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            match serde_json::from_slice::<Response>(&line) {
+                Ok(response) if response.id == id => return Ok(response),
+                _ => line.clear(),
+            }
+        }
+    }
+}
+
+fn ended(what: &str, outcome: Outcome) -> Result<Ended, ControlError> {
+    match outcome {
+        Outcome::Ended(ended) => Ok(ended),
+        _ => Err(ControlError::Confused { what: what.to_owned() }),
+    }
+}
+
+fn success(what: &str, ended: Ended) -> Result<String, ControlError> {
+    if ended.exit == 0 { Ok(ended.stdout) } else { Err(exit_error(what, &ended)) }
+}
+
+fn exit_error(what: &str, ended: &Ended) -> ControlError {
+    let said = format!("{}{}", ended.stdout, ended.stderr);
+    let lines: Vec<&str> = said.lines().collect();
+    let said = lines[lines.len().saturating_sub(5)..].join(" | ");
+    ControlError::Exit { what: what.to_owned(), exit: ended.exit, said }
+}
+
+fn owned(argv: &[&str]) -> Vec<String> {
+    argv.iter().map(|&word| word.to_owned()).collect()
+}
+
+fn subsecond_nanos() -> u32 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |since| since.subsec_nanos())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+    use std::thread::{self, JoinHandle};
+
+    /// Answers one client; `replies` are sent in turn, with `ID` replaced by the id of the request.
+    fn agent(path: &Path, replies: Vec<&'static str>) -> JoinHandle<()> {
+        let listener = UnixListener::bind(path).unwrap();
+        thread::spawn(move || {
+            let mut reader = BufReader::new(listener.accept().unwrap().0);
+            for reply in replies {
+                let mut line = String::new();
+                while line.trim().is_empty() {
+                    line.clear();
+                    reader.read_line(&mut line).unwrap();
+                }
+                let request: Request = serde_json::from_str(&line).unwrap();
+                let reply = reply.replace("ID", &request.id.to_string());
+                reader.get_mut().write_all(reply.as_bytes()).unwrap();
+            }
+        })
+    }
+
+    #[test]
+    fn skips_what_former_clients_asked_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("agent");
+        let stale = "tail of a line\n{\"id\":1,\"exit\":9,\"stdout\":\"\",\"stderr\":\"\"}\n";
+        let pong = [stale, "{\"id\":ID,\"uptime_ms\":5}\n"].concat();
+        let done = "{\"id\":ID,\"exit\":0,\"stdout\":\"yes\",\"stderr\":\"\"}\n";
+        let bad = "{\"id\":ID,\"exit\":3,\"stdout\":\"\",\"stderr\":\"no such thing\"}\n";
+        let agent = agent(&path, vec![pong.leak(), done, bad]);
+        let mut control = Control::connect(&path, Duration::from_secs(5)).unwrap();
+        assert_eq!(control.run(&["true"]).unwrap(), "yes");
+        let error = control.run(&["false"]).unwrap_err();
+        assert_eq!(error.to_string(), "false: exit 3: no such thing");
+        agent.join().unwrap();
+    }
+
+    #[test]
+    fn says_that_nobody_is_there() {
+        let error = Control::connect(Path::new("/nonexistent"), Duration::ZERO).unwrap_err();
+        assert!(matches!(error, ControlError::NoAgent { .. }));
+    }
+}

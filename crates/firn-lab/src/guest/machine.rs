@@ -1,0 +1,137 @@
+//! A guest under plain QEMU, without Firn.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use thiserror::Error;
+
+use super::qemu_args::QemuArgs;
+
+/// What a guest prints on its console once its services answer.
+pub const READY: &str = "firn: ready";
+
+/// A guest did not come up.
+#[derive(Debug, Error)]
+pub enum MachineError {
+    /// Files beside the guest could not be made.
+    #[error("cannot make a directory for the guest")]
+    Directory(#[source] io::Error),
+    /// QEMU could not be started.
+    #[error("cannot start {0}")]
+    Start(String, #[source] io::Error),
+    /// QEMU ended before the guest was ready.
+    #[error("QEMU ended ({status}): {said}")]
+    Ended {
+        /// How.
+        status: String,
+        /// The last lines it wrote.
+        said: String,
+    },
+    /// The guest was not ready in time.
+    #[error("the guest was not ready after {seconds} s; its console ends with: {console}")]
+    NotReady {
+        /// How long was waited.
+        seconds: u64,
+        /// The last lines of its console.
+        console: String,
+    },
+}
+
+/// A running QEMU; dropping it kills it.
+#[derive(Debug)]
+pub struct Machine {
+    child: Child,
+    console: PathBuf,
+    log: PathBuf,
+    started: Instant,
+    _directory: TempDir,
+}
+
+impl Machine {
+    /// Starts QEMU. The console goes to a temporary file unless the arguments name one.
+    pub fn start(args: QemuArgs) -> Result<Self, MachineError> {
+        let directory = tempfile::tempdir().map_err(MachineError::Directory)?;
+        let console = args.console_file().map(Path::to_owned);
+        let (args, console) = match console {
+            Some(console) => (args, console),
+            None => {
+                let console = directory.path().join("console");
+                (args.console(&console), console)
+            }
+        };
+        // What an earlier guest left there would look like this one's.
+        let _ = fs::remove_file(&console);
+        let log = directory.path().join("qemu.log");
+        let program = args.program_name().to_string_lossy().into_owned();
+        let child = Command::new(args.program_name())
+            .args(args.args())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(&log).map_err(MachineError::Directory)?)
+            .spawn()
+            .map_err(|error| MachineError::Start(program, error))?;
+        Ok(Self { child, console, log, started: Instant::now(), _directory: directory })
+    }
+
+    /// QEMU's process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits until the guest says that its services answer; returns how long that took from the start.
+    pub fn wait_ready(&mut self, limit: Duration) -> Result<Duration, MachineError> {
+        self.wait_for(READY, limit)
+    }
+
+    /// Waits until the guest has written `words` to its console; returns how long that took from the start.
+    pub fn wait_for(&mut self, words: &str, limit: Duration) -> Result<Duration, MachineError> {
+        loop {
+            let console = self.console();
+            let elapsed = self.started.elapsed();
+            if console.contains(words) {
+                return Ok(elapsed);
+            }
+            if let Ok(Some(status)) = self.child.try_wait() {
+                let said = last_lines(&fs::read_to_string(&self.log).unwrap_or_default());
+                return Err(MachineError::Ended { status: status.to_string(), said });
+            }
+            if elapsed > limit {
+                let console = last_lines(&console);
+                return Err(MachineError::NotReady { seconds: limit.as_secs(), console });
+            }
+            sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Everything the guest wrote to its console.
+    pub fn console(&self) -> String {
+        String::from_utf8_lossy(&fs::read(&self.console).unwrap_or_default()).into_owned()
+    }
+
+    /// Ends QEMU at once.
+    pub fn kill(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        // It may have ended by itself; either way it is reaped.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn last_lines(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(5)..].join(" | ")
+}

@@ -1,0 +1,300 @@
+//! The command line of a guest, as a user would type it.
+//!
+//! No RAM backend and no monitor: `firn run` adds those, and a guest started without Firn needs none. The machine type
+//! is versioned, so that the state of its devices means the same in every QEMU. Only devices that bring no RAM of
+//! their own are used, and the network card goes without its boot ROM.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use super::accel::Accel;
+use super::image::GuestImage;
+use firn_guest::protocol::{AGENT_PORT, HEARTBEAT_PORT};
+
+/// Machine type of all guests.
+pub const MACHINE: &str = "pc-q35-7.2";
+/// Environment variable that names another QEMU program.
+pub const QEMU_VARIABLE: &str = "FIRN_QEMU";
+
+/// A port of the host's loopback interface that leads to one of the guest, through QEMU's user networking.
+///
+/// Few connections at a time: its listen backlog is tiny, and twenty at once stall for seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostForward {
+    /// UDP, or else TCP.
+    pub udp: bool,
+    /// Port of the host.
+    pub host: u16,
+    /// Port of the guest.
+    pub guest: u16,
+}
+
+impl HostForward {
+    /// A TCP port.
+    pub fn tcp(host: u16, guest: u16) -> Self {
+        Self { udp: false, host, guest }
+    }
+
+    /// A UDP port.
+    pub fn udp(host: u16, guest: u16) -> Self {
+        Self { udp: true, host, guest }
+    }
+}
+
+/// A virtio disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Disk {
+    /// The file.
+    pub file: PathBuf,
+    /// QEMU's name of its format: `raw`, `qcow2`.
+    pub format: &'static str,
+    /// The guest cannot write it.
+    pub read_only: bool,
+}
+
+/// Builds a command line; the defaults are a guest of 512 MiB and 2 vCPUs with nothing attached.
+#[derive(Clone, Debug)]
+pub struct QemuArgs {
+    program: OsString,
+    accel: Accel,
+    machine: String,
+    memory_mib: u32,
+    vcpus: u32,
+    kernel: PathBuf,
+    initrd: PathBuf,
+    append: Vec<String>,
+    console: Option<PathBuf>,
+    ports: Vec<(&'static str, PathBuf)>,
+    disks: Vec<Disk>,
+    network: Option<Vec<HostForward>>,
+    more: Vec<String>,
+}
+
+impl QemuArgs {
+    /// A guest that boots `image`. Its disk, if it has one, is not attached by this: see [`QemuArgs::disk`].
+    pub fn new(image: &GuestImage, accel: Accel) -> Self {
+        Self {
+            program: std::env::var_os(QEMU_VARIABLE).unwrap_or_else(|| "qemu-system-x86_64".into()),
+            accel,
+            machine: MACHINE.to_owned(),
+            memory_mib: 512,
+            vcpus: 2,
+            kernel: image.kernel.clone(),
+            initrd: image.initrd.clone(),
+            append: vec!["console=ttyS0".into(), "quiet".into(), "panic=-1".into()],
+            console: None,
+            ports: Vec::new(),
+            disks: Vec::new(),
+            network: None,
+            more: Vec::new(),
+        }
+    }
+
+    /// Another QEMU program.
+    pub fn program(mut self, program: impl Into<OsString>) -> Self {
+        self.program = program.into();
+        self
+    }
+
+    /// Another machine type.
+    pub fn machine(mut self, machine: &str) -> Self {
+        machine.clone_into(&mut self.machine);
+        self
+    }
+
+    /// Guest memory.
+    pub fn memory_mib(mut self, mib: u32) -> Self {
+        self.memory_mib = mib;
+        self
+    }
+
+    /// How many vCPUs.
+    pub fn vcpus(mut self, vcpus: u32) -> Self {
+        self.vcpus = vcpus;
+        self
+    }
+
+    /// A word more on the kernel's command line.
+    pub fn append(mut self, word: &str) -> Self {
+        self.append.push(word.to_owned());
+        self
+    }
+
+    /// Where what the guest writes to its serial console goes: a file.
+    pub fn console(mut self, file: &Path) -> Self {
+        self.console = Some(file.to_owned());
+        self
+    }
+
+    /// Where [`super::Control`] finds the agent: a unix socket QEMU makes.
+    pub fn agent(mut self, socket: &Path) -> Self {
+        self.ports.push((AGENT_PORT, socket.to_owned()));
+        self
+    }
+
+    /// Where a prober finds heartbeats: a unix socket QEMU makes.
+    pub fn heartbeat(mut self, socket: &Path) -> Self {
+        self.ports.push((HEARTBEAT_PORT, socket.to_owned()));
+        self
+    }
+
+    /// A virtio disk; the first is `/dev/vda`.
+    pub fn disk(mut self, disk: Disk) -> Self {
+        self.disks.push(disk);
+        self
+    }
+
+    /// The disk of `image`, only read: what the guest writes stays in its memory. A checkpoint of such a guest needs no
+    /// copy of a disk, and can be restored any number of times.
+    pub fn root_in_memory(self, image: &GuestImage) -> Self {
+        let Some(file) = image.disk.clone() else { return self };
+        self.disk(Disk { file, format: "qcow2", read_only: true }).append("firn.root=ram")
+    }
+
+    /// A virtio network card on QEMU's user networking. Calls add up.
+    pub fn network(mut self, forwards: &[HostForward]) -> Self {
+        self.network.get_or_insert_default().extend_from_slice(forwards);
+        self
+    }
+
+    /// Anything else.
+    pub fn more(mut self, args: &[&str]) -> Self {
+        self.more.extend(args.iter().map(|&arg| arg.to_owned()));
+        self
+    }
+
+    /// Where the console goes, if anywhere.
+    pub(super) fn console_file(&self) -> Option<&Path> {
+        self.console.as_deref()
+    }
+
+    /// The program.
+    pub fn program_name(&self) -> &OsString {
+        &self.program
+    }
+
+    /// Everything after the program.
+    pub fn args(&self) -> Vec<String> {
+        let mut args = self.base();
+        args.extend(self.serial());
+        for (number, disk) in self.disks.iter().enumerate() {
+            args.extend(disk_args(number, disk));
+        }
+        if let Some(forwards) = &self.network {
+            args.extend(network_args(forwards));
+        }
+        args.extend(self.more.iter().cloned());
+        args
+    }
+
+    fn base(&self) -> Vec<String> {
+        words(&[
+            "-nodefaults",
+            "-no-user-config",
+            "-no-reboot",
+            "-display",
+            "none",
+            "-machine",
+            &self.machine,
+            "-accel",
+            self.accel.option(),
+            "-cpu",
+            self.accel.cpu(),
+            "-m",
+            &format!("{}M", self.memory_mib),
+            "-smp",
+            &self.vcpus.to_string(),
+            "-kernel",
+            &self.kernel.to_string_lossy(),
+            "-initrd",
+            &self.initrd.to_string_lossy(),
+            "-append",
+            &self.append.join(" "),
+        ])
+    }
+
+    fn serial(&self) -> Vec<String> {
+        let mut args = Vec::new();
+        if let Some(console) = &self.console {
+            let file = format!("file,id=console,path={}", escaped(console));
+            args.extend(words(&["-chardev", &file, "-serial", "chardev:console"]));
+        }
+        if !self.ports.is_empty() {
+            args.extend(words(&["-device", "virtio-serial-pci,id=ports"]));
+        }
+        for (name, socket) in &self.ports {
+            let socket = format!("socket,id={name},path={},server=on,wait=off", escaped(socket));
+            let port = format!("virtserialport,bus=ports.0,chardev={name},name={name}");
+            args.extend(words(&["-chardev", &socket, "-device", &port]));
+        }
+        args
+    }
+}
+
+fn disk_args(number: usize, disk: &Disk) -> Vec<String> {
+    let read_only = if disk.read_only { "on" } else { "off" };
+    let drive = format!(
+        "if=none,id=disk{number},file={},format={},readonly={read_only},cache=none,aio=threads",
+        escaped(&disk.file),
+        disk.format
+    );
+    words(&["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")])
+}
+
+fn network_args(forwards: &[HostForward]) -> Vec<String> {
+    let mut netdev = "user,id=net".to_owned();
+    for HostForward { udp, host, guest } in forwards {
+        let protocol = if *udp { "udp" } else { "tcp" };
+        netdev += &format!(",hostfwd={protocol}:127.0.0.1:{host}-:{guest}");
+    }
+    words(&["-netdev", &netdev, "-device", "virtio-net-pci,netdev=net,romfile="])
+}
+
+/// A path inside a comma-separated option: commas are doubled.
+fn escaped(path: &Path) -> String {
+    path.to_string_lossy().replace(',', ",,")
+}
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|&word| word.to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image() -> GuestImage {
+        GuestImage {
+            name: "small".into(),
+            kernel: "/k".into(),
+            initrd: "/i".into(),
+            disk: Some("/d,1".into()),
+        }
+    }
+
+    #[test]
+    fn attaches_only_what_is_asked_for() {
+        let plain = QemuArgs::new(&image(), Accel::Tcg).memory_mib(256).args().join(" ");
+        assert!(plain.contains("-m 256M -smp 2 -kernel /k -initrd /i"), "{plain}");
+        assert!(!plain.contains("virtio"), "{plain}");
+    }
+
+    #[test]
+    fn ports_disks_and_forwards() {
+        let disk = Disk { file: "/d,1".into(), format: "qcow2", read_only: true };
+        let args = QemuArgs::new(&image(), Accel::Kvm)
+            .agent(Path::new("/a"))
+            .heartbeat(Path::new("/h"))
+            .disk(disk)
+            .network(&[HostForward::tcp(7000, 6379)])
+            .network(&[HostForward::udp(7001, 7)])
+            .args()
+            .join(" ");
+        assert_eq!(args.matches("virtio-serial-pci").count(), 1, "{args}");
+        assert!(args.contains("file=/d,,1,format=qcow2,readonly=on"), "{args}");
+        assert!(
+            args.contains("hostfwd=tcp:127.0.0.1:7000-:6379,hostfwd=udp:127.0.0.1:7001-:7"),
+            "{args}"
+        );
+    }
+}

@@ -1,0 +1,157 @@
+//! Fills a guest's Redis with values that can be checked without remembering them.
+//!
+//! ```text
+//!   key    firn:NUMBER
+//!   value  "NUMBER GENERATION " and noise drawn from both, VALUE_BYTES in all
+//! ```
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use firn_guest::stamp::mix;
+
+use super::redis::{Redis, RedisError, encode};
+
+/// Commands on their way at once: enough to hide the round trip, few enough for a small guest.
+const WINDOW: u64 = 64;
+
+/// What to load.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RedisLoad {
+    /// Which keys.
+    pub keys: Range<u64>,
+    /// Bytes of each value.
+    pub value_bytes: usize,
+    /// Tells this load's values from another's of the same keys.
+    pub generation: u64,
+}
+
+/// What came of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LoadReport {
+    /// Keys written or checked.
+    pub keys: u64,
+    /// Keys that are gone.
+    pub missing: u64,
+    /// Keys with another value than they should have.
+    pub wrong: u64,
+    /// The first of both.
+    pub told: Vec<String>,
+    /// How long it took.
+    pub took: Duration,
+}
+
+impl LoadReport {
+    /// Whether every key was right.
+    pub fn is_right(&self) -> bool {
+        self.missing == 0 && self.wrong == 0
+    }
+}
+
+impl RedisLoad {
+    /// `keys` keys of `value_bytes` bytes.
+    pub fn new(keys: u64, value_bytes: usize) -> Self {
+        Self { keys: 0..keys, value_bytes, generation: 0 }
+    }
+
+    /// The value a key must have.
+    pub fn value(&self, key: u64) -> Vec<u8> {
+        let mut value = format!("{key} {} ", self.generation).into_bytes();
+        let mut state = mix(key ^ self.generation << 48);
+        while value.len() < self.value_bytes {
+            state = mix(state);
+            value.extend_from_slice(&state.to_le_bytes());
+        }
+        value.truncate(self.value_bytes);
+        value
+    }
+
+    /// Writes every key.
+    pub fn write(&self, redis: &mut Redis) -> Result<LoadReport, RedisError> {
+        let start = Instant::now();
+        for window in self.windows() {
+            let mut commands = Vec::new();
+            for key in window.clone() {
+                encode(&mut commands, &[b"SET", name(key).as_bytes(), &self.value(key)]);
+            }
+            redis.send(&commands)?;
+            for _ in window {
+                redis.reply()?.expect_simple("OK")?;
+            }
+        }
+        Ok(LoadReport { keys: self.count(), took: start.elapsed(), ..LoadReport::default() })
+    }
+
+    /// Reads every key and compares.
+    pub fn verify(&self, redis: &mut Redis) -> Result<LoadReport, RedisError> {
+        let start = Instant::now();
+        let mut report = LoadReport { keys: self.count(), ..LoadReport::default() };
+        for window in self.windows() {
+            let mut commands = Vec::new();
+            window.clone().for_each(|key| encode(&mut commands, &[b"GET", name(key).as_bytes()]));
+            redis.send(&commands)?;
+            for key in window {
+                let value = redis.reply()?.value()?;
+                self.compare(key, value.as_deref(), &mut report);
+            }
+        }
+        report.took = start.elapsed();
+        Ok(report)
+    }
+
+    fn compare(&self, key: u64, value: Option<&[u8]>, report: &mut LoadReport) {
+        let problem = match value {
+            Some(value) if value == self.value(key) => return,
+            Some(value) => {
+                report.wrong += 1;
+                let words = String::from_utf8_lossy(&value[..value.len().min(24)]).into_owned();
+                format!("key {key} is {words:?}...")
+            }
+            None => {
+                report.missing += 1;
+                format!("key {key} is gone")
+            }
+        };
+        if report.told.len() < 8 {
+            report.told.push(problem);
+        }
+    }
+
+    fn count(&self) -> u64 {
+        self.keys.end.saturating_sub(self.keys.start)
+    }
+
+    fn windows(&self) -> impl Iterator<Item = Range<u64>> + use<> {
+        let (first, end) = (self.keys.start, self.keys.end);
+        (first..end).step_by(WINDOW as usize).map(move |at| at..(at + WINDOW).min(end))
+    }
+}
+
+fn name(key: u64) -> String {
+    format!("firn:{key}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_cover_every_key_once() {
+        let load = RedisLoad { keys: 3..200, value_bytes: 10, generation: 0 };
+        let keys: Vec<u64> = load.windows().flatten().collect();
+        assert_eq!(keys, (3..200).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_value_says_whose_it_is() {
+        let load = RedisLoad { keys: 0..2, value_bytes: 100, generation: 3 };
+        assert!(load.value(7).starts_with(b"7 3 "));
+        assert_eq!(load.value(7).len(), 100);
+        let mut report = LoadReport::default();
+        load.compare(1, Some(&load.value(1)), &mut report);
+        assert!(report.is_right());
+        load.compare(1, Some(&load.value(2)), &mut report);
+        load.compare(2, None, &mut report);
+        assert_eq!((report.wrong, report.missing), (1, 1));
+    }
+}

@@ -1,0 +1,64 @@
+//! How much of each second a restored guest could run (Halite, Figure 3).
+//!
+//! A vCPU that waits for a page does not run. The run record has every wait; the share of a second in which no page was
+//! waited for, averaged over all vCPUs, is the guest's time in that second.
+
+use firn_measure::{Stall, Stalls};
+use firn_restore::RunRecord;
+
+/// A second, in microseconds.
+const SECOND_US: u64 = 1_000_000;
+
+/// Percent of each second, from the moment the guest ran, in which its vCPUs did not wait for pages.
+///
+/// Waits of threads that are no vCPUs (devices, and kernel workers under KVM) hold up no vCPU as far as the record
+/// tells, and do not count.
+pub fn percent_per_second(record: &RunRecord, seconds: usize) -> Vec<f64> {
+    let stalls = stalls(record);
+    let start = record.faults.iter().map(|fault| fault.t_us).min().unwrap_or(0);
+    let second = |number| start + number as u64 * SECOND_US;
+    (0..seconds).map(|number| 100.0 * stalls.utilization(second(number), SECOND_US)).collect()
+}
+
+fn stalls(record: &RunRecord) -> Stalls {
+    let vcpu_of = |tid| record.vcpus.iter().find(|thread| thread.tid == tid);
+    let stall = |fault: &firn_restore::FaultRecord| {
+        let end_us = fault.t_us + u64::from(fault.wait_us);
+        vcpu_of(fault.tid).map(|thread| Stall { vcpu: thread.vcpu.0, start_us: fault.t_us, end_us })
+    };
+    let waits: Vec<Stall> = record.faults.iter().filter_map(stall).collect();
+    Stalls::new(record.vcpus.len() as u16, &waits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two vCPUs, threads 10 and 11; one waits for half of the first second.
+    fn record() -> RunRecord {
+        let fault = |t_us: u64, tid: i32, wait_us: u32| {
+            serde_json::json!({ "t_us": t_us, "page": 1, "tid": tid, "wait_us": wait_us,
+                "answered": "storage" })
+        };
+        let faults = [fault(5_000_000, 10, 500_000), fault(6_500_000, 99, 400_000)];
+        serde_json::from_value(serde_json::json!({
+            "version": 1, "mode": "lazy", "ram_pages": 10, "stored_pages": 10,
+            "vcpus": [{ "tid": 10, "vcpu": 0 }, { "tid": 11, "vcpu": 1 }],
+            "prefilled_us": null, "finished_us": null,
+            "counts": firn_restore::RunCounts::default(),
+            "faults": faults, "faults_left_out": 0, "reads": [], "reads_left_out": 0,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn half_a_second_of_one_of_two_vcpus_is_a_quarter() {
+        assert_eq!(percent_per_second(&record(), 2), [75.0, 100.0]);
+    }
+
+    #[test]
+    fn a_restore_without_faults_leaves_all_time_to_the_guest() {
+        let record = RunRecord { faults: Vec::new(), ..record() };
+        assert_eq!(percent_per_second(&record, 1), [100.0]);
+    }
+}

@@ -1,0 +1,54 @@
+//! `firn-lab kvm-host`.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::{KvmHost, KvmHostError, Payload};
+use crate::guest::GuestImage;
+
+/// Runs a command in a machine in which KVM works: Linux under QEMU, which emulates AMD's virtualization.
+///
+/// The command finds the given programs in its directory, and the small guest where the lab looks for it.
+///
+/// Example: firn-lab kvm-host --program target/release/firn -- './firn doctor'
+#[derive(clap::Args, Debug)]
+#[command(verbatim_doc_comment)]
+pub struct Command {
+    /// A program of this host to bring, with the libraries it loads.
+    #[arg(long = "program", value_name = "PATH")]
+    programs: Vec<PathBuf>,
+    /// A file to bring.
+    #[arg(long = "file", value_name = "PATH")]
+    files: Vec<PathBuf>,
+    /// Gives up after so many seconds.
+    #[arg(long, default_value_t = 600)]
+    limit_s: u64,
+    /// A shell command line.
+    #[arg(last = true, required = true)]
+    command: Vec<String>,
+}
+
+impl Command {
+    /// Runs it; returns the command's exit code.
+    pub fn run(&self) -> Result<i32, KvmHostError> {
+        let payload = self.payload(&GuestImage::small()?);
+        let limit = Duration::from_secs(self.limit_s);
+        KvmHost::new()?.run(&payload, limit, &mut io::stdout(), &mut io::stderr())
+    }
+
+    fn payload(&self, small: &GuestImage) -> Payload {
+        let mut payload = Payload::new(&self.command.join(" ")).small_guest(small);
+        for path in &self.programs {
+            payload = payload.program(&name_of(path), path);
+        }
+        for path in &self.files {
+            payload = payload.file(&name_of(path), path);
+        }
+        payload
+    }
+}
+
+fn name_of(path: &std::path::Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}

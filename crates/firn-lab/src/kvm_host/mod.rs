@@ -1,0 +1,64 @@
+//! A machine in which KVM works, on any host: Linux under QEMU's TCG, which emulates AMD's virtualization.
+//!
+//! ```text
+//!   host, its own kernel          KvmHost::new(), run()
+//!     first-level guest           Debian's kernel, /dev/kvm, stock QEMU; built by `guests/build kvm-host`
+//!       command                   firn, firn-lab, a test: whatever the Payload brings
+//!         second-level guest      under `-accel kvm`, its page faults taken by KVM
+//! ```
+//!
+//! Correctness there is that of hardware, time says nothing. The first boot is saved to a file beside the guest image;
+//! later runs start from that file. A run gets its files as a tar on a disk and leaves nothing behind.
+
+mod boot;
+mod command;
+mod error;
+mod payload;
+mod task;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub use command::Command;
+pub use error::KvmHostError;
+pub use payload::Payload;
+
+use crate::guest::GuestImage;
+use boot::Boot;
+
+/// A first-level guest that can be started.
+#[derive(Clone, Debug)]
+pub struct KvmHost {
+    image: GuestImage,
+    disk: PathBuf,
+}
+
+impl KvmHost {
+    /// Builds the guest if it is not cached: half a minute.
+    pub fn new() -> Result<Self, KvmHostError> {
+        let image = GuestImage::named("kvm-host")?;
+        let disk = image.kernel.with_file_name("disk.img");
+        if disk.exists() { Ok(Self { image, disk }) } else { Err(KvmHostError::NoDisk(disk)) }
+    }
+
+    /// Runs the payload's command in a fresh first-level guest; returns its exit code.
+    ///
+    /// What the command writes is passed on as it comes.
+    ///
+    /// # Errors
+    /// If the guest could not be started, or the command had not ended after `limit`. A command that fails is no error.
+    pub fn run(
+        &self,
+        payload: &Payload,
+        limit: Duration,
+        stdout: &mut (dyn Write + Send),
+        stderr: &mut (dyn Write + Send),
+    ) -> Result<i32, KvmHostError> {
+        let boot = Boot::new(self)?;
+        let tar = payload.pack(&boot.place("payload.tar"))?;
+        let state = boot.saved_state()?;
+        let mut task = boot.restore(&tar.file, &state)?;
+        task.run(tar.bytes, limit, stdout, stderr)
+    }
+}

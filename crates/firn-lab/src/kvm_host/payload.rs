@@ -1,0 +1,167 @@
+//! What a run brings into the first-level guest: a tar with files, the libraries of its programs, and a script `run`.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::error::KvmHostError;
+use crate::guest::GuestImage;
+
+/// Size of the disk the tar lies on, in bytes, the same in every run: a saved guest knows the size of its disks.
+pub(super) const DISK_BYTES: u64 = 1 << 30;
+
+/// Tells a program in the first-level guest where the second-level guest is: what `guests/build small` prints.
+const GUESTS_BUILD: &str = "#!/bin/sh\necho \"/tmp/work/$1\"\n";
+/// Emulated XSAVE does not survive one level more: the second-level guest goes without.
+const QEMU: &str = "#!/bin/sh\nexec qemu-system-x86_64 \"$@\" -cpu host,-xsave\n";
+
+/// Files and a command.
+#[derive(Clone, Debug, Default)]
+pub struct Payload {
+    files: Vec<(String, PathBuf)>,
+    programs: Vec<(String, PathBuf)>,
+    script: String,
+}
+
+/// A packed payload.
+#[derive(Debug)]
+pub(super) struct Tar {
+    pub(super) file: PathBuf,
+    pub(super) bytes: u64,
+}
+
+impl Payload {
+    /// A shell script, run in the directory that holds the payload's files.
+    pub fn new(script: &str) -> Self {
+        Self { script: script.to_owned(), ..Self::default() }
+    }
+
+    /// Brings a file or a directory.
+    pub fn file(mut self, name: &str, path: impl Into<PathBuf>) -> Self {
+        self.files.push((name.to_owned(), path.into()));
+        self
+    }
+
+    /// Brings a program of this host, without its debug information, and the libraries it loads.
+    pub fn program(mut self, name: &str, path: impl Into<PathBuf>) -> Self {
+        self.programs.push((name.to_owned(), path.into()));
+        self
+    }
+
+    /// Brings the small guest, and sets the lab up to find it and to run it under KVM.
+    pub fn small_guest(self, small: &GuestImage) -> Self {
+        self.file("small/kernel", &small.kernel).file("small/initrd", &small.initrd)
+    }
+
+    /// Writes the tar.
+    pub(super) fn pack(&self, tar: &Path) -> Result<Tar, KvmHostError> {
+        let stage = tar.with_extension("stage");
+        self.stage(&stage)?;
+        let mut command = Command::new("tar");
+        command.args(["--create", "--dereference", "--file"]).arg(tar).arg("--directory");
+        run(command.arg(&stage).arg("."))?;
+        let told = || format!("write {}", tar.display());
+        let file =
+            fs::File::options().append(true).open(tar).map_err(KvmHostError::file(told()))?;
+        let bytes = file.metadata().map_err(KvmHostError::file(told()))?.len();
+        file.set_len(DISK_BYTES.max(bytes)).map_err(KvmHostError::file(told()))?;
+        Ok(Tar { file: tar.to_owned(), bytes })
+    }
+
+    fn stage(&self, stage: &Path) -> Result<(), KvmHostError> {
+        for (name, path) in &self.files {
+            link(path, &stage.join(name))?;
+        }
+        let library = stage.join("lib");
+        for (name, path) in &self.programs {
+            strip(path, &beside(&stage.join(name))?)?;
+            for needed in libraries(path)? {
+                let at = library.join(needed.file_name().unwrap_or_default());
+                if !at.exists() {
+                    link(&needed, &at)?;
+                }
+            }
+        }
+        write_script(&stage.join("guests-build"), GUESTS_BUILD)?;
+        write_script(&stage.join("qemu"), QEMU)?;
+        write_script(&stage.join("run"), &self.run_script())
+    }
+
+    fn run_script(&self) -> String {
+        let variables = "FIRN_ACCEL=kvm FIRN_QEMU=$PWD/qemu FIRN_GUESTS_BUILD=$PWD/guests-build FIRN_LAB_DIR=/tmp";
+        format!("#!/bin/sh\nexport {variables}\n{}\n", self.script)
+    }
+}
+
+fn write_script(path: &Path, text: &str) -> Result<(), KvmHostError> {
+    let told = || format!("write {}", path.display());
+    fs::write(beside(path)?, text).map_err(KvmHostError::file(told()))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).map_err(KvmHostError::file(told()))
+}
+
+/// The same path, once its directory exists.
+fn beside(path: &Path) -> Result<PathBuf, KvmHostError> {
+    if let Some(directory) = path.parent() {
+        let told = format!("make {}", directory.display());
+        fs::create_dir_all(directory).map_err(KvmHostError::file(told))?;
+    }
+    Ok(path.to_owned())
+}
+
+fn link(original: &Path, at: &Path) -> Result<(), KvmHostError> {
+    let at = beside(at)?;
+    let told = format!("bring {} into the first-level guest", original.display());
+    let link = original.canonicalize().and_then(|original| symlink(original, at));
+    link.map_err(KvmHostError::file(told))
+}
+
+fn strip(program: &Path, to: &Path) -> Result<(), KvmHostError> {
+    run(Command::new("strip").arg("-o").args([to, program])).map(drop)
+}
+
+/// The libraries a program loads, and the loader.
+fn libraries(program: &Path) -> Result<Vec<PathBuf>, KvmHostError> {
+    let said = run(Command::new("ldd").arg(program))?;
+    let words = said.split_whitespace().filter(|word| word.starts_with('/'));
+    Ok(words.map(PathBuf::from).collect())
+}
+
+/// Runs a helper program; returns what it says.
+fn run(command: &mut Command) -> Result<String, KvmHostError> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().map_err(KvmHostError::file(format!("run {program}")))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(KvmHostError::Program { program, said })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packs_programs_with_their_libraries() {
+        let directory = tempfile::tempdir().unwrap();
+        let tar = directory.path().join("payload.tar");
+        let payload =
+            Payload::new("./sh -c true").program("sh", "/bin/sh").file("etc/name", "/etc/hostname");
+        let packed = payload.pack(&tar).unwrap();
+        assert!(packed.bytes > 0 && packed.bytes < DISK_BYTES);
+        let names = run(Command::new("tar").arg("-tf").arg(&tar)).unwrap();
+        for name in ["./run", "./sh", "./etc/name", "./lib/libc.so.6", "./lib/ld-linux-x86-64.so.2"]
+        {
+            assert!(names.lines().any(|line| line == name), "{name} is not in {names}");
+        }
+    }
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let payload = Payload::new("true").file("name", "/no/such/file");
+        let error = payload.pack(&directory.path().join("payload.tar")).unwrap_err();
+        assert!(error.to_string().contains("/no/such/file"), "{error}");
+    }
+}

@@ -1,0 +1,159 @@
+//! A running first-level guest, over its three ports: `control`, `stdout`, `stderr` (see `guests/kvm-host/start`).
+
+use std::fs;
+use std::io::{self, BufRead as _, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::error::KvmHostError;
+
+/// Names of the ports, in the order in which the guest knows them.
+pub(super) const PORTS: [&str; 3] = ["control", "stdout", "stderr"];
+/// The longest the control port is waited for without a look at QEMU.
+const LOOK: Duration = Duration::from_millis(200);
+/// How much of a console is told.
+const LINES: usize = 8;
+
+/// A running guest; dropping it kills it.
+pub(super) struct Task {
+    child: Child,
+    directory: PathBuf,
+    control: BufReader<UnixStream>,
+    outputs: [UnixStream; 2],
+}
+
+impl Task {
+    /// Connects to the ports of a QEMU that was just started.
+    pub(super) fn connect(
+        mut child: Child,
+        directory: &Path,
+        limit: Duration,
+    ) -> Result<Self, KvmHostError> {
+        let start = Instant::now();
+        let mut connect = |name: &str| loop {
+            match UnixStream::connect(directory.join(name)) {
+                Ok(stream) => return Ok(stream),
+                Err(_) if start.elapsed() < limit && matches!(child.try_wait(), Ok(None)) => {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                Err(_) => return Err(lost("does not start", directory)),
+            }
+        };
+        let [control, stdout, stderr] = PORTS;
+        let streams = connect(control)
+            .and_then(|control| Ok((control, [connect(stdout)?, connect(stderr)?])));
+        match streams {
+            Ok((control, outputs)) => {
+                let directory = directory.to_owned();
+                Ok(Self { child, directory, control: BufReader::new(control), outputs })
+            }
+            Err(error) => {
+                end(&mut child);
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits until the guest has booted.
+    pub(super) fn ready(&mut self, limit: Duration) -> Result<(), KvmHostError> {
+        match self.line(Instant::now() + limit)?.as_str() {
+            "ready" => Ok(()),
+            other => Err(self.lost(&format!("said {other:?} where it should be ready"))),
+        }
+    }
+
+    /// Has the guest run the command of the tar on its second disk; returns its exit code.
+    pub(super) fn run(
+        &mut self,
+        tar_bytes: u64,
+        limit: Duration,
+        stdout: &mut (dyn Write + Send),
+        stderr: &mut (dyn Write + Send),
+    ) -> Result<i32, KvmHostError> {
+        let go = writeln!(self.control.get_mut(), "go {tar_bytes}");
+        go.map_err(|error| self.lost(&format!("cannot be told to go: {error}")))?;
+        let copies = [self.outputs[0].try_clone(), self.outputs[1].try_clone()];
+        let [Ok(out), Ok(err)] = copies else { return Err(self.lost("has no ports left")) };
+        thread::scope(|scope| {
+            scope.spawn(|| copy(out, stdout));
+            scope.spawn(|| copy(err, stderr));
+            let status = self.status(limit);
+            // Ends the copying threads.
+            end(&mut self.child);
+            status
+        })
+    }
+
+    fn status(&mut self, limit: Duration) -> Result<i32, KvmHostError> {
+        let said = self.line(Instant::now() + limit)?;
+        let status = said.strip_prefix("exit ").and_then(|status| status.parse().ok());
+        let status =
+            status.ok_or_else(|| self.lost(&format!("said {said:?} where it should exit")))?;
+        // It powers off after its last word; until then output is under way.
+        let patience = Instant::now() + Duration::from_secs(10);
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < patience {
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(status)
+    }
+
+    /// The next line from the control port.
+    fn line(&mut self, deadline: Instant) -> Result<String, KvmHostError> {
+        let mut line = String::new();
+        loop {
+            if Instant::now() > deadline {
+                return Err(self.lost("took too long"));
+            }
+            // A limit of more than zero cannot be refused.
+            let _ = self.control.get_ref().set_read_timeout(Some(LOOK));
+            match self.control.read_line(&mut line) {
+                Ok(0) => return Err(self.lost("went away")),
+                Ok(_) if line.ends_with('\n') => return Ok(line.trim().to_owned()),
+                Ok(_) => {}
+                Err(error) if is_timeout(&error) => {}
+                Err(error) => return Err(self.lost(&format!("went away: {error}"))),
+            }
+        }
+    }
+
+    fn lost(&self, how: &str) -> KvmHostError {
+        lost(how, &self.directory)
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        end(&mut self.child);
+    }
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    use io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
+    matches!(error.kind(), Interrupted | TimedOut | WouldBlock)
+}
+
+fn end(child: &mut Child) {
+    // It may have ended by itself; either way it is reaped.
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+/// Passes on what comes until the other end goes.
+fn copy(mut from: UnixStream, to: &mut (dyn Write + Send)) {
+    // Whether somebody still listens does not matter to the guest.
+    let _ = io::copy(&mut from, to);
+    let _ = to.flush();
+}
+
+fn lost(how: &str, directory: &Path) -> KvmHostError {
+    let tail = |name: &str| {
+        let text = fs::read(directory.join(name)).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text).into_owned();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(LINES)..].join(" | ")
+    };
+    KvmHostError::Lost { how: how.to_owned(), said: tail("qemu.log"), console: tail("console") }
+}

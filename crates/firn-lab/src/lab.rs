@@ -1,0 +1,236 @@
+//! What every experiment needs: a directory on a real disk, a `firn`, a choice of how much to do.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use serde_json::{Value, json};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tempfile::TempDir;
+
+use crate::disk_profile::{DiskProfile, Throttle, check};
+use crate::firn::Firn;
+use crate::guest::accel;
+use crate::report::Report;
+
+/// Environment variable that names the directory for images; it should be on a disk that can be throttled.
+pub const VARIABLE: &str = "FIRN_LAB_DIR";
+
+/// How much to do.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    /// Every key, at most five minutes.
+    pub quick: bool,
+    /// Where randomness starts.
+    pub seed: u64,
+    /// How many repetitions; `None` lets the experiment choose.
+    pub runs: Option<usize>,
+}
+
+impl Extent {
+    /// Repetitions: what the user asked for, or one of two defaults.
+    pub fn runs(&self, quick: usize, full: usize) -> usize {
+        self.runs.unwrap_or(if self.quick { quick } else { full }).max(1)
+    }
+
+    /// One of two values.
+    pub fn pick<T>(&self, quick: T, full: T) -> T {
+        if self.quick { quick } else { full }
+    }
+}
+
+/// The place where experiments run. Everything in it goes when it is dropped, its VMs first; also when the program is
+/// interrupted.
+#[derive(Debug)]
+pub struct Lab {
+    /// How much to do.
+    pub extent: Extent,
+    firn: Firn,
+    dir: TempDir,
+    since: Instant,
+}
+
+impl Lab {
+    /// Makes a directory for images and runtime files.
+    pub fn new(extent: Extent) -> Result<Self> {
+        let base = std::env::var_os(VARIABLE).map_or_else(|| "/var/tmp".into(), PathBuf::from);
+        let dir = tempfile::Builder::new()
+            .prefix("firn-lab-")
+            .tempdir_in(&base)
+            .with_context(|| format!("cannot make a directory in {}", base.display()))?;
+        let runtime = dir.path().join("run");
+        private_dir(&runtime)?;
+        let firn = Firn::new(&runtime);
+        clean_up_when_interrupted(firn.clone(), dir.path().to_owned())?;
+        Ok(Self { extent, firn, dir, since: Instant::now() })
+    }
+
+    /// Where images go.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A file of the lab.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// The `firn` program.
+    pub fn firn(&self) -> &Firn {
+        &self.firn
+    }
+
+    /// Says on standard error what is going on, with the time since the start.
+    pub fn say(&self, text: &str) {
+        let seconds = self.since.elapsed().as_secs_f64();
+        eprintln!("[{seconds:6.1} s] {text}");
+    }
+
+    /// An empty report that knows the machine, and what runs guests on it.
+    pub fn vm_report(&self, experiment: &str) -> Report {
+        let mut report = self.report(experiment);
+        let accel = accel::decide();
+        report.host("accel", accel.accel.to_string());
+        report.host("accel_why", accel.why.clone());
+        report
+    }
+
+    /// An empty report that knows the machine.
+    pub fn report(&self, experiment: &str) -> Report {
+        let mut report = Report::new(experiment, self.extent.quick);
+        report.host("kernel", kernel());
+        report.host("cores", std::thread::available_parallelism().map_or(0, usize::from));
+        report.host("seed", self.extent.seed);
+        report
+    }
+
+    /// A disk profile for files of this lab, measured; what it achieves goes into the report.
+    ///
+    /// `None` where the disk can't be imitated here: the report says so, and the caller leaves its figures missing.
+    pub fn disk(&self, profile: DiskProfile, report: &mut Report) -> Option<Throttle> {
+        match self.try_disk(profile) {
+            Ok((throttle, facts)) => {
+                report.host(&format!("disk.{profile}"), facts);
+                Some(throttle)
+            }
+            Err(error) => {
+                let why = format!("disk profile {profile} is not available: {error:#}");
+                self.say(&why);
+                report.note(why);
+                None
+            }
+        }
+    }
+
+    fn try_disk(&self, profile: DiskProfile) -> Result<(Throttle, Value)> {
+        let throttle = Throttle::new(profile, self.dir())?;
+        let achieved = check(&throttle, self.dir(), &std::env::current_exe()?)?;
+        let facts = json!({ "random_4k_iops": achieved.iops.round(), "read_ms": achieved.read_ms });
+        Ok((throttle, facts))
+    }
+}
+
+impl Drop for Lab {
+    /// An experiment that fails leaves no VM behind: the directory that goes next is theirs.
+    fn drop(&mut self) {
+        self.firn.stop_all();
+    }
+}
+
+/// A guest must not outlive the experiment it was for.
+fn clean_up_when_interrupted(firn: Firn, dir: PathBuf) -> io::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        if let Some(signal) = signals.forever().next() {
+            firn.stop_all();
+            let _ = fs::remove_dir_all(&dir);
+            std::process::exit(128 + signal);
+        }
+    })?;
+    Ok(())
+}
+
+fn kernel() -> String {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    release.trim().to_owned()
+}
+
+fn private_dir(path: &Path) -> io::Result<()> {
+    use std::os::unix::fs::DirBuilderExt;
+    fs::DirBuilder::new().mode(0o700).create(path)
+}
+
+/// Rounds of systems in turn, A B C A B C: what drifts on the machine meanwhile meets all of them alike.
+pub fn interleaved<S>(
+    rounds: usize,
+    systems: &[S],
+    mut run: impl FnMut(usize, &S) -> Result<()>,
+) -> Result<()> {
+    (0..rounds).try_for_each(|round| systems.iter().try_for_each(|system| run(round, system)))
+}
+
+/// Asks again and again until there is an answer, or too much time has passed.
+pub fn wait_for<T>(
+    what: &str,
+    limit: Duration,
+    mut ask: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let start = Instant::now();
+    loop {
+        if let Some(answer) = ask()? {
+            return Ok(answer);
+        }
+        anyhow::ensure!(start.elapsed() < limit, "{what}: nothing after {} s", limit.as_secs());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn systems_take_turns() {
+        let mut seen = Vec::new();
+        let note = |round, system: &char| {
+            seen.push((round, *system));
+            Ok(())
+        };
+        interleaved(2, &['a', 'b'], note).unwrap();
+        assert_eq!(seen, [(0, 'a'), (0, 'b'), (1, 'a'), (1, 'b')]);
+    }
+
+    #[test]
+    fn an_error_ends_the_rounds() {
+        let mut runs = 0;
+        let fail = |_, _: &char| {
+            runs += 1;
+            anyhow::bail!("no")
+        };
+        assert!(interleaved(3, &['a', 'b'], fail).is_err());
+        assert_eq!(runs, 1);
+    }
+
+    #[test]
+    fn asking_ends() {
+        let mut left = 3;
+        let found = wait_for("it", Duration::from_secs(5), || {
+            left -= 1;
+            Ok((left == 0).then_some("there"))
+        });
+        assert_eq!(found.unwrap(), "there");
+        let never = wait_for("it", Duration::ZERO, || Ok(None::<()>));
+        assert_eq!(never.unwrap_err().to_string(), "it: nothing after 0 s");
+    }
+
+    #[test]
+    fn what_the_user_asks_for_goes_first() {
+        let extent = |quick, runs| Extent { quick, seed: 0, runs };
+        assert_eq!(extent(true, None).runs(2, 10), 2);
+        assert_eq!(extent(false, None).runs(2, 10), 10);
+        assert_eq!(extent(true, Some(5)).runs(2, 10), 5);
+    }
+}

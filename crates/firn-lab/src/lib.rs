@@ -1,0 +1,20 @@
+//! Test guests, probes and experiments for Firn.
+
+#![forbid(unsafe_code)]
+
+pub mod demo;
+pub mod disk_profile;
+pub mod experiments;
+pub mod firn;
+pub mod guest;
+pub mod guest_time;
+pub mod kvm_host;
+pub mod lab;
+pub mod peer;
+pub mod plot;
+pub mod prober;
+pub mod recorder;
+pub mod report;
+pub mod stats;
+pub mod toucher;
+pub mod traffic;

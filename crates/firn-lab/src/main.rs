@@ -1,0 +1,129 @@
+//! `firn-lab`: runs Firn's experiments.
+//!
+//! Exit code: 0 all figures were measured, 1 something could not be measured or came out wrong, 2 it could not be run.
+
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+use clap::{Parser, Subcommand};
+use firn_lab::experiments::{self, Experiment};
+use firn_lab::lab::{Extent, Lab};
+use firn_lab::report::Report;
+use firn_lab::{demo, disk_profile, recorder, toucher};
+
+/// Reproduces tables and figures, and measures Firn against its floors and its peers.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Lists the experiments.
+    List,
+    /// Runs an experiment, or all.
+    Run(Run),
+    /// Boots a VM, checkpoints it, kills it, restores it in each mode.
+    Demo,
+    KvmHost(firn_lab::kvm_host::Command),
+    /// Reads randomly from a file and says how fast that went.
+    #[command(hide = true)]
+    ProbeDisk {
+        file: PathBuf,
+    },
+    /// Touches memory as told on standard input.
+    #[command(hide = true)]
+    TouchMemory {
+        pages: u32,
+    },
+    /// Restores a guest as told on standard input, and says what happened.
+    #[command(hide = true)]
+    RestoreRecorded,
+}
+
+#[derive(clap::Args)]
+struct Run {
+    /// The experiment's name, or all.
+    name: String,
+    /// Fewer repetitions, smaller guests: every figure, in at most five minutes per experiment.
+    #[arg(long)]
+    quick: bool,
+    /// Print one JSON object per experiment rather than a table.
+    #[arg(long)]
+    json: bool,
+    /// Where NAME.json and figures go.
+    #[arg(long, default_value = "target/lab")]
+    out: PathBuf,
+    /// Repetitions, or randomized runs.
+    #[arg(long)]
+    runs: Option<usize>,
+    /// Where randomness starts.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().verb) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(error) => {
+            eprintln!("firn-lab: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run(verb: Verb) -> Result<bool> {
+    match verb {
+        Verb::List => list(),
+        Verb::Run(args) => run_experiments(&args),
+        Verb::Demo => show_demo(),
+        Verb::KvmHost(command) => Ok(command.run()? == 0),
+        Verb::ProbeDisk { file } => {
+            println!("{}", serde_json::to_string(&disk_profile::probe(&file)?)?);
+            Ok(true)
+        }
+        Verb::TouchMemory { pages } => toucher::serve(pages).map(|()| true),
+        Verb::RestoreRecorded => recorder::serve().map(|()| true),
+    }
+}
+
+fn list() -> Result<bool> {
+    for Experiment { name, about, .. } in experiments::ALL {
+        println!("{name:22} {about}");
+    }
+    Ok(true)
+}
+
+fn show_demo() -> Result<bool> {
+    demo::run(&Lab::new(Extent { quick: true, seed: 1, runs: None })?).map(|()| true)
+}
+
+fn run_experiments(args: &Run) -> Result<bool> {
+    let extent = Extent { quick: args.quick, seed: args.seed, runs: args.runs };
+    let mut complete = true;
+    for experiment in experiments::named(&args.name)? {
+        let lab = Lab::new(extent)?;
+        lab.say(experiment.name);
+        let report = experiment.run(&lab).with_context(|| experiment.name)?;
+        show(&report, args)?;
+        complete &= report.is_complete();
+    }
+    Ok(complete)
+}
+
+fn show(report: &Report, args: &Run) -> Result<()> {
+    match args.json {
+        true => println!("{}", report.json()),
+        false => println!("{}", report.table()),
+    }
+    for path in report.write(&args.out).context("cannot write the report")? {
+        eprintln!("wrote {}", path.display());
+    }
+    Ok(())
+}

@@ -1,0 +1,208 @@
+//! QEMU's own ways to save and restore a VM, used as its documentation says.
+//!
+//! ```text
+//!   file                  migrate to exec:cat > FILE, pre-copy          -incoming exec:cat FILE
+//!   background-snapshot   the same with the capability of that name     the same
+//!   mapped-ram            migrate to file:FILE, pages at fixed places   migrate-incoming file:FILE (QEMU 9.0)
+//! ```
+//!
+//! Bandwidth is unlimited: QEMU's default limit would measure itself. Each of them restores all memory before the
+//! guest runs.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use firn_vmm::Qmp;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::disk_profile::Throttle;
+use crate::guest::QemuArgs;
+use crate::lab::wait_for;
+
+/// How long a save or a restore may take.
+const LIMIT: Duration = Duration::from_secs(300);
+/// As good as unlimited, in bytes per second.
+const BANDWIDTH: u64 = 100 << 30;
+
+/// A way of QEMU's to save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Way {
+    /// Live migration into a file.
+    File,
+    /// The guest runs on while its memory is written, write-protected by userfaultfd.
+    BackgroundSnapshot,
+    /// Migration with pages at fixed places in the file.
+    MappedRam,
+}
+
+impl Way {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::File, Self::BackgroundSnapshot, Self::MappedRam];
+
+    /// What it is called, here and in QEMU where it has a name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::File => "qemu-file",
+            Self::BackgroundSnapshot => "qemu-background-snapshot",
+            Self::MappedRam => "qemu-mapped-ram",
+        }
+    }
+
+    /// The migration capability it needs.
+    fn capability(self) -> Option<&'static str> {
+        match self {
+            Self::File => None,
+            Self::BackgroundSnapshot => Some("background-snapshot"),
+            Self::MappedRam => Some("mapped-ram"),
+        }
+    }
+
+    fn uri_out(self, file: &Path) -> String {
+        match self {
+            Self::MappedRam => format!("file:{}", file.display()),
+            _ => format!("exec:cat > '{}'", file.display()),
+        }
+    }
+
+    fn uri_in(self, file: &Path) -> String {
+        match self {
+            Self::MappedRam => format!("file:{}", file.display()),
+            _ => format!("exec:cat '{}'", file.display()),
+        }
+    }
+
+    /// Whether this QEMU has it.
+    pub fn is_known_to(self, qmp: &mut Qmp) -> Result<bool> {
+        let Some(wanted) = self.capability() else { return Ok(true) };
+        let known = qmp.execute("query-migrate-capabilities", Value::Null)?;
+        let mut names = known.as_array().into_iter().flatten();
+        Ok(names.any(|entry| entry["capability"] == wanted))
+    }
+
+    fn set(self, qmp: &mut Qmp, on: bool) -> Result<()> {
+        let Some(capability) = self.capability() else { return Ok(()) };
+        let capabilities = json!({ "capabilities": [{ "capability": capability, "state": on }] });
+        qmp.execute("migrate-set-capabilities", capabilities)?;
+        Ok(())
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A save, as QEMU tells it.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Saved {
+    /// How long the vCPUs stood still, in milliseconds.
+    pub downtime_ms: f64,
+    /// From the command to the end, in milliseconds.
+    pub total_ms: f64,
+    /// Size of the file, in bytes.
+    pub image_bytes: u64,
+}
+
+/// Saves the VM whose monitor this is; it goes on afterwards.
+pub fn save(qmp: &mut Qmp, way: Way, file: &Path) -> Result<Saved> {
+    way.set(qmp, true)?;
+    qmp.execute("migrate-set-parameters", json!({ "max-bandwidth": BANDWIDTH }))?;
+    let start = Instant::now();
+    qmp.execute("migrate", json!({ "uri": way.uri_out(file) }))?;
+    let end = finished(qmp, way.name())?;
+    let total_ms = start.elapsed().as_secs_f64() * 1e3;
+    way.set(qmp, false)?;
+    qmp.execute("cont", Value::Null)?;
+    File::open(file)?.sync_all()?;
+    let downtime_ms = end["downtime"].as_f64().unwrap_or(f64::NAN);
+    Ok(Saved { downtime_ms, total_ms, image_bytes: fs::metadata(file)?.len() })
+}
+
+/// Waits for the end of a migration, out or in.
+fn finished(qmp: &mut Qmp, what: &str) -> Result<Value> {
+    wait_for(what, LIMIT, || {
+        let state = qmp.execute("query-migrate", Value::Null)?;
+        match state["status"].as_str() {
+            Some("completed") => Ok(Some(state)),
+            Some("failed" | "cancelled") => bail!("{what} failed: {state}"),
+            _ => Ok(None),
+        }
+    })
+}
+
+/// A QEMU that restores, or has restored. Dropped, it is killed.
+#[derive(Debug)]
+pub struct Restored {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Restored {
+    /// Starts a QEMU with the arguments of the saved one. The guest runs once all memory is read.
+    pub fn start(
+        guest: &QemuArgs,
+        way: Way,
+        file: &Path,
+        throttle: &Throttle,
+        dir: &Path,
+    ) -> Result<Self> {
+        let log = dir.join("peer.log");
+        let qmp = dir.join("peer.qmp");
+        let monitor = format!("unix:{},server=on,wait=off", qmp.display());
+        let mut command = throttle.command(guest.program_name());
+        command.args(guest.args()).args(["-qmp", &monitor]);
+        match way {
+            Way::MappedRam => command.args(["-incoming", "defer"]),
+            _ => command.args(["-incoming", &way.uri_in(file)]),
+        };
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log)?);
+        let mut restored = Self { child: command.spawn().context("cannot start QEMU")?, log };
+        if way == Way::MappedRam {
+            restored.incoming(way, file, &qmp)?;
+        }
+        Ok(restored)
+    }
+
+    fn incoming(&mut self, way: Way, file: &Path, path: &Path) -> Result<()> {
+        let mut alive = || matches!(self.child.try_wait(), Ok(None));
+        let mut qmp = Qmp::connect_started(path, Duration::from_secs(20), &mut alive)?;
+        way.set(&mut qmp, true)?;
+        qmp.execute("migrate-incoming", json!({ "uri": way.uri_in(file) }))?;
+        Ok(())
+    }
+
+    /// An error with QEMU's own words if it has ended.
+    pub fn check(&mut self) -> Result<()> {
+        let ended = self.child.try_wait()?;
+        let said = || fs::read_to_string(&self.log).unwrap_or_default();
+        ensure!(ended.is_none(), "QEMU ended while restoring: {}", said().trim());
+        Ok(())
+    }
+}
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        // It may have ended by itself; either way it is reaped.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_way_reads_what_it_wrote() {
+        let file = Path::new("/x/y");
+        assert_eq!(Way::File.uri_out(file), "exec:cat > '/x/y'");
+        assert_eq!(Way::BackgroundSnapshot.uri_in(file), "exec:cat '/x/y'");
+        assert_eq!(Way::MappedRam.uri_out(file), Way::MappedRam.uri_in(file));
+    }
+}

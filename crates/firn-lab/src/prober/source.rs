@@ -1,0 +1,128 @@
+//! What a prober asks.
+
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::guest::Redis;
+
+/// How long one question may remain unanswered before it is asked anew on a new connection.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// Something that replies.
+pub trait Source: Send {
+    /// Waits for one reply, for less than a second; connects first, or again, where that is needed.
+    fn reply(&mut self) -> bool;
+}
+
+/// Heartbeat lines of `firn-guest heartbeat`, at the unix socket of the heartbeat port.
+#[derive(Debug)]
+pub struct Heartbeats {
+    path: PathBuf,
+    stream: Option<BufReader<UnixStream>>,
+}
+
+impl Heartbeats {
+    /// Of the guest whose heartbeat port is this socket. The guest chooses the rate.
+    pub fn new(path: &Path) -> Self {
+        Self { path: path.to_owned(), stream: None }
+    }
+
+    fn beat(&mut self) -> io::Result<()> {
+        let mut stream = match self.stream.take() {
+            Some(stream) => stream,
+            None => {
+                let stream = UnixStream::connect(&self.path)?;
+                stream.set_read_timeout(Some(PATIENCE))?;
+                BufReader::new(stream)
+            }
+        };
+        let mut line = Vec::new();
+        if stream.read_until(b'\n', &mut line)? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.stream = Some(stream);
+        Ok(())
+    }
+}
+
+impl Source for Heartbeats {
+    fn reply(&mut self) -> bool {
+        self.beat().is_ok()
+    }
+}
+
+/// PINGs of a guest's Redis, one at a time, on one connection.
+#[derive(Debug)]
+pub struct RedisPings {
+    address: SocketAddr,
+    redis: Option<Redis>,
+}
+
+impl RedisPings {
+    /// Of the Redis at this address.
+    pub fn new(address: SocketAddr) -> Self {
+        Self { address, redis: None }
+    }
+
+    fn ping(&mut self) -> Option<()> {
+        let redis = match self.redis.take() {
+            Some(mut redis) => {
+                redis.ping().ok()?;
+                redis
+            }
+            None => {
+                let mut redis = Redis::try_connect(self.address, PATIENCE).ok()?;
+                redis.set_patience(PATIENCE).ok()?;
+                redis
+            }
+        };
+        self.redis = Some(redis);
+        Some(())
+    }
+}
+
+impl Source for RedisPings {
+    fn reply(&mut self) -> bool {
+        self.ping().is_some()
+    }
+}
+
+/// GETs of web pages, a new connection for each: page numbers count up and wrap.
+#[derive(Debug)]
+pub struct HttpGets {
+    address: SocketAddr,
+    pages: u32,
+    next: u32,
+}
+
+impl HttpGets {
+    /// `/page/N.html` for N below `pages`, of the server at this address.
+    pub fn new(address: SocketAddr, pages: u32) -> Self {
+        Self { address, pages: pages.max(1), next: 0 }
+    }
+
+    fn get(&mut self) -> io::Result<()> {
+        let mut stream = TcpStream::connect_timeout(&self.address, PATIENCE)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let page = self.next;
+        self.next = (page + 1) % self.pages;
+        write!(stream, "GET /page/{page}.html HTTP/1.0\r\nHost: guest\r\n\r\n")?;
+        let mut answer = Vec::new();
+        stream.take(16 << 20).read_to_end(&mut answer)?;
+        if answer.starts_with(b"HTTP/1.1 200") {
+            Ok(())
+        } else {
+            Err(io::ErrorKind::InvalidData.into())
+        }
+    }
+}
+
+impl Source for HttpGets {
+    fn reply(&mut self) -> bool {
+        self.get().is_ok()
+    }
+}

@@ -1,0 +1,289 @@
+//! What an experiment found: one JSON object with flat keys, and the same as a table.
+//!
+//! ```text
+//!   halite-organization (quick)                  1 experiment, its figures
+//!     disk_reads.lazy         22975 (22901 .. 23040)      n=3     median (smallest .. largest)
+//!     overhead_s.locality     -                                   why it is missing stands below
+//!
+//!   {"experiment":"halite-organization","quick":true,
+//!    "disk_reads.lazy":22975,"disk_reads.lazy.min":22901,"disk_reads.lazy.max":23040,"disk_reads.lazy.n":3,
+//!    "overhead_s.locality":null,
+//!    "missing":{"overhead_s.locality":"..."},"notes":["..."],"host":{...},"repetitions":[{...},{...}]}
+//! ```
+//!
+//! A key that could not be measured is there and `null`, with the reason beside it: a figure that is silently absent
+//! reads like one that was never promised. `repetitions` has every single run as it was measured.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use crate::stats::{Sample, short};
+
+/// One figure of an experiment.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Figure {
+    /// A single number: a ratio, a percentile over many.
+    Number(f64),
+    /// Repeated measurements; the JSON has their median under the key.
+    Sample(Sample),
+    /// A value per second, or per step.
+    Series(Vec<f64>),
+    /// It could not be measured here: why.
+    Missing(String),
+}
+
+/// A named SVG file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Drawing {
+    /// File name without `.svg`.
+    pub name: String,
+    /// The file's text.
+    pub svg: String,
+}
+
+/// The outcome of one experiment.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    experiment: String,
+    quick: bool,
+    figures: Vec<(String, Figure)>,
+    notes: Vec<String>,
+    repetitions: Vec<Value>,
+    drawings: Vec<Drawing>,
+    host: BTreeMap<String, Value>,
+}
+
+impl Report {
+    /// An empty report.
+    pub fn new(experiment: &str, quick: bool) -> Self {
+        Self { experiment: experiment.to_owned(), quick, ..Self::default() }
+    }
+
+    /// The experiment's name.
+    pub fn experiment(&self) -> &str {
+        &self.experiment
+    }
+
+    /// Says something about the machine: cores, kernel, hypervisor.
+    pub fn host(&mut self, key: &str, value: impl Into<Value>) {
+        self.host.insert(key.to_owned(), value.into());
+    }
+
+    /// Adds a figure; a key that is there already is replaced.
+    pub fn figure(&mut self, key: impl Into<String>, figure: Figure) {
+        let key = key.into();
+        match self.figures.iter_mut().find(|(known, _)| *known == key) {
+            Some((_, old)) => *old = figure,
+            None => self.figures.push((key, figure)),
+        }
+    }
+
+    /// Adds a single number.
+    pub fn number(&mut self, key: impl Into<String>, value: f64) {
+        let figure = match value.is_finite() {
+            true => Figure::Number(value),
+            false => Figure::Missing(format!("it came out as {value}")),
+        };
+        self.figure(key, figure);
+    }
+
+    /// Adds repeated measurements; none at all is a missing figure.
+    pub fn sample(&mut self, key: impl Into<String>, values: impl IntoIterator<Item = f64>) {
+        let figure = match Sample::new(values) {
+            Some(sample) => Figure::Sample(sample),
+            None => Figure::Missing("no run of it succeeded".to_owned()),
+        };
+        self.figure(key, figure);
+    }
+
+    /// Adds a figure that could not be measured.
+    pub fn missing(&mut self, key: impl Into<String>, why: impl Into<String>) {
+        self.figure(key, Figure::Missing(why.into()));
+    }
+
+    /// Says something that a reader of the figures must know.
+    pub fn note(&mut self, note: impl Into<String>) {
+        self.notes.push(note.into());
+    }
+
+    /// Records one run as it was measured.
+    pub fn repetition(&mut self, run: Value) {
+        self.repetitions.push(run);
+    }
+
+    /// Every run recorded so far.
+    pub fn repetitions(&self) -> &[Value] {
+        &self.repetitions
+    }
+
+    /// Adds a drawing.
+    pub fn drawing(&mut self, name: impl Into<String>, svg: String) {
+        self.drawings.push(Drawing { name: name.into(), svg });
+    }
+
+    /// What stands under a key: the number, or the median.
+    pub fn value(&self, key: &str) -> Option<f64> {
+        match self.figures.iter().find(|(known, _)| known == key)?.1 {
+            Figure::Number(value) => Some(value),
+            Figure::Sample(ref sample) => Some(sample.median()),
+            Figure::Series(_) | Figure::Missing(_) => None,
+        }
+    }
+
+    /// Whether every figure was measured.
+    pub fn is_complete(&self) -> bool {
+        self.missing_figures().next().is_none()
+    }
+
+    fn missing_figures(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.figures.iter().filter_map(|(key, figure)| match figure {
+            Figure::Missing(why) => Some((key.as_str(), why.as_str())),
+            _ => None,
+        })
+    }
+
+    /// All of it as one JSON object.
+    pub fn json(&self) -> Value {
+        let mut object = Map::new();
+        object.insert("experiment".to_owned(), json!(self.experiment));
+        object.insert("quick".to_owned(), json!(self.quick));
+        for (key, figure) in &self.figures {
+            insert(&mut object, key, figure);
+        }
+        let missing: BTreeMap<_, _> = self.missing_figures().collect();
+        object.insert("missing".to_owned(), json!(missing));
+        object.insert("notes".to_owned(), json!(self.notes));
+        object.insert("host".to_owned(), json!(self.host));
+        object.insert("repetitions".to_owned(), json!(self.repetitions));
+        Value::Object(object)
+    }
+
+    /// The figures as a table, with what is missing and why, and the notes.
+    pub fn table(&self) -> String {
+        let quick = if self.quick { " (quick)" } else { "" };
+        let mut text = format!("{}{quick}\n", self.experiment);
+        let width = self.figures.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
+        for (key, figure) in &self.figures {
+            let _ = writeln!(text, "  {key:width$}  {}", cell(figure));
+        }
+        for (key, why) in self.missing_figures() {
+            let _ = writeln!(text, "  missing: {key}: {why}");
+        }
+        for note in &self.notes {
+            let _ = writeln!(text, "  note: {note}");
+        }
+        text
+    }
+
+    /// Writes `NAME.json` and the drawings into a directory, which is made. Returns what was written.
+    pub fn write(&self, dir: &Path) -> io::Result<Vec<PathBuf>> {
+        fs::create_dir_all(dir)?;
+        let json = dir.join(format!("{}.json", self.experiment));
+        fs::write(&json, format!("{:#}\n", self.json()))?;
+        let mut written = vec![json];
+        for drawing in &self.drawings {
+            let path = dir.join(format!("{}.svg", drawing.name));
+            fs::write(&path, &drawing.svg)?;
+            written.push(path);
+        }
+        Ok(written)
+    }
+}
+
+fn insert(object: &mut Map<String, Value>, key: &str, figure: &Figure) {
+    let value = match figure {
+        Figure::Number(value) => json!(value),
+        Figure::Sample(sample) => json!(sample.median()),
+        Figure::Series(values) => json!(values),
+        Figure::Missing(_) => Value::Null,
+    };
+    object.insert(key.to_owned(), value);
+    if let Figure::Sample(sample) = figure {
+        object.insert(format!("{key}.min"), json!(sample.min()));
+        object.insert(format!("{key}.max"), json!(sample.max()));
+        object.insert(format!("{key}.n"), json!(sample.count()));
+    }
+}
+
+fn cell(figure: &Figure) -> String {
+    match figure {
+        Figure::Number(value) => short(*value),
+        Figure::Sample(sample) => format!("{sample}  n={}", sample.count()),
+        Figure::Series(values) => series(values),
+        Figure::Missing(_) => "-".to_owned(),
+    }
+}
+
+/// The first values of a series.
+fn series(values: &[f64]) -> String {
+    const SHOWN: usize = 12;
+    let shown: Vec<String> = values.iter().take(SHOWN).map(|value| format!("{value:.0}")).collect();
+    let more = if values.len() > SHOWN { " ..." } else { "" };
+    format!("{}{more}", shown.join(" "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> Report {
+        let mut report = Report::new("halite-organization", true);
+        report.sample("disk_reads.lazy", [10.0, 30.0, 20.0]);
+        report.number("prefetched_used.locality", 0.83);
+        report.figure("guest_time_percent.lazy", Figure::Series(vec![1.0, 99.5]));
+        report.sample("overhead_s.locality", []);
+        report.repetition(json!({ "system": "lazy", "disk_reads": 10 }));
+        report
+    }
+
+    #[test]
+    fn keys_are_flat_and_have_their_spread() {
+        let json = report().json();
+        assert_eq!(json["disk_reads.lazy"], 20.0);
+        assert_eq!(json["disk_reads.lazy.min"], 10.0);
+        assert_eq!(json["disk_reads.lazy.n"], 3);
+        assert_eq!(json["guest_time_percent.lazy"][1], 99.5);
+        assert_eq!(json["repetitions"][0]["system"], "lazy");
+    }
+
+    #[test]
+    fn a_missing_figure_is_null_and_says_why() {
+        let report = report();
+        let json = report.json();
+        assert!(json["overhead_s.locality"].is_null());
+        assert!(json["missing"]["overhead_s.locality"].is_string());
+        assert!(report.table().contains("missing: overhead_s.locality: no run"));
+        assert!(!report.is_complete());
+    }
+
+    #[test]
+    fn a_ratio_over_nothing_is_missing() {
+        let mut report = Report::new("x", false);
+        report.number("ratio", 1.0 / 0.0);
+        assert!(report.json()["ratio"].is_null());
+    }
+
+    #[test]
+    fn a_key_is_there_once() {
+        let mut report = report();
+        report.number("disk_reads.lazy", 5.0);
+        assert_eq!(report.value("disk_reads.lazy"), Some(5.0));
+        assert_eq!(report.table().matches("disk_reads.lazy").count(), 1);
+    }
+
+    #[test]
+    fn files_are_written_under_the_experiments_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut report = report();
+        report.drawing("halite-figure-3", "<svg/>".to_owned());
+        let written = report.write(&dir.path().join("new")).unwrap();
+        let names: Vec<_> = written.iter().filter_map(|path| path.file_name()).collect();
+        assert_eq!(names, ["halite-organization.json", "halite-figure-3.svg"]);
+        assert!(written.iter().all(|path| path.exists()));
+    }
+}

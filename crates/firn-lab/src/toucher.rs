@@ -1,0 +1,156 @@
+//! A process whose only job is to touch its memory and time each touch.
+//!
+//! It stands in for a hypervisor where a whole one would blur what is measured: shared memory in a memfd, one thread
+//! that touches pages in the order it is told. It knows nothing of Firn. It is this program, started again as
+//! `firn-lab touch-memory`:
+//!
+//! ```text
+//!   <- {"hva":139812345,"tid":4711}           where its memory is, which thread touches it
+//!   -> [17,4,99]                              touch these pages
+//!   <- [11250,9800,10100]                     how long each took, in nanoseconds
+//! ```
+//!
+//! A touch is `process_vm_readv(2)` of the process by itself: eight bytes, with the page fault taken by the calling
+//! thread inside the kernel. It costs a system call more than a load and needs no raw pointer.
+
+use std::io::{self, BufRead, BufReader, IoSliceMut, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context as _, Result, ensure};
+use firn_memory::{GuestMemory, Process, RegionLocation, Tracee};
+use firn_types::{HostVirt, PAGE_SIZE, Page, RegionMap, Tid};
+use memmap2::MmapRaw;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use serde::{Deserialize, Serialize};
+
+/// The verb that starts the other end.
+pub const VERB: &str = "touch-memory";
+
+/// Name of its one RAM region.
+const REGION: &str = "ram";
+
+/// What it says first.
+#[derive(Serialize, Deserialize)]
+struct Hello {
+    hva: u64,
+    tid: i32,
+}
+
+/// The touching end: serves requests on standard input until it ends.
+pub fn serve(pages: u32) -> Result<()> {
+    let toucher = std::thread::Builder::new().name("toucher".into());
+    let toucher = toucher.spawn(move || touch_all(pages))?;
+    toucher.join().map_err(|_| anyhow::anyhow!("the touching thread panicked"))?
+}
+
+fn touch_all(pages: u32) -> Result<()> {
+    let memfd = memfd_create("ram", MemfdFlags::CLOEXEC)?;
+    ftruncate(&memfd, bytes(pages))?;
+    let map = MmapRaw::map_raw(&memfd)?;
+    let start = map.as_mut_ptr() as usize;
+    let tid = rustix::thread::gettid().as_raw_nonzero().get();
+    say(&Hello { hva: start as u64, tid })?;
+    for line in io::stdin().lines() {
+        let order: Vec<u32> = serde_json::from_str(&line?)?;
+        ensure!(order.iter().all(|&page| page < pages), "a page past the end");
+        let times: Result<Vec<u64>> =
+            order.into_iter().map(|page| touch(start + page as usize * PAGE_SIZE)).collect();
+        say(&times?)?;
+    }
+    Ok(())
+}
+
+fn touch(address: usize) -> Result<u64> {
+    let mut word = [0; 8];
+    let remote = [RemoteIoVec { base: address, len: word.len() }];
+    let start = Instant::now();
+    process_vm_readv(Pid::this(), &mut [IoSliceMut::new(&mut word)], &remote)?;
+    Ok(start.elapsed().as_nanos() as u64)
+}
+
+fn say(what: &impl Serialize) -> Result<()> {
+    let mut out = io::stdout().lock();
+    serde_json::to_writer(&mut out, what)?;
+    writeln!(out)?;
+    Ok(out.flush()?)
+}
+
+fn bytes(pages: u32) -> u64 {
+    u64::from(pages) * PAGE_SIZE as u64
+}
+
+/// The region map of a toucher with this many pages.
+pub fn regions(pages: u32) -> Result<RegionMap> {
+    Ok(RegionMap::lay_out([(REGION, bytes(pages))])?)
+}
+
+/// Our end of a toucher. Dropped, it is killed.
+pub struct Toucher {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+    memory: Arc<GuestMemory>,
+    tid: Tid,
+}
+
+impl Toucher {
+    /// Starts one with this many pages. `lab` is the `firn-lab` program.
+    pub fn start(lab: &Path, pages: u32) -> Result<Self> {
+        let mut child = Command::new(lab)
+            .args([VERB, &pages.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot start {}", lab.display()))?;
+        let stdin = child.stdin.take().context("no standard input")?;
+        let mut stdout = BufReader::new(child.stdout.take().context("no standard output")?);
+        let hello: Hello = answer(&mut stdout)?;
+        let memory = open_memory(child.id() as i32, pages, HostVirt(hello.hva))?;
+        Ok(Self { child, stdin, stdout, memory, tid: Tid(hello.tid) })
+    }
+
+    /// Its memory.
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+
+    /// Stops a thread of it, not the one that touches.
+    pub fn seize(&self) -> Result<Tracee<'_>> {
+        Ok(Tracee::seize(self.memory.process(), &[self.tid])?)
+    }
+
+    /// Has pages touched, one after the other; how long each touch took, in microseconds.
+    pub fn touch(&mut self, pages: &[Page]) -> Result<Vec<f64>> {
+        let order: Vec<u32> = pages.iter().map(|page| page.0).collect();
+        writeln!(self.stdin, "{}", serde_json::to_string(&order)?)?;
+        let nanoseconds: Vec<u64> = answer(&mut self.stdout)?;
+        Ok(nanoseconds.into_iter().map(|ns| ns as f64 / 1e3).collect())
+    }
+}
+
+impl Drop for Toucher {
+    fn drop(&mut self) {
+        // Reaped either way; nothing is lost with it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn answer<T: for<'de> Deserialize<'de>>(from: &mut impl BufRead) -> Result<T> {
+    let mut line = String::new();
+    ensure!(from.read_line(&mut line)? > 0, "the touching process has ended");
+    Ok(serde_json::from_str(&line)?)
+}
+
+fn open_memory(pid: i32, pages: u32, hva: HostVirt) -> Result<Arc<GuestMemory>> {
+    let process = Arc::new(Process::open(pid)?);
+    let map = regions(pages)?;
+    let locations: Vec<_> =
+        map.regions().iter().map(|region| RegionLocation { region: region.clone(), hva }).collect();
+    Ok(Arc::new(GuestMemory::open(process, map, &locations)?))
+}

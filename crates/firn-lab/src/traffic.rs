@@ -1,0 +1,207 @@
+//! Clients of a guest's Redis: what they ask for, and how often.
+//!
+//! Keys are chosen by Zipf's law with the exponent 0.99 that key-value stores are usually measured with: a few keys are
+//! asked for all the time, and each has its chance. The client asks a fixed number of times per second and falls
+//! behind if the guest does, as a front end would.
+
+//!
+//! While the guest is not there yet, a connection attempt may be lost and its repetition be seconds away. So the client
+//! *knocks*: it opens one more connection every 50 ms and takes the first that is answered. When a first reply came is
+//! then known to some milliseconds, whatever became of the attempts before it.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use firn_guest::stamp::mix;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::guest::Redis;
+use crate::prober::Source;
+
+/// Zipf exponent.
+const EXPONENT: f64 = 0.99;
+/// How long one question may remain unanswered before it is asked anew on a new connection.
+const PATIENCE: Duration = Duration::from_millis(1000);
+/// How often a client that has no answer yet tries one more connection.
+const KNOCK: Duration = Duration::from_millis(50);
+/// How many connections it tries at once: more than a few stall in QEMU's user networking.
+const KNOCKS_MAX: usize = 8;
+
+/// Ranks by Zipf's law, from a seed.
+#[derive(Clone, Debug)]
+pub struct Zipf {
+    /// Probability of a rank up to and including each.
+    cumulated: Vec<f64>,
+    state: u64,
+}
+
+impl Zipf {
+    /// Ranks below `count`.
+    pub fn new(count: usize, seed: u64) -> Self {
+        let weights = (1..=count.max(1)).map(|rank| (rank as f64).powf(-EXPONENT));
+        let mut sum = 0.0;
+        let mut cumulated: Vec<f64> = weights
+            .map(|weight| {
+                sum += weight;
+                sum
+            })
+            .collect();
+        cumulated.iter_mut().for_each(|share| *share /= sum);
+        Self { cumulated, state: seed }
+    }
+}
+
+impl Iterator for Zipf {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        self.state = self.state.wrapping_add(1);
+        let chance = (mix(self.state) >> 11) as f64 / (1_u64 << 53) as f64;
+        Some(self.cumulated.partition_point(|&share| share < chance).min(self.cumulated.len() - 1))
+    }
+}
+
+/// Connections that ask for a sign of life, and wait.
+#[derive(Debug, Default)]
+struct Knocks {
+    pending: Vec<TcpStream>,
+    last: Option<Instant>,
+}
+
+impl Knocks {
+    /// Whether somebody answers within a moment. All attempts are forgotten then.
+    fn answered(&mut self, address: SocketAddr) -> bool {
+        if self.last.is_none_or(|last| last.elapsed() >= KNOCK) {
+            self.last = Some(Instant::now());
+            self.knock(address);
+        }
+        let mut waiting: Vec<_> =
+            self.pending.iter().map(|stream| PollFd::new(stream, PollFlags::IN)).collect();
+        let moment = Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
+        let _ = poll(&mut waiting, Some(&moment));
+        let ready: Vec<bool> = waiting.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let mut ready = ready.into_iter();
+        let mut answered = false;
+        self.pending.retain_mut(|stream| {
+            let is_ready = ready.next().unwrap_or(false);
+            answered |= is_ready && is_pong(stream);
+            !is_ready
+        });
+        if answered {
+            *self = Self::default();
+        }
+        answered
+    }
+
+    fn knock(&mut self, address: SocketAddr) {
+        if self.pending.len() >= KNOCKS_MAX {
+            self.pending.remove(0);
+        }
+        let stream = TcpStream::connect_timeout(&address, KNOCK);
+        self.pending.extend(stream.ok().and_then(|mut stream| {
+            stream.write_all(b"PING\r\n").ok()?;
+            Some(stream)
+        }));
+    }
+}
+
+/// What a stream with something to read says. A closed one says nothing.
+fn is_pong(stream: &mut TcpStream) -> bool {
+    let mut answer = [0; 5];
+    stream.read_exact(&mut answer).is_ok() && answer == *b"+PONG"
+}
+
+/// GETs of keys `firn:N`, one at a time, on one connection.
+#[derive(Debug)]
+pub struct RedisGets {
+    address: SocketAddr,
+    redis: Option<Redis>,
+    knocks: Knocks,
+    keys: u64,
+    ranks: Zipf,
+}
+
+impl RedisGets {
+    /// Of `keys` keys at this address. Which of them are popular is always the same, the order is the seed's.
+    pub fn new(address: SocketAddr, keys: u64, seed: u64) -> Self {
+        let ranks = Zipf::new(keys as usize, seed);
+        Self { address, redis: None, knocks: Knocks::default(), keys, ranks }
+    }
+
+    /// Popular keys are spread over all of memory.
+    fn key(&mut self) -> u64 {
+        let rank = self.ranks.next().unwrap_or_default() as u64;
+        mix(rank) % self.keys.max(1)
+    }
+
+    fn get(&mut self) -> Option<()> {
+        let Some(mut redis) = self.redis.take() else { return self.come_in() };
+        let key = self.key();
+        redis.get(&format!("firn:{key}")).ok()?;
+        self.redis = Some(redis);
+        Some(())
+    }
+
+    fn come_in(&mut self) -> Option<()> {
+        if !self.knocks.answered(self.address) {
+            return None;
+        }
+        let mut redis = Redis::try_connect(self.address, PATIENCE).ok()?;
+        redis.set_patience(PATIENCE).ok()?;
+        self.redis = Some(redis);
+        Some(())
+    }
+}
+
+impl Source for RedisGets {
+    fn reply(&mut self) -> bool {
+        self.get().is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_ranks_are_asked_for_often_and_every_rank_can_be() {
+        let ranks: Vec<usize> = Zipf::new(1000, 7).take(100_000).collect();
+        let share = |below| ranks.iter().filter(|&&rank| rank < below).count() as f64 / 1e5;
+        assert!((0.10..0.17).contains(&share(1)), "{}", share(1));
+        assert!((0.60..0.75).contains(&share(100)), "{}", share(100));
+        assert!(ranks.iter().any(|&rank| rank > 990) && ranks.iter().all(|&rank| rank < 1000));
+    }
+
+    #[test]
+    fn the_first_answer_ends_the_knocking() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut knocks = Knocks::default();
+        assert!(!knocks.answered(address));
+        std::thread::sleep(KNOCK);
+        assert!(!knocks.answered(address));
+        let (_silent, mut second) = (listener.accept().unwrap(), listener.accept().unwrap().0);
+        second.write_all(b"+PONG\r\n").unwrap();
+        let answered = (0..500).any(|_| knocks.answered(address));
+        assert!(answered && knocks.pending.is_empty());
+    }
+
+    #[test]
+    fn a_closed_connection_is_no_answer() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut knocks = Knocks::default();
+        assert!(!knocks.answered(address));
+        drop(listener);
+        assert!((0..20).all(|_| !knocks.answered(address)));
+    }
+
+    #[test]
+    fn a_seed_gives_the_same_ranks_again() {
+        let ranks = |seed| Zipf::new(50, seed).take(20).collect::<Vec<_>>();
+        assert_eq!(ranks(3), ranks(3));
+        assert_ne!(ranks(3), ranks(4));
+        assert_eq!(Zipf::new(0, 1).next(), Some(0));
+    }
+}

@@ -1,0 +1,28 @@
+//! The first-level guest: a machine in which KVM works.
+
+use std::time::Duration;
+
+use firn_lab::kvm_host::{KvmHost, Payload};
+
+const LIMIT: Duration = Duration::from_secs(300);
+
+#[test]
+fn runs_a_command_beside_a_working_kvm() {
+    let host = KvmHost::new().unwrap();
+    let payload = Payload::new("test -c /dev/kvm && ./words out && ./words err >&2; exit 7")
+        .program("words", "/bin/echo");
+    for _ in 0..2 {
+        let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+        let status = host.run(&payload, LIMIT, &mut stdout, &mut stderr).unwrap();
+        let said = (status, String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
+        assert_eq!(said, (7, "out\n".into(), "err\n".into()));
+    }
+}
+
+#[test]
+fn a_command_that_never_ends_is_given_up() {
+    let host = KvmHost::new().unwrap();
+    let limit = Duration::from_secs(1);
+    let error = host.run(&Payload::new("sleep 1000"), limit, &mut Vec::new(), &mut Vec::new());
+    assert!(error.unwrap_err().to_string().contains("took too long"));
+}

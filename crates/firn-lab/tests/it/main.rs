@@ -1,0 +1,13 @@
+//! Integration tests of the lab: guests, probes, experiments.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test says what failed by panicking"
+)]
+
+mod full_guest;
+mod kvm_host;
+mod place;
+mod small_guest;

@@ -1,0 +1,57 @@
+//! Where one guest of a test lives: its sockets, its ports, its turn.
+
+use std::io::{Read as _, Write as _};
+use std::net::SocketAddr;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use firn_lab::guest::{QemuArgs, free_tcp_port};
+
+/// How long a guest may take to come up on a busy machine.
+pub const BOOT: Duration = Duration::from_secs(180);
+
+/// One guest at a time: two cores have enough to do with one.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// A directory for sockets, and ports of the host that lead into the guest.
+pub struct Place {
+    directory: tempfile::TempDir,
+    pub redis: SocketAddr,
+    pub echo: SocketAddr,
+    pub web: SocketAddr,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Place {
+    pub fn new() -> Self {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let port = || SocketAddr::from(([127, 0, 0, 1], free_tcp_port().unwrap()));
+        let directory = tempfile::tempdir().unwrap();
+        Self { directory, redis: port(), echo: port(), web: port(), _turn }
+    }
+
+    pub fn at(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Adds the agent's port and a monitor.
+    pub fn common(&self, args: QemuArgs) -> QemuArgs {
+        let monitor = format!("unix:{},server=on,wait=off", self.at("monitor").display());
+        args.agent(&self.at("agent")).more(&["-monitor", &monitor])
+    }
+
+    /// One line to QEMU's monitor; returns what it says.
+    pub fn monitor(&self, line: &str) -> String {
+        let mut stream = UnixStream::connect(self.at("monitor")).unwrap();
+        stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        stream.write_all(format!("{line}\n").as_bytes()).unwrap();
+        let mut said = Vec::new();
+        let mut chunk = [0; 4096];
+        while let Ok(bytes @ 1..) = stream.read(&mut chunk) {
+            said.extend_from_slice(&chunk[..bytes]);
+        }
+        String::from_utf8_lossy(&said).into_owned()
+    }
+}

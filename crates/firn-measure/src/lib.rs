@@ -1,0 +1,22 @@
+//! When is a restored VM back to normal?
+//!
+//! Not when it starts, and not when its last page is there, but when waiting for pages no longer shows: Zhang et al.,
+//! "Fast Restore of Checkpointed Memory using Working Set Estimation" (VEE 2011), section 2.
+//!
+//! ```text
+//!   vCPU 0   ######__##_#___#______________#______        # waits for a page, or not started yet
+//!            |command given
+//!   utilization of a window [t, t + w): the share of it in which no page was waited for, over all vCPUs
+//!   MMU(t, w): the lowest utilization of any window that begins at t or later
+//!   TTR(w, u): the earliest t with MMU(t, w) >= u
+//! ```
+//!
+//! Times are microseconds since the restore command was given.
+
+#![forbid(unsafe_code)]
+
+mod stalls;
+mod ttr;
+
+pub use stalls::{Stall, Stalls};
+pub use ttr::{CurvePoint, minimum_utilization, responsiveness, responsiveness_curve};

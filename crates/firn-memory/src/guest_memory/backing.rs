@@ -1,0 +1,239 @@
+//! What is behind one region: found through the hypervisor's mappings, opened through `/proc`.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use firn_types::{HostVirt, PAGE_SIZE, Page, RamRegion};
+use rustix::fs::{OFlags, Stat, fstat, fstatfs};
+
+use super::source::{Private, RamFile, Source};
+use super::{MemoryError, RegionLocation};
+use crate::process::maps::{Mapping, covering};
+use crate::process::{Process, ProcessError};
+
+/// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of `linux/magic.h`.
+const TMPFS: u64 = 0x0102_1994;
+const HUGETLBFS: u64 = 0x9584_58f6;
+
+/// One region: where it lies, and where its bytes come from.
+#[derive(Debug)]
+pub(super) struct Backing {
+    region: RamRegion,
+    hva: HostVirt,
+    source: Source,
+}
+
+impl Backing {
+    /// Finds the mappings that hold the region, and opens what is behind them.
+    pub(super) fn find(
+        process: &Arc<Process>,
+        mappings: &[Mapping],
+        location: &RegionLocation,
+    ) -> Result<Self, MemoryError> {
+        let RegionLocation { region, hva } = location.clone();
+        let mapped = covered(process, mappings, &region, hva)?;
+        let source = match mapped.iter().all(|mapping| !mapping.shared && mapping.inode == 0) {
+            true => Source::Private(Private::open(process.clone(), hva)?),
+            false => Source::File(Self::file(process, mapped, &region, hva)?),
+        };
+        Ok(Self { region, hva, source })
+    }
+
+    fn file(
+        process: &Process,
+        mapped: &[Mapping],
+        region: &RamRegion,
+        hva: HostVirt,
+    ) -> Result<RamFile, MemoryError> {
+        let start = one_file(process, mapped, region, hva)?;
+        let first = &mapped[0];
+        let failed = |source| open_error(process, region, first, source);
+        let file = open(process, mapped).map_err(failed)?;
+        check_kind(&file, region, first).map_err(|refusal| refusal.unwrap_or_else(failed))?;
+        Ok(RamFile { file, start, inode: first.inode })
+    }
+
+    pub(super) fn id(&self) -> &str {
+        &self.region.id
+    }
+
+    pub(super) fn is_shared(&self) -> bool {
+        matches!(self.source, Source::File(_))
+    }
+
+    /// Its file, and where in the file it starts, in bytes.
+    pub(super) fn ram_file(&self) -> Option<(&File, u64)> {
+        match &self.source {
+            Source::File(file) => Some((&file.file, file.start)),
+            Source::Private(_) => None,
+        }
+    }
+
+    /// Copies pages of the region.
+    pub(super) fn read(&self, part: &Range<Page>, out: &mut [u8]) -> Result<(), MemoryError> {
+        let read = self.source.read(self.region.offset_of(part.start), out);
+        read.map_err(|error| MemoryError::io("reading", part, error))
+    }
+
+    /// The first run of pages of the region within `part` that has memory behind it.
+    pub(super) fn first_run(&self, part: &Range<Page>) -> Result<Option<Range<Page>>, MemoryError> {
+        let (start, end) = (self.region.offset_of(part.start), self.offset_of_end(part.end));
+        let run = self.source.first_run(start..end);
+        let run = run.map_err(|error| MemoryError::io("asking for", part, error))?;
+        Ok(run.map(|run| self.page_at_offset(run.start)..self.page_at_offset(run.end)))
+    }
+
+    /// Adds all runs of pages that have memory behind them.
+    pub(super) fn runs(&self, runs: &mut Vec<Range<Page>>) -> Result<(), MemoryError> {
+        let mut rest = self.pages();
+        while !rest.is_empty() {
+            let Some(run) = self.first_run(&rest)? else { break };
+            rest.start = run.end;
+            runs.push(run);
+        }
+        Ok(())
+    }
+
+    pub(super) fn punch_out(&self, part: &Range<Page>) -> Result<(), MemoryError> {
+        let len = (Page::count(part) * PAGE_SIZE) as u64;
+        let punched = self.source.punch_out(self.region.offset_of(part.start), len);
+        punched.map_err(|error| MemoryError::io("punching out", part, error))
+    }
+
+    pub(super) fn pages(&self) -> Range<Page> {
+        self.region.range()
+    }
+
+    /// The pages of the region that are in `range`; `None` if there are none.
+    pub(super) fn overlap(&self, range: &Range<Page>) -> Option<Range<Page>> {
+        let mine = self.pages();
+        let part = mine.start.max(range.start)..mine.end.min(range.end);
+        (part.start < part.end).then_some(part)
+    }
+
+    pub(super) fn hva_of(&self, page: Page) -> HostVirt {
+        self.hva.plus(self.region.offset_of(page))
+    }
+
+    pub(super) fn page_at(&self, hva: HostVirt) -> Option<Page> {
+        let offset = hva.0.checked_sub(self.hva.0)?;
+        (offset < self.region.bytes())
+            .then(|| Page(self.region.first.0 + (offset / PAGE_SIZE as u64) as u32))
+    }
+
+    /// The page at an offset in the region.
+    fn page_at_offset(&self, offset: u64) -> Page {
+        let pages = (offset / PAGE_SIZE as u64).min(u64::from(self.region.pages));
+        Page(self.region.first.0 + pages as u32)
+    }
+
+    /// The offset in the region at which a range that ends before `page` ends.
+    fn offset_of_end(&self, page: Page) -> u64 {
+        u64::from(page.0 - self.region.first.0) * PAGE_SIZE as u64
+    }
+
+    /// Checks that the region is still mapped as it was found, and shared.
+    pub(super) fn check_shared(
+        &self,
+        process: &Process,
+        mappings: &[Mapping],
+    ) -> Result<(), MemoryError> {
+        let Source::File(file) = &self.source else {
+            return Err(MemoryError::Private { id: self.region.id.clone() });
+        };
+        let mapped = covered(process, mappings, &self.region, self.hva)?;
+        let start = one_file(process, mapped, &self.region, self.hva)?;
+        match mapped[0].inode == file.inode && start == file.start {
+            true => Ok(()),
+            false => Err(unmapped(process, &self.region, self.hva)),
+        }
+    }
+}
+
+/// The mappings that hold a region without gaps.
+fn covered<'m>(
+    process: &Process,
+    mappings: &'m [Mapping],
+    region: &RamRegion,
+    hva: HostVirt,
+) -> Result<&'m [Mapping], MemoryError> {
+    let aligned = hva.0 % PAGE_SIZE as u64 == 0;
+    let mapped = covering(mappings, hva.0, region.bytes()).filter(|_| aligned);
+    mapped.ok_or_else(|| unmapped(process, region, hva))
+}
+
+/// Where in its file a region starts, whose mappings must be shared, of one file, and follow one another in it.
+fn one_file(
+    process: &Process,
+    mapped: &[Mapping],
+    region: &RamRegion,
+    hva: HostVirt,
+) -> Result<u64, MemoryError> {
+    if mapped.iter().any(|mapping| !mapping.shared) {
+        return Err(MemoryError::Private { id: region.id.clone() });
+    }
+    let follows = |pair: &[Mapping]| {
+        let (a, b) = (&pair[0], &pair[1]);
+        (a.device, a.inode) == (b.device, b.inode) && a.offset + (a.end - a.start) == b.offset
+    };
+    match mapped.windows(2).all(follows) {
+        true => Ok(mapped[0].offset + (hva.0 - mapped[0].start)),
+        false => Err(unmapped(process, region, hva)),
+    }
+}
+
+fn unmapped(process: &Process, region: &RamRegion, hva: HostVirt) -> MemoryError {
+    let (id, bytes, pid) = (region.id.clone(), region.bytes(), process.pid());
+    MemoryError::Unmapped { id, hva, bytes, pid }
+}
+
+fn open_error(
+    process: &Process,
+    region: &RamRegion,
+    mapping: &Mapping,
+    source: io::Error,
+) -> MemoryError {
+    if !process.is_alive() {
+        return ProcessError::Gone { pid: process.pid() }.into();
+    }
+    let (id, pid, path) = (region.id.clone(), process.pid(), mapping.path.clone());
+    MemoryError::Open { id, pid, path, source }
+}
+
+/// Opens the file of some mappings: through the mapping itself where we have the right (CAP_CHECKPOINT_RESTORE), else
+/// through a descriptor that the process still has on the same file.
+fn open(process: &Process, mapped: &[Mapping]) -> io::Result<File> {
+    let first = &mapped[0];
+    let by_mapping = format!("map_files/{:x}-{:x}", first.start, first.end);
+    let wanted = |status: &Stat| status.st_ino == first.inode && device(status) == first.device;
+    let open = |name: &str| process.open_file(name, OFlags::RDWR).map(File::from);
+    let refused = match open(&by_mapping) {
+        Ok(file) if wanted(&fstat(&file)?) => return Ok(file),
+        Ok(_) => io::Error::from(io::ErrorKind::NotFound),
+        Err(error) => error,
+    };
+    let descriptors = process.descriptors().map_err(io::Error::other)?;
+    let mut names = descriptors.iter().map(|descriptor| format!("fd/{}", descriptor.number));
+    let same = names.find(|name| process.status_of(name).is_ok_and(|status| wanted(&status)));
+    open(&same.ok_or(refused)?)
+}
+
+fn device(status: &Stat) -> (u32, u32) {
+    (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev))
+}
+
+/// Refuses files of other kinds than userfaultfd can trace. `Err(Err)` is a question that the kernel did not answer.
+fn check_kind(
+    file: &File,
+    region: &RamRegion,
+    mapping: &Mapping,
+) -> Result<(), Result<MemoryError, io::Error>> {
+    let kind = match fstatfs(file).map_err(|errno| Err(errno.into()))?.f_type as u64 {
+        TMPFS => return Ok(()),
+        HUGETLBFS => "in huge pages (hugetlbfs)",
+        _ => "on a disk file system",
+    };
+    Err(Ok(MemoryError::NotShmem { id: region.id.clone(), path: mapping.path.clone(), kind }))
+}

@@ -1,0 +1,119 @@
+//! Where the bytes of a region come from. Offsets count from the start of the region.
+
+use std::fs::File;
+use std::io;
+use std::ops::{ControlFlow, Range};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use firn_types::{HostVirt, PAGE_SIZE};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
+use rustix::io::Errno;
+
+use crate::process::{Process, ProcessError};
+use crate::process_memory;
+use crate::sys::pagemap::Pagemap;
+use crate::sys::uffd::Span;
+
+#[derive(Debug)]
+pub(super) enum Source {
+    File(RamFile),
+    Private(Private),
+}
+
+/// Shared memory: a file that Firn has opened too.
+#[derive(Debug)]
+pub(super) struct RamFile {
+    pub(super) file: File,
+    /// Where in the file the region starts, in bytes.
+    pub(super) start: u64,
+    pub(super) inode: u64,
+}
+
+/// Private anonymous memory of the hypervisor.
+#[derive(Debug)]
+pub(super) struct Private {
+    process: Arc<Process>,
+    pagemap: Pagemap,
+    hva: HostVirt,
+}
+
+impl Source {
+    pub(super) fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        match self {
+            Self::File(file) => file.file.read_exact_at(out, file.start + offset),
+            Self::Private(private) => private.read(offset, out),
+        }
+    }
+
+    /// The first run of bytes, in whole pages, that has memory behind it.
+    pub(super) fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
+        match self {
+            Self::File(file) => file.first_run(part),
+            Self::Private(private) => private.first_run(part),
+        }
+    }
+
+    pub(super) fn punch_out(&self, offset: u64, len: u64) -> io::Result<()> {
+        match self {
+            Self::File(file) => {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                Ok(fallocate(&file.file, flags, file.start + offset, len)?)
+            }
+            Self::Private(_) => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+}
+
+impl RamFile {
+    fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
+        let data = match seek(&self.file, SeekFrom::Data(self.start + part.start)) {
+            Err(Errno::NXIO) => return Ok(None),
+            other => other?,
+        };
+        if data >= self.start + part.end {
+            return Ok(None);
+        }
+        let hole = seek(&self.file, SeekFrom::Hole(data))?.next_multiple_of(PAGE_SIZE as u64);
+        Ok(Some(data - self.start..(hole - self.start).min(part.end)))
+    }
+}
+
+impl Private {
+    pub(super) fn open(process: Arc<Process>, hva: HostVirt) -> Result<Self, ProcessError> {
+        let pagemap = process.open_file("pagemap", OFlags::RDONLY);
+        let pagemap = pagemap.map_err(|error| process.error("opening the pagemap", error))?;
+        Ok(Self { process, pagemap: Pagemap::new(pagemap), hva })
+    }
+
+    /// Reads what is there. Pages that never were are left alone, and are zeros.
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let end = offset + out.len() as u64;
+        let mut at = offset;
+        while let Some(run) = self.first_run(at..end)? {
+            let (from, to) = ((run.start - offset) as usize, (run.end - offset) as usize);
+            out[(at - offset) as usize..from].fill(0);
+            let start = self.hva.plus(run.start);
+            process_memory::read(&self.process, start, &mut out[from..to])
+                .map_err(io::Error::other)?;
+            at = run.end;
+        }
+        out[(at - offset) as usize..].fill(0);
+        Ok(())
+    }
+
+    fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
+        let span = Span { start: self.hva.0 + part.start, len: part.end - part.start };
+        let mut run: Option<Range<u64>> = None;
+        self.pagemap.present(span, true, |start, end| {
+            let (start, end) = (start - self.hva.0, end - self.hva.0);
+            match &mut run {
+                None => run = Some(start..end),
+                Some(run) if run.end == start => run.end = end,
+                Some(_) => return ControlFlow::Break(()),
+            }
+            ControlFlow::Continue(())
+        })?;
+        Ok(run)
+    }
+}

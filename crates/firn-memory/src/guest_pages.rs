@@ -1,0 +1,230 @@
+//! The guest's own page tables, read from outside.
+//!
+//! Two pages that are neighbours for a program are rarely neighbours in RAM; the page tables of the guest tell which
+//! are. They are found through the roots that the vCPUs hold (register CR3), and, for a Linux guest, through pages that
+//! look like such a root ([`kernel_half_roots`]).
+//!
+//! ```text
+//!   CR3 -> [level 4, 512 entries] -> [level 3] -> [level 2] -> [level 1] -> page of 4 KiB
+//!                                       |             `- entry with bit 7: page of 2 MiB
+//!                                       `- entry with bit 7: page of 1 GiB
+//!   with five levels there is one more table in front
+//! ```
+//!
+//! The layout is that of the Intel SDM, volume 3, chapter 4. The guest runs on and may be anything, so what is read may
+//! be half-written or no page table at all. A walk visits each table once per level and reads a bounded number of them:
+//! it ends, whatever it reads.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::ops::Range;
+
+use firn_types::{GuestPhys, PAGE_SIZE, Page, RegionMap};
+
+use crate::guest_memory::GuestMemory;
+
+mod entry;
+mod roots;
+
+pub use entry::PageFlags;
+use entry::{ENTRIES, Entry, Table};
+pub use roots::kernel_half_roots;
+
+/// RAM of a guest, as far as reading its page tables needs it.
+pub trait GuestPhysRead {
+    /// Where the guest sees which RAM.
+    fn map(&self) -> &RegionMap;
+    /// Copies whole pages of RAM. `false` if that is not possible.
+    fn read(&self, first: Page, out: &mut [u8]) -> bool;
+    /// The pages that may hold something else than zeros, in runs.
+    fn backed(&self) -> Vec<Range<Page>>;
+}
+
+impl GuestPhysRead for GuestMemory {
+    fn map(&self) -> &RegionMap {
+        GuestMemory::map(self)
+    }
+
+    fn read(&self, first: Page, out: &mut [u8]) -> bool {
+        GuestMemory::read(self, first, out).is_ok()
+    }
+
+    /// If the kernel does not say which pages are backed, all are read.
+    fn backed(&self) -> Vec<Range<Page>> {
+        self.backed_runs().unwrap_or_else(|_| vec![self.all()])
+    }
+}
+
+/// The number of a page of a guest-virtual address space: its address divided by the page size.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct VirtPage(pub u64);
+
+impl VirtPage {
+    /// The address of its first byte.
+    pub fn address(self) -> u64 {
+        self.0.wrapping_mul(PAGE_SIZE as u64)
+    }
+
+    /// Whether it lies in the upper half, where an x86-64 kernel lives.
+    pub fn is_kernel(self) -> bool {
+        self.address() >> 63 != 0
+    }
+}
+
+impl fmt::Debug for VirtPage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "gva {:#x}", self.address())
+    }
+}
+
+/// A part of an address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Half {
+    /// The lower half, where programs live.
+    User,
+    /// The upper half, where the kernel lives; shared by all address spaces of a Linux guest.
+    Kernel,
+}
+
+/// How a walk ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Walk {
+    /// Everything that can be reached was visited.
+    Complete,
+    /// There were more tables than a guest of this size can need, so this is not a page table.
+    Cut,
+}
+
+/// Called for each run of RAM pages that is mapped: where, the first page, how many, and how.
+pub type Visit<'v> = dyn FnMut(VirtPage, Page, u32, PageFlags) + 'v;
+
+/// Walks one address space in the order of guest-virtual addresses. Pages that are not RAM (devices, garbage) are left
+/// out. `levels` is 4 or 5.
+pub fn walk(
+    memory: &impl GuestPhysRead,
+    root: GuestPhys,
+    levels: u8,
+    visit: &mut Visit<'_>,
+) -> Walk {
+    let mut walker = Walker::new(memory, levels);
+    match walker.walk(root, Half::User, visit) {
+        Walk::Complete => walker.walk(root, Half::Kernel, visit),
+        Walk::Cut => Walk::Cut,
+    }
+}
+
+/// Walks several address spaces and enters tables that they share only once.
+#[derive(Debug)]
+pub struct Walker<'m, M> {
+    memory: &'m M,
+    levels: u8,
+    /// Tables that were entered, each with the level it was entered at.
+    entered: HashSet<(Page, u8)>,
+    tables_left: usize,
+}
+
+/// Tables that a walk may enter beside one for each sixteen pages of RAM.
+const TABLES_SPARE: usize = 1024;
+
+impl<'m, M: GuestPhysRead> Walker<'m, M> {
+    /// A walker for address spaces with this many levels: 5, or 4 for every other number.
+    pub fn new(memory: &'m M, levels: u8) -> Self {
+        let tables_left = memory.map().total_pages() as usize / 16 + TABLES_SPARE;
+        let levels = if levels == 5 { 5 } else { 4 };
+        Self { memory, levels, entered: HashSet::new(), tables_left }
+    }
+
+    /// Walks one half of an address space in the order of guest-virtual addresses. The low bits of `root`, which CR3 uses
+    /// for other things, do not count.
+    pub fn walk(&mut self, root: GuestPhys, half: Half, visit: &mut Visit<'_>) -> Walk {
+        let entries = match half {
+            Half::User => 0..ENTRIES / 2,
+            Half::Kernel => ENTRIES / 2..ENTRIES,
+        };
+        let base = match (half, self.levels) {
+            (Half::User, _) => 0,
+            (Half::Kernel, 5) => 0xfe00_0000_0000_0000,
+            (Half::Kernel, _) => 0xffff_0000_0000_0000,
+        };
+        let Some(table) = self.memory.map().page_at(Entry(root.0).table()) else {
+            return Walk::Complete;
+        };
+        match self.tables(table, self.levels, base, entries, visit) {
+            Some(()) => Walk::Complete,
+            None => Walk::Cut,
+        }
+    }
+
+    /// Visits what some entries of a table lead to. `None` when too many tables have been entered.
+    fn tables(
+        &mut self,
+        table: Page,
+        level: u8,
+        base: u64,
+        entries: Range<usize>,
+        visit: &mut Visit<'_>,
+    ) -> Option<()> {
+        self.tables_left = self.tables_left.checked_sub(1)?;
+        let mut bytes = Table::default();
+        if !self.memory.read(table, bytes.as_mut_bytes()) {
+            return Some(());
+        }
+        for index in entries {
+            let entry = bytes.entry(index);
+            let address = base | (index as u64) << Entry::shift(level);
+            match entry.is_present() {
+                false => {}
+                true if entry.is_page(level) => self.page(entry, level, address, visit),
+                true => self.enter(entry, level - 1, address, visit)?,
+            }
+        }
+        Some(())
+    }
+
+    /// Enters the table that an entry names, unless it is not RAM or has been entered at this level.
+    fn enter(
+        &mut self,
+        entry: Entry,
+        level: u8,
+        address: u64,
+        visit: &mut Visit<'_>,
+    ) -> Option<()> {
+        let Some(table) = self.memory.map().page_at(entry.table()) else { return Some(()) };
+        match self.entered.insert((table, level)) {
+            true => self.tables(table, level, address, 0..ENTRIES, visit),
+            false => Some(()),
+        }
+    }
+
+    /// Visits the RAM in one mapped page of any size.
+    fn page(&self, entry: Entry, level: u8, address: u64, visit: &mut Visit<'_>) {
+        let pages = 1u64 << (Entry::shift(level) - Entry::shift(1));
+        let first = VirtPage(address / PAGE_SIZE as u64);
+        for (offset, page, count) in ram_in(self.memory.map(), entry.page(level), pages) {
+            visit(VirtPage(first.0 + offset), page, count, entry.flags());
+        }
+    }
+}
+
+/// The RAM in `pages` pages of guest-physical space from `from` on: offset in pages, first RAM page, length.
+fn ram_in(
+    map: &RegionMap,
+    from: GuestPhys,
+    pages: u64,
+) -> impl Iterator<Item = (u64, Page, u32)> + '_ {
+    const PAGE: u64 = PAGE_SIZE as u64;
+    let wanted = from.0 / PAGE..from.0 / PAGE + pages;
+    let spans = map.spans();
+    let first =
+        spans.partition_point(|span| span.gpa.0 / PAGE + u64::from(span.pages) <= wanted.start);
+    spans[first..].iter().map_while(move |span| {
+        let span_start = span.gpa.0 / PAGE;
+        let start = wanted.start.max(span_start);
+        let end = wanted.end.min(span_start + u64::from(span.pages));
+        let page = Page(span.page.0 + start.checked_sub(span_start)? as u32);
+        (start < end).then(|| (start - wanted.start, page, (end - start) as u32))
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,263 @@
+//! The page faults of a running guest: wait for them, and answer them.
+//!
+//! ```text
+//!                 Trace::Restore                        Trace::Save                                   Trace::Writes
+//!   registered    MISSING                               MINOR | WP                                    WP
+//!   fault kinds   Missing: page not in the RAM file     Minor: in the file, not in the page tables    -
+//!                                                       WriteProtect: a write to a protected page     WriteProtect
+//!   answers       install, zero                         resume_minor, unprotect                       unprotect
+//!   told too      Removed: the guest gave pages back    -                                             -
+//! ```
+//!
+//! A fault stops one thread of the hypervisor until it is answered; the others run on. A page installed by
+//! [`PageFaults::install`] appears whole or not at all, so a page that the RAM file has is always right, whatever
+//! happens to Firn in between.
+//!
+//! Everything takes `&self`: one thread may wait while others install.
+
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use firn_types::{HostVirt, PAGE_SIZE, Page};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::guest_memory::GuestMemory;
+use crate::process::ProcessError;
+use crate::sys::uffd::{Message, Span, Uffd};
+use crate::tracee::Tracee;
+
+mod adopt;
+mod answer;
+mod attempt;
+mod error;
+mod event;
+mod features;
+mod make;
+
+pub use answer::Install;
+pub use attempt::Attempt;
+pub use error::PageFaultError;
+pub use event::{Event, FaultKind};
+pub use features::{Features, Trace};
+
+/// Messages taken by one read.
+const BATCH: usize = 64;
+
+/// Firn's copy of a userfaultfd of the hypervisor.
+///
+/// Dropping it leaves the hypervisor's own copy, and with it all that is registered: a guest that touches a missing
+/// page waits for the next Firn to [`PageFaults::adopt`] it. [`PageFaults::close`] is the clean end.
+#[derive(Debug)]
+pub struct PageFaults {
+    memory: Arc<GuestMemory>,
+    uffd: Uffd,
+    /// The number of the hypervisor's copy in its own table.
+    remote: i32,
+    trace: Trace,
+    features: Features,
+    /// What is registered: only that may be unregistered, as somebody else may have the rest.
+    registered: Mutex<Vec<Range<Page>>>,
+    /// Events that were read while answering, for the next [`Self::wait`].
+    held: Mutex<Vec<Event>>,
+    holds: AtomicBool,
+}
+
+impl PageFaults {
+    /// Makes a userfaultfd in the hypervisor, and takes a copy. Nothing is registered yet.
+    ///
+    /// # Errors
+    /// If the hypervisor's user may not have one, or the kernel lacks a feature that `trace` needs.
+    pub fn create(
+        tracee: &mut Tracee<'_>,
+        memory: Arc<GuestMemory>,
+        trace: Trace,
+    ) -> Result<Self, PageFaultError> {
+        let features = Features::of_kernel()?;
+        if trace == Trace::Save && !memory.is_shared() {
+            return Err(PageFaultError::Private);
+        }
+        let remote = make::userfaultfd(tracee)?;
+        let made = Self::take(memory, remote, trace, features);
+        if made.is_err() {
+            // The first error is the one to report.
+            let _ = make::close(tracee, remote);
+        }
+        made
+    }
+
+    fn take(
+        memory: Arc<GuestMemory>,
+        remote: i32,
+        trace: Trace,
+        features: Features,
+    ) -> Result<Self, PageFaultError> {
+        let uffd = Uffd::new(memory.process().copy_descriptor(remote)?);
+        features::handshake(&uffd, trace, features)?;
+        Ok(Self::with(memory, uffd, remote, trace, features))
+    }
+
+    fn with(
+        memory: Arc<GuestMemory>,
+        uffd: Uffd,
+        remote: i32,
+        trace: Trace,
+        features: Features,
+    ) -> Self {
+        let (registered, held, holds) = Default::default();
+        Self { memory, uffd, remote, trace, features, registered, held, holds }
+    }
+
+    /// What it was made for.
+    pub fn trace(&self) -> Trace {
+        self.trace
+    }
+
+    /// What the kernel can do.
+    pub fn features(&self) -> Features {
+        self.features
+    }
+
+    /// The memory whose faults these are.
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+
+    /// Registers all of RAM. Nothing happens to pages that are mapped already.
+    ///
+    /// # Errors
+    /// If a region is registered with somebody else's userfaultfd (QEMU's own postcopy or background snapshot).
+    pub fn register(&self) -> Result<(), PageFaultError> {
+        let registered = self.register_range(self.memory.all());
+        if registered.is_err() {
+            // The first error is the one to report.
+            let _ = self.unregister();
+        }
+        registered
+    }
+
+    /// Registers a range, as [`Self::register`].
+    pub fn register_range(&self, range: Range<Page>) -> Result<(), PageFaultError> {
+        for (part, hva) in self.memory.located(range) {
+            self.uffd
+                .register(span(hva, &part), self.trace.mode())
+                .map_err(|errno| self.error("registering", &part, errno))?;
+            lock(&self.registered).push(part);
+        }
+        Ok(())
+    }
+
+    /// Unregisters whatever is registered: drops write protection, and wakes every thread that waits. Missing pages read
+    /// as zeros from now on, so a restore unregisters only when all of RAM is present.
+    ///
+    /// # Errors
+    /// If the hypervisor is gone. It goes on to the end in any case.
+    pub fn unregister(&self) -> Result<(), PageFaultError> {
+        let mut result = Ok(());
+        let registered = std::mem::take(&mut *lock(&self.registered));
+        for (part, hva) in registered.into_iter().flat_map(|part| self.memory.located(part)) {
+            result = result.and(self.unregister_part(&part, span(hva, &part)));
+        }
+        result
+    }
+
+    fn unregister_part(&self, part: &Range<Page>, span: Span) -> Result<(), PageFaultError> {
+        let failed = |errno| self.error("unregistering", part, errno);
+        if self.trace != Trace::Restore {
+            match self.uffd.write_protect(span, 0) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(errno) => return Err(failed(errno)),
+            }
+        }
+        self.uffd.unregister(span).map_err(failed)?;
+        // The kernel wakes only who waits for missing pages.
+        self.uffd.wake(span).map_err(failed)
+    }
+
+    /// Unregisters, and closes the hypervisor's copy of the descriptor and ours: nothing is left.
+    ///
+    /// # Errors
+    /// If the hypervisor is gone.
+    pub fn close(self, tracee: &mut Tracee<'_>) -> Result<(), PageFaultError> {
+        self.unregister()?;
+        Ok(make::close(tracee, self.remote)?)
+    }
+
+    /// Waits until there is something, at most `timeout`, and adds it to `out`: up to some dozens of events at once, none
+    /// if the time is over. With a timeout of zero it only looks, in one system call, and does not notice an end.
+    ///
+    /// # Errors
+    /// If the hypervisor has ended.
+    pub fn wait(&self, out: &mut Vec<Event>, timeout: Duration) -> Result<(), PageFaultError> {
+        if self.take_held(out) || self.read(out)? > 0 {
+            return Ok(());
+        }
+        if timeout.is_zero() {
+            return Ok(());
+        }
+        let timeout = Timespec::try_from(timeout).ok();
+        let mut fds = [
+            PollFd::new(&self.uffd, PollFlags::IN),
+            PollFd::from_borrowed_fd(self.memory.process().pidfd(), PollFlags::IN),
+        ];
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(0) | Err(Errno::INTR) => return Ok(()),
+            Ok(_) => {}
+            Err(errno) => return Err(self.error("waiting for", &self.memory.all(), errno)),
+        }
+        if !fds[1].revents().is_empty() {
+            return Err(ProcessError::Gone { pid: self.memory.process().pid() }.into());
+        }
+        self.read(out).map(drop)
+    }
+
+    /// Reads one batch of messages. Gives the number of messages.
+    fn read(&self, out: &mut Vec<Event>) -> Result<usize, PageFaultError> {
+        let mut messages: [Message; BATCH] = [[0; 4]; BATCH];
+        let count = self
+            .uffd
+            .read(&mut messages)
+            .map_err(|errno| self.error("reading the faults of", &self.memory.all(), errno))?;
+        out.extend(
+            messages[..count].iter().filter_map(|message| event::decode(message, &self.memory)),
+        );
+        Ok(count)
+    }
+
+    fn take_held(&self, out: &mut Vec<Event>) -> bool {
+        if !self.holds.load(Ordering::Acquire) {
+            return false;
+        }
+        let mut held = lock(&self.held);
+        self.holds.store(false, Ordering::Release);
+        out.append(&mut held);
+        true
+    }
+
+    fn error(&self, what: &'static str, part: &Range<Page>, errno: Errno) -> PageFaultError {
+        let process = self.memory.process();
+        if errno == Errno::SRCH || !process.is_alive() {
+            return ProcessError::Gone { pid: process.pid() }.into();
+        }
+        PageFaultError::refused(what, part, errno)
+    }
+}
+
+impl AsFd for PageFaults {
+    /// Readable when [`PageFaults::wait`] has something to give, except for what answering has set aside.
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.uffd.as_fd()
+    }
+}
+
+/// What these locks guard is a list that is right after every single push, so a panic elsewhere does not spoil it.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn span(hva: HostVirt, part: &Range<Page>) -> Span {
+    Span { start: hva.0, len: (Page::count(part) * PAGE_SIZE) as u64 }
+}

@@ -1,0 +1,96 @@
+//! Taking up a userfaultfd that a dead Firn left behind.
+//!
+//! ```text
+//!   hypervisor's table   fd 3  /dev/kvm
+//!                        fd 9  anon_inode:[userfaultfd]    fdinfo: API: aa:80001523:...   <- features: Firn's, of a save
+//! ```
+//!
+//! A descriptor is Firn's if it was made with exactly the features that Firn asks for. The one that RAM is registered
+//! with is told by registering again, which the kernel allows to the same descriptor only.
+
+use std::sync::Arc;
+
+use super::{Features, PageFaultError, PageFaults, Trace, make};
+use crate::guest_memory::GuestMemory;
+use crate::process::Process;
+use crate::sys::uffd::Uffd;
+use crate::tracee::Tracee;
+
+const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
+
+impl PageFaults {
+    /// Takes up what a dead Firn left in the hypervisor, and wakes all who wait: their faults come again, as the dead Firn
+    /// may have read some without answering. `None` if nothing was left.
+    ///
+    /// The caller makes sure that the other Firn is dead.
+    ///
+    /// # Errors
+    /// If the hypervisor is gone or out of reach.
+    pub fn adopt(
+        process: &Process,
+        memory: Arc<GuestMemory>,
+    ) -> Result<Option<Self>, PageFaultError> {
+        for (remote, trace) in left_behind(process)? {
+            let uffd = Uffd::new(process.copy_descriptor(remote)?);
+            let found = Self::with(memory.clone(), uffd, remote, trace, Features::of_kernel()?);
+            if found.holds_memory()? {
+                found.wake(found.memory.all())?;
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Closes whatever userfaultfd of a dead Firn is left in the hypervisor, with all that is registered with it.
+    /// Gives their number. Missing pages read as zeros afterwards: only for a save, or when all of RAM is present.
+    ///
+    /// # Errors
+    /// If the hypervisor is gone or out of reach.
+    pub fn close_stale(tracee: &mut Tracee<'_>) -> Result<usize, PageFaultError> {
+        let stale = left_behind(tracee.process())?;
+        for &(remote, _) in &stale {
+            make::close(tracee, remote)?;
+        }
+        Ok(stale.len())
+    }
+
+    /// Whether RAM is registered with this descriptor, or with none: then it is now.
+    fn holds_memory(&self) -> Result<bool, PageFaultError> {
+        match self.register_range(self.memory.all()) {
+            Ok(()) => Ok(true),
+            Err(PageFaultError::Taken { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// The descriptors in the process's table that Firn made.
+fn left_behind(process: &Process) -> Result<Vec<(i32, Trace)>, PageFaultError> {
+    let descriptors = process.descriptors()?;
+    let userfaultfds = descriptors.iter().filter(|descriptor| descriptor.target == USERFAULTFD);
+    Ok(userfaultfds
+        .filter_map(|descriptor| {
+            let info = process.read(&format!("fdinfo/{}", descriptor.number)).ok()?;
+            Some((descriptor.number, Trace::of_features(features(&info)?)?))
+        })
+        .collect())
+}
+
+/// The features of a descriptor, from its line `API: aa:FEATURES:...` (hexadecimal).
+fn features(info: &str) -> Option<u64> {
+    let line = info.lines().find_map(|line| line.strip_prefix("API:"))?;
+    u64::from_str_radix(line.trim().split(':').nth(1)?, 16).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn features_are_read_from_the_kernels_line() {
+        let info = "pos:\t0\nflags:\t02004002\npending:\t0\ntotal:\t0\nAPI:\taa:80001521:1ffff\n";
+        assert_eq!(features(info), Some(0x8000_1521));
+        assert_eq!(features("pos:\t0\n"), None);
+        assert_eq!(features("API:\taa\n"), None);
+    }
+}

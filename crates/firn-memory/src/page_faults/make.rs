@@ -1,0 +1,147 @@
+//! Making a userfaultfd in the hypervisor.
+//!
+//! `userfaultfd(2)` is for the privileged, unless `vm.unprivileged_userfaultfd` says otherwise, and a hypervisor often
+//! runs as a user of its own. The device `/dev/userfaultfd` (Linux 6.1) gives the same to whoever may open it; a
+//! privileged Firn may, and passes the opened device to the hypervisor:
+//!
+//! ```text
+//!   Firn                                   hypervisor (injected)
+//!                                          mmap        a page for the arguments
+//!                                          socketpair  (a, b)
+//!   pidfd_getfd(b)
+//!   open /dev/userfaultfd
+//!   sendmsg(b, SCM_RIGHTS) --------------> recvmsg(a)  the device
+//!                                          ioctl       USERFAULTFD_IOC_NEW: the userfaultfd
+//!                                          close a, b, the device; munmap
+//! ```
+
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+
+use firn_types::{HostVirt, PAGE_SIZE};
+use nix::errno::Errno;
+use nix::libc;
+use rustix::fs::{Mode, OFlags};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use super::PageFaultError;
+use crate::process_memory;
+use crate::tracee::{TraceError, Tracee};
+
+const DEVICE: &str = "/dev/userfaultfd";
+/// `_IO(0xAA, 0x00)` of `linux/userfaultfd.h`.
+const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+const FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
+
+/// Makes one, and gives its number in the hypervisor's table.
+pub(super) fn userfaultfd(tracee: &mut Tracee<'_>) -> Result<i32, PageFaultError> {
+    match tracee.syscall(libc::SYS_userfaultfd, [FLAGS, 0, 0, 0, 0, 0]) {
+        Ok(number) => Ok(number as i32),
+        // Where the device is no way either, the first refusal says what to do.
+        Err(refused) if is_refusal(&refused) => by_device(tracee).map_err(|_| refused.into()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn is_refusal(error: &TraceError) -> bool {
+    matches!(error, TraceError::Call { source: Errno::EPERM, .. })
+}
+
+fn by_device(tracee: &mut Tracee<'_>) -> Result<i32, PageFaultError> {
+    let process = tracee.process();
+    let device = rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|errno| process.error("opening /dev/userfaultfd", errno))?;
+    let scratch = Scratch::new(tracee)?;
+    let made = scratch.pass(tracee, &device);
+    scratch.remove(tracee)?;
+    made
+}
+
+/// Closes a descriptor of the hypervisor.
+pub(super) fn close(tracee: &mut Tracee<'_>, number: i32) -> Result<(), TraceError> {
+    tracee.syscall(libc::SYS_close, [number as u64, 0, 0, 0, 0, 0]).map(drop)
+}
+
+/// A page in the hypervisor for what system calls point to.
+struct Scratch(u64);
+
+// What lies where in the page.
+const PAIR: u64 = 0;
+const HEADER: u64 = 64;
+const VECTOR: u64 = 128;
+const CONTROL: u64 = 192;
+const BYTE: u64 = 256;
+/// Bytes of a control message with one descriptor (`CMSG_SPACE(4)`); the descriptor comes after 16.
+const CONTROL_BYTES: u64 = 24;
+const CONTROL_HEAD: u64 = 16;
+
+impl Scratch {
+    fn new(tracee: &mut Tracee<'_>) -> Result<Self, TraceError> {
+        let protection = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+        let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
+        let arguments = [0, PAGE_SIZE as u64, protection, flags, u64::MAX, 0];
+        tracee.syscall(libc::SYS_mmap, arguments).map(Self)
+    }
+
+    fn remove(self, tracee: &mut Tracee<'_>) -> Result<(), TraceError> {
+        tracee.syscall(libc::SYS_munmap, [self.0, PAGE_SIZE as u64, 0, 0, 0, 0]).map(drop)
+    }
+
+    /// Passes the device through a pair of sockets, and makes a userfaultfd of it there.
+    fn pass(&self, tracee: &mut Tracee<'_>, device: &impl AsFd) -> Result<i32, PageFaultError> {
+        let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as u64;
+        let arguments = [libc::AF_UNIX as u64, kind, 0, self.0 + PAIR, 0, 0];
+        tracee.syscall(libc::SYS_socketpair, arguments)?;
+        let [ours, theirs] = [self.number(tracee, PAIR)?, self.number(tracee, PAIR + 4)?];
+        let passed = self.send(tracee, theirs, device).and_then(|()| self.receive(tracee, ours));
+        for socket in [ours, theirs] {
+            close(tracee, socket)?;
+        }
+        let device = passed?;
+        let made =
+            tracee.syscall(libc::SYS_ioctl, [device as u64, USERFAULTFD_IOC_NEW, FLAGS, 0, 0, 0]);
+        close(tracee, device)?;
+        Ok(made? as i32)
+    }
+
+    fn send(
+        &self,
+        tracee: &Tracee<'_>,
+        socket: i32,
+        device: &impl AsFd,
+    ) -> Result<(), PageFaultError> {
+        let process = tracee.process();
+        let socket = process.copy_descriptor(socket)?;
+        let devices = [device.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&devices));
+        sendmsg(&socket, &[IoSlice::new(&[0])], &mut control, SendFlags::empty())
+            .map_err(|errno| process.error("passing /dev/userfaultfd", errno))?;
+        Ok(())
+    }
+
+    /// Receives a descriptor there; gives its number. `struct msghdr`, `struct iovec` and `struct cmsghdr` are those of
+    /// recvmsg(2) and cmsg(3).
+    fn receive(&self, tracee: &mut Tracee<'_>, socket: i32) -> Result<i32, PageFaultError> {
+        let header = [0, 0, self.0 + VECTOR, 1, self.0 + CONTROL, CONTROL_BYTES, 0];
+        self.write(tracee, HEADER, &header)?;
+        self.write(tracee, VECTOR, &[self.0 + BYTE, 1])?;
+        self.write(tracee, CONTROL, &[0; 3])?;
+        let flags = (libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT) as u64;
+        tracee.syscall(libc::SYS_recvmsg, [socket as u64, self.0 + HEADER, flags, 0, 0, 0])?;
+        self.number(tracee, CONTROL + CONTROL_HEAD)
+    }
+
+    fn write(&self, tracee: &Tracee<'_>, at: u64, words: &[u64]) -> Result<(), PageFaultError> {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        Ok(process_memory::write(tracee.process(), HostVirt(self.0 + at), &bytes)?)
+    }
+
+    fn number(&self, tracee: &Tracee<'_>, at: u64) -> Result<i32, PageFaultError> {
+        let mut bytes = [0; 4];
+        process_memory::read(tracee.process(), HostVirt(self.0 + at), &mut bytes)?;
+        Ok(i32::from_le_bytes(bytes))
+    }
+}

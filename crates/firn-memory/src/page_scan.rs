@@ -1,0 +1,254 @@
+//! Which pages were written or touched since somebody last asked, without a fault handler.
+//!
+//! ```text
+//!   arm ........... all pages write-protected; the kernel lets each first write through, and remembers it
+//!   written ....... the pages without protection                            (scan of the page tables)
+//!   written_and_rearm                 ... and protects them again, in the same pass
+//!
+//!   forget_touches  all page-table entries dropped (protection stays)       (injected madvise)
+//!   touched ....... the pages with an entry again
+//! ```
+//!
+//! The guest never waits for Firn here: a first write costs it a short fault inside the kernel, and a first touch one
+//! like any other. Registering for write protection also keeps the kernel from mapping neighbours of a touched page
+//! (fault-around), which would count as touched.
+//!
+//! A page that the hypervisor gives back (balloon) becomes zeros without being written: compare
+//! [`GuestMemory::backed_runs`] where that matters.
+
+use std::io;
+use std::ops::{ControlFlow, Range};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use firn_types::{HostVirt, PAGE_SIZE, Page};
+use linux_raw_sys::general::page_region;
+use rustix::fs::OFlags;
+use thiserror::Error;
+
+use crate::guest_memory::GuestMemory;
+use crate::page_faults::{Features, PageFaultError, PageFaults, Trace};
+use crate::page_tables::{DropError, drop_page_tables};
+use crate::process::ProcessError;
+use crate::sys::pagemap::{Pagemap, Sought};
+use crate::sys::uffd::Span;
+use crate::tracee::Tracee;
+
+/// Runs of pages that one call of the kernel tells.
+const REGIONS: usize = 1024;
+
+/// What kept us from scanning.
+#[derive(Debug, Error)]
+pub enum ScanError {
+    /// The hypervisor is gone or out of reach.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// The memory cannot be registered or protected.
+    #[error(transparent)]
+    PageFaults(#[from] PageFaultError),
+    /// The page-table entries cannot be dropped.
+    #[error(transparent)]
+    Drop(#[from] DropError),
+    /// The kernel cannot remember writes.
+    #[error(
+        "the kernel cannot remember writes (UFFD_FEATURE_WP_ASYNC and PAGEMAP_SCAN): Linux 6.7 or newer is needed"
+    )]
+    Unsupported,
+    /// The scan failed.
+    #[error("scanning {pages} pages of guest RAM from {first} failed")]
+    Failed {
+        /// The first page.
+        first: Page,
+        /// How many pages.
+        pages: usize,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// All RAM of a guest, registered to be scanned.
+///
+/// Dropping it leaves the registration, which costs the guest a little and stops nothing; [`PageScan::close`] is the clean
+/// end.
+#[derive(Debug)]
+pub struct PageScan {
+    faults: PageFaults,
+    pagemap: Pagemap,
+    /// Where the kernel puts what it finds.
+    regions: Mutex<Vec<page_region>>,
+}
+
+impl PageScan {
+    /// Registers all of RAM. Nothing is protected yet. On kernels that cannot remember writes, only touches can be asked
+    /// for.
+    ///
+    /// # Errors
+    /// If the hypervisor's user may not have a userfaultfd, or somebody else has RAM registered.
+    pub fn create(tracee: &mut Tracee<'_>, memory: Arc<GuestMemory>) -> Result<Self, ScanError> {
+        let trace = match Features::of_kernel()?.write_protect_async {
+            true => Trace::Scan,
+            false => Trace::Writes,
+        };
+        let faults = PageFaults::create(tracee, memory, trace)?;
+        let scan = faults.register().map_err(ScanError::from).and_then(|()| pagemap_of(&faults));
+        match scan {
+            Ok(pagemap) => Ok(Self::with(faults, pagemap)),
+            Err(error) => {
+                // The first error is the one to report.
+                let _ = faults.close(tracee);
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes up what a dead Firn registered for scanning. What was written and touched since is known. `None` if nothing was
+    /// left, or it was registered for something else.
+    ///
+    /// # Errors
+    /// If the hypervisor is gone or out of reach.
+    pub fn adopt(memory: Arc<GuestMemory>) -> Result<Option<Self>, ScanError> {
+        let process = memory.process().clone();
+        let found = PageFaults::adopt(&process, memory)?;
+        let Some(faults) = found.filter(|faults| faults.trace() == Trace::Scan) else {
+            return Ok(None);
+        };
+        let pagemap = pagemap_of(&faults)?;
+        Ok(Some(Self::with(faults, pagemap)))
+    }
+
+    fn with(faults: PageFaults, pagemap: Pagemap) -> Self {
+        let empty = page_region { start: 0, end: 0, categories: 0 };
+        Self { faults, pagemap, regions: Mutex::new(vec![empty; REGIONS]) }
+    }
+
+    /// The memory that is scanned.
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        self.faults.memory()
+    }
+
+    /// Forgets all writes: from now on those that follow are remembered. Costs 3-8 ms per GiB.
+    ///
+    /// # Errors
+    /// If the kernel cannot remember writes, or the hypervisor is gone.
+    pub fn arm(&self) -> Result<(), ScanError> {
+        self.check_async()?;
+        Ok(self.faults.protect(self.memory().all())?)
+    }
+
+    /// Adds the pages that were written since they were armed to `out`, in runs, in order.
+    ///
+    /// # Errors
+    /// If the kernel cannot remember writes, or the hypervisor is gone.
+    pub fn written(&self, range: Range<Page>, out: &mut Vec<Range<Page>>) -> Result<(), ScanError> {
+        self.check_async()?;
+        self.scan(range, Sought::Written, out)
+    }
+
+    /// As [`Self::written`], and arms these pages again: each write is told once, and none is lost. About 1 ms per GiB.
+    ///
+    /// # Errors
+    /// As [`Self::written`].
+    pub fn written_and_rearm(
+        &self,
+        range: Range<Page>,
+        out: &mut Vec<Range<Page>>,
+    ) -> Result<(), ScanError> {
+        self.check_async()?;
+        self.scan(range, Sought::WrittenAndRearm, out)
+    }
+
+    /// Forgets all touches: from now on those that follow are told. What was written is still known.
+    ///
+    /// # Errors
+    /// As [`drop_page_tables`].
+    pub fn forget_touches(
+        &self,
+        tracee: &mut Tracee<'_>,
+        range: Range<Page>,
+    ) -> Result<(), ScanError> {
+        Ok(drop_page_tables(tracee, self.memory(), range)?)
+    }
+
+    /// Adds the pages that were touched (read or written) since then to `out`, in runs, in order.
+    ///
+    /// # Errors
+    /// If the hypervisor is gone.
+    pub fn touched(&self, range: Range<Page>, out: &mut Vec<Range<Page>>) -> Result<(), ScanError> {
+        if self.faults.features().write_protect_async {
+            return self.scan(range, Sought::Present, out);
+        }
+        for (part, hva) in self.memory().located(range) {
+            let present = self.pagemap.present(span(hva, &part), false, |start, end| {
+                push(out, pages(&part, hva, start, end));
+                ControlFlow::Continue(())
+            });
+            present.map_err(|error| self.error(&part, error))?;
+        }
+        Ok(())
+    }
+
+    /// Unregisters, and closes the hypervisor's descriptor: nothing is left.
+    ///
+    /// # Errors
+    /// If the hypervisor is gone.
+    pub fn close(self, tracee: &mut Tracee<'_>) -> Result<(), ScanError> {
+        Ok(self.faults.close(tracee)?)
+    }
+
+    fn check_async(&self) -> Result<(), ScanError> {
+        match self.faults.trace() {
+            Trace::Scan => Ok(()),
+            _ => Err(ScanError::Unsupported),
+        }
+    }
+
+    fn scan(
+        &self,
+        range: Range<Page>,
+        sought: Sought,
+        out: &mut Vec<Range<Page>>,
+    ) -> Result<(), ScanError> {
+        // The regions are overwritten by each scan, so it does not matter how the last one ended.
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        for (part, hva) in self.memory().located(range) {
+            self.pagemap
+                .scan(span(hva, &part), sought, &mut regions, |start, end| {
+                    push(out, pages(&part, hva, start, end));
+                })
+                .map_err(|errno| self.error(&part, errno))?;
+        }
+        Ok(())
+    }
+
+    fn error(&self, part: &Range<Page>, source: impl Into<io::Error>) -> ScanError {
+        let process = self.memory().process();
+        if !process.is_alive() {
+            return ProcessError::Gone { pid: process.pid() }.into();
+        }
+        let (first, pages) = (part.start, Page::count(part));
+        ScanError::Failed { first, pages, source: source.into() }
+    }
+}
+
+fn pagemap_of(faults: &PageFaults) -> Result<Pagemap, ScanError> {
+    let process = faults.memory().process();
+    let pagemap = process.open_file("pagemap", OFlags::RDONLY);
+    Ok(pagemap.map(Pagemap::new).map_err(|error| process.error("opening the pagemap", error))?)
+}
+
+fn span(hva: HostVirt, part: &Range<Page>) -> Span {
+    Span { start: hva.0, len: (Page::count(part) * PAGE_SIZE) as u64 }
+}
+
+/// The pages between two addresses of a part that starts at `hva`.
+fn pages(part: &Range<Page>, hva: HostVirt, start: u64, end: u64) -> Range<Page> {
+    let page = |address: u64| Page(part.start.0 + ((address - hva.0) / PAGE_SIZE as u64) as u32);
+    page(start)..page(end)
+}
+
+/// Adds a run, or makes the last one longer.
+fn push(out: &mut Vec<Range<Page>>, run: Range<Page>) {
+    match out.last_mut() {
+        Some(last) if last.end == run.start => last.end = run.end,
+        _ => out.push(run),
+    }
+}

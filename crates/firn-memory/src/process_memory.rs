@@ -1,0 +1,74 @@
+//! Private memory of another process, copied by `process_vm_readv(2)` and `process_vm_writev(2)`: for the small RAM
+//! blocks that lie beside guest RAM (ROMs, ACPI tables, video memory), which have no file that Firn could open.
+
+use std::io::{IoSlice, IoSliceMut};
+
+use firn_types::HostVirt;
+use nix::errno::Errno;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
+use nix::unistd::Pid;
+
+use crate::process::{Process, ProcessError};
+
+/// Fills `out` from `from` on.
+///
+/// # Errors
+/// If any byte of the range is not mapped or not readable (EFAULT), if the process is gone, or if it may not be
+/// traced. What was copied before the first unmapped byte is in `out` then.
+pub fn read(process: &Process, from: HostVirt, out: &mut [u8]) -> Result<(), ProcessError> {
+    transfer(process, "reading memory", from, out.len(), |remote, done| {
+        let mut local = [IoSliceMut::new(&mut out[done..])];
+        process_vm_readv(pid_of(process), &mut local, &remote)
+    })
+}
+
+/// Writes `bytes` to `to` on. Write-protected pages (of the process's own page tables) are not written.
+///
+/// # Errors
+/// As [`read`].
+pub fn write(process: &Process, to: HostVirt, bytes: &[u8]) -> Result<(), ProcessError> {
+    transfer(process, "writing memory", to, bytes.len(), |remote, done| {
+        process_vm_writev(pid_of(process), &[IoSlice::new(&bytes[done..])], &remote)
+    })
+}
+
+/// Fills `out` from the memory of a process that is traced, whose number cannot be reused for that reason.
+pub(crate) fn read_traced(pid: i32, from: HostVirt, out: &mut [u8]) -> Result<(), ProcessError> {
+    let remote = [RemoteIoVec { base: from.0 as usize, len: out.len() }];
+    let len = out.len();
+    let what = "reading memory";
+    match process_vm_readv(Pid::from_raw(pid), &mut [IoSliceMut::new(out)], &remote) {
+        Ok(bytes) if bytes == len => Ok(()),
+        Ok(_) => Err(ProcessError::new(pid, what, Errno::EFAULT)),
+        Err(errno) => Err(ProcessError::new(pid, what, errno)),
+    }
+}
+
+fn pid_of(process: &Process) -> Pid {
+    Pid::from_raw(process.pid())
+}
+
+fn transfer(
+    process: &Process,
+    what: &'static str,
+    at: HostVirt,
+    len: usize,
+    mut step: impl FnMut([RemoteIoVec; 1], usize) -> nix::Result<usize>,
+) -> Result<(), ProcessError> {
+    let mut done = 0;
+    while done < len {
+        // Alive before each step: the number cannot have come to mean another process since it was opened, but for the
+        // instant of the call itself.
+        if !process.is_alive() {
+            return Err(ProcessError::Gone { pid: process.pid() });
+        }
+        let base = at.plus(done as u64).0 as usize;
+        match step([RemoteIoVec { base, len: len - done }], done) {
+            Ok(0) => return Err(process.error(what, Errno::EFAULT)),
+            Ok(bytes) => done += bytes,
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(process.error(what, errno)),
+        }
+    }
+    Ok(())
+}

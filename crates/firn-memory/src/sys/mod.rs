@@ -1,0 +1,8 @@
+//! System calls that rustix and nix do not offer, each behind a function that is safe for every argument.
+
+#![allow(unsafe_code)]
+
+pub(crate) mod copy;
+pub(crate) mod pagemap;
+pub(crate) mod ptrace;
+pub(crate) mod uffd;

@@ -1,0 +1,167 @@
+//! What the kernel knows of each page of another process: `/proc/PID/pagemap`, by `PAGEMAP_SCAN` (Linux 6.7;
+//! `linux/fs.h`) or read as words (proc(5)).
+
+use std::fs::File;
+use std::io;
+use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+
+use linux_raw_sys::general::{self as raw, page_region, pm_scan_arg};
+use rustix::io::Errno;
+use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
+use zerocopy::IntoBytes;
+
+use super::uffd::Span;
+
+/// What to look for in a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sought {
+    /// Written since it was last write-protected.
+    Written,
+    /// Written as well; and write-protects it again.
+    WrittenAndRearm,
+    /// Mapped.
+    Present,
+}
+
+/// Pages scanned in one go when they are read as words.
+const WORDS: usize = 512;
+/// Bit of a word: the page is mapped.
+const WORD_PRESENT: u64 = 1 << 63;
+/// Bit of a word: the page is swapped out.
+const WORD_SWAPPED: u64 = 1 << 62;
+
+const _: () = {
+    assert!(size_of::<page_region>() == 24);
+    assert!(size_of::<pm_scan_arg>() == 96);
+    assert!(Scan::OPCODE == 0xc060_6610);
+};
+
+impl Sought {
+    fn category(self) -> u64 {
+        u64::from(match self {
+            Self::Written | Self::WrittenAndRearm => raw::PAGE_IS_WRITTEN,
+            Self::Present => raw::PAGE_IS_PRESENT,
+        })
+    }
+
+    fn flags(self) -> u64 {
+        u64::from(match self {
+            Self::Written => raw::PM_SCAN_CHECK_WPASYNC,
+            Self::WrittenAndRearm => raw::PM_SCAN_CHECK_WPASYNC | raw::PM_SCAN_WP_MATCHING,
+            Self::Present => 0,
+        })
+    }
+}
+
+struct Scan<'a> {
+    argument: pm_scan_arg,
+    /// What `argument.vec` points to.
+    _regions: &'a mut [page_region],
+}
+
+impl<'a> Scan<'a> {
+    const OPCODE: Opcode =
+        ioctl::opcode::from_components(Direction::ReadWrite, b'f', 16, size_of::<pm_scan_arg>());
+
+    fn new(span: Span, sought: Sought, regions: &'a mut [page_region]) -> Self {
+        let argument = pm_scan_arg {
+            size: size_of::<pm_scan_arg>() as u64,
+            flags: sought.flags(),
+            start: span.start,
+            end: span.start + span.len,
+            walk_end: 0,
+            vec: regions.as_mut_ptr().expose_provenance() as u64,
+            vec_len: regions.len() as u64,
+            max_pages: 0,
+            category_inverted: 0,
+            category_mask: sought.category(),
+            category_anyof_mask: 0,
+            return_mask: sought.category(),
+        };
+        Self { argument, _regions: regions }
+    }
+}
+
+// SAFETY: PAGEMAP_SCAN takes struct pm_scan_arg, which `as_ptr` points to, writes at most `vec_len` regions at `vec`, both
+// taken from a slice that is borrowed for as long as `self`, and returns their number. What it may write-protect lies in
+// the address space of the descriptor.
+unsafe impl Ioctl for Scan<'_> {
+    /// Number of regions, and where the scan ended.
+    type Output = (usize, u64);
+    const IS_MUTATING: bool = true;
+
+    fn opcode(&self) -> Opcode {
+        Self::OPCODE
+    }
+
+    fn as_ptr(&mut self) -> *mut std::ffi::c_void {
+        (&raw mut self.argument).cast()
+    }
+
+    unsafe fn output_from_ptr(
+        count: IoctlOutput,
+        argument: *mut std::ffi::c_void,
+    ) -> Result<(usize, u64), Errno> {
+        // SAFETY: the caller hands back what `as_ptr` gave: a valid argument, which the kernel has filled in.
+        let walk_end = unsafe { (*argument.cast::<pm_scan_arg>()).walk_end };
+        Ok((count.unsigned_abs() as usize, walk_end))
+    }
+}
+
+/// The page map of another process.
+#[derive(Debug)]
+pub(crate) struct Pagemap(File);
+
+impl Pagemap {
+    pub(crate) fn new(fd: OwnedFd) -> Self {
+        Self(fd.into())
+    }
+
+    /// Gives each run of pages that has what is sought, as start and end address, in order.
+    pub(crate) fn scan(
+        &self,
+        mut span: Span,
+        sought: Sought,
+        regions: &mut [page_region],
+        mut found: impl FnMut(u64, u64),
+    ) -> Result<(), Errno> {
+        let end = span.start + span.len;
+        while span.start < end {
+            // SAFETY: `Scan` upholds the contract of `Ioctl`.
+            let (count, walk_end) =
+                unsafe { ioctl::ioctl(&self.0, Scan::new(span, sought, regions)) }?;
+            regions[..count.min(regions.len())].iter().for_each(|r| found(r.start, r.end));
+            if walk_end <= span.start {
+                return Err(Errno::IO);
+            }
+            span = Span { start: walk_end, len: end.saturating_sub(walk_end) };
+        }
+        Ok(())
+    }
+
+    /// As [`Self::scan`] for pages that are mapped, or with `swapped` also those that are swapped out, page by page, on
+    /// every kernel.
+    pub(crate) fn present(
+        &self,
+        span: Span,
+        swapped: bool,
+        mut found: impl FnMut(u64, u64) -> ControlFlow<()>,
+    ) -> io::Result<()> {
+        let wanted = if swapped { WORD_PRESENT | WORD_SWAPPED } else { WORD_PRESENT };
+        let page = firn_types::PAGE_SIZE as u64;
+        let (first, end) = (span.start / page, (span.start + span.len) / page);
+        let mut words = [0u64; WORDS];
+        for start in (first..end).step_by(WORDS) {
+            let words = &mut words[..(end - start).min(WORDS as u64) as usize];
+            self.0.read_exact_at(words.as_mut_bytes(), start * 8)?;
+            for (number, _) in (start..).zip(words).filter(|(_, word)| **word & wanted != 0) {
+                if found(number * page, (number + 1) * page).is_break() {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+}

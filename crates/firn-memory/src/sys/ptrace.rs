@@ -1,0 +1,182 @@
+//! The few requests of `ptrace(2)` that injecting a system call needs.
+//!
+//! ptrace ties a tracee to the one thread that seized it; when that thread ends, the kernel lets the tracee go.
+
+use firn_types::Tid;
+use nix::errno::Errno;
+use nix::libc;
+use nix::sys::ptrace;
+use nix::unistd::Pid;
+
+pub(crate) use libc::user_regs_struct as Registers;
+
+/// What a traced thread stopped for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stop {
+    /// `PTRACE_INTERRUPT`, or a stop of the whole process.
+    Interrupted,
+    /// Entry to or exit from a system call.
+    SystemCall,
+    /// A signal is about to be delivered.
+    Signal(i32),
+    /// The thread is gone.
+    Gone,
+}
+
+const PTRACE_GETSIGMASK: libc::c_uint = 0x420a;
+const PTRACE_SETSIGMASK: libc::c_uint = 0x420b;
+const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
+const PTRACE_O_SUSPEND_SECCOMP: i32 = 1 << 21;
+/// Bytes of the kernel's signal set.
+const SIGNAL_SET_BYTES: usize = 8;
+/// What `PTRACE_O_TRACESYSGOOD` adds to SIGTRAP in a system call's stop.
+const SYSTEM_CALL_STOP: i32 = libc::SIGTRAP | 0x80;
+
+fn pid(tid: Tid) -> Pid {
+    Pid::from_raw(tid.0)
+}
+
+/// Seizes the thread. If it is `sandboxed` and Firn has the right to (CAP_SYS_ADMIN), its seccomp filter rests as long
+/// as it is traced; else the filter judges our calls too.
+pub(crate) fn seize(tid: Tid, sandboxed: bool) -> Result<(), Errno> {
+    let good = ptrace::Options::PTRACE_O_TRACESYSGOOD;
+    if sandboxed {
+        let unfiltered = ptrace::Options::from_bits_retain(PTRACE_O_SUSPEND_SECCOMP);
+        if ptrace::seize(pid(tid), good | unfiltered).is_ok() {
+            return Ok(());
+        }
+    }
+    ptrace::seize(pid(tid), good)
+}
+
+pub(crate) fn interrupt(tid: Tid) -> Result<(), Errno> {
+    ptrace::interrupt(pid(tid))
+}
+
+pub(crate) fn registers(tid: Tid) -> Result<Registers, Errno> {
+    ptrace::getregs(pid(tid))
+}
+
+pub(crate) fn set_registers(tid: Tid, registers: &Registers) -> Result<(), Errno> {
+    ptrace::setregs(pid(tid), *registers)
+}
+
+/// Resumes until the next entry to or exit from a system call.
+pub(crate) fn resume_to_system_call(tid: Tid) -> Result<(), Errno> {
+    ptrace::syscall(pid(tid), None)
+}
+
+/// Resumes, delivering `signal` unless it is 0.
+pub(crate) fn resume(tid: Tid, signal: i32) -> Result<(), Errno> {
+    request(libc::PTRACE_CONT, tid, signal)
+}
+
+/// Lets the thread go, delivering `signal` unless it is 0.
+pub(crate) fn detach(tid: Tid, signal: i32) -> Result<(), Errno> {
+    request(libc::PTRACE_DETACH, tid, signal)
+}
+
+fn request(request: libc::c_uint, tid: Tid, signal: i32) -> Result<(), Errno> {
+    let data = std::ptr::without_provenance_mut::<libc::c_void>(signal as usize);
+    // SAFETY: PTRACE_CONT and PTRACE_DETACH, the only requests passed here, ignore `addr` and read `data` as a number;
+    // they touch no memory of this process.
+    let result =
+        unsafe { libc::ptrace(request, tid.0, std::ptr::null_mut::<libc::c_void>(), data) };
+    Errno::result(result).map(drop)
+}
+
+/// The signals that the thread has blocked.
+pub(crate) fn signal_mask(tid: Tid) -> Result<u64, Errno> {
+    let mut mask = 0u64;
+    // SAFETY: PTRACE_GETSIGMASK writes `addr` bytes at `data`: 8, the size of `mask`, which outlives the call.
+    let result = unsafe {
+        libc::ptrace(PTRACE_GETSIGMASK, tid.0, SIGNAL_SET_BYTES, std::ptr::from_mut(&mut mask))
+    };
+    Errno::result(result).map(|_| mask)
+}
+
+/// Blocks exactly these signals (the kernel leaves SIGKILL and SIGSTOP out).
+pub(crate) fn set_signal_mask(tid: Tid, mask: u64) -> Result<(), Errno> {
+    // SAFETY: PTRACE_SETSIGMASK reads `addr` bytes at `data`: 8, the size of `mask`, which outlives the call.
+    let result = unsafe {
+        libc::ptrace(PTRACE_SETSIGMASK, tid.0, SIGNAL_SET_BYTES, std::ptr::from_ref(&mask))
+    };
+    Errno::result(result).map(drop)
+}
+
+/// `struct ptrace_rseq_configuration` (`linux/ptrace.h`).
+#[repr(C)]
+#[derive(Default)]
+struct RseqConfiguration {
+    pointer: u64,
+    size: u32,
+    signature: u32,
+    flags: u32,
+    padding: u32,
+}
+
+const _: () = assert!(size_of::<RseqConfiguration>() == 24);
+
+/// Where the thread has registered restartable sequences (rseq(2)); `None` if it has not, or the kernel does not tell.
+pub(crate) fn restartable_sequences(tid: Tid) -> Option<u64> {
+    let mut configuration = RseqConfiguration::default();
+    let (size, data) = (size_of::<RseqConfiguration>(), std::ptr::from_mut(&mut configuration));
+    // SAFETY: PTRACE_GET_RSEQ_CONFIGURATION writes at most `addr` bytes at `data`: the size of `configuration`, which
+    // outlives the call and may hold any bytes.
+    let result = unsafe { libc::ptrace(PTRACE_GET_RSEQ_CONFIGURATION, tid.0, size, data) };
+    (result > 0 && configuration.pointer != 0).then_some(configuration.pointer)
+}
+
+/// Waits for a stop of the thread.
+pub(crate) fn wait(tid: Tid) -> Result<Stop, Errno> {
+    loop {
+        match wait_with(tid, libc::__WALL) {
+            Ok(Some(stop)) => return Ok(stop),
+            Ok(None) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Takes a stop of the thread, if there is one.
+pub(crate) fn poll(tid: Tid) -> Result<Option<Stop>, Errno> {
+    wait_with(tid, libc::__WALL | libc::WNOHANG)
+}
+
+fn wait_with(tid: Tid, flags: i32) -> Result<Option<Stop>, Errno> {
+    let mut status = 0;
+    // SAFETY: waitpid writes one int at `status`, which outlives the call.
+    let waited = unsafe { libc::waitpid(tid.0, &raw mut status, flags) };
+    match Errno::result(waited) {
+        Ok(0) => Ok(None),
+        Ok(_) => Ok(Some(decode(status))),
+        Err(Errno::ECHILD) => Ok(Some(Stop::Gone)),
+        Err(error) => Err(error),
+    }
+}
+
+fn decode(status: i32) -> Stop {
+    if !libc::WIFSTOPPED(status) {
+        return Stop::Gone;
+    }
+    match (status >> 16, libc::WSTOPSIG(status)) {
+        (libc::PTRACE_EVENT_STOP, _) => Stop::Interrupted,
+        (_, SYSTEM_CALL_STOP) => Stop::SystemCall,
+        (_, signal) => Stop::Signal(signal),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stops_are_told_apart() {
+        let stopped = |signal: i32, event: i32| (event << 16) | (signal << 8) | 0x7f;
+        assert_eq!(decode(stopped(libc::SIGTRAP, libc::PTRACE_EVENT_STOP)), Stop::Interrupted);
+        assert_eq!(decode(stopped(libc::SIGSTOP, libc::PTRACE_EVENT_STOP)), Stop::Interrupted);
+        assert_eq!(decode(stopped(libc::SIGTRAP | 0x80, 0)), Stop::SystemCall);
+        assert_eq!(decode(stopped(libc::SIGUSR1, 0)), Stop::Signal(libc::SIGUSR1));
+        assert_eq!(decode(libc::SIGKILL), Stop::Gone);
+    }
+}

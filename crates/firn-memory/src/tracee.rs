@@ -1,0 +1,242 @@
+//! Making a thread of another process run one system call, and leaving no trace of it.
+//!
+//! Two things must happen inside the hypervisor: `userfaultfd(2)`, which gives the descriptor for the caller's address
+//! space, and `madvise(2)`, which drops page-table entries of the caller. Both are *injected*: a thread is stopped by
+//! ptrace, its registers are pointed at a `syscall` instruction, and put back afterwards (`inject` says how).
+//!
+//! ```text
+//!   Tracee::seize                        Tracee::syscall                 drop
+//!   choose a thread -> seize, stop it -> (inject, restore registers)* -> detach
+//! ```
+//!
+//! The thread stays stopped as long as the [`Tracee`] lives: hold it for one purpose and drop it. The other threads
+//! run on.
+//!
+//! ptrace belongs to one thread of the tracer, so each tracee has a thread here that does nothing else. When that
+//! thread ends, for whatever reason, the kernel lets the hypervisor's thread go.
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+use firn_types::Tid;
+use nix::errno::Errno;
+use nix::libc::SYS_userfaultfd;
+use thiserror::Error;
+
+use crate::process::{Process, ProcessError};
+
+mod choose;
+mod inject;
+mod stub;
+
+/// What kept us from injecting a system call.
+#[derive(Debug, Error)]
+pub enum TraceError {
+    /// The process cannot be looked at.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// The kernel refuses ptrace.
+    #[error(
+        "may not trace process {pid}: run as root, with CAP_SYS_PTRACE, or as the user the process runs as (then with \
+         kernel.yama.ptrace_scope=0); a debugger that is attached already also keeps others out"
+    )]
+    Forbidden {
+        /// The process.
+        pid: i32,
+        /// What the kernel said.
+        source: Errno,
+    },
+    /// No thread could be stopped.
+    #[error(
+        "none of the {threads} threads of process {pid} could be stopped: they all wait in the kernel and cannot be \
+         interrupted (for a page that nobody delivers, or for a disk)"
+    )]
+    Unstoppable {
+        /// The process.
+        pid: i32,
+        /// How many threads were tried.
+        threads: usize,
+    },
+    /// The process is not a 64-bit one.
+    #[error("process {pid} is not a 64-bit x86 process")]
+    NotX86_64 {
+        /// The process.
+        pid: i32,
+    },
+    /// No `syscall` instruction was found.
+    #[error("process {pid} has no vDSO in which to find a system call instruction")]
+    NoInstruction {
+        /// The process.
+        pid: i32,
+    },
+    /// The injected call itself failed.
+    #[error("system call {number} in process {pid} failed{}", hint(*.number, *.source))]
+    Call {
+        /// The process.
+        pid: i32,
+        /// The number of the system call (`asm/unistd_64.h`).
+        number: i64,
+        /// What the kernel said there.
+        source: Errno,
+    },
+    /// A ptrace request failed.
+    #[error("ptrace {what} on {tid:?} of process {pid} failed")]
+    Ptrace {
+        /// The process.
+        pid: i32,
+        /// The thread.
+        tid: Tid,
+        /// The request.
+        what: &'static str,
+        /// What the kernel said.
+        source: Errno,
+    },
+}
+
+/// What to try if a call is refused to the hypervisor.
+fn hint(number: i64, errno: Errno) -> &'static str {
+    match (number == SYS_userfaultfd, errno) {
+        (true, Errno::EPERM) => {
+            ": the hypervisor's own user needs the right to it: run Firn as root (it then passes /dev/userfaultfd on), or \
+             set sysctl vm.unprivileged_userfaultfd=1"
+        }
+        (true, Errno::ENOSYS) => {
+            ": the kernel lacks userfaultfd (CONFIG_USERFAULTFD), or a seccomp sandbox hides it from the hypervisor"
+        }
+        (false, Errno::EPERM | Errno::ENOSYS | Errno::EACCES) => {
+            ": a seccomp sandbox (QEMU: -sandbox) may forbid it to the hypervisor"
+        }
+        _ => "",
+    }
+}
+
+/// A thread of the hypervisor, stopped to run system calls for us. Dropping it lets the thread go on as if nothing
+/// had happened.
+#[derive(Debug)]
+pub struct Tracee<'p> {
+    process: &'p Process,
+    tid: Tid,
+    calls: Option<SyncSender<Call>>,
+    results: Receiver<Result<u64, TraceError>>,
+    tracer: Option<JoinHandle<()>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    number: i64,
+    arguments: [u64; 6],
+    /// Whether the thread must find its own way back.
+    long: bool,
+}
+
+impl<'p> Tracee<'p> {
+    /// Stops one thread of `process`, if possible none of `avoid` (the vCPUs) and not the main thread, but one that
+    /// sleeps.
+    ///
+    /// # Errors
+    /// If the process is gone or may not be traced, or no thread can be stopped.
+    pub fn seize(process: &'p Process, avoid: &[Tid]) -> Result<Self, TraceError> {
+        let threads = choose::candidates(process, avoid)?;
+        for &tid in &threads {
+            if let Some(tracee) = Self::try_seize(process, tid)? {
+                return Ok(tracee);
+            }
+        }
+        Err(match process.is_alive() {
+            true => TraceError::Unstoppable { pid: process.pid(), threads: threads.len() },
+            false => ProcessError::Gone { pid: process.pid() }.into(),
+        })
+    }
+
+    /// Stops this thread; `None` if it cannot be stopped or has just ended.
+    fn try_seize(process: &'p Process, tid: Tid) -> Result<Option<Self>, TraceError> {
+        let (ready, readiness) = sync_channel(1);
+        let (calls, requests) = sync_channel(1);
+        let (answers, results) = sync_channel(1);
+        let sandboxed = choose::is_sandboxed(process, tid);
+        let target = inject::Target { pid: process.pid(), tid, sandboxed };
+        let tracer = std::thread::Builder::new()
+            .name("firn-ptrace".into())
+            .spawn(move || serve(&target, &ready, &requests, &answers))
+            .map_err(|error| process.error("starting a tracer thread", error))?;
+        let tracee = Self { process, tid, calls: Some(calls), results, tracer: Some(tracer) };
+        // A tracer that ends without a word has given up on the thread.
+        match readiness.recv() {
+            Ok(Ok(())) => Ok(Some(tracee)),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// The process.
+    pub fn process(&self) -> &'p Process {
+        self.process
+    }
+
+    /// The thread that is stopped.
+    pub fn tid(&self) -> Tid {
+        self.tid
+    }
+
+    /// Makes the thread run system call `number` of `asm/unistd_64.h` with these arguments, as far as the hypervisor's
+    /// own rights go, and gives its result. Signals wait meanwhile. For short calls: while it lasts (and no longer), the
+    /// hypervisor depends on Firn's not being killed.
+    ///
+    /// # Errors
+    /// If the call fails there, or the process ends.
+    pub fn syscall(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, TraceError> {
+        self.call(Call { number, arguments, long: false })
+    }
+
+    /// As [`Self::syscall`], for calls that may take long: if Firn is killed meanwhile, the thread finishes the call and
+    /// goes back to its own work. The thread may do some of that before this returns.
+    ///
+    /// # Errors
+    /// As [`Self::syscall`].
+    pub fn syscall_long(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, TraceError> {
+        self.call(Call { number, arguments, long: true })
+    }
+
+    fn call(&mut self, call: Call) -> Result<u64, TraceError> {
+        let gone = || ProcessError::Gone { pid: self.process.pid() };
+        let calls = self.calls.as_ref().ok_or_else(gone)?;
+        calls.send(call).map_err(|_| gone())?;
+        self.results.recv().map_err(|_| gone())?
+    }
+}
+
+impl Drop for Tracee<'_> {
+    fn drop(&mut self) {
+        drop(self.calls.take());
+        if let Some(tracer) = self.tracer.take() {
+            // A tracer that panicked has let its thread go by ending.
+            let _ = tracer.join();
+        }
+    }
+}
+
+/// The life of a tracer thread.
+fn serve(
+    target: &inject::Target,
+    ready: &SyncSender<Result<(), TraceError>>,
+    requests: &Receiver<Call>,
+    answers: &SyncSender<Result<u64, TraceError>>,
+) {
+    let mut stopped = match inject::Stopped::new(target) {
+        Ok(Some(stopped)) => stopped,
+        Ok(None) => return,
+        Err(error) => {
+            let _ = ready.send(Err(error));
+            return;
+        }
+    };
+    if ready.send(Ok(())).is_err() {
+        return stopped.release();
+    }
+    while let Ok(call) = requests.recv() {
+        if answers.send(stopped.call(&call)).is_err() {
+            break;
+        }
+    }
+    stopped.release();
+}

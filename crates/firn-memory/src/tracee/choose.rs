@@ -1,0 +1,99 @@
+//! Which thread of the hypervisor to stop for an injected call.
+//!
+//! Best is one that nobody misses for a moment and that the kernel restarts without its noticing: a helper thread
+//! asleep in a futex. A vCPU is the last resort, and a thread that cannot be interrupted is none.
+
+use firn_types::Tid;
+use nix::libc;
+
+use crate::process::{Process, ProcessError};
+
+/// What a thread is doing, from `/proc/PID/task/TID/{stat,syscall}`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Doing {
+    /// Asleep in this system call.
+    Call(i64),
+    /// Running, or asleep outside a system call (on a page fault).
+    Running,
+    /// Asleep where no signal reaches it.
+    Uninterruptible,
+}
+
+/// The threads to try, best first.
+pub(super) fn candidates(process: &Process, avoid: &[Tid]) -> Result<Vec<Tid>, ProcessError> {
+    let main = Tid(process.pid());
+    let mut ranked: Vec<(u8, Tid)> = process
+        .threads()?
+        .into_iter()
+        .map(|tid| (rank(doing(process, tid), avoid.contains(&tid), tid == main), tid))
+        .collect();
+    ranked.sort_by_key(|&(rank, _)| rank);
+    Ok(ranked.into_iter().map(|(_, tid)| tid).collect())
+}
+
+fn doing(process: &Process, tid: Tid) -> Doing {
+    let read = |name| process.read(&format!("task/{}/{name}", tid.0)).unwrap_or_default();
+    if state(&read("stat")) == Some('D') {
+        return Doing::Uninterruptible;
+    }
+    let first = |text: &str| text.split_whitespace().next()?.parse().ok();
+    match first(&read("syscall")) {
+        Some(number) if number >= 0 => Doing::Call(number),
+        _ => Doing::Running,
+    }
+}
+
+/// The state letter of a `stat` line: `TID (name, which may hold anything) STATE ...`.
+fn state(stat: &str) -> Option<char> {
+    stat.rsplit_once(')')?.1.trim_start().chars().next()
+}
+
+/// Whether a seccomp filter says which calls the thread may make. If nothing tells, none does.
+pub(super) fn is_sandboxed(process: &Process, tid: Tid) -> bool {
+    let status = process.read(&format!("task/{}/status", tid.0)).unwrap_or_default();
+    let mode = status.lines().find_map(|line| line.strip_prefix("Seccomp:"));
+    mode.is_some_and(|mode| mode.trim() != "0")
+}
+
+fn rank(doing: Doing, avoid: bool, main: bool) -> u8 {
+    let by_role = match (avoid, main) {
+        (false, false) => 0,
+        (false, true) => 4,
+        (true, _) => 8,
+    };
+    match doing {
+        Doing::Call(libc::SYS_futex) => by_role,
+        Doing::Call(number) if restarts(number) => by_role + 1,
+        Doing::Call(_) => by_role + 2,
+        Doing::Running => by_role + 3,
+        Doing::Uninterruptible => 16,
+    }
+}
+
+/// Whether the kernel resumes the call after a stop without the thread's noticing (signal(7)).
+fn restarts(number: i64) -> bool {
+    use libc::{SYS_clock_nanosleep, SYS_nanosleep, SYS_poll, SYS_ppoll, SYS_read, SYS_recvmsg};
+    let calls = [SYS_clock_nanosleep, SYS_nanosleep, SYS_poll, SYS_ppoll, SYS_read, SYS_recvmsg];
+    calls.contains(&number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sleeping_helper_comes_first_and_a_vcpu_last() {
+        let helper = rank(Doing::Call(libc::SYS_futex), false, false);
+        let main = rank(Doing::Call(libc::SYS_ppoll), false, true);
+        let vcpu = rank(Doing::Call(libc::SYS_futex), true, false);
+        let stuck = rank(Doing::Uninterruptible, false, false);
+        assert!(helper < main && main < vcpu && vcpu < stuck);
+    }
+
+    #[test]
+    fn the_name_of_a_thread_may_hold_anything() {
+        assert_eq!(state("17 (CPU 0/KVM) S 1 17 17"), Some('S'));
+        assert_eq!(state("17 (a) D (b) R 1"), Some('R'));
+        assert_eq!(state("17"), None);
+    }
+}

@@ -1,0 +1,207 @@
+//! Injected system calls leave the thread, the process and its results as they were.
+
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use firn_memory::{Process, TraceError, Tracee};
+use firn_types::Tid;
+use nix::libc::{SYS_close, SYS_getpid, SYS_gettid, SYS_poll};
+
+use crate::child::churn;
+use crate::driver::{Child, Who, pause, resume};
+
+const NONE: [u64; 6] = [0; 6];
+
+/// Arguments of a `poll` of nothing that takes so long.
+const fn milliseconds(ms: u64) -> [u64; 6] {
+    [0, 0, ms, 0, 0, 0]
+}
+
+#[test]
+fn the_call_runs_in_the_other_process() {
+    let child = Child::spawn(&[1]);
+    let mut tracee = child.tracee();
+    assert_eq!(tracee.syscall(SYS_getpid, NONE).unwrap(), child.process.pid() as u64);
+    assert_eq!(tracee.syscall(SYS_gettid, NONE).unwrap(), tracee.tid().0 as u64);
+}
+
+#[test]
+fn an_error_there_is_an_error_here() {
+    let child = Child::spawn(&[1]);
+    let error = child.tracee().syscall(SYS_close, [9999, 0, 0, 0, 0, 0]).unwrap_err();
+    assert!(matches!(error, TraceError::Call { number, .. } if number == SYS_close), "{error}");
+}
+
+/// All threads but this one.
+fn others(process: &Process, tid: Tid) -> Vec<Tid> {
+    process.threads().unwrap().into_iter().filter(|&other| other != tid).collect()
+}
+
+/// Interrupts the first thread again and again while it is in one call.
+fn disturb(child: &Child, times: u32) {
+    let others = others(&child.process, child.tids[0]);
+    for _ in 0..times {
+        let mut tracee = Tracee::seize(&child.process, &others).unwrap();
+        assert_eq!(tracee.tid(), child.tids[0]);
+        assert_eq!(tracee.syscall(SYS_gettid, NONE).unwrap(), child.tids[0].0 as u64);
+        assert_eq!(tracee.syscall_long(SYS_poll, milliseconds(3)).unwrap(), 0);
+        assert_eq!(tracee.syscall_long(SYS_gettid, NONE).unwrap(), child.tids[0].0 as u64);
+        assert_eq!(tracee.syscall(SYS_getpid, NONE).unwrap(), child.process.pid() as u64);
+    }
+    assert!(!has_code_of_firn(&child.process));
+}
+
+/// Whether a mapping is left that could be written and executed.
+fn has_code_of_firn(process: &Process) -> bool {
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", process.pid())).unwrap();
+    maps.lines().any(|line| line.contains(" rwxp "))
+}
+
+fn sleeps_undisturbed(call: &str) {
+    let mut child = Child::spawn(&[1]);
+    child.send(Who::First, &format!("{call} 400"));
+    std::thread::sleep(Duration::from_millis(20));
+    disturb(&child, 5);
+    let ms = child.result(Who::First);
+    assert!((400..3000).contains(&ms), "{call} took {ms} ms");
+}
+
+#[test]
+fn nanosleep_goes_on() {
+    sleeps_undisturbed("nanosleep");
+}
+
+#[test]
+fn ppoll_goes_on() {
+    sleeps_undisturbed("ppoll");
+}
+
+#[test]
+fn futex_goes_on() {
+    sleeps_undisturbed("futex");
+}
+
+#[test]
+fn reading_a_pipe_goes_on() {
+    let mut child = Child::spawn(&[1]);
+    child.send(Who::First, "pipe");
+    std::thread::sleep(Duration::from_millis(20));
+    disturb(&child, 5);
+    child.ask(Who::Main, "poke");
+    assert!(child.result(Who::First) < 1_000_000);
+}
+
+#[test]
+fn a_running_thread_keeps_its_registers() {
+    const ROUNDS: u64 = 30_000_000;
+    let mut child = Child::spawn(&[1]);
+    child.send(Who::First, &format!("churn {ROUNDS}"));
+    child.send(Who::Second, &format!("churn {ROUNDS}"));
+    std::thread::sleep(Duration::from_millis(5));
+    disturb(&child, 20);
+    let expected = churn(ROUNDS);
+    assert_eq!(child.result(Who::First), expected);
+    assert_eq!(child.result(Who::Second), expected);
+}
+
+#[test]
+fn a_dead_process_is_said_to_be_gone() {
+    let mut child = Child::spawn(&[1]);
+    let process = child.process.clone();
+    child.kill();
+    let error = Tracee::seize(&process, &[]).unwrap_err();
+    assert!(error.to_string().contains("does not exist"), "{error}");
+}
+
+#[test]
+fn death_in_the_middle_is_an_error() {
+    let mut child = Child::spawn(&[1]);
+    let process = child.process.clone();
+    let mut tracee = Tracee::seize(&process, &[]).unwrap();
+    child.kill_traced();
+    let error = tracee.syscall(SYS_getpid, NONE).unwrap_err();
+    assert!(error.to_string().contains("does not exist"), "{error}");
+}
+
+#[test]
+fn a_stopped_process_stays_stopped() {
+    let mut child = Child::spawn(&[1]);
+    pause(&child);
+    {
+        let mut tracee = child.tracee();
+        assert_eq!(tracee.syscall(SYS_getpid, NONE).unwrap(), child.process.pid() as u64);
+        assert_eq!(tracee.syscall_long(SYS_poll, milliseconds(20)).unwrap(), 0);
+    }
+    child.send(Who::First, "churn 10");
+    assert_eq!(child.has_result(Who::First, Duration::from_millis(50)), None);
+    pause(&child);
+    resume(&child);
+    assert_eq!(child.result(Who::First), churn(10));
+}
+
+/// Names the process and the thread that [`tracer_process`] traces.
+const TRACER: &str = "FIRN_MEMORY_TEST_TRACER";
+
+/// A Firn that is killed in the middle of a long call: this executable, run again with [`TRACER`] set.
+#[test]
+fn tracer_process() {
+    let Ok(names) = std::env::var(TRACER) else { return };
+    let (pid, tid) = names.split_once(' ').unwrap();
+    let (process, tid) = (Process::open(pid.parse().unwrap()).unwrap(), Tid(tid.parse().unwrap()));
+    let mut tracee = Tracee::seize(&process, &others(&process, tid)).unwrap();
+    assert_eq!(tracee.tid(), tid);
+    println!("seized");
+    let _ = tracee.syscall_long(SYS_poll, milliseconds(500));
+}
+
+/// Has another Firn start a long call in the first thread, and kills it in the middle.
+fn killed_in_a_long_call(child: &Child) {
+    let mut tracer = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "injection::tracer_process", "--nocapture"])
+        .env(TRACER, format!("{} {}", child.process.pid(), child.tids[0].0))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let syscall = format!("/proc/{}/task/{}/syscall", child.process.pid(), child.tids[0].0);
+    let poll = format!("{SYS_poll} 0x0 0x0 0x1f4 ");
+    for attempt in 0.. {
+        assert!(attempt < 10_000, "the call is never made");
+        if std::fs::read_to_string(&syscall).unwrap().starts_with(&poll) {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    tracer.kill().unwrap();
+    tracer.wait().unwrap();
+}
+
+#[test]
+fn a_thread_finds_its_way_back_without_firn() {
+    for call in ["nanosleep 800", "futex 800", "ppoll 800"] {
+        let mut child = Child::spawn(&[1]);
+        child.send(Who::First, call);
+        std::thread::sleep(Duration::from_millis(20));
+        killed_in_a_long_call(&child);
+        let ms = child.result(Who::First);
+        assert!((800..4000).contains(&ms), "{call} took {ms} ms");
+        assert_eq!(child.ask(Who::First, "churn 1000"), churn(1000));
+    }
+}
+
+#[test]
+fn a_running_thread_finds_its_way_back_without_firn() {
+    const ROUNDS: u64 = 30_000_000;
+    let mut child = Child::spawn(&[1]);
+    child.send(Who::First, &format!("churn {ROUNDS}"));
+    std::thread::sleep(Duration::from_millis(5));
+    killed_in_a_long_call(&child);
+    assert_eq!(child.result(Who::First), churn(ROUNDS));
+}
+
+#[test]
+fn an_error_of_a_long_call_is_told_too() {
+    let child = Child::spawn(&[1]);
+    let error = child.tracee().syscall_long(SYS_close, [9999, 0, 0, 0, 0, 0]).unwrap_err();
+    assert!(matches!(error, TraceError::Call { number, .. } if number == SYS_close), "{error}");
+    assert!(!has_code_of_firn(&child.process));
+}

@@ -1,0 +1,11 @@
+//! Firn's guest-memory layer against a real process whose threads touch shared memory on command.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test says what failed by panicking")]
+
+mod child;
+mod driver;
+mod faults;
+mod injection;
+mod memory;
+mod qemu;
+mod scan;
+mod whole;

@@ -1,0 +1,178 @@
+//! Written and touched pages, without a fault handler.
+
+use std::ops::Range;
+
+use firn_memory::{Event, FaultKind, PageFaultError, PageFaults, PageScan, ScanError, Trace};
+use firn_types::Page;
+
+use crate::child::pattern;
+use crate::driver::{Child, Who, next, pages};
+use crate::memory::filled;
+
+fn written(scan: &PageScan) -> Vec<Range<Page>> {
+    let mut out = Vec::new();
+    scan.written_and_rearm(pages(0..1000), &mut out).unwrap();
+    out
+}
+
+fn touched(scan: &PageScan) -> Vec<Range<Page>> {
+    let mut out = Vec::new();
+    scan.touched(pages(0..1000), &mut out).unwrap();
+    out
+}
+
+fn scan(child: &Child) -> PageScan {
+    PageScan::create(&mut child.tracee(), child.memory.clone()).unwrap()
+}
+
+/// `None`, with a word about it, if this kernel cannot remember writes.
+fn armed(child: &Child) -> Option<PageScan> {
+    let scan = scan(child);
+    match scan.arm() {
+        Ok(()) => Some(scan),
+        Err(ScanError::Unsupported) => {
+            eprintln!("SKIPPED: {}", ScanError::Unsupported);
+            scan.close(&mut child.tracee()).unwrap();
+            assert!(!child.is_registered());
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn each_write_is_told_once() {
+    let mut child = Child::spawn(&[100, 64]);
+    child.ask(Who::First, "fill 0 50 1");
+    let Some(scan) = armed(&child) else { return };
+    assert_eq!(written(&scan), []);
+    // Pages with memory, a hole, the other region; reads do not count.
+    child.ask(Who::First, "fill 3 6 2");
+    child.ask(Who::Second, "fill 80 81 2");
+    child.ask(Who::Second, "fill 112 114 2");
+    child.ask(Who::Second, "sum 0 50");
+    let mut peek = Vec::new();
+    scan.written(pages(0..1000), &mut peek).unwrap();
+    let expected = [pages(3..6), pages(80..81), pages(112..114)];
+    assert_eq!(peek, expected);
+    assert_eq!(written(&scan), expected);
+    assert_eq!(written(&scan), []);
+    child.ask(Who::First, "write 4 1");
+    assert_eq!(written(&scan), [pages(4..5)]);
+    scan.close(&mut child.tracee()).unwrap();
+    assert!(!child.is_registered());
+    assert_eq!(child.userfaultfds(), 0);
+}
+
+#[test]
+fn many_runs_are_all_told() {
+    let mut child = Child::spawn(&[5000]);
+    let Some(scan) = armed(&child) else { return };
+    for page in (0..5000).step_by(2) {
+        child.send(Who::First, &format!("write {page} 1"));
+    }
+    for _ in 0..2500 {
+        child.result(Who::First);
+    }
+    let mut out = Vec::new();
+    scan.written_and_rearm(pages(0..5000), &mut out).unwrap();
+    let expected: Vec<_> = (0..5000).step_by(2).map(|page| pages(page..page + 1)).collect();
+    assert_eq!(out, expected);
+}
+
+#[test]
+fn touches_are_told_page_by_page() {
+    let mut child = Child::spawn(&[64]);
+    child.ask(Who::First, "fill 0 64 1");
+    let scan = scan(&child);
+    scan.forget_touches(&mut child.tracee(), pages(0..64)).unwrap();
+    assert_eq!(touched(&scan), []);
+    child.ask(Who::First, "read 20");
+    child.ask(Who::First, "write 22 5");
+    assert_eq!(touched(&scan), [pages(20..21), pages(22..23)]);
+    scan.forget_touches(&mut child.tracee(), pages(0..64)).unwrap();
+    assert_eq!(touched(&scan), []);
+    assert_eq!(child.ask(Who::First, "read 21"), pattern(1, 21, 0));
+}
+
+#[test]
+fn what_was_written_is_not_forgotten_with_the_touches() {
+    let mut child = Child::spawn(&[64]);
+    child.ask(Who::First, "fill 0 64 1");
+    let Some(scan) = armed(&child) else { return };
+    child.ask(Who::First, "write 22 5");
+    scan.forget_touches(&mut child.tracee(), pages(0..64)).unwrap();
+    child.ask(Who::First, "read 22");
+    assert_eq!(written(&scan), [pages(22..23)]);
+}
+
+#[test]
+fn pages_given_back_are_holes_whether_written_or_not() {
+    let mut child = Child::spawn(&[64]);
+    child.ask(Who::First, "fill 0 64 1");
+    let Some(scan) = armed(&child) else { return };
+    child.ask(Who::First, "discard 10 20");
+    written(&scan);
+    assert_eq!(child.memory.backed_runs().unwrap(), [pages(0..10), pages(20..64)]);
+    child.ask(Who::First, "write 12 5");
+    assert_eq!(written(&scan), [pages(12..13)]);
+}
+
+#[test]
+fn the_next_firn_goes_on_scanning() {
+    let mut child = Child::spawn(&[64]);
+    let Some(scan) = armed(&child) else { return };
+    drop(scan);
+    child.ask(Who::First, "write 7 5");
+    let scan = PageScan::adopt(child.memory.clone()).unwrap().unwrap();
+    assert_eq!(written(&scan), [pages(7..8)]);
+    drop(scan);
+    assert_eq!(PageFaults::close_stale(&mut child.tracee()).unwrap(), 1);
+    assert!(!child.is_registered());
+}
+
+#[test]
+fn private_memory_is_traced_for_writes() {
+    let mut child = Child::spawn_private(&[64]);
+    child.ask(Who::First, "fill 8 16 1");
+    let memory = child.memory.clone();
+    assert!(!memory.is_shared());
+    // The kernel may have given it a huge page.
+    let runs = memory.backed_runs().unwrap();
+    assert!(runs.iter().any(|run| run.start <= Page(8) && run.end >= Page(16)), "{runs:?}");
+    let refused = PageFaults::create(&mut child.tracee(), memory.clone(), Trace::Save);
+    assert!(matches!(refused, Err(PageFaultError::Private)), "{refused:?}");
+    let dropped = firn_memory::drop_page_tables(&mut child.tracee(), &memory, pages(0..64));
+    assert!(dropped.unwrap_err().to_string().contains("private"));
+    let faults = child.trace(Trace::Writes);
+    faults.protect(pages(0..64)).unwrap();
+    let unpopulated = faults.features().write_protect_unpopulated;
+    for page in if unpopulated { vec![9, 40] } else { vec![9] } {
+        child.send(Who::First, &format!("write {page} 77"));
+        let (page, tid) = (Page(page), child.tids[0]);
+        let expected = Event::Fault { page, tid, kind: FaultKind::WriteProtect, write: true };
+        assert_eq!(next(&faults), expected);
+        let mut out = vec![0xff; 2 * 4096];
+        memory.read(page, &mut out).unwrap();
+        let before = if page == Page(9) { filled(1, 9) } else { vec![0; 4096] };
+        assert_eq!(out[..4096], before);
+        faults.unprotect(page..Page(page.0 + 1)).unwrap();
+        child.result(Who::First);
+        assert_eq!(child.ask(Who::Second, &format!("read {}", page.0)), 77);
+    }
+    faults.close(&mut child.tracee()).unwrap();
+    assert!(!child.is_registered());
+    assert_eq!(child.ask(Who::Second, "read 8"), pattern(1, 8, 0));
+}
+
+#[test]
+fn writes_to_private_memory_are_scanned_for() {
+    let mut child = Child::spawn_private(&[64]);
+    child.ask(Who::First, "fill 8 16 1");
+    let Some(scan) = armed(&child) else { return };
+    child.ask(Who::First, "fill 10 12 2");
+    child.ask(Who::First, "fill 30 31 2");
+    assert_eq!(written(&scan), [pages(10..12), pages(30..31)]);
+    assert_eq!(written(&scan), []);
+    scan.close(&mut child.tracee()).unwrap();
+}

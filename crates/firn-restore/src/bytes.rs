@@ -1,0 +1,85 @@
+//! Bytes of the image in memory, in buffers that are used again.
+//!
+//! ```text
+//!   one read of three locality blocks      Bytes of unit 7   unit 8          unit 9
+//!   [...............|...............|...]  ^ start 0         ^ start 65536   ^ start 131072
+//!   `--- Run: goes back to the pool when the last Bytes is dropped
+//! ```
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Buffers kept for later at most.
+const SPARE_MAX: usize = 8;
+
+/// Buffers that wait for their next use.
+#[derive(Debug, Default)]
+pub(crate) struct Pool {
+    spare: Mutex<Vec<Vec<u8>>>,
+}
+
+/// What one read brought.
+#[derive(Debug)]
+pub(crate) struct Run {
+    bytes: Vec<u8>,
+    pool: Arc<Pool>,
+}
+
+/// What one read brought of one unit: from `start` on.
+#[derive(Clone, Debug)]
+pub(crate) struct Bytes {
+    run: Arc<Run>,
+    start: usize,
+}
+
+impl Pool {
+    /// A buffer, of any length and content.
+    pub(crate) fn take(&self) -> Vec<u8> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+    }
+
+    fn put(&self, buffer: Vec<u8>) {
+        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        if spare.len() < SPARE_MAX {
+            spare.push(buffer);
+        }
+    }
+
+    /// Lets a filled buffer come back when nobody needs it any more.
+    pub(crate) fn wrap(self: &Arc<Self>, bytes: Vec<u8>) -> Arc<Run> {
+        Arc::new(Run { bytes, pool: self.clone() })
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        self.pool.put(std::mem::take(&mut self.bytes));
+    }
+}
+
+impl Bytes {
+    pub(crate) fn new(run: Arc<Run>, start: usize) -> Self {
+        Self { run, start }
+    }
+
+    /// From the start of the unit to the end of the read.
+    pub(crate) fn all(&self) -> &[u8] {
+        self.run.bytes.get(self.start..).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_comes_back_after_its_last_use() {
+        let pool = Arc::new(Pool::default());
+        let run = pool.wrap(vec![1, 2, 3, 4]);
+        let (first, second) = (Bytes::new(run.clone(), 0), Bytes::new(run, 2));
+        assert_eq!((first.all(), second.all()), (&[1, 2, 3, 4][..], &[3, 4][..]));
+        drop(first);
+        assert_eq!(pool.take().capacity(), 0);
+        drop(second);
+        assert!(pool.take().capacity() >= 4);
+    }
+}

@@ -1,0 +1,83 @@
+//! What can go wrong with a restore.
+
+use std::io;
+use std::path::PathBuf;
+
+use firn_image::{BlockError, ImageError};
+use firn_memory::{MemoryError, PageFaultError};
+use firn_types::Block;
+use thiserror::Error;
+
+/// Why memory can't be brought back.
+#[derive(Debug, Error)]
+pub enum RestoreError {
+    /// The image is of a VM with other RAM.
+    #[error("the image has RAM regions {image}, the VM has {vm}")]
+    Regions {
+        /// By name and size in MiB, those of the image.
+        image: String,
+        /// Those of the VM.
+        vm: String,
+    },
+    /// The image can't be read.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// A memory block in the image is damaged. Its pages stay missing: the guest waits rather than see wrong memory.
+    #[error(transparent)]
+    Block(#[from] BlockError),
+    /// The image's index and its plan contradict each other.
+    #[error("{path} has no bytes for {block}")]
+    NoEntry {
+        /// The image.
+        path: PathBuf,
+        /// The memory block.
+        block: Block,
+    },
+    /// Faults can't be read or answered.
+    #[error(transparent)]
+    PageFaults(#[from] PageFaultError),
+    /// Faults can't be waited for.
+    #[error("cannot wait for page faults")]
+    Poll {
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The RAM file can't be handled.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// The presence file can't be handled.
+    #[error("cannot {step} the presence file {path}")]
+    Presence {
+        /// What was being done.
+        step: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The presence file is of another restore, or not one at all.
+    #[error("{path} is no presence file of a VM with {pages} pages")]
+    ForeignPresence {
+        /// The file.
+        path: PathBuf,
+        /// Pages of the VM.
+        pages: u32,
+    },
+    /// A thread can't be started.
+    #[error("cannot start the thread {name}")]
+    Spawn {
+        /// The thread.
+        name: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A thread of the page server has died: a bug.
+    #[error("the thread {name} has died (this is a bug in Firn)")]
+    Died {
+        /// The thread.
+        name: &'static str,
+    },
+    /// The restore was stopped before all memory was there.
+    #[error("the restore was stopped")]
+    Stopped,
+}

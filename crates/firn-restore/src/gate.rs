@@ -1,0 +1,130 @@
+//! Keeps reading events apart from installing pages.
+//!
+//! When the guest gives a page back, the kernel holds the thread that does so until the event is *read*, and lets it go
+//! on at once then: the page disappears. A worker that decided to install the page before, and does so after, would
+//! bring its old contents back, where there must be zeros. So a worker decides and installs within the gate, and the
+//! handler reads with the gate closed:
+//!
+//! ```text
+//!   worker    enter [ still missing? -> UFFDIO_COPY ] leave
+//!   handler                                                close [ read -> settle what was given back ] open
+//! ```
+//!
+//! Waiting for workers would cost every fault some microseconds. But while a page is being given back and the event is
+//! not read, every install fails (`EAGAIN`), and asking for that takes a tenth of a microsecond. So if workers are at it
+//! and no event waits, the handler reads with the gate open. What remains is an event that comes between asking and
+//! reading, if in the same moment a worker is held up between deciding and installing, and for longer than it takes to
+//! give a page back. The guest then finds the page's old contents, which it must expect of a page it gave back anyway.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+/// How often the handler looks whether workers have left before it sleeps in between.
+const LOOKS: u32 = 100;
+
+/// Pause between looks after that.
+const PAUSE: Duration = Duration::from_micros(20);
+
+/// The gate.
+#[derive(Debug, Default)]
+pub(crate) struct Gate {
+    inside: AtomicU32,
+    closed: AtomicBool,
+}
+
+/// Being inside.
+pub(crate) struct Inside<'a>(&'a Gate);
+
+/// The gate is closed and nobody is inside.
+pub(crate) struct Closed<'a>(&'a Gate);
+
+impl Gate {
+    /// Enters, as soon as the gate is open.
+    pub(crate) fn enter(&self) -> Inside<'_> {
+        loop {
+            self.inside.fetch_add(1, Ordering::SeqCst);
+            let inside = Inside(self);
+            if !self.closed.load(Ordering::SeqCst) {
+                return inside;
+            }
+            drop(inside);
+            self.wait_while(|gate| gate.closed.load(Ordering::SeqCst));
+        }
+    }
+
+    /// Closes the gate and waits until nobody is inside; or leaves it open, and gives `None`, if somebody is inside and
+    /// `is_urgent` says that there is no need. Only one thread may close it.
+    pub(crate) fn close(&self, is_urgent: impl FnOnce() -> bool) -> Option<Closed<'_>> {
+        self.closed.store(true, Ordering::SeqCst);
+        let closed = Closed(self);
+        let is_inside = |gate: &Self| gate.inside.load(Ordering::SeqCst) > 0;
+        if is_inside(self) {
+            if !is_urgent() {
+                return None;
+            }
+            self.wait_while(is_inside);
+        }
+        Some(closed)
+    }
+
+    fn wait_while(&self, condition: impl Fn(&Self) -> bool) {
+        let mut looks = 0;
+        while condition(self) {
+            looks += 1;
+            match looks {
+                ..LOOKS => std::hint::spin_loop(),
+                _ => std::thread::sleep(PAUSE),
+            }
+        }
+    }
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.0.inside.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Drop for Closed<'_> {
+    fn drop(&mut self) {
+        self.0.closed.store(false, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_is_inside_while_it_is_closed() {
+        let gate = Gate::default();
+        let (value, stop) = (AtomicU32::new(0), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        let _inside = gate.enter();
+                        value.fetch_add(1, Ordering::SeqCst);
+                    }
+                });
+            }
+            for _ in 0..2000 {
+                let closed = gate.close(|| true).unwrap();
+                let before = value.load(Ordering::SeqCst);
+                std::hint::spin_loop();
+                assert_eq!(value.load(Ordering::SeqCst), before);
+                drop(closed);
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+
+    #[test]
+    fn it_stays_open_if_there_is_no_need() {
+        let gate = Gate::default();
+        let inside = gate.enter();
+        assert!(gate.close(|| false).is_none());
+        drop((inside, gate.enter()));
+        assert!(gate.close(|| false).is_some());
+    }
+}

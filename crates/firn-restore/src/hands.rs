@@ -1,0 +1,229 @@
+//! Decoding and installing memory blocks: what every thread does, each with its own buffers.
+//!
+//! An install that was decided on may be overtaken by the guest giving the page back; see [`crate::gate`]. While that is
+//! going on the kernel refuses to install anything until the event is read. The handler, which reads the events, reads
+//! it at once then; the others wait for the handler.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use firn_fault::point;
+use firn_image::{Entry, LocalityBlockId};
+use firn_memory::{Attempt, PageFaultError};
+use firn_types::{PAGE_SIZE, Page};
+
+use crate::bytes::Bytes;
+use crate::error::RestoreError;
+use crate::inbox::Inbox;
+use crate::record::Answered;
+use crate::server::{Install, Source, Work};
+use crate::shared::Shared;
+
+/// The buffers of one thread.
+pub(crate) struct Hands<'a> {
+    shared: &'a Shared,
+    stored: Vec<u8>,
+    raw: Vec<u8>,
+    role: Role<'a>,
+    answered: Duration,
+}
+
+/// Whose hands these are.
+pub(crate) enum Role<'a> {
+    /// The one that reads events.
+    Handler(Inbox<'a>),
+    /// One of those that do not.
+    Helper,
+}
+
+/// Pause of a helper before it tries again.
+const PAUSE: Duration = Duration::from_micros(20);
+
+/// Where the stored bytes of a block are in the image.
+pub(crate) type Place = (LocalityBlockId, Entry);
+
+impl<'a> Hands<'a> {
+    pub(crate) fn new(shared: &'a Shared, role: Role<'a>) -> Self {
+        let bytes = shared.storage.image().geometry().block_size.bytes();
+        // A block is never stored in more bytes than it has.
+        Self { shared, stored: vec![0; bytes], raw: vec![0; bytes], role, answered: Duration::ZERO }
+    }
+
+    /// Installs a block from its unit's bytes.
+    pub(crate) fn install_held<B>(
+        &mut self,
+        install: &Install<B>,
+        bytes: &Bytes,
+        place: Place,
+    ) -> Result<(), RestoreError> {
+        let storage = &self.shared.storage;
+        storage.image().decode(&place.1, storage.stored_in(bytes, &place.1), &mut self.raw)?;
+        self.install_raw(install)
+    }
+
+    /// Installs a block from the page cache. `false` if that does not have it.
+    pub(crate) fn install_cached<B>(
+        &mut self,
+        install: &Install<B>,
+        place: Place,
+    ) -> Result<bool, RestoreError> {
+        // An error here is told by whoever reads it next, with more patience.
+        let cached = self.shared.storage.try_block(place, &mut self.stored).unwrap_or(false);
+        if cached {
+            self.install_stored(install, place)?;
+        }
+        Ok(cached)
+    }
+
+    /// Installs a block from the file, waiting for storage if need be.
+    fn install_from_file<B>(
+        &mut self,
+        install: &Install<B>,
+        place: Place,
+    ) -> Result<(), RestoreError> {
+        self.shared.storage.block(place, &mut self.stored)?;
+        self.install_stored(install, place)
+    }
+
+    fn install_stored<B>(
+        &mut self,
+        install: &Install<B>,
+        (_, entry): Place,
+    ) -> Result<(), RestoreError> {
+        self.shared.storage.image().decode(&entry, &self.stored, &mut self.raw)?;
+        self.install_raw(install)
+    }
+
+    /// Puts the decoded pages in place, with one request if none of them is settled. Pages that the guest gave back since
+    /// this was decided are left out; if it waits for the block, it waits for zeros there.
+    ///
+    /// The page that the guest waits for does not come before the others: on the processor of the handler the guest
+    /// would run first, and fault on its neighbour.
+    fn install_raw<B>(&mut self, install: &Install<B>) -> Result<(), RestoreError> {
+        point("restore.install");
+        while self.copy(install)? == Attempt::Busy {
+            self.make_way()?;
+        }
+        self.answered = self.shared.now();
+        Ok(())
+    }
+
+    fn copy<B>(&mut self, install: &Install<B>) -> Result<Attempt, RestoreError> {
+        let _inside = match self.role {
+            Role::Handler(_) => None,
+            Role::Helper => Some(self.shared.gate.enter()),
+        };
+        let first = self.shared.first_page(install.block).0;
+        let missing = self.shared.still_missing(install);
+        if install.wanted.is_some() && missing != install.pages {
+            for run in install.pages.without(missing).runs() {
+                let zeros = Page(first + run.start)..Page(first + run.end);
+                if self.check(self.shared.faults.try_zero(zeros))? == Attempt::Busy {
+                    return Ok(Attempt::Busy);
+                }
+            }
+        }
+        for run in missing.runs() {
+            let bytes = run.start as usize * PAGE_SIZE..run.end as usize * PAGE_SIZE;
+            let page = Page(first + run.start);
+            let attempt = self.shared.faults.try_install(page, &self.raw[bytes]);
+            if self.check(attempt)? == Attempt::Busy {
+                return Ok(Attempt::Busy);
+            }
+        }
+        Ok(Attempt::Done)
+    }
+
+    /// Answers with zeros; pages that are present stay as they are.
+    pub(crate) fn zero(&mut self, pages: Range<Page>) -> Result<(), RestoreError> {
+        while self.check(self.shared.faults.try_zero(pages.clone()))? == Attempt::Busy {
+            self.make_way()?;
+        }
+        self.answered = self.shared.now();
+        Ok(())
+    }
+
+    fn check(&self, attempt: Result<Attempt, PageFaultError>) -> Result<Attempt, RestoreError> {
+        match attempt {
+            // All memory is present, and nobody waits any more.
+            Err(PageFaultError::NotRegistered { .. }) if self.shared.is_finishing() => {
+                Ok(Attempt::Done)
+            }
+            attempt => Ok(attempt?),
+        }
+    }
+
+    /// Lets the hypervisor go on with what it is doing.
+    fn make_way(&mut self) -> Result<(), RestoreError> {
+        match &mut self.role {
+            Role::Handler(inbox) => inbox.read(),
+            Role::Helper if self.shared.is_over() => Err(RestoreError::Stopped),
+            Role::Helper => {
+                std::thread::sleep(PAUSE);
+                Ok(())
+            }
+        }
+    }
+
+    /// When a page that was waited for was last put in place.
+    pub(crate) fn answered(&self) -> Duration {
+        self.answered
+    }
+
+    /// The events, if these are the hands of the handler.
+    pub(crate) fn inbox(&mut self) -> Option<&mut Inbox<'a>> {
+        match &mut self.role {
+            Role::Handler(inbox) => Some(inbox),
+            Role::Helper => None,
+        }
+    }
+
+    /// Does what the page server says. An error is reported, and the guest left waiting.
+    pub(crate) fn work(&mut self, work: Work<Bytes>) {
+        match work {
+            Work::Late(page) => self.late(page),
+            Work::Install(install) => self.install(&install),
+        }
+    }
+
+    fn late(&mut self, page: Page) {
+        match self.zero(page..Page(page.0 + 1)) {
+            Ok(()) | Err(RestoreError::Stopped) => {}
+            Err(error) => self.shared.fail(error),
+        }
+    }
+
+    fn install(&mut self, install: &Install<Bytes>) {
+        let place = self.shared.storage.entry(install.block);
+        let installed = place.and_then(|place| match &install.source {
+            Source::Held(bytes) => self.install_held(install, bytes, place),
+            Source::PageCache => self.install_from_file(install, place),
+        });
+        match installed {
+            Ok(()) => self.shared.installed(install),
+            Err(error) => self.give_up(install, error),
+        }
+    }
+
+    /// A block can't be installed: whoever waits for it waits on.
+    pub(crate) fn give_up<B>(&self, install: &Install<B>, error: RestoreError) {
+        // Somebody else goes on with it then.
+        if matches!(error, RestoreError::Stopped) {
+            return;
+        }
+        let mut inner = self.shared.lock();
+        let stir = inner.server.damaged(install);
+        self.shared.act(inner, stir);
+        self.shared.fail(error);
+    }
+}
+
+impl Answered {
+    /// How a fault was answered from this source.
+    pub(crate) fn from<B>(source: &Source<B>) -> Self {
+        match source {
+            Source::Held(_) => Self::Memory,
+            Source::PageCache => Self::PageCache,
+        }
+    }
+}

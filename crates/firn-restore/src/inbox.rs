@@ -1,0 +1,83 @@
+//! The events of the guest, in the order in which they are to be dealt with.
+//!
+//! Pages given back are settled the moment the event is read, with the gate closed; faults wait for their turn.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use firn_memory::{Event, FaultKind, ProcessError};
+use firn_types::{Page, Tid};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::error::RestoreError;
+use crate::shared::Shared;
+
+/// A page fault that was read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fault {
+    pub(crate) page: Page,
+    pub(crate) tid: Tid,
+    pub(crate) kind: FaultKind,
+    /// When it was read.
+    pub(crate) since: Duration,
+}
+
+/// What has been read and not been dealt with.
+pub(crate) struct Inbox<'a> {
+    shared: &'a Shared,
+    events: Vec<Event>,
+    faults: VecDeque<Fault>,
+}
+
+impl<'a> Inbox<'a> {
+    pub(crate) fn new(shared: &'a Shared) -> Self {
+        Self { shared, events: Vec::with_capacity(64), faults: VecDeque::with_capacity(256) }
+    }
+
+    /// The next fault, if one has been read.
+    pub(crate) fn next(&mut self) -> Option<Fault> {
+        self.faults.pop_front()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.faults.is_empty()
+    }
+
+    /// Reads what there is, without waiting.
+    pub(crate) fn read(&mut self) -> Result<(), RestoreError> {
+        let shared = self.shared;
+        let _closed = shared.gate.close(|| shared.faults.is_giving_back());
+        shared.faults.wait(&mut self.events, Duration::ZERO)?;
+        if self.events.is_empty() {
+            return Ok(());
+        }
+        let since = shared.now();
+        for event in self.events.drain(..) {
+            match event {
+                Event::Removed { pages } => shared.removed(pages)?,
+                Event::Fault { page, tid, kind, .. } => {
+                    self.faults.push_back(Fault { page, tid, kind, since });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sleeps until there is something to read, at most `timeout`.
+    pub(crate) fn sleep(&self, timeout: Duration) -> Result<(), RestoreError> {
+        let process = self.shared.faults.memory().process();
+        let timeout = Timespec::try_from(timeout).ok();
+        let mut fds = [
+            PollFd::new(&self.shared.faults, PollFlags::IN),
+            PollFd::from_borrowed_fd(process.pidfd(), PollFlags::IN),
+        ];
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) if !fds[1].revents().is_empty() => {
+                Err(RestoreError::PageFaults(ProcessError::Gone { pid: process.pid() }.into()))
+            }
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(RestoreError::Poll { source: errno.into() }),
+        }
+    }
+}

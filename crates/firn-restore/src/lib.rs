@@ -1,0 +1,58 @@
+//! Bringing a saved VM's memory back while its guest runs.
+//!
+//! ```text
+//!     guest touches a page that is missing
+//!        |
+//!        v
+//!   fault handler --- in memory, or in the page cache: decode, install, wake
+//!        |                                               \
+//!        | on storage                                     \ the rest of the locality block
+//!        v                                                 v
+//!     readers --- read, install what the guest waits for   workers --- decode, install
+//!        ^
+//!        | when faults are quiet: what nobody has asked for yet
+//! ```
+//!
+//! | module | what it decides or does |
+//! |---|---|
+//! | [`server`] | what to read and to install, in which order (no I/O) |
+//! | `handler`, `inbox` | page faults |
+//! | `pool` | threads that read, and threads that install |
+//! | `hands`, `shared` | the steps they have in common |
+//! | `gate` | pages that the guest gives back while they are being installed |
+//! | `storage`, `bytes` | the image, read unit by read unit |
+//! | [`Presence`] | what a successor must know if Firn is killed |
+//! | [`RunRecord`] | what happened |
+//! | [`Restore`] | all of it together |
+//!
+//! What holds at any moment: a page that is in the RAM file is whole and right; a page that is not is missing, and a
+//! guest that touches it waits. Damage in the image, or storage that fails, leaves the guest waiting and is told through
+//! [`OnFatal`]; it is never a wrong page.
+
+#![forbid(unsafe_code)]
+
+mod bytes;
+mod crew;
+mod error;
+mod gate;
+mod handler;
+mod hands;
+mod inbox;
+mod options;
+mod pool;
+mod presence;
+mod record;
+mod restore;
+pub mod server;
+mod shared;
+mod storage;
+
+pub use error::RestoreError;
+pub use options::{Fill, Mode, ModeError, RestoreOptions};
+pub use presence::Presence;
+pub use record::{
+    Answered, FAULTS_MAX, FaultRecord, READS_MAX, RUN_RECORD_VERSION, ReadFor, ReadRecord,
+    RunCounts, RunRecord, VcpuThread,
+};
+pub use restore::{Progress, Restore, Stopped};
+pub use shared::OnFatal;

@@ -1,0 +1,151 @@
+//! What can be chosen about a restore.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Instant;
+
+use firn_types::{Tid, VcpuId};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::server::Rules;
+
+/// In which order memory comes back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// All of it before the guest runs.
+    Eager,
+    /// One memory block per fault, the rest in the background in physical order: the baseline that Halite is compared
+    /// with (section 3 there). For one page per fault, as ESXi did, take an image with memory blocks of one page.
+    Lazy,
+    /// One locality block per fault, the memory block that faulted first, the rest in the background in stored order
+    /// (Halite, section 7.1).
+    #[default]
+    Locality,
+    /// The working set that the image lists before the guest runs, then as [`Mode::Locality`] (Zhang et al., VEE 2011,
+    /// section 4.2).
+    WorkingSet,
+}
+
+impl Mode {
+    const NAMES: [(Self, &'static str); 4] = [
+        (Self::Eager, "eager"),
+        (Self::Lazy, "lazy"),
+        (Self::Locality, "locality"),
+        (Self::WorkingSet, "working-set"),
+    ];
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::NAMES.iter().find(|(mode, _)| mode == self).map_or("", |(_, name)| name);
+        f.write_str(name)
+    }
+}
+
+/// A word that names no restore mode.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("{0:?} is no restore mode; they are eager, lazy, locality and working-set")]
+pub struct ModeError(String);
+
+impl FromStr for Mode {
+    type Err = ModeError;
+
+    fn from_str(word: &str) -> Result<Self, ModeError> {
+        let found = Self::NAMES.iter().find(|(_, name)| *name == word);
+        found.map(|(mode, _)| *mode).ok_or_else(|| ModeError(word.to_owned()))
+    }
+}
+
+/// What is read without anybody waiting for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fill {
+    /// Everything, when faults are quiet.
+    #[default]
+    Quiet,
+    /// Nothing: memory that the guest does not touch is never read, and the restore does not end by itself. For
+    /// experiments; [`crate::Restore::fill`] ends it.
+    Off,
+}
+
+/// How to restore.
+#[derive(Clone, Debug)]
+pub struct RestoreOptions {
+    /// In which order memory comes back.
+    pub mode: Mode,
+    /// Threads that decode and install what the guest does not wait for; at least one.
+    pub workers: usize,
+    /// Threads that wait for storage; at least two, one of which does the background fill.
+    pub readers: usize,
+    /// What is read without anybody waiting for it.
+    pub fill: Fill,
+    /// Bytes of the image held in memory at most, besides what is being read.
+    pub held_bytes_max: u64,
+    /// Count which prefetched pages the guest touches later (Halite, section 8.1.2; Zhang et al., section 5.4.1). Until
+    /// everything else is read, prefetched pages stay out of its reach, and each first touch is a fault answered from
+    /// the page cache. For experiments: it costs the guest time.
+    pub account_use: bool,
+    /// When the restore was asked for: the zero of all times in the run record.
+    pub since: Instant,
+    /// Which thread runs which vCPU, for the run record.
+    pub vcpus: Vec<(Tid, VcpuId)>,
+}
+
+impl Default for RestoreOptions {
+    fn default() -> Self {
+        Self {
+            mode: Mode::default(),
+            workers: 2,
+            readers: 4,
+            fill: Fill::default(),
+            held_bytes_max: 16 << 20,
+            account_use: false,
+            since: Instant::now(),
+            vcpus: Vec::new(),
+        }
+    }
+}
+
+/// Bytes of one background read at most: enough that a disk spends its time reading, not seeking.
+const RUN_BYTES_MAX: u32 = 1 << 20;
+
+impl RestoreOptions {
+    /// The page server's limits, for read units of `unit_bytes`.
+    pub(crate) fn rules(&self, unit_bytes: u32) -> Rules {
+        let held_max = self.held_bytes_max / u64::from(unit_bytes.max(1));
+        Rules {
+            run_max: match self.mode {
+                Mode::Lazy => 1,
+                _ => (RUN_BYTES_MAX / unit_bytes.max(1)).max(1),
+            },
+            held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
+            fill: self.fill == Fill::Quiet,
+            account_use: self.account_use,
+            ..Rules::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_have_names() {
+        for (mode, name) in Mode::NAMES {
+            assert_eq!(mode.to_string(), name);
+            assert_eq!(name.parse(), Ok(mode));
+            assert_eq!(serde_json::to_value(mode).unwrap(), name);
+        }
+        assert!("lazily".parse::<Mode>().is_err());
+    }
+
+    #[test]
+    fn lazy_reads_one_block_at_a_time() {
+        let lazy = RestoreOptions { mode: Mode::Lazy, ..RestoreOptions::default() };
+        assert_eq!(lazy.rules(8192).run_max, 1);
+        assert_eq!(RestoreOptions::default().rules(65_536).run_max, 16);
+    }
+}

@@ -1,0 +1,173 @@
+//! The threads beside the fault handler: readers wait for storage, workers use the processor.
+//!
+//! ```text
+//!   reader:  take a read -> wait for storage -> tell the page server -> install what the guest waits for
+//!   filler:  the same, and the background fill when there is nothing else; writes presence down, sees that workers work
+//!   worker:  take an install -> decode, install
+//! ```
+
+use std::time::Duration;
+
+use firn_fault::point;
+
+use crate::bytes::Bytes;
+use crate::error::RestoreError;
+use crate::hands::{Hands, Role};
+use crate::server::{Read, Stir, Take, Unit, Why};
+use crate::shared::{Shared, Waiter};
+
+/// How often a read that fails is tried again, and after which pause: storage over a network may come back.
+const RETRIES: u32 = 3;
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
+
+/// The longest that settled pages stay unwritten while the filler has nothing to read.
+const PRESENCE_EVERY: Duration = Duration::from_millis(20);
+
+/// Priority of workers: below that of vCPUs and of the fault handler, which are to run at once when they wake up, but
+/// enough for about a tenth of a processor each if those never sleep.
+const WORKER_NICE: i32 = 10;
+
+/// Installs what nobody else has, until it is over.
+pub(crate) fn work(shared: &Shared) {
+    // Of this thread alone. Without it everything works the same, only less smoothly.
+    let _ = rustix::process::setpriority_process(None, WORKER_NICE);
+    let mut hands = Hands::new(shared, Role::Helper);
+    let mut inner = shared.lock();
+    while !shared.is_over() {
+        inner = match inner.server.take_install(shared.now()) {
+            None => shared.sleep(inner, Waiter::Worker, None),
+            Some(work) => {
+                drop(inner);
+                hands.work(work);
+                shared.lock()
+            }
+        };
+    }
+}
+
+/// Reads what is asked for, until it is over.
+pub(crate) fn read(shared: &Shared, who: Waiter) {
+    let mut reader =
+        Reader { shared, hands: Hands::new(shared, Role::Helper), written: Duration::ZERO };
+    let mut inner = shared.lock();
+    while !shared.is_over() {
+        let now = shared.now();
+        let take = inner.server.take_read(now, who == Waiter::Filler);
+        if inner.server.has_installs() && take == Take::Idle {
+            shared.act(inner, Stir { workers: true, ..Stir::default() });
+            inner = shared.lock();
+        }
+        let then = match take {
+            Take::Read(read) => {
+                drop(inner);
+                reader.read(&read);
+                inner = shared.lock();
+                continue;
+            }
+            Take::At(then) => Some(then),
+            Take::Idle => None,
+        };
+        inner = match who {
+            Waiter::Filler => reader.sleep_as_filler(inner, then.unwrap_or(Duration::MAX)),
+            _ => shared.sleep(inner, who, then),
+        };
+    }
+}
+
+struct Reader<'a> {
+    shared: &'a Shared,
+    hands: Hands<'a>,
+    /// When presence was last written down.
+    written: Duration,
+}
+
+impl<'a> Reader<'a> {
+    fn read(&mut self, read: &Read) {
+        if read.why == Why::Fill {
+            point("restore.fill");
+        }
+        let began = self.shared.now();
+        match self.patiently(read) {
+            Ok(units) => self.arrived(read, units, began),
+            Err(error) if read.units.len() == 1 => self.failed(read, error),
+            // One of them is to blame, and the others are not lost.
+            Err(_) => read.units.clone().for_each(|unit| {
+                self.read(&Read { units: unit..unit + 1, why: read.why });
+            }),
+        }
+        self.serve_urgent();
+    }
+
+    fn patiently(&self, read: &Read) -> Result<Vec<Bytes>, RestoreError> {
+        let mut tried = 0;
+        loop {
+            match self.shared.storage.read(&read.units) {
+                Err(_) if tried < RETRIES && read.units.len() == 1 && !self.shared.is_over() => {
+                    tried += 1;
+                    std::thread::sleep(RETRY_PAUSE);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn arrived(&self, read: &Read, units: Vec<Bytes>, began: Duration) {
+        let now = self.shared.now();
+        let mut inner = self.shared.lock();
+        let mut stir = Stir::default();
+        for (unit, bytes) in read.units.clone().map(Unit).zip(units) {
+            let source = self.shared.source(bytes);
+            stir = stir.or(inner.server.arrived(now, unit, source, read.why));
+        }
+        let (offset, _) = self.shared.storage.place(Unit(read.units.start));
+        let (last, len) = self.shared.storage.place(Unit(read.units.end.saturating_sub(1)));
+        let len = (last + u64::from(len)).saturating_sub(offset) as u32;
+        inner.recorder.read(began, now, (offset, len), read.why);
+        self.shared.act(inner, stir);
+    }
+
+    fn failed(&self, read: &Read, error: RestoreError) {
+        self.shared.lock().server.failed(Unit(read.units.start), read.why);
+        self.shared.fail(error);
+    }
+
+    /// Installs what the guest has been waiting for. The rest is for workers.
+    fn serve_urgent(&mut self) {
+        loop {
+            let mut inner = self.shared.lock();
+            let Some(work) = inner.server.take_urgent() else {
+                let workers = inner.server.has_installs();
+                return self.shared.act(inner, Stir { workers, ..Stir::default() });
+            };
+            drop(inner);
+            self.hands.work(work);
+        }
+    }
+
+    /// Writes presence down if it is time, and sleeps.
+    fn sleep_as_filler<'b>(
+        &mut self,
+        inner: std::sync::MutexGuard<'b, crate::shared::Inner>,
+        then: Duration,
+    ) -> std::sync::MutexGuard<'b, crate::shared::Inner>
+    where
+        'a: 'b,
+    {
+        let shared: &'a Shared = self.shared;
+        let now = shared.now();
+        let mut inner = inner;
+        if inner.server.may_install(now) {
+            shared.wake_worker();
+        }
+        if inner.server.settled().has_changed() && now >= self.written + PRESENCE_EVERY {
+            drop(inner);
+            self.written = now;
+            if let Err(error) = shared.write_presence() {
+                shared.fail(error);
+            }
+            inner = shared.lock();
+        }
+        let next_write = now + PRESENCE_EVERY;
+        shared.sleep(inner, Waiter::Filler, Some(then.min(next_write)))
+    }
+}

@@ -1,0 +1,337 @@
+//! What happened during a restore: the run record.
+//!
+//! Figures about restores (time to responsiveness, prefetched and demanded pages, reads from storage) are computed from
+//! this, not measured beside it. It is a serde value with a version; times are microseconds since the restore was asked
+//! for. Its size is bounded: past [`FAULTS_MAX`] faults and [`READS_MAX`] reads the rest is only counted.
+
+use std::time::Duration;
+
+use firn_types::{Page, Tid, VcpuId};
+use serde::{Deserialize, Serialize};
+
+use crate::inbox::Fault;
+use crate::options::Mode;
+use crate::server::{Counts, Why};
+
+/// The version of [`RunRecord`] that this crate writes.
+pub const RUN_RECORD_VERSION: u32 = 1;
+
+/// Faults recorded one by one at most.
+pub const FAULTS_MAX: usize = 1 << 18;
+
+/// Reads recorded one by one at most.
+pub const READS_MAX: usize = 1 << 17;
+
+/// Room for faults and reads made in advance, so that few faults wait for memory.
+const RESERVED: usize = 1 << 14;
+
+/// All that is known about one restore.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunRecord {
+    /// [`RUN_RECORD_VERSION`].
+    pub version: u32,
+    /// In which order memory came back.
+    pub mode: Mode,
+    /// Pages of RAM.
+    pub ram_pages: u32,
+    /// Pages that the image stores; all others are zeros.
+    pub stored_pages: u32,
+    /// Which thread runs which vCPU.
+    pub vcpus: Vec<VcpuThread>,
+    /// When everything to be read before the guest runs was in place.
+    pub prefilled_us: Option<u64>,
+    /// When all memory was present.
+    pub finished_us: Option<u64>,
+    /// Sums.
+    pub counts: RunCounts,
+    /// Each page fault, by the time it was answered.
+    pub faults: Vec<FaultRecord>,
+    /// Faults that are only counted.
+    pub faults_left_out: u64,
+    /// Each read from storage, by the time it ended.
+    pub reads: Vec<ReadRecord>,
+    /// Reads that are only counted.
+    pub reads_left_out: u64,
+}
+
+/// A thread of the hypervisor that runs a vCPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VcpuThread {
+    /// Its id.
+    pub tid: Tid,
+    /// The vCPU.
+    pub vcpu: VcpuId,
+}
+
+/// How a page fault was answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Answered {
+    /// With zeros.
+    Zero,
+    /// It was installed by the time the fault was looked at.
+    Late,
+    /// From bytes in memory.
+    Memory,
+    /// From the page cache.
+    PageCache,
+    /// After waiting for storage.
+    Storage,
+}
+
+/// One page fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultRecord {
+    /// When the fault was read.
+    pub t_us: u64,
+    /// The page.
+    pub page: Page,
+    /// The thread that waited: of the hypervisor, or of the kernel (KVM's asynchronous page faults).
+    pub tid: Tid,
+    /// How long until the answer, in microseconds.
+    pub wait_us: u32,
+    /// How.
+    pub answered: Answered,
+}
+
+impl FaultRecord {
+    pub(crate) fn new(fault: Fault, now: Duration, answered: Answered) -> Self {
+        let Fault { page, tid, since, .. } = fault;
+        let wait_us = micros(now.saturating_sub(since)) as u32;
+        Self { t_us: micros(since), page, tid, wait_us, answered }
+    }
+
+    pub(crate) fn answered_at(&self) -> Duration {
+        Duration::from_micros(self.t_us + u64::from(self.wait_us))
+    }
+}
+
+/// Why something was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReadFor {
+    /// The guest waited.
+    Demand,
+    /// It was to be in place before the guest ran.
+    Ahead,
+    /// Background fill.
+    Fill,
+}
+
+/// One read from storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadRecord {
+    /// When it began.
+    pub t_us: u64,
+    /// Where in the image, in bytes.
+    pub offset: u64,
+    /// How many bytes.
+    pub len: u32,
+    /// How long it took, in microseconds.
+    pub us: u32,
+    /// Why.
+    pub why: ReadFor,
+}
+
+/// Sums over a restore. Pages are counted when they are installed, each once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunCounts {
+    /// Page faults.
+    pub faults: u64,
+    /// Of these, on pages that hold zeros.
+    pub zero_faults: u64,
+    /// Of these, on pages that were installed by the time the fault was looked at.
+    pub late_faults: u64,
+    /// Of these, on something that was being read already.
+    pub joined_faults: u64,
+    /// Locality blocks (in a lazy restore: memory blocks) brought in because of a fault.
+    pub demand_units: u64,
+    /// Of these, read from storage; the others were in the page cache.
+    pub demand_reads: u64,
+    /// Those read before the guest ran.
+    pub ahead_units: u64,
+    /// Those read in the background.
+    pub fill_units: u64,
+    /// Pages for which the guest waited.
+    pub on_demand_pages: u64,
+    /// Other pages of the same locality blocks.
+    pub beside_pages: u64,
+    /// Pages installed before the guest ran.
+    pub ahead_pages: u64,
+    /// Pages installed in the background.
+    pub fill_pages: u64,
+    /// Pages the guest gave back before they were installed.
+    pub removed_pages: u64,
+    /// Pages read without the guest waiting for them, but not by the background fill. Only if use was accounted for.
+    pub prefetched_pages: Option<u64>,
+    /// Of these, touched by the guest later: avoided faults. Only if use was accounted for.
+    pub prefetched_used_pages: Option<u64>,
+}
+
+impl RunCounts {
+    pub(crate) fn new(counts: &Counts, account_use: bool) -> Self {
+        Self {
+            faults: counts.faults,
+            zero_faults: counts.zero_faults,
+            late_faults: counts.late_faults,
+            joined_faults: counts.joined_faults,
+            demand_units: counts.demand_units,
+            demand_reads: counts.demand_reads,
+            ahead_units: counts.ahead_units,
+            fill_units: counts.fill_units,
+            on_demand_pages: counts.on_demand_pages,
+            beside_pages: counts.beside_pages,
+            ahead_pages: counts.ahead_pages,
+            fill_pages: counts.fill_pages,
+            removed_pages: counts.removed_pages,
+            prefetched_pages: account_use.then_some(counts.prefetched_pages),
+            prefetched_used_pages: account_use.then_some(counts.prefetched_used_pages),
+        }
+    }
+
+    /// Share of prefetched pages that the guest used; only if use was accounted for.
+    pub fn prefetched_used(&self) -> Option<f64> {
+        let (used, all) = (self.prefetched_used_pages?, self.prefetched_pages?);
+        (all > 0).then(|| used as f64 / all as f64)
+    }
+}
+
+impl From<Why> for ReadFor {
+    fn from(why: Why) -> Self {
+        match why {
+            Why::Demand => Self::Demand,
+            Why::Ahead => Self::Ahead,
+            Why::Fill => Self::Fill,
+        }
+    }
+}
+
+/// Collects what happens.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    faults: Vec<FaultRecord>,
+    faults_left_out: u64,
+    reads: Vec<ReadRecord>,
+    reads_left_out: u64,
+    waiting: Vec<Fault>,
+    prefilled: Option<Duration>,
+    finished: Option<Duration>,
+}
+
+impl Recorder {
+    pub(crate) fn new() -> Self {
+        Self {
+            faults: Vec::with_capacity(RESERVED),
+            faults_left_out: 0,
+            reads: Vec::with_capacity(RESERVED),
+            reads_left_out: 0,
+            waiting: Vec::with_capacity(64),
+            prefilled: None,
+            finished: None,
+        }
+    }
+
+    /// A fault was answered.
+    pub(crate) fn fault(&mut self, fault: FaultRecord) {
+        match self.faults.len() < FAULTS_MAX {
+            true => self.faults.push(fault),
+            false => self.faults_left_out += 1,
+        }
+    }
+
+    /// The answer to a fault waits for storage.
+    pub(crate) fn waits(&mut self, fault: Fault) {
+        self.waiting.push(fault);
+    }
+
+    /// Faults whose pages are there now (as `is_settled` says) have been answered.
+    pub(crate) fn settle(&mut self, now: Duration, is_settled: impl Fn(Page) -> bool) {
+        let mut at = 0;
+        while at < self.waiting.len() {
+            if is_settled(self.waiting[at].page) {
+                let fault = self.waiting.swap_remove(at);
+                self.fault(FaultRecord::new(fault, now, Answered::Storage));
+            } else {
+                at += 1;
+            }
+        }
+    }
+
+    pub(crate) fn has_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Something was read.
+    pub(crate) fn read(&mut self, began: Duration, now: Duration, place: (u64, u32), why: Why) {
+        if self.reads.len() >= READS_MAX {
+            self.reads_left_out += 1;
+            return;
+        }
+        let us = micros(now.saturating_sub(began)) as u32;
+        let (offset, len) = place;
+        self.reads.push(ReadRecord { t_us: micros(began), offset, len, us, why: why.into() });
+    }
+
+    pub(crate) fn prefilled(&mut self, now: Duration) {
+        self.prefilled = Some(now);
+    }
+
+    pub(crate) fn finished(&mut self, now: Duration) {
+        self.finished = Some(now);
+    }
+
+    /// The record so far. `about` has everything that is not collected here.
+    pub(crate) fn record(&self, about: RunRecord) -> RunRecord {
+        RunRecord {
+            prefilled_us: self.prefilled.map(micros),
+            finished_us: self.finished.map(micros),
+            faults: self.faults.clone(),
+            faults_left_out: self.faults_left_out,
+            reads: self.reads.clone(),
+            reads_left_out: self.reads_left_out,
+            ..about
+        }
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    time.as_micros() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_memory::FaultKind;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn fault(page: u32, tid: i32, since: Duration) -> Fault {
+        Fault { page: Page(page), tid: Tid(tid), kind: FaultKind::Missing, since }
+    }
+
+    #[test]
+    fn a_fault_that_waits_for_storage_is_recorded_when_its_page_is_there() {
+        let mut recorder = Recorder::new();
+        recorder.waits(fault(7, 1, MS));
+        recorder.waits(fault(9, 2, 2 * MS));
+        recorder.settle(5 * MS, |page| page == Page(9));
+        let expected = FaultRecord {
+            t_us: 2000,
+            page: Page(9),
+            tid: Tid(2),
+            wait_us: 3000,
+            answered: Answered::Storage,
+        };
+        assert_eq!(recorder.faults, [expected]);
+        assert!(recorder.has_waiting());
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let mut recorder = Recorder::new();
+        for _ in 0..FAULTS_MAX + 3 {
+            recorder.fault(FaultRecord::new(fault(0, 0, MS), MS, Answered::Zero));
+        }
+        assert_eq!((recorder.faults.len(), recorder.faults_left_out), (FAULTS_MAX, 3));
+    }
+}

@@ -1,0 +1,253 @@
+//! One restore, from the first fault to the last page.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use firn_fault::point;
+use firn_image::Image;
+use firn_memory::{GuestMemory, PageFaults};
+use firn_types::{Page, RegionMap};
+
+use crate::crew::Crew;
+use crate::error::RestoreError;
+use crate::options::{Fill, Mode, RestoreOptions};
+use crate::presence::Presence;
+use crate::record::{RUN_RECORD_VERSION, RunCounts, RunRecord, VcpuThread};
+use crate::server::{Server, Settled, Stir};
+use crate::shared::{OnFatal, Shared};
+use crate::storage::Storage;
+
+/// How far a restore is.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Progress {
+    /// Pages of RAM whose contents the image stores.
+    pub total: u64,
+    /// Of these, in place, or given back by the guest.
+    pub present: u64,
+    /// Whether all are.
+    pub finished: bool,
+    /// Page faults so far.
+    pub demand_faults: u64,
+    /// Reads from storage that the guest waited for.
+    pub disk_reads: u64,
+    /// Pages installed without the guest waiting for them, but not by the background fill.
+    pub prefetched: u64,
+    /// Share of prefetched pages that the guest used later, if use is accounted for.
+    pub prefetched_used: Option<f64>,
+}
+
+/// What is left of a restore when its threads have ended.
+#[derive(Debug)]
+pub struct Stopped {
+    /// The descriptor. If all memory is present nothing is registered any more: close it. Else whatever is missing stays
+    /// missing, and a guest that touches it waits for another [`Restore::resume`].
+    pub faults: PageFaults,
+    /// The settled pages.
+    pub presence: Presence,
+    /// What happened.
+    pub record: RunRecord,
+}
+
+/// A restore at work. Dropping it ends its threads and leaves what is missing missing.
+pub struct Restore {
+    // Dropped first: the threads have the others' copies.
+    crew: Crew,
+    shared: Arc<Shared>,
+    ram_pages: u32,
+    stored_pages: u32,
+}
+
+impl Restore {
+    /// Begins to bring memory back: registers all of RAM, throws away what it holds, and answers faults from now on.
+    /// The vCPUs must stand still until [`Self::prefill`] has returned; the hypervisor itself may run, and load its
+    /// device state.
+    ///
+    /// # Errors
+    /// If the image is of a VM with other RAM, RAM can't be registered or emptied, or threads can't be started. Nothing
+    /// is left to be done with the hypervisor then but to end it.
+    pub fn begin(
+        image: Arc<Image>,
+        memory: Arc<GuestMemory>,
+        faults: PageFaults,
+        options: RestoreOptions,
+        presence: Presence,
+        on_fatal: OnFatal,
+    ) -> Result<Self, RestoreError> {
+        check_regions(&image, memory.map())?;
+        point("restore.begin");
+        faults.register()?;
+        point("restore.registered");
+        memory.punch_out(Page(0)..Page(memory.map().total_pages()))?;
+        point("restore.punched");
+        let settled = Settled::new(memory.map(), image.geometry().block_size);
+        Self::start(image, &memory, faults, options, presence, settled, on_fatal)
+    }
+
+    /// Goes on where another Firn was killed: with the descriptor it left ([`PageFaults::adopt`]), and the presence file
+    /// it wrote. Only for a restore whose [`Self::begin`] had returned; before, there is nothing worth saving.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    pub fn resume(
+        image: Arc<Image>,
+        memory: Arc<GuestMemory>,
+        faults: PageFaults,
+        options: RestoreOptions,
+        presence: Presence,
+        on_fatal: OnFatal,
+    ) -> Result<Self, RestoreError> {
+        check_regions(&image, memory.map())?;
+        let mut settled = Settled::new(memory.map(), image.geometry().block_size);
+        settled.merge(presence.words());
+        for run in memory.backed_runs()? {
+            Page::each(run).for_each(|page| settled.insert(page));
+        }
+        Self::start(image, &memory, faults, options, presence, settled, on_fatal)
+    }
+
+    fn start(
+        image: Arc<Image>,
+        memory: &GuestMemory,
+        faults: PageFaults,
+        options: RestoreOptions,
+        presence: Presence,
+        settled: Settled,
+        on_fatal: OnFatal,
+    ) -> Result<Self, RestoreError> {
+        let storage = Storage::new(image.clone(), options.mode);
+        let rules = options.rules(storage.unit_bytes());
+        let now = options.since.elapsed();
+        let block_size = image.geometry().block_size;
+        let plan = storage.plan();
+        let stored_pages = plan.pages(&Settled::new(memory.map(), block_size));
+        let mut server = Server::new(block_size, plan, settled, rules, now);
+        // Nobody is there yet to be told what there is to do.
+        let _ = match options.mode {
+            Mode::Lazy | Mode::Locality => Stir::default(),
+            Mode::Eager => server.read_ahead(server.all_units()),
+            Mode::WorkingSet => server.read_ahead(server.units_of(image.working_set())),
+        };
+        let is_finished = server.is_finished();
+        let shared = Shared::new(storage, faults, options, presence, server, on_fatal);
+        let shared = Arc::new(shared);
+        let crew = Crew::start(shared.clone())?;
+        if is_finished {
+            shared.finish();
+        }
+        Ok(Self { crew, shared, ram_pages: memory.map().total_pages(), stored_pages })
+    }
+
+    /// Waits until what the mode wants in place before the guest runs is there: the guest may run then.
+    ///
+    /// # Errors
+    /// The error because of which memory can't be brought back.
+    pub fn prefill(&self) -> Result<(), Arc<RestoreError>> {
+        self.shared.wait_until(|inner| inner.server.is_ahead_done(), None)?;
+        self.shared.lock().recorder.prefilled(self.shared.now());
+        Ok(())
+    }
+
+    /// Turns the background fill on or off.
+    pub fn fill(&self, fill: Fill) {
+        let mut inner = self.shared.lock();
+        let stir = inner.server.set_fill(fill == Fill::Quiet);
+        self.shared.act(inner, stir);
+    }
+
+    /// How far it is.
+    pub fn progress(&self) -> Progress {
+        let inner = self.shared.lock();
+        let counts = RunCounts::new(inner.server.counts(), self.shared.options.account_use);
+        let missing = u64::from(inner.server.missing_pages());
+        Progress {
+            total: u64::from(self.stored_pages),
+            present: u64::from(self.stored_pages).saturating_sub(missing),
+            finished: inner.ended,
+            demand_faults: counts.faults,
+            disk_reads: counts.demand_reads,
+            prefetched: counts.beside_pages + counts.ahead_pages,
+            prefetched_used: counts.prefetched_used(),
+        }
+    }
+
+    /// Waits until all memory is present and nothing is registered any more.
+    ///
+    /// # Errors
+    /// The error because of which memory can't be brought back.
+    pub fn wait(&self) -> Result<(), Arc<RestoreError>> {
+        self.wait_until(None).map(drop)
+    }
+
+    /// As [`Self::wait`], but not longer than this. `false` if it is not over yet.
+    ///
+    /// # Errors
+    /// The error because of which memory can't be brought back.
+    pub fn wait_timeout(&self, timeout: Duration) -> Result<bool, Arc<RestoreError>> {
+        self.wait_until(Some(Instant::now() + timeout))
+    }
+
+    fn wait_until(&self, deadline: Option<Instant>) -> Result<bool, Arc<RestoreError>> {
+        self.shared.wait_until(|inner| inner.ended, deadline)
+    }
+
+    /// What happened so far.
+    pub fn record(&self) -> RunRecord {
+        record(&self.shared, self.ram_pages, self.stored_pages)
+    }
+
+    /// Ends all threads, at the latest when the reads in progress end.
+    ///
+    /// # Errors
+    /// If presence can't be written down: nobody could resume this restore.
+    pub fn stop(self) -> Result<Stopped, RestoreError> {
+        let Self { crew, shared, ram_pages, stored_pages } = self;
+        drop(crew);
+        let record = record(&shared, ram_pages, stored_pages);
+        if record.finished_us.is_none() {
+            shared.write_presence()?;
+        }
+        let shared = Arc::try_unwrap(shared).map_err(|_| RestoreError::Stopped)?;
+        let (faults, presence) = shared.into_parts();
+        Ok(Stopped { faults, presence, record })
+    }
+}
+
+impl std::fmt::Debug for Restore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Restore").field("progress", &self.progress()).finish_non_exhaustive()
+    }
+}
+
+fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
+    let options = &shared.options;
+    let vcpus = options.vcpus.iter().map(|&(tid, vcpu)| VcpuThread { tid, vcpu }).collect();
+    let inner = shared.lock();
+    inner.recorder.record(RunRecord {
+        version: RUN_RECORD_VERSION,
+        mode: options.mode,
+        ram_pages,
+        stored_pages,
+        vcpus,
+        prefilled_us: None,
+        finished_us: None,
+        counts: RunCounts::new(inner.server.counts(), options.account_use),
+        faults: Vec::new(),
+        faults_left_out: 0,
+        reads: Vec::new(),
+        reads_left_out: 0,
+    })
+}
+
+/// Spans may differ: where the guest sees its RAM is part of the device state. Pages may not.
+fn check_regions(image: &Image, vm: &RegionMap) -> Result<(), RestoreError> {
+    if image.regions().regions() == vm.regions() {
+        return Ok(());
+    }
+    Err(RestoreError::Regions { image: describe(image.regions()), vm: describe(vm) })
+}
+
+fn describe(map: &RegionMap) -> String {
+    let regions = map.regions().iter();
+    let words = regions.map(|region| format!("{} ({} KiB)", region.id, region.bytes() >> 10));
+    words.collect::<Vec<_>>().join(", ")
+}

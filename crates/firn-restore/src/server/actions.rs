@@ -1,0 +1,142 @@
+//! What the page server tells its threads to do.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use firn_types::{Block, Page};
+
+use super::{PageMask, Unit};
+
+/// Where the stored bytes of a unit are. `B` is a handle to bytes in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source<B> {
+    /// In memory.
+    Held(B),
+    /// In the file, and read not long ago: most likely in the page cache, so reading them again costs no disk access.
+    PageCache,
+}
+
+/// A memory block to decode and install.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Install<B> {
+    /// The memory block.
+    pub block: Block,
+    /// The unit that holds it.
+    pub unit: Unit,
+    /// Which of its pages.
+    pub pages: PageMask,
+    /// Where its stored bytes are.
+    pub source: Source<B>,
+    /// The page that the guest waits for, if it does: it is to be installed first.
+    pub wanted: Option<Page>,
+    /// [`super::Server::version`] when this was decided. If it has changed, ask [`super::Server::missing`] again
+    /// before installing: the guest may have given a page back.
+    pub version: u32,
+}
+
+/// How to answer a page fault.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Answer<B> {
+    /// These pages are zeros.
+    Zero(Range<Page>),
+    /// This page was settled meanwhile: zeros, unless it is present.
+    Late(Page),
+    /// Decode and install this block.
+    Install(Install<B>),
+    /// Nobody has read its unit: look whether the page cache has it, and report [`super::Server::fetched`] or
+    /// [`super::Server::missed`].
+    Fetch(Install<()>),
+    /// Its unit is being read; whoever reads it installs the block first.
+    Wait,
+}
+
+/// What a thread that installs does next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Work<B> {
+    /// Decode and install this block.
+    Install(Install<B>),
+    /// The guest waits for a page that was settled meanwhile: zeros, unless it is present.
+    Late(Page),
+}
+
+/// Units to read at once, for a thread that may wait for storage.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Read {
+    /// Neighbouring units.
+    pub units: Range<u32>,
+    /// Why.
+    pub why: Why,
+}
+
+/// Why a unit is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Why {
+    /// The guest waits for a page of it.
+    Demand,
+    /// It was asked for before the guest touched it: eager and working-set restore.
+    Ahead,
+    /// Background fill.
+    Fill,
+}
+
+/// What a reading thread does next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Take {
+    /// Read.
+    Read(Read),
+    /// Ask again at this time, or when a [`Stir`] says so.
+    At(Duration),
+    /// Ask again when a [`Stir`] says so.
+    Idle,
+}
+
+/// Whom an event gives something to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct Stir {
+    /// There is something to read that the guest waits for.
+    pub demand: bool,
+    /// There may be something to read that nobody waits for.
+    pub background: bool,
+    /// There is something to install.
+    pub workers: bool,
+    /// All that was to be installed [ahead](Why::Ahead) is, since just now.
+    pub ahead: bool,
+    /// Nothing in the image is missing in memory any more.
+    pub finished: bool,
+}
+
+/// What has happened so far. Pages are counted when they are installed, each once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Page faults seen.
+    pub faults: u64,
+    /// Of these, on pages that hold zeros.
+    pub zero_faults: u64,
+    /// Of these, on pages that had been installed by the time the fault was looked at.
+    pub late_faults: u64,
+    /// Of these, on a unit that was being read already.
+    pub joined_faults: u64,
+    /// Units brought in because of a fault.
+    pub demand_units: u64,
+    /// Of these, read by a thread that had to wait for storage; the others came from the page cache.
+    pub demand_reads: u64,
+    /// Units read ahead.
+    pub ahead_units: u64,
+    /// Units read in the background.
+    pub fill_units: u64,
+    /// Pages for which the guest waited.
+    pub on_demand_pages: u64,
+    /// Pages that came with those, being in the same unit.
+    pub beside_pages: u64,
+    /// Pages installed ahead.
+    pub ahead_pages: u64,
+    /// Pages installed by the background fill.
+    pub fill_pages: u64,
+    /// Pages the guest gave back before they were installed.
+    pub removed_pages: u64,
+    /// With [`super::Rules::account_use`]: pages of `beside` and `ahead` units that are in reach of the guest.
+    pub prefetched_pages: u64,
+    /// Of these, touched by the guest.
+    pub prefetched_used_pages: u64,
+}

@@ -1,0 +1,280 @@
+//! The page server: what to read, what to install, in which order. It does no I/O.
+//!
+//! Threads bring events and take actions; a test plays the threads from a seed. All methods take a few hundred
+//! nanoseconds, so that one lock around the server is enough: no system call is made under it.
+//!
+//! # A read unit
+//!
+//! A unit is a locality block; in a lazy restore, a single memory block (see [`Plan`]).
+//!
+//! ```text
+//!             fault                   missed               taken                 arrived
+//!   Stored ---------> Trying ----------------> Asked --------------> Reading ------------> Memory
+//!      |                 |                       ^                      ^  |                 |  |
+//!      |                 |  fetched (page cache) |  lost (page cache)   |  | failed          |  | all pages
+//!      |                 +-----------------------|----------------------|--|---------------->|  | settled
+//!      |                                         +----------------------|--|-----------------+  v
+//!      +----------------------------------------------------------------+  v                   Done
+//!               taken: read ahead, background fill                      Failed
+//! ```
+//!
+//! *Trying*: the fault handler looks whether the page cache has the unit; it never waits for storage itself. *Asked*,
+//! *Reading*: a reader thread will, or does. Nothing is read twice: a fault on a unit that is being read waits for that
+//! read, a fault on one in memory is answered from there, and reading ahead takes only *Stored* ones. *Failed*: its pages
+//! are never installed, a guest that touches one waits until somebody stops it. So it is with a single memory block
+//! whose stored bytes turn out to be damaged.
+//!
+//! # A memory block
+//!
+//! Its pages are *settled* one by one: installed, or given back by the guest. Of a unit in memory, the blocks that
+//! faulted come first; workers go through the rest in stored order. If the guest faults on a block that a worker has
+//! just taken, the fault handler installs it as well, rather than wait for a thread that may not be running: the kernel
+//! puts pages in place atomically and leaves a page that is present alone.
+//!
+//! # Pages given back
+//!
+//! A page the guest gives back (balloon, free-page reporting) is settled from that moment and zero when touched again.
+//! An install decided before must not bring the old contents back: it compares [`Install::version`] right before it
+//! installs.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Duration;
+
+use firn_types::{Block, BlockSize, Page};
+
+mod actions;
+mod pace;
+mod plan;
+mod progress;
+mod reading;
+mod rest;
+mod settled;
+#[cfg(test)]
+mod simulation;
+mod units;
+
+pub use actions::{Answer, Counts, Install, Read, Source, Stir, Take, Why, Work};
+pub use pace::Rules;
+pub use plan::{Plan, Unit};
+pub(crate) use rest::LULL;
+pub use settled::{PageMask, Settled};
+
+use pace::Pace;
+use reading::Ahead;
+use rest::Rest;
+use units::{State, Units};
+
+/// Zero pages installed by one fault at most: neighbours in an aligned run of this many pages.
+const ZERO_RUN: u32 = 16;
+
+/// A fault on a unit that is being read.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    unit: Unit,
+    block: Block,
+    page: Page,
+}
+
+/// The state of one restore. `B` is a handle to the bytes of a unit in memory.
+#[derive(Debug)]
+pub struct Server<B> {
+    block_size: BlockSize,
+    plan: Plan,
+    rules: Rules,
+    settled: Settled,
+    units: Units<B>,
+    taken: Vec<u64>,
+    pace: Pace,
+    rest: Rest,
+    asked: VecDeque<Unit>,
+    reads_on_demand: u32,
+    waiting: Vec<Waiting>,
+    urgent: VecDeque<Waiting>,
+    ready: VecDeque<Unit>,
+    spared: Vec<Unit>,
+    damaged: Vec<Block>,
+    ahead: Ahead,
+    fill_from: u32,
+    wants_room: bool,
+    version: u32,
+    missing_pages: u32,
+    counts: Counts,
+}
+
+impl<B: Clone> Server<B> {
+    /// A server for what `settled` leaves missing.
+    pub fn new(
+        block_size: BlockSize,
+        plan: Plan,
+        settled: Settled,
+        rules: Rules,
+        now: Duration,
+    ) -> Self {
+        let missing_in = |unit| {
+            let blocks = plan.members(Unit(unit)).iter();
+            blocks.filter(|&&block| !settled.missing(block).is_empty()).count() as u32
+        };
+        let units = Units::new((0..plan.units()).map(missing_in).collect());
+        let missing_pages = plan.pages(&settled);
+        Self {
+            block_size,
+            taken: vec![0; (plan.blocks() as usize).div_ceil(64)],
+            plan,
+            rules,
+            settled,
+            units,
+            pace: Pace::new(now),
+            rest: Rest::default(),
+            asked: VecDeque::with_capacity(64),
+            reads_on_demand: 0,
+            waiting: Vec::with_capacity(64),
+            urgent: VecDeque::with_capacity(64),
+            ready: VecDeque::with_capacity(1024),
+            spared: Vec::new(),
+            damaged: Vec::new(),
+            ahead: Ahead::nothing(),
+            fill_from: 0,
+            wants_room: false,
+            version: 0,
+            missing_pages,
+            counts: Counts::default(),
+        }
+    }
+
+    /// What has happened so far.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// The settled pages.
+    pub fn settled(&mut self) -> &mut Settled {
+        &mut self.settled
+    }
+
+    /// Pages in the image that are not settled.
+    pub fn missing_pages(&self) -> u32 {
+        self.missing_pages
+    }
+
+    /// All units, in stored order.
+    pub fn all_units(&self) -> Vec<Unit> {
+        (0..self.plan.units()).map(Unit).collect()
+    }
+
+    /// The units that hold these blocks, in the order in which they are first mentioned.
+    pub fn units_of(&self, blocks: &[Block]) -> Vec<Unit> {
+        let mut seen = vec![false; self.plan.units() as usize];
+        let units = blocks.iter().filter_map(|&block| self.plan.unit_of(block));
+        units.filter(|unit| !std::mem::replace(&mut seen[unit.index()], true)).collect()
+    }
+
+    /// Changes whenever pages are given back.
+    pub fn version(&self) -> u32 {
+        self.version
+    }
+
+    /// The pages of a block that may still be installed.
+    pub fn missing(&self, block: Block) -> PageMask {
+        self.settled.missing(block)
+    }
+
+    /// Whether nothing in the image is missing in memory any more.
+    pub fn is_finished(&self) -> bool {
+        self.units.left() == 0
+    }
+
+    /// The guest waits for a page.
+    pub fn fault(&mut self, now: Duration, page: Page) -> Answer<B> {
+        self.pace.fault(now);
+        self.rest.fault(now);
+        self.counts.faults += 1;
+        if self.settled.contains(page) {
+            self.counts.late_faults += 1;
+            return Answer::Late(page);
+        }
+        let block = self.block_size.block_of(page);
+        if self.damaged.contains(&block) {
+            return Answer::Wait;
+        }
+        let Some(unit) = self.plan.unit_of(block) else {
+            self.counts.zero_faults += 1;
+            return Answer::Zero(self.zeros_around(page));
+        };
+        match self.units.state(unit) {
+            State::Stored => {
+                self.units.set(unit, State::Trying);
+                Answer::Fetch(self.install(unit, block, page, Source::PageCache))
+            }
+            State::Memory { source, why, .. } => {
+                let (source, why) = (source.clone(), *why);
+                self.count_use(why);
+                self.rest.late(now);
+                Answer::Install(self.install(unit, block, page, source))
+            }
+            State::Trying | State::Asked | State::Reading => {
+                self.counts.joined_faults += 1;
+                self.waiting.push(Waiting { unit, block, page });
+                Answer::Wait
+            }
+            // A unit that is done has no page that is not settled.
+            State::Failed | State::Done => Answer::Wait,
+        }
+    }
+
+    fn count_use(&mut self, why: Why) {
+        if self.rules.account_use && why != Why::Fill {
+            self.counts.prefetched_used_pages += 1;
+        }
+    }
+
+    /// Pages around a zero page that are zeros too, and not settled.
+    fn zeros_around(&self, page: Page) -> Range<Page> {
+        let start = page.0 / ZERO_RUN * ZERO_RUN;
+        let is_zero = |page: &u32| {
+            let block = self.block_size.block_of(Page(*page));
+            self.plan.unit_of(block).is_none() && !self.settled.contains(Page(*page))
+        };
+        let before = (start..page.0).rev().take_while(is_zero).count() as u32;
+        let after = (page.0 + 1..start + ZERO_RUN).take_while(is_zero).count() as u32;
+        Page(page.0 - before)..Page(page.0 + 1 + after)
+    }
+
+    /// The install that answers a fault. With use accounted for, of the very page only, so that its neighbours' first
+    /// touches are seen as well.
+    fn install<S>(
+        &mut self,
+        unit: Unit,
+        block: Block,
+        page: Page,
+        source: Source<S>,
+    ) -> Install<S> {
+        self.take(block);
+        let missing = self.settled.missing(block);
+        let pages = match self.rules.account_use && !self.is_fill(unit) {
+            true => missing.and(self.bit_of(page)),
+            false => missing,
+        };
+        Install { block, unit, pages, source, wanted: Some(page), version: self.version }
+    }
+
+    fn bit_of(&self, page: Page) -> PageMask {
+        PageMask(1 << (page.index() % self.block_size.pages()))
+    }
+
+    fn is_fill(&self, unit: Unit) -> bool {
+        matches!(self.units.state(unit), State::Memory { why: Why::Fill, .. })
+    }
+
+    fn take(&mut self, block: Block) {
+        self.taken[block.index() / 64] |= 1 << (block.index() % 64);
+    }
+
+    fn let_go(&mut self, block: Block) {
+        self.taken[block.index() / 64] &= !(1 << (block.index() % 64));
+    }
+
+    fn is_taken(&self, block: Block) -> bool {
+        self.taken[block.index() / 64] >> (block.index() % 64) & 1 == 1
+    }
+}

@@ -1,0 +1,508 @@
+//! The page server under every interleaving a seed can make, against a map of what each page must hold.
+//!
+//! Guest threads touch pages and give pages back; a fault handler, readers and workers act one step at a time, in an
+//! order drawn from the seed; the page cache forgets at random. Checked all along: what a guest thread sees is what it
+//! must see, nothing is read twice while it is in memory or being read, memory held stays bounded. At the end: nobody
+//! waits, nothing is missing.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::rc::{Rc, Weak};
+use std::time::Duration;
+
+use firn_types::{Block, BlockSize, Page, RegionMap};
+use proptest::prelude::*;
+
+use super::*;
+
+/// Stands for the bytes of a unit in memory.
+type Bytes = Rc<Unit>;
+
+const READERS: usize = 3;
+const WORKERS: usize = 2;
+
+/// A small generator: the same seed gives the same run.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u32) -> u32 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        ((self.0 >> 33) % u64::from(sides.max(1))) as u32
+    }
+
+    fn chance(&mut self, percent: u32) -> bool {
+        self.roll(100) < percent
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Content {
+    Image,
+    Zero,
+}
+
+/// What a guest thread is at.
+enum Guest {
+    Runs,
+    Waits(Page),
+    /// Told the kernel that it gives pages back, and waits for the handler to read that.
+    GivesBack(Range<Page>),
+    /// The handler has read it.
+    Punches(Range<Page>),
+}
+
+enum Event {
+    Fault(Page),
+    Removed(Range<Page>),
+}
+
+#[derive(Clone)]
+enum Handler {
+    Idle,
+    Has(Answer<Bytes>),
+}
+
+#[derive(Clone)]
+enum Reader {
+    Idle,
+    Reads(Read, Duration),
+    Serves,
+}
+
+struct World {
+    dice: Dice,
+    now: Duration,
+    server: Server<Bytes>,
+    rules: Rules,
+    must_hold: Vec<Content>,
+    in_between: Vec<bool>,
+    present: Vec<Option<Content>>,
+    guests: Vec<Guest>,
+    touches_left: u32,
+    events: VecDeque<Event>,
+    handler: Handler,
+    readers: Vec<Reader>,
+    workers: Vec<Option<Work<Bytes>>>,
+    cached: Vec<bool>,
+    may_read: Vec<bool>,
+    bytes: Vec<Weak<Unit>>,
+    pages: u32,
+    finished: bool,
+}
+
+fn plan_of(dice: &mut Dice, blocks: u32, lazy: bool) -> Plan {
+    let mut stored: Vec<Block> = (0..blocks).filter(|_| dice.chance(70)).map(Block).collect();
+    let mut plan = Plan::new(blocks);
+    if lazy {
+        stored.into_iter().for_each(|block| {
+            plan.push([block]);
+        });
+        return plan;
+    }
+    for at in (1..stored.len()).rev() {
+        stored.swap(at, dice.roll(at as u32 + 1) as usize);
+    }
+    while !stored.is_empty() {
+        let len = (1 + dice.roll(12) as usize).min(stored.len());
+        plan.push(stored.drain(..len));
+    }
+    plan
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut dice = Dice(seed | 1);
+        let pages = 40 + dice.roll(300);
+        let block_size = BlockSize::new(1 << dice.roll(5)).unwrap();
+        let ram = RegionMap::lay_out([("ram", u64::from(pages) * 4096)]).unwrap();
+        let lazy = dice.chance(20);
+        let plan = plan_of(&mut dice, block_size.blocks_in(pages), lazy);
+        let rules = Rules {
+            run_max: 1 + dice.roll(8),
+            held_max: 1 + dice.roll(6),
+            account_use: dice.chance(25),
+            ..Rules::default()
+        };
+        let units = plan.units() as usize;
+        let content = |page| match plan.unit_of(block_size.block_of(Page(page))) {
+            Some(_) => Content::Image,
+            None => Content::Zero,
+        };
+        let must_hold = (0..pages).map(content).collect();
+        let settled = Settled::new(&ram, block_size);
+        let warm = dice.roll(101);
+        Self {
+            must_hold,
+            in_between: vec![false; pages as usize],
+            present: vec![None; pages as usize],
+            guests: (0..1 + dice.roll(4)).map(|_| Guest::Runs).collect(),
+            touches_left: dice.roll(600),
+            events: VecDeque::new(),
+            handler: Handler::Idle,
+            readers: vec![Reader::Idle; READERS],
+            workers: vec![None; WORKERS],
+            cached: (0..units).map(|_| dice.chance(warm)).collect(),
+            may_read: vec![true; units],
+            bytes: Vec::new(),
+            server: Server::new(block_size, plan, settled, rules, Duration::ZERO),
+            rules,
+            dice,
+            now: Duration::ZERO,
+            pages,
+            finished: false,
+        }
+    }
+
+    fn note(&mut self, stir: Stir) {
+        self.finished |= stir.finished;
+    }
+
+    /// One step of somebody.
+    fn step(&mut self) {
+        self.now += Duration::from_micros(u64::from(self.dice.roll(400)));
+        match self.dice.roll(8) {
+            0 | 1 => self.step_guest(),
+            2 | 3 => self.step_handler(),
+            4 | 5 => self.step_reader(),
+            6 => self.step_worker(),
+            _ => self.forget(),
+        }
+        self.check_memory();
+    }
+
+    fn forget(&mut self) {
+        if self.dice.chance(3) {
+            let unit = self.dice.roll(self.cached.len() as u32) as usize;
+            if let Some(cached) = self.cached.get_mut(unit) {
+                self.may_read[unit] |= std::mem::take(cached);
+            }
+        }
+    }
+
+    fn check_memory(&mut self) {
+        self.bytes.retain(|bytes| bytes.strong_count() > 0);
+        let in_flight = READERS as u32 * self.rules.run_max + WORKERS as u32 + 1;
+        assert!(self.bytes.len() as u32 <= self.rules.held_max + in_flight);
+    }
+
+    fn step_guest(&mut self) {
+        let which = self.dice.roll(self.guests.len() as u32) as usize;
+        match std::mem::replace(&mut self.guests[which], Guest::Runs) {
+            Guest::Runs if self.touches_left > 0 => {
+                self.touches_left -= 1;
+                self.guests[which] = match self.dice.chance(4) {
+                    true => self.give_back(),
+                    false => self.touch(),
+                };
+            }
+            Guest::Punches(range) => self.punch(range),
+            other => self.guests[which] = other,
+        }
+    }
+
+    fn touch(&mut self) -> Guest {
+        let page = Page(self.dice.roll(self.pages));
+        match self.present[page.index()] {
+            Some(content) => {
+                let right = content == self.must_hold[page.index()];
+                assert!(right || self.in_between[page.index()], "{page} holds {content:?}");
+                Guest::Runs
+            }
+            None => {
+                self.events.push_back(Event::Fault(page));
+                Guest::Waits(page)
+            }
+        }
+    }
+
+    fn give_back(&mut self) -> Guest {
+        let start = self.dice.roll(self.pages);
+        let end = (start + 1 + self.dice.roll(20)).min(self.pages);
+        let range = Page(start)..Page(end);
+        self.events.push_back(Event::Removed(range.clone()));
+        Guest::GivesBack(range)
+    }
+
+    /// The kernel takes the pages away at last; until then a guest that touched them might have seen either.
+    fn punch(&mut self, range: Range<Page>) {
+        for page in Page::each(range) {
+            self.present[page.index()] = None;
+            self.must_hold[page.index()] = Content::Zero;
+            self.in_between[page.index()] = false;
+        }
+    }
+
+    fn step_handler(&mut self) {
+        match std::mem::replace(&mut self.handler, Handler::Idle) {
+            Handler::Has(answer) => self.answer(answer),
+            Handler::Idle => match self.events.pop_front() {
+                Some(Event::Fault(page)) => {
+                    let answer = self.server.fault(self.now, page);
+                    self.handler = Handler::Has(answer);
+                }
+                Some(Event::Removed(range)) => self.read_removal(range),
+                None => {}
+            },
+        }
+    }
+
+    fn read_removal(&mut self, range: Range<Page>) {
+        let stir = self.server.removed(range.clone());
+        self.note(stir);
+        Page::each(range.clone()).for_each(|page| self.in_between[page.index()] = true);
+        let is_it = |guest: &&mut Guest| matches!(guest, Guest::GivesBack(it) if *it == range);
+        let guest = self.guests.iter_mut().find(is_it).unwrap();
+        *guest = Guest::Punches(range);
+    }
+
+    fn answer(&mut self, answer: Answer<Bytes>) {
+        match answer {
+            Answer::Zero(range) => self.zero(range),
+            Answer::Late(page) => self.zero(page..Page(page.0 + 1)),
+            Answer::Install(install) if install.source == Source::PageCache => {
+                match self.cached[install.unit.index()] {
+                    true => self.put(&install),
+                    false => {
+                        let stir = self.server.lost(&install);
+                        self.note(stir);
+                    }
+                }
+            }
+            Answer::Install(install) => self.put(&install),
+            Answer::Fetch(install) => self.fetch(&install),
+            Answer::Wait => {}
+        }
+    }
+
+    fn fetch(&mut self, install: &Install<()>) {
+        if !self.cached[install.unit.index()] {
+            let stir = self.server.missed(install);
+            return self.note(stir);
+        }
+        let source = match self.dice.chance(50) && !self.rules.account_use {
+            true => Source::Held(self.bytes_of(install.unit)),
+            false => Source::PageCache,
+        };
+        let stir = self.server.fetched(self.now, install.unit, source);
+        self.note(stir);
+        self.put(install);
+    }
+
+    fn bytes_of(&mut self, unit: Unit) -> Bytes {
+        let bytes = Rc::new(unit);
+        self.bytes.push(Rc::downgrade(&bytes));
+        bytes
+    }
+
+    fn put<S>(&mut self, install: &Install<S>) {
+        let mut pages = install.pages;
+        if install.version != self.server.version() {
+            pages = pages.and(self.server.missing(install.block));
+        }
+        let first = self.server.block_size.first_page(install.block).0;
+        for bit in (0..16).filter(|bit| install.pages.0 >> bit & 1 == 1) {
+            let page = Page(first + bit);
+            match pages.0 >> bit & 1 {
+                1 => self.copy(page, Content::Image),
+                _ => self.copy(page, Content::Zero),
+            }
+        }
+        let stir = self.server.installed(install);
+        self.note(stir);
+    }
+
+    fn zero(&mut self, range: Range<Page>) {
+        Page::each(range).for_each(|page| self.copy(page, Content::Zero));
+    }
+
+    /// What the kernel does: leaves a page that is present alone, and wakes in either case.
+    fn copy(&mut self, page: Page, content: Content) {
+        self.present[page.index()].get_or_insert(content);
+        for guest in &mut self.guests {
+            if matches!(guest, Guest::Waits(it) if *it == page) {
+                *guest = Guest::Runs;
+            }
+        }
+    }
+
+    fn step_reader(&mut self) {
+        let which = self.dice.roll(READERS as u32) as usize;
+        let next = match self.readers[which].clone() {
+            Reader::Idle => self.take_read(which == 0),
+            Reader::Reads(read, until) if until <= self.now => self.arrive(read),
+            Reader::Serves => self.serve(),
+            reading => reading,
+        };
+        self.readers[which] = next;
+    }
+
+    fn take_read(&mut self, may_fill: bool) -> Reader {
+        match self.server.take_read(self.now, may_fill) {
+            Take::Read(read) => {
+                for unit in read.units.clone() {
+                    let first = std::mem::replace(&mut self.may_read[unit as usize], false);
+                    assert!(first, "unit {unit} was read twice");
+                }
+                let takes = Duration::from_micros(u64::from(self.dice.roll(8000)));
+                Reader::Reads(read, self.now + takes)
+            }
+            Take::At(then) => {
+                assert!(then <= self.now + self.rules.patience);
+                Reader::Idle
+            }
+            Take::Idle => Reader::Idle,
+        }
+    }
+
+    fn arrive(&mut self, read: Read) -> Reader {
+        for unit in read.units {
+            self.cached[unit as usize] = true;
+            let source = match self.rules.account_use {
+                true => Source::PageCache,
+                false => Source::Held(self.bytes_of(Unit(unit))),
+            };
+            let stir = self.server.arrived(self.now, Unit(unit), source, read.why);
+            self.note(stir);
+        }
+        Reader::Serves
+    }
+
+    fn serve(&mut self) -> Reader {
+        let Some(work) = self.server.take_urgent() else { return Reader::Idle };
+        self.work(work);
+        Reader::Serves
+    }
+
+    fn work(&mut self, work: Work<Bytes>) {
+        match work {
+            Work::Late(page) => self.zero(page..Page(page.0 + 1)),
+            Work::Install(install) => self.put(&install),
+        }
+    }
+
+    fn step_worker(&mut self) {
+        let which = self.dice.roll(WORKERS as u32) as usize;
+        match self.workers[which].take() {
+            Some(work) => self.work(work),
+            None => self.workers[which] = self.server.take_install(self.now),
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        let idle = self.guests.iter().all(|guest| matches!(guest, Guest::Runs));
+        idle && self.touches_left == 0 && self.finished
+    }
+
+    fn check_end(&mut self) {
+        assert!(self.server.is_finished());
+        for (page, (present, must)) in self.present.iter().zip(&self.must_hold).enumerate() {
+            // What is a hole now reads as zeros once the range is unregistered.
+            assert_eq!(present.unwrap_or(Content::Zero), *must, "page {page} at the end");
+        }
+        let counts = *self.server.counts();
+        let used = counts.prefetched_used_pages;
+        assert!(used <= counts.prefetched_pages + counts.faults, "{counts:?}");
+    }
+}
+
+fn run(seed: u64) {
+    let mut world = World::new(seed);
+    if world.dice.chance(30) {
+        let share = world.dice.roll(101);
+        let all: Vec<Unit> = (0..world.server.plan.units()).map(Unit).collect();
+        let units = all.into_iter().filter(|_| world.dice.chance(share)).collect();
+        let stir = world.server.read_ahead(units);
+        world.note(stir);
+    }
+    world.finished |= world.server.is_finished();
+    let mut steps = 0u32;
+    while !world.is_over() {
+        world.step();
+        steps += 1;
+        assert!(steps < 1_000_000, "no end: {:?}", world.server);
+    }
+    world.check_end();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(3000))]
+
+    #[test]
+    fn every_page_is_right_whatever_the_order(seed in any::<u64>()) {
+        run(seed);
+    }
+}
+
+#[test]
+fn a_guest_that_only_touches_zeros_does_not_stop_the_fill() {
+    let ram = RegionMap::lay_out([("ram", 4096 * 64)]).unwrap();
+    let block_size = BlockSize::default();
+    let mut plan = Plan::new(32);
+    (0..16).for_each(|unit| {
+        plan.push([Block(unit)]);
+    });
+    let settled = Settled::new(&ram, block_size);
+    let rules = Rules::default();
+    let mut server: Server<()> = Server::new(block_size, plan, settled, rules, Duration::ZERO);
+    let (mut now, mut units) = (Duration::ZERO, 0);
+    while units < 16 {
+        now += Duration::from_micros(500);
+        assert!(now < rules.patience * 17);
+        assert!(matches!(server.fault(now, Page(40)), Answer::Zero(_)));
+        if let Take::Read(read) = server.take_read(now, true) {
+            units += read.units.len();
+            let _ = server.arrived(now, Unit(read.units.start), Source::PageCache, read.why);
+        }
+    }
+}
+
+#[test]
+fn faults_on_a_unit_being_read_cause_no_second_read() {
+    let ram = RegionMap::lay_out([("ram", 4096 * 8)]).unwrap();
+    let block_size = BlockSize::default();
+    let mut plan = Plan::new(4);
+    plan.push([Block(2), Block(0), Block(1)]);
+    let settled = Settled::new(&ram, block_size);
+    let mut server = Server::new(block_size, plan, settled, Rules::default(), Duration::ZERO);
+    let at = Duration::ZERO;
+    let Answer::Fetch(fetch) = server.fault(at, Page(1)) else { panic!() };
+    assert!(server.missed(&fetch).demand);
+    assert_eq!(server.fault(at, Page(2)), Answer::Wait);
+    let read = Read { units: 0..1, why: Why::Demand };
+    assert_eq!(server.take_read(at, true), Take::Read(read));
+    assert_eq!(server.fault(at, Page(4)), Answer::Wait);
+    assert_eq!(server.take_read(at, false), Take::Idle);
+    assert!(server.arrived(at, Unit(0), Source::Held("bytes"), Why::Demand).workers);
+    let mut order = Vec::new();
+    let later = Duration::from_secs(1);
+    while let Some(Work::Install(install)) = server.take_install(later) {
+        order.push((install.block.0, install.wanted.is_some()));
+        let _ = server.installed(&install);
+    }
+    assert_eq!(order, [(0, true), (1, true), (2, true)]);
+    assert!(server.is_finished());
+    assert_eq!(server.counts().demand_reads, 1);
+    assert_eq!(server.counts().joined_faults, 2);
+}
+
+#[test]
+fn a_block_installed_in_part_while_accounting_ended_is_completed() {
+    let ram = RegionMap::lay_out([("ram", 4096 * 2)]).unwrap();
+    let (block_size, at) = (BlockSize::default(), Duration::from_secs(1));
+    let mut plan = Plan::new(1);
+    plan.push([Block(0)]);
+    let settled = Settled::new(&ram, block_size);
+    let rules = Rules { account_use: true, ..Rules::default() };
+    let mut server: Server<()> = Server::new(block_size, plan, settled, rules, Duration::ZERO);
+    let Answer::Fetch(fetch) = server.fault(Duration::ZERO, Page(1)) else { panic!() };
+    assert_eq!(fetch.pages, PageMask(0b10));
+    let _ = server.fetched(Duration::ZERO, fetch.unit, Source::PageCache);
+    assert_eq!(server.take_read(at, true), Take::Idle);
+    assert_eq!(server.take_install(at), None, "the handler has taken the block");
+    assert!(server.installed(&fetch).workers);
+    let Some(Work::Install(rest)) = server.take_install(at) else { panic!() };
+    assert_eq!(rest.pages, PageMask(0b01));
+    assert!(server.installed(&rest).finished);
+}

@@ -1,0 +1,370 @@
+//! What the threads of a restore share, and the steps that several of them take.
+//!
+//! ```text
+//!               +--------------------------- Shared --------------------------+
+//!   handler --->|  Mutex: page server + recorder (never held in a system call)|---> userfaultfd
+//!   readers --->|  Storage: the image                                         |---> image file
+//!   workers --->|  Presence: settled pages, for a successor                   |---> presence file
+//!               +-------------------------------------------------------------+
+//! ```
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use firn_fault::point;
+use firn_memory::PageFaults;
+use firn_types::{Block, Page};
+
+use crate::bytes::Bytes;
+use crate::error::RestoreError;
+use crate::gate::Gate;
+use crate::options::RestoreOptions;
+use crate::presence::Presence;
+use crate::record::{FaultRecord, Recorder};
+use crate::server::{Install, PageMask, Server, Source, Stir};
+use crate::storage::Storage;
+
+/// Called once, from a thread of its own, when memory can't be brought back: stop the VM.
+pub type OnFatal = Box<dyn Fn(&RestoreError) + Send + Sync>;
+
+pub(crate) struct Shared {
+    pub(crate) storage: Storage,
+    pub(crate) faults: PageFaults,
+    pub(crate) options: RestoreOptions,
+    pub(crate) gate: Gate,
+    presence: Presence,
+    inner: Mutex<Inner>,
+    demand: Condvar,
+    fill: Condvar,
+    work: Condvar,
+    progress: Condvar,
+    version: AtomicU32,
+    stop: AtomicBool,
+    finishing: AtomicBool,
+    fatal: OnceLock<Arc<RestoreError>>,
+    on_fatal: Arc<OnFatal>,
+}
+
+/// What the lock protects.
+pub(crate) struct Inner {
+    pub(crate) server: Server<Bytes>,
+    pub(crate) recorder: Recorder,
+    pub(crate) ended: bool,
+    idle_workers: u32,
+    idle_readers: u32,
+}
+
+/// Whether a worker should be woken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum WakeWorker {
+    /// There is nothing to do, or somebody is at it.
+    #[default]
+    No,
+    /// As soon as the guest has run for a moment without a fault.
+    InALull,
+    /// At once.
+    Now,
+}
+
+/// What a thread waits for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Waiter {
+    Reader,
+    Filler,
+    Worker,
+}
+
+impl Shared {
+    pub(crate) fn new(
+        storage: Storage,
+        faults: PageFaults,
+        options: RestoreOptions,
+        presence: Presence,
+        server: Server<Bytes>,
+        on_fatal: OnFatal,
+    ) -> Self {
+        let recorder = Recorder::new();
+        let inner = Inner { server, recorder, ended: false, idle_workers: 0, idle_readers: 0 };
+        Self {
+            storage,
+            faults,
+            options,
+            gate: Gate::default(),
+            presence,
+            inner: Mutex::new(inner),
+            demand: Condvar::new(),
+            fill: Condvar::new(),
+            work: Condvar::new(),
+            progress: Condvar::new(),
+            version: AtomicU32::new(0),
+            stop: AtomicBool::new(false),
+            finishing: AtomicBool::new(false),
+            fatal: OnceLock::new(),
+            on_fatal: Arc::new(on_fatal),
+        }
+    }
+
+    /// Time since the restore was asked for.
+    pub(crate) fn now(&self) -> Duration {
+        self.options.since.elapsed()
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether threads are to end: all memory is present, or somebody said so.
+    pub(crate) fn is_over(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    /// Ends all threads.
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        // Whoever holds the lock has not looked yet, or is going to wait and must be woken.
+        drop(self.lock());
+        for bell in [&self.demand, &self.fill, &self.work, &self.progress] {
+            bell.notify_all();
+        }
+    }
+
+    /// Waits until there may be something to do, or until `then`.
+    pub(crate) fn sleep<'a>(
+        &self,
+        mut inner: MutexGuard<'a, Inner>,
+        who: Waiter,
+        then: Option<Duration>,
+    ) -> MutexGuard<'a, Inner> {
+        if self.is_over() {
+            return inner;
+        }
+        inner.count_idle(who, 1);
+        let wait = then.map(|then| then.saturating_sub(self.now()));
+        let bell = match who {
+            Waiter::Reader => &self.demand,
+            Waiter::Filler => &self.fill,
+            Waiter::Worker => &self.work,
+        };
+        let mut inner = match wait {
+            None => bell.wait(inner).unwrap_or_else(PoisonError::into_inner),
+            Some(wait) => bell.wait_timeout(inner, wait).unwrap_or_else(PoisonError::into_inner).0,
+        };
+        inner.count_idle(who, -1);
+        inner
+    }
+
+    /// Wakes whom an event gives something to do.
+    pub(crate) fn act(&self, inner: MutexGuard<'_, Inner>, stir: Stir) {
+        let readers = inner.idle_readers;
+        drop(inner);
+        if stir.demand {
+            match readers {
+                0 => self.fill.notify_one(),
+                _ => self.demand.notify_one(),
+            }
+        }
+        if stir.background {
+            self.demand.notify_all();
+            self.fill.notify_one();
+        }
+        if stir.workers {
+            self.work.notify_one();
+        }
+        if stir.ahead {
+            self.progress.notify_all();
+        }
+        if stir.finished {
+            self.finish();
+        }
+    }
+
+    /// All memory is present: lets go of it.
+    pub(crate) fn finish(&self) {
+        if self.finishing.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        point("restore.filled");
+        let let_go = self.write_presence().and_then(|()| Ok(self.faults.unregister()?));
+        match let_go {
+            Err(error) => self.fail(error),
+            Ok(()) => {
+                point("restore.unregistered");
+                let now = self.now();
+                let mut inner = self.lock();
+                inner.recorder.finished(now);
+                inner.ended = true;
+                drop(inner);
+                self.stop();
+            }
+        }
+    }
+
+    /// Whether all memory is present and nothing is registered, or is about to be.
+    pub(crate) fn is_finishing(&self) -> bool {
+        self.finishing.load(Ordering::Acquire)
+    }
+
+    /// Memory can't be brought back. The first error counts; the guest keeps waiting for what is missing.
+    pub(crate) fn fail(&self, error: RestoreError) {
+        let error = Arc::new(error);
+        if self.fatal.set(error.clone()).is_err() {
+            return;
+        }
+        tracing::error!(error = &*error as &dyn std::error::Error, "restore failed");
+        // What the guest asks for is still brought in as far as possible: it takes answers to stop a VM.
+        self.lock().server.stop_background();
+        self.progress.notify_all();
+        // On a thread of its own: stopping the VM may need answers from the thread that found the error.
+        let on_fatal = self.on_fatal.clone();
+        let call = std::thread::Builder::new().name("firn-fatal".into());
+        if call.spawn(move || on_fatal(&error)).is_err() {
+            tracing::error!("no thread left to stop the VM with");
+        }
+    }
+
+    /// The error because of which memory can't be brought back.
+    pub(crate) fn fatal(&self) -> Option<Arc<RestoreError>> {
+        self.fatal.get().cloned()
+    }
+
+    /// Waits until `is_done`, an error, or the end.
+    pub(crate) fn wait_until(
+        &self,
+        is_done: impl Fn(&mut Inner) -> bool,
+        deadline: Option<Instant>,
+    ) -> Result<bool, Arc<RestoreError>> {
+        let mut inner = self.lock();
+        loop {
+            if let Some(error) = self.fatal() {
+                return Err(error);
+            }
+            if is_done(&mut inner) {
+                return Ok(true);
+            }
+            if self.is_over() {
+                return Err(Arc::new(RestoreError::Stopped));
+            }
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            inner = match left {
+                Some(Duration::ZERO) => return Ok(false),
+                Some(left) => {
+                    let waited = self.progress.wait_timeout(inner, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.progress.wait(inner).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+
+    /// The guest gave pages back: writes that down before anything else happens.
+    pub(crate) fn removed(&self, pages: Range<Page>) -> Result<(), RestoreError> {
+        let mut inner = self.lock();
+        let stir = inner.server.removed(pages);
+        self.version.store(inner.server.version(), Ordering::Release);
+        inner.settle_waiting(self.now());
+        drop(inner);
+        self.write_presence()?;
+        self.act(self.lock(), stir);
+        Ok(())
+    }
+
+    /// A block was installed that nobody is known to have waited for.
+    pub(crate) fn installed<B>(&self, install: &Install<B>) {
+        let now = self.now();
+        let mut inner = self.lock();
+        let stir = inner.server.installed(install);
+        inner.settle_waiting(now);
+        self.act(inner, stir);
+    }
+
+    /// A block was installed by the handler, in answer to a fault. If its unit was found in the page cache for that,
+    /// `fetched` says where the rest of the unit is to be taken from.
+    pub(crate) fn answered<B>(
+        &self,
+        install: &Install<B>,
+        fetched: Option<Source<Bytes>>,
+        fault: FaultRecord,
+    ) -> WakeWorker {
+        let now = fault.answered_at();
+        let mut inner = self.lock();
+        let mut stir = Stir::default();
+        if let Some(source) = fetched {
+            stir = inner.server.fetched(now, install.unit, source);
+        }
+        stir = stir.or(inner.server.installed(install));
+        inner.server.answered(now);
+        inner.recorder.fault(fault);
+        inner.settle_waiting(now);
+        let wanted = self.wants_worker(&inner, now);
+        self.act(inner, Stir { workers: false, ..stir });
+        wanted
+    }
+
+    /// Whether a worker should be woken, if there is something to do and all sleep.
+    fn wants_worker(&self, inner: &Inner, now: Duration) -> WakeWorker {
+        let all_sleep = inner.idle_workers >= self.options.workers.max(1) as u32;
+        match inner.server.has_installs() && all_sleep {
+            true if inner.server.may_install(now) => WakeWorker::Now,
+            true => WakeWorker::InALull,
+            false => WakeWorker::No,
+        }
+    }
+
+    /// Wakes a worker.
+    pub(crate) fn wake_worker(&self) {
+        self.work.notify_one();
+    }
+
+    /// Where installs take their bytes from, once they have been read. While use is accounted for, units stay for long,
+    /// and not in memory.
+    pub(crate) fn source(&self, bytes: Bytes) -> Source<Bytes> {
+        match self.options.account_use {
+            true => Source::PageCache,
+            false => Source::Held(bytes),
+        }
+    }
+
+    /// The first page of a memory block.
+    pub(crate) fn first_page(&self, block: Block) -> Page {
+        self.storage.image().geometry().block_size.first_page(block)
+    }
+
+    /// Which pages of an install may still be installed: all, unless the guest gave some back since it was decided.
+    pub(crate) fn still_missing<B>(&self, install: &Install<B>) -> PageMask {
+        if self.version.load(Ordering::Acquire) == install.version {
+            return install.pages;
+        }
+        install.pages.and(self.lock().server.missing(install.block))
+    }
+
+    /// Writes down which pages are settled.
+    pub(crate) fn write_presence(&self) -> Result<(), RestoreError> {
+        self.presence.write(|out| Presence::changes(self.lock().server.settled(), out))
+    }
+
+    /// What outlives it, when all threads have ended.
+    pub(crate) fn into_parts(self) -> (PageFaults, Presence) {
+        (self.faults, self.presence)
+    }
+}
+
+impl Inner {
+    fn count_idle(&mut self, who: Waiter, change: i32) {
+        let count = match who {
+            Waiter::Worker => &mut self.idle_workers,
+            Waiter::Reader => &mut self.idle_readers,
+            Waiter::Filler => return,
+        };
+        *count = count.saturating_add_signed(change);
+    }
+
+    /// Records the faults that have been answered by now.
+    pub(crate) fn settle_waiting(&mut self, now: Duration) {
+        if self.recorder.has_waiting() {
+            let settled = self.server.settled();
+            self.recorder.settle(now, |page| settled.contains(page));
+        }
+    }
+}

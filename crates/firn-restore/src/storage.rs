@@ -1,0 +1,164 @@
+//! The image, read unit by read unit.
+//!
+//! ```text
+//!   unit            locality restore                   lazy restore
+//!   try_block       pread of one memory block          the same
+//!   try_unit        pread of one locality block        pread of one memory block
+//!   read            pread of neighbouring ones         pread of one memory block
+//! ```
+//!
+//! The two `try` calls take what the page cache has and never wait for storage; if it does not have it, they leave the
+//! kernel reading it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use firn_image::{Entry, Image, LocalityBlockId, Placement, ReadOrder};
+use firn_types::Block;
+
+use crate::bytes::{Bytes, Pool};
+use crate::error::RestoreError;
+use crate::options::Mode;
+use crate::server::{Plan, Unit};
+
+/// An image, and how it is divided into read units.
+#[derive(Debug)]
+pub(crate) struct Storage {
+    image: Arc<Image>,
+    /// In a lazy restore, the memory block that is each unit.
+    singles: Option<Vec<Block>>,
+    pool: Arc<Pool>,
+}
+
+impl Storage {
+    pub(crate) fn new(image: Arc<Image>, mode: Mode) -> Self {
+        image.advise(ReadOrder::Random);
+        let singles = (mode == Mode::Lazy).then(|| stored_blocks(&image).collect());
+        Self { image, singles, pool: Arc::default() }
+    }
+
+    pub(crate) fn image(&self) -> &Image {
+        &self.image
+    }
+
+    /// Which memory blocks come with which read unit.
+    pub(crate) fn plan(&self) -> Plan {
+        let mut plan = Plan::new(self.image.geometry().blocks());
+        match &self.singles {
+            Some(blocks) => blocks.iter().for_each(|&block| {
+                plan.push([block]);
+            }),
+            None => (0..self.image.locality_blocks()).map(LocalityBlockId).for_each(|id| {
+                plan.push(self.image.entries(id).iter().map(|entry| entry.block));
+            }),
+        }
+        plan
+    }
+
+    /// Bytes of a read unit at most.
+    pub(crate) fn unit_bytes(&self) -> u32 {
+        let geometry = self.image.geometry();
+        match self.singles {
+            Some(_) => geometry.block_size.bytes() as u32,
+            None => geometry.locality_block_bytes,
+        }
+    }
+
+    /// Where the stored bytes of a memory block are.
+    pub(crate) fn entry(&self, block: Block) -> Result<(LocalityBlockId, Entry), RestoreError> {
+        let found = self.image.entry_of(block).map(|(id, entry)| (id, *entry));
+        found.ok_or_else(|| RestoreError::NoEntry { path: self.image.path().to_owned(), block })
+    }
+
+    /// Reads the stored bytes of one memory block, if the page cache has them.
+    pub(crate) fn try_block(
+        &self,
+        (id, entry): (LocalityBlockId, Entry),
+        stored: &mut Vec<u8>,
+    ) -> Result<bool, RestoreError> {
+        Ok(self.image.try_read_entry(&entry, id, stored)?)
+    }
+
+    /// Reads the stored bytes of one memory block.
+    pub(crate) fn block(
+        &self,
+        (id, entry): (LocalityBlockId, Entry),
+        stored: &mut Vec<u8>,
+    ) -> Result<(), RestoreError> {
+        Ok(self.image.read_entry(&entry, id, stored)?)
+    }
+
+    /// Reads a unit, if the page cache has it.
+    pub(crate) fn try_unit(&self, unit: Unit) -> Result<Option<Bytes>, RestoreError> {
+        let mut buffer = self.pool.take();
+        let cached = match &self.singles {
+            Some(_) => {
+                let (id, entry) = self.entry(self.single(unit))?;
+                self.image.try_read_entry(&entry, id, &mut buffer)?
+            }
+            None => self.image.try_read_locality_block(LocalityBlockId(unit.0), &mut buffer)?,
+        };
+        let run = self.pool.wrap(buffer);
+        Ok(cached.then(|| Bytes::new(run, 0)))
+    }
+
+    /// Reads neighbouring units, with one request as far as possible. Gives the bytes of each.
+    pub(crate) fn read(&self, units: &Range<u32>) -> Result<Vec<Bytes>, RestoreError> {
+        match &self.singles {
+            Some(_) => units.clone().map(|unit| self.read_single(Unit(unit))).collect(),
+            None => self.read_run(units),
+        }
+    }
+
+    fn read_single(&self, unit: Unit) -> Result<Bytes, RestoreError> {
+        let mut buffer = self.pool.take();
+        self.block(self.entry(self.single(unit))?, &mut buffer)?;
+        Ok(Bytes::new(self.pool.wrap(buffer), 0))
+    }
+
+    fn read_run(&self, units: &Range<u32>) -> Result<Vec<Bytes>, RestoreError> {
+        let mut buffer = self.pool.take();
+        let ids = LocalityBlockId(units.start)..LocalityBlockId(units.end);
+        self.image.read_locality_blocks(ids, &mut buffer)?;
+        let run = self.pool.wrap(buffer);
+        let bytes = self.unit_bytes() as usize;
+        Ok((0..units.len()).map(|at| Bytes::new(run.clone(), at * bytes)).collect())
+    }
+
+    /// The stored bytes of a memory block in those of its unit. Shorter than they should be only if the image is wrong.
+    pub(crate) fn stored_in<'a>(&self, bytes: &'a Bytes, entry: &Entry) -> &'a [u8] {
+        let (start, len) = match self.singles {
+            Some(_) => (0, entry.stored_len as usize),
+            None => (entry.offset as usize, entry.stored_len as usize),
+        };
+        let all = bytes.all();
+        let start = start.min(all.len());
+        &all[start..all.len().min(start + len)]
+    }
+
+    /// Where a unit is in the file, and how long it is: both in bytes.
+    pub(crate) fn place(&self, unit: Unit) -> (u64, u32) {
+        let geometry = self.image.geometry();
+        match self.singles.as_ref().map(|_| self.entry(self.single(unit))) {
+            Some(Ok((id, entry))) => {
+                (geometry.offset_of(id) + u64::from(entry.offset), entry.stored_len)
+            }
+            Some(Err(_)) => (0, 0),
+            None => {
+                let id = LocalityBlockId(unit.0);
+                (geometry.offset_of(id), self.image.used_bytes(id) as u32)
+            }
+        }
+    }
+
+    fn single(&self, unit: Unit) -> Block {
+        let blocks = self.singles.as_deref().unwrap_or_default();
+        blocks.get(unit.index()).copied().unwrap_or(Block(u32::MAX))
+    }
+}
+
+/// All memory blocks that the image stores, in physical order.
+fn stored_blocks(image: &Image) -> impl Iterator<Item = Block> {
+    let blocks = (0..image.geometry().blocks()).map(Block);
+    blocks.filter(|&block| matches!(image.lookup(block), Placement::Stored { .. }))
+}

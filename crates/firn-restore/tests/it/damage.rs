@@ -1,0 +1,95 @@
+//! Damaged images and storage that fails: the guest waits, the error says where, and nothing is ever wrong.
+
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use firn_image::{Codec, HEADER_BYTES};
+use firn_restore::{Fill, Mode, RestoreOptions};
+use firn_types::Block;
+
+use crate::driver::PATIENCE;
+use crate::scene::Scene;
+
+/// Flips one bit in the stored bytes of a block. Gives where.
+fn flip(scene: &Scene, block: Block) -> u64 {
+    let (id, entry) = scene.image.entry_of(block).unwrap();
+    let at = scene.image.geometry().offset_of(id) + u64::from(entry.offset + entry.stored_len / 2);
+    let path = scene.image_path();
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+    at - u64::from(entry.stored_len / 2)
+}
+
+fn nothing_in_the_background(mode: Mode) -> RestoreOptions {
+    RestoreOptions { mode, fill: Fill::Off, ..RestoreOptions::default() }
+}
+
+fn a_damaged_block_is_never_seen(mode: Mode, codec: Codec) {
+    let mut scene = Scene::new(&[1024], 2, codec);
+    let offset = flip(&scene, Block(33));
+    let restore = scene.begin(nothing_in_the_background(mode));
+    scene.guest.send(0, "sum 67 68");
+    let told = scene.fatal_within(PATIENCE).expect("somebody should be told");
+    for part in ["memory block 33", &format!("at byte {offset}"), "image.firn"] {
+        assert!(told.contains(part), "{told:?} does not say {part:?}");
+    }
+    assert_eq!(scene.guest.result_within(0, Duration::from_millis(300)), None);
+    assert!(restore.wait().is_err());
+    // Whoever stops the VM needs other pages: they still come.
+    scene.check(1, 700..720);
+    let record = restore.stop().unwrap().record;
+    assert!(record.faults.iter().all(|fault| fault.page.0 / 2 != 33));
+}
+
+#[test]
+fn a_damaged_block_in_a_locality_restore() {
+    a_damaged_block_is_never_seen(Mode::Locality, Codec::Lz4);
+}
+
+#[test]
+fn a_damaged_block_that_is_not_compressed() {
+    a_damaged_block_is_never_seen(Mode::Locality, Codec::None);
+}
+
+#[test]
+fn a_damaged_block_in_a_lazy_restore() {
+    a_damaged_block_is_never_seen(Mode::Lazy, Codec::Lz4);
+}
+
+#[test]
+fn an_eager_restore_of_a_damaged_image_does_not_start() {
+    let scene = Scene::new(&[1024], 2, Codec::Lz4);
+    flip(&scene, Block(8));
+    let restore = scene.begin(nothing_in_the_background(Mode::Eager));
+    let error = restore.prefill().unwrap_err().to_string();
+    assert!(error.contains("memory block 8 "), "{error}");
+}
+
+#[test]
+fn damage_that_the_guest_does_not_touch_is_found_in_the_background() {
+    let scene = Scene::new(&[1024], 2, Codec::Lz4);
+    flip(&scene, Block(100));
+    let restore = scene.begin(RestoreOptions::default());
+    let error = restore.wait().unwrap_err().to_string();
+    assert!(error.contains("memory block 100 "), "{error}");
+    assert!(!restore.progress().finished);
+}
+
+#[test]
+fn an_image_cut_short_while_it_is_used() {
+    let mut scene = Scene::new(&[1024], 2, Codec::None);
+    let file = std::fs::File::options().write(true).open(scene.image_path()).unwrap();
+    let restore = scene.begin(nothing_in_the_background(Mode::Locality));
+    file.set_len(HEADER_BYTES + (64 << 10)).unwrap();
+    let lost = (0..512)
+        .map(Block)
+        .find(|&block| scene.image.entry_of(block).is_some_and(|(id, _)| id.0 == 1));
+    let page = lost.unwrap().0 * 2;
+    scene.guest.send(0, &format!("sum {page} {}", page + 1));
+    let told = scene.fatal_within(PATIENCE).expect("somebody should be told");
+    assert!(told.contains("cannot read") && told.contains("69632"), "{told}");
+    assert_eq!(scene.guest.result_within(0, Duration::from_millis(100)), None);
+    drop(restore);
+}

@@ -1,0 +1,400 @@
+//! The other end of the control socket: what `firn` commands do to reach a VM's supervisor.
+//!
+//! A command that finds nobody looking after a VM that needs it starts a successor first, so that any command brings
+//! a VM back whose supervisor and guard were both killed.
+
+use std::io::{self, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::failure::{Context, Failure, FailureKind};
+use crate::guard;
+use crate::journal::{Journal, Note, Phase};
+use crate::lock::{self, Role};
+use crate::name::VmName;
+use crate::protocol::{self, LINE_BYTES_MAX, Plan, Progress, Reply, Request};
+use crate::runtime::{RuntimeDir, VmDir};
+use crate::spawn;
+use crate::status::Status;
+
+/// How long a supervisor that has just been started may take to open its control socket. Recovery takes some
+/// milliseconds; a machine that is out of memory or disk may take longer.
+const SOCKET_WAIT: Duration = Duration::from_secs(10);
+
+/// How often the control socket is tried.
+const RETRY: Duration = Duration::from_millis(1);
+
+/// How long a supervisor may take to answer a request that takes no time.
+const ANSWER_WAIT: Duration = Duration::from_secs(30);
+
+/// How often a supervisor that dies is replaced before a command gives up.
+const TRIES: usize = 5;
+
+/// What is told of progress.
+pub type OnProgress<'a> = &'a mut dyn FnMut(&Progress);
+
+/// Starts looking after a VM; returns what the supervisor says once the VM runs.
+pub fn start(
+    base: &RuntimeDir,
+    name: &VmName,
+    plan: &Plan,
+    on_progress: OnProgress<'_>,
+) -> Result<serde_json::Value, Failure> {
+    let vm = base.vm(name);
+    if exists(&vm) {
+        look_after(base, &vm)?;
+    }
+    let mut child = spawn::supervisor(base, &vm).doing("starting a supervisor")?;
+    if let Some(mut to) = child.stdin.take() {
+        // A supervisor that ends before it has read the plan says why in its reply.
+        let _ = protocol::write(&mut to, plan);
+    }
+    let replied = match child.stdout.take() {
+        Some(from) => read_replies(&mut BufReader::new(from), on_progress)?,
+        None => None,
+    };
+    match replied {
+        Some(result) => result,
+        None => {
+            settle(&vm);
+            after_death(base, &vm, None, "the VM was not started, and nothing is left of it")
+        }
+    }
+}
+
+/// What became of a VM whose supervisor died while a command waited for it. `before` is what had happened last, and
+/// `gone` what it means if there is no such VM.
+fn after_death(
+    base: &RuntimeDir,
+    vm: &VmDir,
+    before: Option<Note>,
+    gone: &str,
+) -> Result<serde_json::Value, Failure> {
+    let died = |text: String| {
+        Err(Failure::new(FailureKind::Interrupted, "the supervisor died").while_doing(text))
+    };
+    let status = match status(base, vm) {
+        Ok(status) => status,
+        Err(failure) if failure.kind == FailureKind::NoSuchVm => {
+            return died(gone.to_owned());
+        }
+        Err(failure) => return Err(failure.while_doing("the supervisor died")),
+    };
+    let news = status.last.clone().filter(|note| Some(note) != before.as_ref());
+    match (news, status.state.as_str()) {
+        (Some(note), _) if note.good => recovered(&status),
+        (Some(note), _) => died(note.text),
+        (None, "running" | "restoring" | "paused") if before.is_none() => recovered(&status),
+        (None, state) => died(format!("it is not known what came of this; the VM is {state}")),
+    }
+}
+
+fn recovered(status: &Status) -> Result<serde_json::Value, Failure> {
+    Ok(serde_json::json!({ "recovered": true, "status": status }))
+}
+
+/// Waits until the guard, if there is one, has started a successor.
+fn settle(vm: &VmDir) {
+    let deadline = Instant::now() + SOCKET_WAIT;
+    while Instant::now() < deadline
+        && exists(vm)
+        && matches!(lock::holder(vm.path(), Role::Supervisor), Ok(None))
+        && matches!(lock::holder(vm.path(), Role::Guard), Ok(Some(_)))
+    {
+        thread::sleep(RETRY);
+    }
+}
+
+/// Asks a supervisor and waits for its last reply.
+///
+/// One that dies meanwhile is replaced, and asked again where that makes no difference.
+pub fn ask(
+    base: &RuntimeDir,
+    name: &VmName,
+    request: &Request,
+    on_progress: OnProgress<'_>,
+) -> Result<serde_json::Value, Failure> {
+    let vm = base.vm(name);
+    let before = load(&vm)?.and_then(|journal| journal.last);
+    for _ in 0..TRIES {
+        if let Some(result) = ask_once(base, &vm, request, on_progress)? {
+            return result;
+        }
+        settle(&vm);
+        match request {
+            Request::Status | Request::Watch => {}
+            Request::Detach if !is_detached(&vm)? => {}
+            Request::Detach => return Ok(serde_json::Value::Null),
+            Request::Stop(_) => return after_stop(base, &vm),
+            Request::Checkpoint(_) | Request::Suspend(_) => {
+                return after_death(base, &vm, before, "the VM is gone");
+            }
+        }
+    }
+    Err(Failure::new(FailureKind::Other, format!("the supervisor of {name} dies again and again"))
+        .hint("its log says why"))
+}
+
+/// `None` if the supervisor ends without an answer.
+fn ask_once(
+    base: &RuntimeDir,
+    vm: &VmDir,
+    request: &Request,
+    on_progress: OnProgress<'_>,
+) -> Result<Option<Result<serde_json::Value, Failure>>, Failure> {
+    let stream = connect(base, vm)?;
+    let quick = matches!(request, Request::Status | Request::Detach);
+    stream.set_read_timeout(quick.then_some(ANSWER_WAIT)).doing("preparing to wait")?;
+    if protocol::write(&mut &stream, request).is_err() {
+        return Ok(None);
+    }
+    read_replies(&mut BufReader::new(&stream), on_progress)
+}
+
+fn is_detached(vm: &VmDir) -> Result<bool, Failure> {
+    Ok(load(vm)?.is_none_or(|journal| journal.phase == Phase::Detached))
+}
+
+/// A supervisor that dies while it stops a VM leaves it to its successor, or to nobody if the VM has ended.
+fn after_stop(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
+    match status(base, vm) {
+        Err(failure) if failure.kind == FailureKind::NoSuchVm => Ok(serde_json::Value::Null),
+        Ok(status) if status.state == "ended" => Ok(serde_json::Value::Null),
+        Ok(_) => Err(Failure::new(FailureKind::Interrupted, "the supervisor died")
+            .while_doing("the VM was not stopped")
+            .hint("ask again")),
+        Err(failure) => Err(failure),
+    }
+}
+
+/// A VM's status: from its supervisor, or from the journal of one that is over.
+pub fn status(base: &RuntimeDir, vm: &VmDir) -> Result<Status, Failure> {
+    look_after(base, vm)?;
+    let journal = load(vm)?.ok_or_else(|| no_such_vm(vm))?;
+    if !needs_supervisor(&journal) {
+        return Ok(Status::of(&journal));
+    }
+    match ask(base, vm.name(), &Request::Status, &mut |_| ()) {
+        Ok(facts) => serde_json::from_value(facts).doing("reading the supervisor's answer"),
+        // It may have ended meanwhile.
+        Err(failure) => match load(vm)?.filter(|journal| !needs_supervisor(journal)) {
+            Some(journal) => Ok(Status::of(&journal)),
+            None => Err(failure),
+        },
+    }
+}
+
+/// Forgets a VM that is over.
+pub fn forget(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let vm = base.vm(name);
+    look_after(base, &vm)?;
+    let journal = load(&vm)?;
+    if journal.as_ref().is_some_and(needs_supervisor) {
+        let busy = format!("VM {name} runs");
+        return Err(Failure::new(FailureKind::Busy, busy).hint("stop it first: `firn stop`"));
+    }
+    if !vm.exists() {
+        return Err(no_such_vm(&vm));
+    }
+    vm.remove().doing("forgetting the VM")
+}
+
+/// Starts a successor if a VM needs a supervisor and has none. It is an error if the VM is not known.
+pub fn look_after(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
+    let Some(journal) = load(vm)? else {
+        return match holder(vm)? {
+            Some(_) => Ok(()),
+            None => Err(no_such_vm(vm)),
+        };
+    };
+    if !needs_supervisor(&journal) || holder(vm)?.is_some() {
+        return Ok(());
+    }
+    match spawn::successor(base, vm) {
+        Ok(mut child) => wait_for_socket(vm, &mut || matches!(child.try_wait(), Ok(None))),
+        // Somebody else was faster, and found that nothing was left to look after.
+        Err(_) if !exists(vm) => Err(no_such_vm(vm)),
+        Err(error) => Err(error).doing("starting a supervisor"),
+    }
+}
+
+/// Ends when the control socket is served, or the successor has decided that there is nothing to serve.
+fn wait_for_socket(vm: &VmDir, alive: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
+    let deadline = Instant::now() + SOCKET_WAIT;
+    while alive() && Instant::now() < deadline {
+        if UnixStream::connect(vm.control()).is_ok() {
+            break;
+        }
+        thread::sleep(RETRY);
+    }
+    Ok(())
+}
+
+fn connect(base: &RuntimeDir, vm: &VmDir) -> Result<UnixStream, Failure> {
+    let deadline = Instant::now() + SOCKET_WAIT;
+    loop {
+        // Each time: the one that was there may have been dying.
+        look_after(base, vm)?;
+        match UnixStream::connect(vm.control()) {
+            Ok(stream) => return Ok(stream),
+            Err(error) if !is_not_there(&error) => {
+                return Err(error).doing_or(FailureKind::Host, "connecting to the supervisor");
+            }
+            Err(_) => {}
+        }
+        is_coming(vm)?;
+        if Instant::now() >= deadline {
+            let silent = format!("the supervisor of {} does not open its socket", vm.name());
+            return Err(Failure::new(FailureKind::Other, silent).hint("its log says why"));
+        }
+        thread::sleep(RETRY);
+    }
+}
+
+fn is_not_there(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+}
+
+/// Whether there will be a control socket, or why not.
+fn is_coming(vm: &VmDir) -> Result<(), Failure> {
+    match load(vm)?.map(|journal| journal.phase) {
+        None => Err(no_such_vm(vm)),
+        Some(phase) if phase.is_over() => Err(is_over(vm, &phase)),
+        Some(_) => Ok(()),
+    }
+}
+
+fn is_over(vm: &VmDir, phase: &Phase) -> Failure {
+    match phase {
+        Phase::Detached => {
+            let text =
+                format!("VM {} is not looked after any more: Firn has let go of it", vm.name());
+            let hint = format!("take it up again: `firn attach {}`", vm.name());
+            Failure::new(FailureKind::NoSuchVm, text).hint(hint)
+        }
+        Phase::Ended { exit, .. } => {
+            let text = format!("VM {} does not run: {exit}", vm.name());
+            Failure::new(FailureKind::NoSuchVm, text).hint("`firn ls` shows which VMs run")
+        }
+        _ => no_such_vm(vm),
+    }
+}
+
+fn no_such_vm(vm: &VmDir) -> Failure {
+    let text = format!("there is no VM called {}", vm.name());
+    Failure::new(FailureKind::NoSuchVm, text).hint("`firn ls` shows which VMs there are")
+}
+
+fn needs_supervisor(journal: &Journal) -> bool {
+    !journal.phase.is_over()
+}
+
+fn exists(vm: &VmDir) -> bool {
+    vm.journal().exists()
+}
+
+fn load(vm: &VmDir) -> Result<Option<Journal>, Failure> {
+    Journal::load(&vm.journal()).doing(format!("looking at VM {}", vm.name()))
+}
+
+fn holder(vm: &VmDir) -> Result<Option<()>, Failure> {
+    Ok(guard::running(vm).doing("looking for the supervisor")?.map(drop))
+}
+
+/// Reads replies up to the last one; `None` if the supervisor ends without.
+fn read_replies(
+    from: &mut BufReader<impl Read>,
+    on_progress: OnProgress<'_>,
+) -> Result<Option<Result<serde_json::Value, Failure>>, Failure> {
+    loop {
+        let line = match protocol::read_line(from, LINE_BYTES_MAX) {
+            Ok(Some(line)) => line,
+            Ok(None) => return Ok(None),
+            Err(protocol::MessageError::Io(error)) if is_timeout(&error) => {
+                let silent = Failure::new(FailureKind::Other, "the supervisor does not answer");
+                return Err(silent.hint("the VM's log may say what it is doing"));
+            }
+            Err(protocol::MessageError::Io(_)) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        match protocol::decode(&line)? {
+            Reply::Progress(progress) => on_progress(&progress),
+            Reply::Done { facts } => return Ok(Some(Ok(facts))),
+            Reply::Failed(failure) => return Ok(Some(Err(failure))),
+        }
+    }
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+}
+
+/// An absolute form of a path that a user gave: the supervisor has another working directory.
+pub fn absolute(path: &Path) -> Result<std::path::PathBuf, Failure> {
+    std::path::absolute(path).doing_or(FailureKind::Usage, format!("{}", path.display()))
+}
+
+/// The replying side of [`start`]: a supervisor's standard output.
+pub(crate) struct Starter<W: Write> {
+    to: W,
+}
+
+impl<W: Write> Starter<W> {
+    pub(crate) fn new(to: W) -> Self {
+        Self { to }
+    }
+
+    /// Tells whoever started this supervisor. That it has gone away is no reason to stop.
+    pub(crate) fn tell(&mut self, reply: &Reply) {
+        let _ = protocol::write(&mut self.to, reply);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dir() -> (tempfile::TempDir, RuntimeDir, VmDir) {
+        let dir = tempfile::tempdir().unwrap();
+        let base = RuntimeDir::at(dir.path().join("firn"));
+        let vm = base.vm(&VmName::new("web").unwrap());
+        (dir, base, vm)
+    }
+
+    #[test]
+    fn asking_for_a_vm_that_is_not_there_names_it() {
+        let (_dir, base, vm) = dir();
+        let failure = ask(&base, vm.name(), &Request::Status, &mut |_| ()).unwrap_err();
+        assert_eq!(failure.kind, FailureKind::NoSuchVm);
+        assert!(failure.to_string().contains("web"));
+    }
+
+    #[test]
+    fn a_vm_that_has_ended_is_shown_refuses_requests_and_can_be_forgotten() {
+        let (_dir, base, vm) = dir();
+        vm.create().unwrap();
+        let mut journal = Journal::new(vm.name().clone(), None);
+        journal.phase = Phase::Ended { exit: crate::journal::Exit::Signal(6), at: 1 };
+        journal.store(&vm.journal()).unwrap();
+        assert_eq!(status(&base, &vm).unwrap().state, "ended");
+        let failure = ask(&base, vm.name(), &Request::Detach, &mut |_| ()).unwrap_err();
+        assert_eq!(failure.to_string(), "VM web does not run: killed by signal 6");
+        forget(&base, vm.name()).unwrap();
+        assert_eq!(forget(&base, vm.name()).unwrap_err().kind, FailureKind::NoSuchVm);
+    }
+
+    #[test]
+    fn replies_are_read_up_to_the_last() {
+        let mut lines = Vec::new();
+        let now = Progress { stage: "saving".into(), done: 1, total: 2 };
+        protocol::write(&mut lines, &Reply::Progress(now.clone())).unwrap();
+        protocol::write(&mut lines, &Reply::Done { facts: serde_json::json!(1) }).unwrap();
+        let mut heard = Vec::new();
+        let mut from = BufReader::new(io::Cursor::new(lines));
+        let result = read_replies(&mut from, &mut |progress| heard.push(progress.clone())).unwrap();
+        assert_eq!((heard, result), (vec![now], Some(Ok(serde_json::json!(1)))));
+        assert_eq!(read_replies(&mut from, &mut |_| ()).unwrap(), None);
+    }
+}

@@ -1,0 +1,376 @@
+//! What a supervisor does about what happens: a pure state machine, events in, actions out.
+//!
+//! ```text
+//!                     checkpoint, suspend                     started by a restore
+//!            idle --------------------------> saving                |
+//!             ^  <-----------------------------' |                  v
+//!             |     save ended (a suspend        |              restoring
+//!             |     goes on to stop)             | cancel           |
+//!             +----------------------------------+------------------+  restore ended
+//!
+//!     stop: from idle and restoring, from saving only by force.    hypervisor gone: from anywhere, and it is over.
+//!     detach, SIGTERM: at once when idle, else when what is going on has ended (SIGTERM cancels a save).
+//! ```
+//!
+//! The shell around it (`supervise.rs`) does what it says and reports back. Whatever takes long, a save, a restore, a
+//! stop, runs on a thread of its own and comes back as an event: nothing here waits.
+
+use std::collections::BTreeSet;
+
+use crate::failure::{Failure, FailureKind};
+use crate::journal::Exit;
+use crate::protocol::{Progress, Reply, Request, SaveRequest, StopRequest};
+
+/// A connection of a `firn` command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ClientId(pub u64);
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A command asks.
+    Request(ClientId, Request),
+    /// A command sent a line that is no request.
+    Garbled(ClientId, Failure),
+    /// A command has gone away.
+    ClientGone(ClientId),
+    /// A save or restore has come further.
+    Progress(Progress),
+    /// A save has ended; with its report, if there is an image.
+    SaveEnded(Result<serde_json::Value, Failure>),
+    /// A restore has ended: all memory is there, or it never will be.
+    RestoreEnded(Result<serde_json::Value, Failure>),
+    /// The hypervisor did not end as asked (a guest that ignores its power button).
+    StopFailed(Failure),
+    /// The hypervisor process is gone.
+    HypervisorGone(Exit),
+    /// A save that lost its hypervisor had time enough to end.
+    GraceOver,
+    /// The guard process is gone.
+    GuardGone,
+    /// SIGTERM.
+    Terminate,
+}
+
+/// Something to do about it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Answer a command.
+    Reply(ClientId, Reply),
+    /// Answer a command with the VM's status.
+    ReplyStatus(ClientId),
+    /// Start a save; it reports by [`Event::Progress`] and [`Event::SaveEnded`].
+    BeginSave {
+        /// What was asked.
+        request: SaveRequest,
+        /// Leave the VM stopped.
+        then_stop: bool,
+    },
+    /// Tell the running save to end.
+    CancelSave,
+    /// End the hypervisor; reports by [`Event::HypervisorGone`], or [`Event::StopFailed`].
+    EndHypervisor(StopRequest),
+    /// End the hypervisor at once, whatever it does.
+    KillHypervisor,
+    /// Report [`Event::GraceOver`] in a while.
+    StartGrace,
+    /// Start a new guard.
+    RestartGuard,
+    /// Let go of the VM, and exit.
+    LetGo,
+    /// Write down how the VM ended, and exit.
+    RecordEnd {
+        /// How it ended.
+        exit: Exit,
+        /// Why, if Firn knows more.
+        reason: Option<String>,
+    },
+}
+
+/// What is going on, besides the guest.
+#[derive(Clone, Debug, PartialEq)]
+enum Activity {
+    Idle,
+    Saving { client: ClientId, cancel_with_client: bool, then_stop: bool },
+    Restoring,
+}
+
+/// The state machine.
+#[derive(Debug)]
+pub struct Core {
+    activity: Activity,
+    /// How far the activity has come.
+    progress: Option<Progress>,
+    watchers: BTreeSet<ClientId>,
+    /// Commands that wait for the hypervisor's end. `Some` once it was asked to end.
+    stopping: Option<Vec<(ClientId, serde_json::Value)>>,
+    /// The hypervisor ended while a save still has to be wound up.
+    gone: Option<Exit>,
+    /// Let go once idle.
+    leaving: bool,
+    /// Why the hypervisor is being killed.
+    reason: Option<String>,
+}
+
+impl Core {
+    /// A supervisor of a VM that runs, with or without a restore still going on.
+    pub fn new(restoring: bool) -> Self {
+        let activity = if restoring { Activity::Restoring } else { Activity::Idle };
+        Self {
+            activity,
+            progress: None,
+            watchers: BTreeSet::new(),
+            stopping: None,
+            gone: None,
+            leaving: false,
+            reason: None,
+        }
+    }
+
+    /// How far what is going on has come.
+    pub fn progress(&self) -> Option<&Progress> {
+        self.progress.as_ref()
+    }
+
+    /// Takes an event; returns what to do, in order.
+    pub fn on(&mut self, event: Event) -> Vec<Action> {
+        match event {
+            Event::Request(client, request) => self.request(client, request),
+            Event::Garbled(client, failure) => vec![failed(client, failure)],
+            Event::ClientGone(client) => self.client_gone(client),
+            Event::Progress(progress) => self.progressed(progress),
+            Event::SaveEnded(result) => self.save_ended(result),
+            Event::RestoreEnded(result) => self.restore_ended(result),
+            Event::StopFailed(failure) => self.stop_failed(failure),
+            Event::HypervisorGone(exit) => self.hypervisor_gone(exit),
+            Event::GraceOver => self.grace_over(),
+            Event::GuardGone => vec![Action::RestartGuard],
+            Event::Terminate => self.terminate(),
+        }
+    }
+
+    fn request(&mut self, client: ClientId, request: Request) -> Vec<Action> {
+        match request {
+            Request::Status => vec![Action::ReplyStatus(client)],
+            Request::Watch => self.watch(client),
+            Request::Checkpoint(request) => self.save(client, request, false),
+            Request::Suspend(request) => self.save(client, request, true),
+            Request::Stop(request) => self.stop(client, request),
+            Request::Detach => self.detach(client),
+        }
+    }
+
+    fn watch(&mut self, client: ClientId) -> Vec<Action> {
+        if self.activity == Activity::Idle {
+            return vec![Action::ReplyStatus(client)];
+        }
+        self.watchers.insert(client);
+        self.progress.iter().map(|now| progress(client, now)).collect()
+    }
+
+    fn save(&mut self, client: ClientId, request: SaveRequest, then_stop: bool) -> Vec<Action> {
+        if let Some(busy) = self.busy() {
+            return vec![failed(client, busy)];
+        }
+        let cancel_with_client = request.cancel_with_client;
+        self.activity = Activity::Saving { client, cancel_with_client, then_stop };
+        vec![Action::BeginSave { request, then_stop }]
+    }
+
+    /// Why nothing new can be started, if so.
+    fn busy(&self) -> Option<Failure> {
+        let busy = |what, hint| Some(Failure::new(FailureKind::Busy, what).hint(hint));
+        match (&self.activity, &self.stopping) {
+            (_, Some(_)) => busy("the VM is being stopped", "wait for it to end"),
+            (Activity::Saving { .. }, _) => {
+                busy("a checkpoint is being written", "wait for it: `firn status --watch` shows it")
+            }
+            (Activity::Restoring, _) => busy(
+                "the VM is still being restored: part of its memory is only in the image",
+                "wait for it: `firn status --watch` shows it",
+            ),
+            (Activity::Idle, None) if self.leaving => {
+                busy("the supervisor is leaving", "run `firn attach`")
+            }
+            (Activity::Idle, None) => None,
+        }
+    }
+
+    fn stop(&mut self, client: ClientId, request: StopRequest) -> Vec<Action> {
+        if let Some(waiting) = &mut self.stopping {
+            waiting.push((client, serde_json::Value::Null));
+            return Vec::new();
+        }
+        let saving = matches!(self.activity, Activity::Saving { .. });
+        if saving && !request.force {
+            let busy = Failure::new(FailureKind::Busy, "a checkpoint is being written");
+            return vec![failed(client, busy.hint("wait for it, or give it up with --force"))];
+        }
+        self.stopping = Some(vec![(client, serde_json::Value::Null)]);
+        match saving {
+            true => vec![Action::CancelSave, Action::KillHypervisor],
+            false => vec![Action::EndHypervisor(request)],
+        }
+    }
+
+    fn detach(&mut self, client: ClientId) -> Vec<Action> {
+        match self.busy() {
+            Some(busy) => vec![failed(client, busy)],
+            None => vec![Action::LetGo, done(client, serde_json::Value::Null)],
+        }
+    }
+
+    fn client_gone(&mut self, gone: ClientId) -> Vec<Action> {
+        self.watchers.remove(&gone);
+        match self.activity {
+            Activity::Saving { client, cancel_with_client: true, .. } if client == gone => {
+                vec![Action::CancelSave]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn progressed(&mut self, now: Progress) -> Vec<Action> {
+        let actions = self.listeners().into_iter().map(|client| progress(client, &now)).collect();
+        self.progress = Some(now);
+        actions
+    }
+
+    /// Who wants to hear of the activity: whoever asked for it, and whoever watches.
+    fn listeners(&self) -> BTreeSet<ClientId> {
+        let mut listeners = self.watchers.clone();
+        if let Activity::Saving { client, .. } = self.activity {
+            listeners.insert(client);
+        }
+        listeners
+    }
+
+    fn save_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
+        let Activity::Saving { then_stop, .. } = self.activity else { return Vec::new() };
+        let suspended = then_stop && result.is_ok() && self.gone.is_none();
+        if let (true, Ok(facts)) = (suspended, &result) {
+            let waiting = self.listeners().into_iter().map(|client| (client, facts.clone()));
+            self.stopping.get_or_insert_default().extend(waiting);
+            self.idle();
+            return vec![Action::EndHypervisor(StopRequest::default())];
+        }
+        let mut actions = self.tell_listeners(result);
+        self.idle();
+        actions.extend(self.after_activity());
+        actions
+    }
+
+    fn restore_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
+        if self.activity != Activity::Restoring {
+            return Vec::new();
+        }
+        let failure = result.as_ref().err().map(ToString::to_string);
+        let mut actions = self.tell_listeners(result);
+        self.idle();
+        match failure {
+            // vCPUs wait for pages that nobody will bring: better no VM than one that hangs.
+            Some(reason) if self.gone.is_none() => {
+                self.reason = Some(format!("the restore failed: {reason}"));
+                actions.push(Action::KillHypervisor);
+            }
+            _ => actions.extend(self.after_activity()),
+        }
+        actions
+    }
+
+    fn tell_listeners(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
+        let reply = match result {
+            Ok(facts) => Reply::Done { facts },
+            Err(failure) => Reply::Failed(failure),
+        };
+        self.listeners().into_iter().map(|client| Action::Reply(client, reply.clone())).collect()
+    }
+
+    fn idle(&mut self) {
+        self.activity = Activity::Idle;
+        self.progress = None;
+        self.watchers.clear();
+    }
+
+    fn after_activity(&mut self) -> Vec<Action> {
+        match self.gone {
+            Some(exit) => self.end(exit),
+            None if self.leaving && self.stopping.is_none() => vec![Action::LetGo],
+            None => Vec::new(),
+        }
+    }
+
+    fn stop_failed(&mut self, failure: Failure) -> Vec<Action> {
+        let waiting = self.stopping.take().unwrap_or_default();
+        let mut actions: Vec<_> =
+            waiting.into_iter().map(|(client, _)| failed(client, failure.clone())).collect();
+        if self.activity == Activity::Idle {
+            actions.extend(self.after_activity());
+        }
+        actions
+    }
+
+    fn hypervisor_gone(&mut self, exit: Exit) -> Vec<Action> {
+        match self.activity {
+            Activity::Saving { .. } => {
+                self.gone = Some(exit);
+                vec![Action::CancelSave, Action::StartGrace]
+            }
+            Activity::Restoring => {
+                let ended = format!("the VM ended while it was being restored ({exit})");
+                let ended = Failure::new(FailureKind::Interrupted, ended);
+                let mut actions = self.tell_listeners(Err(ended));
+                actions.extend(self.end(exit));
+                actions
+            }
+            Activity::Idle => self.end(exit),
+        }
+    }
+
+    fn grace_over(&mut self) -> Vec<Action> {
+        let Some(exit) = self.gone else { return Vec::new() };
+        let ended = format!("the VM ended while it was being saved ({exit})");
+        let mut actions = self.tell_listeners(Err(Failure::new(FailureKind::Interrupted, ended)));
+        actions.extend(self.end(exit));
+        actions
+    }
+
+    fn end(&mut self, exit: Exit) -> Vec<Action> {
+        let asked = self.stopping.is_some();
+        let waiting = self.stopping.take().unwrap_or_default();
+        let exit = if asked { Exit::Stopped } else { exit };
+        let mut actions: Vec<_> =
+            waiting.into_iter().map(|(client, facts)| done(client, facts)).collect();
+        // Written down first: whoever is told finds it so.
+        actions.insert(0, Action::RecordEnd { exit, reason: self.reason.take() });
+        actions
+    }
+
+    fn terminate(&mut self) -> Vec<Action> {
+        if self.stopping.is_some() || self.leaving {
+            return Vec::new();
+        }
+        self.leaving = true;
+        match self.activity {
+            Activity::Idle => vec![Action::LetGo],
+            Activity::Saving { .. } => vec![Action::CancelSave],
+            Activity::Restoring => Vec::new(),
+        }
+    }
+}
+
+fn failed(client: ClientId, failure: Failure) -> Action {
+    Action::Reply(client, Reply::Failed(failure))
+}
+
+fn done(client: ClientId, facts: serde_json::Value) -> Action {
+    Action::Reply(client, Reply::Done { facts })
+}
+
+fn progress(client: ClientId, now: &Progress) -> Action {
+    Action::Reply(client, Reply::Progress(now.clone()))
+}
+
+#[cfg(test)]
+#[path = "decisions_tests.rs"]
+mod tests;

@@ -1,0 +1,222 @@
+use super::*;
+use proptest::prelude::*;
+use serde_json::json;
+
+const A: ClientId = ClientId(1);
+const B: ClientId = ClientId(2);
+
+fn request(cancel_with_client: bool) -> SaveRequest {
+    SaveRequest { image: "/web.firn".into(), choices: Default::default(), cancel_with_client }
+}
+
+fn saving(cancel_with_client: bool) -> Core {
+    let mut core = Core::new(false);
+    let begun = core.on(Event::Request(A, Request::Checkpoint(request(cancel_with_client))));
+    assert!(matches!(begun[..], [Action::BeginSave { then_stop: false, .. }]));
+    core
+}
+
+fn kinds(actions: &[Action]) -> Vec<Option<FailureKind>> {
+    let kind = |action: &Action| match action {
+        Action::Reply(_, Reply::Failed(failure)) => Some(failure.kind),
+        _ => None,
+    };
+    actions.iter().map(kind).collect()
+}
+
+fn stop(force: bool) -> Request {
+    Request::Stop(StopRequest { powerdown_s: None, force })
+}
+
+fn fail() -> Failure {
+    Failure::new(FailureKind::Other, "no space left")
+}
+
+#[test]
+fn a_checkpoint_is_reported_to_who_asked_and_who_watches() {
+    let mut core = saving(false);
+    let now = Progress { stage: "saving".into(), done: 1, total: 2 };
+    assert_eq!(core.on(Event::Progress(now.clone())), [progress(A, &now)]);
+    assert_eq!(core.on(Event::Request(B, Request::Watch)), [progress(B, &now)]);
+    let ended = core.on(Event::SaveEnded(Ok(json!(7))));
+    assert_eq!(ended, [done(A, json!(7)), done(B, json!(7))]);
+    assert_eq!(core.progress(), None);
+}
+
+#[test]
+fn two_checkpoints_at_once_are_one_too_many() {
+    let mut core = saving(false);
+    let refused = core.on(Event::Request(B, Request::Checkpoint(request(false))));
+    assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
+}
+
+#[test]
+fn a_failed_checkpoint_leaves_an_idle_supervisor() {
+    let mut core = saving(false);
+    assert_eq!(core.on(Event::SaveEnded(Err(fail()))), [failed(A, fail())]);
+    let again = core.on(Event::Request(B, Request::Checkpoint(request(false))));
+    assert!(matches!(again[..], [Action::BeginSave { .. }]));
+}
+
+#[test]
+fn a_client_that_dies_takes_the_checkpoint_along_only_if_it_said_so() {
+    assert_eq!(saving(false).on(Event::ClientGone(A)), []);
+    assert_eq!(saving(true).on(Event::ClientGone(B)), []);
+    assert_eq!(saving(true).on(Event::ClientGone(A)), [Action::CancelSave]);
+}
+
+#[test]
+fn a_suspend_ends_the_vm_and_answers_when_it_has_ended() {
+    let mut core = Core::new(false);
+    let begun = core.on(Event::Request(A, Request::Suspend(request(false))));
+    assert!(matches!(begun[..], [Action::BeginSave { then_stop: true, .. }]));
+    let quit = Action::EndHypervisor(StopRequest::default());
+    assert_eq!(core.on(Event::SaveEnded(Ok(json!(7)))), [quit]);
+    let record = Action::RecordEnd { exit: Exit::Stopped, reason: None };
+    assert_eq!(core.on(Event::HypervisorGone(Exit::Code(0))), [record, done(A, json!(7))]);
+}
+
+#[test]
+fn a_failed_suspend_does_not_end_the_vm() {
+    let mut core = Core::new(false);
+    core.on(Event::Request(A, Request::Suspend(request(false))));
+    assert_eq!(core.on(Event::SaveEnded(Err(fail()))), [failed(A, fail())]);
+    assert_eq!(core.on(Event::Request(A, Request::Watch)), [Action::ReplyStatus(A)]);
+}
+
+#[test]
+fn stopping_during_a_checkpoint_needs_force() {
+    let mut core = saving(false);
+    let refused = core.on(Event::Request(B, stop(false)));
+    assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
+    let forced = core.on(Event::Request(B, stop(true)));
+    assert_eq!(forced, [Action::CancelSave, Action::KillHypervisor]);
+    core.on(Event::HypervisorGone(Exit::Signal(9)));
+    let ended = core.on(Event::SaveEnded(Err(fail())));
+    let record = Action::RecordEnd { exit: Exit::Stopped, reason: None };
+    assert_eq!(ended, [failed(A, fail()), record, done(B, serde_json::Value::Null)]);
+}
+
+#[test]
+fn everybody_who_asked_to_stop_is_told() {
+    let mut core = Core::new(false);
+    core.on(Event::Request(A, stop(false)));
+    assert_eq!(core.on(Event::Request(B, stop(false))), []);
+    let ended = core.on(Event::HypervisorGone(Exit::Code(0)));
+    assert_eq!(ended.len(), 3);
+}
+
+#[test]
+fn a_guest_that_ignores_its_power_button_runs_on() {
+    let mut core = Core::new(false);
+    core.on(Event::Request(A, stop(false)));
+    assert_eq!(core.on(Event::StopFailed(fail())), [failed(A, fail())]);
+    assert!(matches!(core.on(Event::Request(A, Request::Detach))[..], [Action::LetGo, _]));
+}
+
+#[test]
+fn a_hypervisor_that_dies_during_a_save_is_recorded_once_the_save_is_wound_up() {
+    let mut core = saving(false);
+    let gone = core.on(Event::HypervisorGone(Exit::Signal(11)));
+    assert_eq!(gone, [Action::CancelSave, Action::StartGrace]);
+    let record = Action::RecordEnd { exit: Exit::Signal(11), reason: None };
+    assert_eq!(core.on(Event::SaveEnded(Err(fail()))), [failed(A, fail()), record]);
+}
+
+#[test]
+fn a_save_that_hangs_without_its_hypervisor_is_not_waited_for() {
+    let mut core = saving(false);
+    assert_eq!(core.on(Event::GraceOver), []);
+    core.on(Event::HypervisorGone(Exit::Signal(11)));
+    let over = core.on(Event::GraceOver);
+    assert_eq!(kinds(&over), [Some(FailureKind::Interrupted), None]);
+}
+
+#[test]
+fn a_restore_that_can_not_go_on_takes_its_vm_down_and_says_why() {
+    let mut core = Core::new(true);
+    assert_eq!(core.on(Event::Request(A, Request::Watch)), []);
+    let failed = core.on(Event::RestoreEnded(Err(fail())));
+    assert!(matches!(failed[..], [Action::Reply(A, Reply::Failed(_)), Action::KillHypervisor]));
+    let reason = Some("the restore failed: no space left".to_owned());
+    let exit = Exit::Signal(9);
+    assert_eq!(core.on(Event::HypervisorGone(exit)), [Action::RecordEnd { exit, reason }]);
+}
+
+#[test]
+fn while_pages_are_missing_firn_does_not_let_go() {
+    let mut core = Core::new(true);
+    let refused = core.on(Event::Request(A, Request::Detach));
+    assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
+    assert_eq!(core.on(Event::Terminate), []);
+    assert_eq!(core.on(Event::RestoreEnded(Ok(json!(1)))), [Action::LetGo]);
+}
+
+#[test]
+fn sigterm_cancels_a_save_and_leaves() {
+    let mut core = saving(false);
+    assert_eq!(core.on(Event::Terminate), [Action::CancelSave]);
+    assert_eq!(core.on(Event::Terminate), []);
+    assert_eq!(core.on(Event::SaveEnded(Err(fail()))), [failed(A, fail()), Action::LetGo]);
+}
+
+/// Who asks is filled in later: each request comes from a client of its own.
+fn any_event() -> impl Strategy<Value = Event> {
+    let nobody = ClientId(0);
+    let request = prop_oneof![
+        Just(Request::Status),
+        Just(Request::Watch),
+        Just(Request::Detach),
+        any::<bool>().prop_map(stop),
+        any::<bool>().prop_map(|cancel| Request::Checkpoint(request(cancel))),
+        any::<bool>().prop_map(|cancel| Request::Suspend(request(cancel))),
+    ];
+    prop_oneof![
+        3 => request.prop_map(move |request| Event::Request(nobody, request)),
+        1 => Just(Event::SaveEnded(Ok(json!(1)))),
+        1 => Just(Event::SaveEnded(Err(fail()))),
+        1 => Just(Event::RestoreEnded(Ok(json!(1)))),
+        1 => Just(Event::RestoreEnded(Err(fail()))),
+        1 => Just(Event::StopFailed(fail())),
+        1 => Just(Event::GuardGone),
+        1 => Just(Event::Terminate),
+    ]
+}
+
+proptest! {
+    /// Every request gets one last reply, whatever happens in between and however the VM ends.
+    #[test]
+    fn nobody_waits_for_ever(
+        events in proptest::collection::vec(any_event(), 0..40),
+        restoring: bool,
+    ) {
+        let ending = [Event::HypervisorGone(Exit::Signal(9)), Event::GraceOver];
+        let mut core = Core::new(restoring);
+        let mut waiting = BTreeSet::new();
+        let mut over = false;
+        for (number, event) in events.into_iter().chain(ending).enumerate() {
+            if over {
+                break;
+            }
+            let event = match event {
+                Event::Request(_, request) => {
+                    waiting.insert(ClientId(number as u64));
+                    Event::Request(ClientId(number as u64), request)
+                }
+                event => event,
+            };
+            for action in core.on(event) {
+                match action {
+                    Action::Reply(client, reply) if reply.is_last() => {
+                        prop_assert!(waiting.remove(&client), "{client:?} was not waiting");
+                    }
+                    Action::ReplyStatus(client) => prop_assert!(waiting.remove(&client)),
+                    Action::LetGo | Action::RecordEnd { .. } => over = true,
+                    _ => {}
+                }
+            }
+        }
+        prop_assert!(over);
+        prop_assert_eq!(waiting, BTreeSet::new());
+    }
+}

@@ -1,0 +1,211 @@
+//! Which process, for certain: a pid alone may be somebody else's by now.
+//!
+//! A pid is reused once its process has been reaped. The pair (pid, start time) is not, within one boot, so that is
+//! what the journal holds, with the boot it belongs to. Everything that sends a signal or attaches goes through a
+//! pidfd that was checked against the pair *after* it was opened: from then on it can't come to mean another process.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::journal::Exit;
+
+/// A process that can't be mistaken for a later one with the same pid.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessIdentity {
+    /// The process id, in Firn's own PID namespace.
+    pub pid: i32,
+    /// When it started, in clock ticks since boot: field 22 of proc(5) `/proc/PID/stat`.
+    pub start_time: u64,
+    /// `/proc/sys/kernel/random/boot_id` of the boot it runs under.
+    pub boot_id: String,
+}
+
+impl ProcessIdentity {
+    /// The identity of a process that runs now. A zombie counts as gone (`NotFound`).
+    pub fn of(pid: i32) -> io::Result<Self> {
+        let start_time = start_time(pid)?;
+        Ok(Self { pid, start_time, boot_id: boot_id()? })
+    }
+
+    /// Whether the process still runs.
+    pub fn is_alive(&self) -> bool {
+        Self::of(self.pid).is_ok_and(|now| now == *self)
+    }
+
+    /// A handle on the process, or `None` if it is gone.
+    pub fn open(&self) -> io::Result<Option<ProcessHandle>> {
+        let Some(pid) = Pid::from_raw(self.pid) else { return Ok(None) };
+        let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(pidfd) => pidfd,
+            Err(rustix::io::Errno::SRCH) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        };
+        Ok(self.is_alive().then_some(ProcessHandle { pidfd }))
+    }
+}
+
+/// A pidfd: one process, for as long as the handle lives.
+#[derive(Debug)]
+pub struct ProcessHandle {
+    pidfd: OwnedFd,
+}
+
+impl ProcessHandle {
+    /// Waits until the process has ended; `false` if the time ran out first.
+    pub fn wait_gone(&self, timeout: Duration) -> io::Result<bool> {
+        let timeout =
+            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+        self.poll_gone(Some(&timeout))
+    }
+
+    /// Waits until the process has ended, however long that takes.
+    pub fn wait_gone_forever(&self) -> io::Result<()> {
+        while !self.poll_gone(None)? {}
+        Ok(())
+    }
+
+    fn poll_gone(&self, timeout: Option<&Timespec>) -> io::Result<bool> {
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        match poll(&mut fds, timeout) {
+            Ok(ready) => Ok(ready > 0),
+            Err(rustix::io::Errno::INTR) => Ok(false),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Sends SIGKILL. A process that has ended already is no error.
+    pub fn kill(&self) -> io::Result<()> {
+        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// How the process ended: only its parent is told, everybody else gets [`Exit::Unknown`]. Reaps a child.
+    pub fn exit(&self) -> Exit {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+        let Ok(Some(status)) = waitid(WaitId::PidFd(self.pidfd.as_fd()), options) else {
+            return Exit::Unknown;
+        };
+        match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => Exit::Code(code),
+            (None, Some(signal)) => Exit::Signal(signal),
+            (None, None) => Exit::Unknown,
+        }
+    }
+}
+
+/// The processes of this user that have `text` somewhere in their command line: how a hypervisor is found again that
+/// was started by a supervisor which died before it could write down its pid.
+pub fn find_by_argument(text: &str) -> io::Result<Vec<ProcessIdentity>> {
+    let user = rustix::process::geteuid().as_raw();
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let ours = entry.metadata().is_ok_and(|metadata| metadata.uid() == user);
+        if ours && has_argument(&entry.path(), text) {
+            found.extend(ProcessIdentity::of(pid));
+        }
+    }
+    Ok(found)
+}
+
+fn has_argument(process: &Path, text: &str) -> bool {
+    let line = fs::read(process.join("cmdline")).unwrap_or_default();
+    line.split(|&byte| byte == 0).any(|argument| contains(argument, text.as_bytes()))
+}
+
+fn contains(bytes: &[u8], part: &[u8]) -> bool {
+    bytes.windows(part.len().max(1)).any(|window| window == part)
+}
+
+/// Field 22 of `/proc/PID/stat`. `NotFound` for a process that is gone or a zombie.
+fn start_time(pid: i32) -> io::Result<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    parse_start_time(&stat).ok_or_else(|| io::ErrorKind::NotFound.into())
+}
+
+/// The command name (field 2) may hold blanks and parentheses: fields are counted after its last `)`.
+fn parse_start_time(stat: &str) -> Option<u64> {
+    let (_, after_name) = stat.rsplit_once(')')?;
+    let mut fields = after_name.split_ascii_whitespace();
+    let state = fields.next()?;
+    if matches!(state, "Z" | "X") {
+        return None;
+    }
+    fields.nth(18)?.parse().ok()
+}
+
+fn boot_id() -> io::Result<String> {
+    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn finds_the_start_time_behind_an_odd_name() {
+        let stat = "42 (a) b (c)) S 1 42 42 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 777 9 10";
+        assert_eq!(parse_start_time(stat), Some(777));
+        assert_eq!(parse_start_time(&stat.replace(" S ", " Z ")), None);
+        assert_eq!(parse_start_time("42 (x"), None);
+    }
+
+    #[test]
+    fn a_recycled_pid_is_another_process() {
+        let me = ProcessIdentity::of(std::process::id() as i32).unwrap();
+        assert!(me.is_alive());
+        let before_me = ProcessIdentity { start_time: me.start_time - 1, ..me };
+        assert!(!before_me.is_alive());
+        assert!(before_me.open().unwrap().is_none());
+    }
+
+    #[test]
+    fn finds_a_process_by_what_it_was_told() {
+        let token = format!("firn-test-{}", std::process::id());
+        let mut command = Command::new("sh");
+        command.args(["-c", "read x", &format!("path=/x/{token}/qmp.sock")]).stdin(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        // The kernel lets a parent run on just before the child's new command line is in place.
+        let text = format!("/x/{token}/qmp.sock");
+        let mut tries = (0..1000).map(|_| find_by_argument(&text).unwrap());
+        let found = tries.find(|found| !found.is_empty()).unwrap();
+        assert_eq!(
+            found.iter().map(|process| process.pid).collect::<Vec<_>>(),
+            [child.id() as i32]
+        );
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert_eq!(find_by_argument(&token).unwrap(), []);
+    }
+
+    #[test]
+    #[expect(clippy::zombie_processes, reason = "the handle waits for it")]
+    fn tells_its_parent_how_a_child_ended() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "read x; exit 3"]).stdin(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let handle = ProcessIdentity::of(child.id() as i32).unwrap().open().unwrap().unwrap();
+        assert!(!handle.wait_gone(Duration::from_millis(1)).unwrap());
+        drop(child.stdin.take());
+        assert!(handle.wait_gone(Duration::from_secs(10)).unwrap());
+        assert_eq!(handle.exit(), Exit::Code(3));
+        assert_eq!(handle.exit(), Exit::Unknown);
+        handle.kill().unwrap();
+    }
+}

@@ -1,0 +1,381 @@
+//! The journal: what is going on with a VM, for whoever comes after the supervisor has died.
+//!
+//! It is written before each step whose half-way death matters, as a whole, to a new file that is then renamed over
+//! the old one; a reader sees one state or the other. It isn't synced to disk: it must outlive the supervisor, not the
+//! machine, for the VM does not outlive that either.
+//!
+//! ```text
+//!                  QEMU answers                    image asked for
+//!     starting ------------------> running <-----------------------> saving
+//!         |                         |   ^        finished, failed       |
+//!         |                  detach |   | all pages present             |
+//!         v                         v   |                               v
+//!       ended <---------------- detached restoring ----------------> ended        (QEMU is gone, from anywhere)
+//! ```
+//!
+//! Nothing of the guest's memory is in it. It does hold QEMU's command line.
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use firn_restore::Mode;
+use firn_types::{HostVirt, RegionMap, Tid};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::identity::ProcessIdentity;
+use crate::meta::Meta;
+use crate::name::VmName;
+
+/// The journal's own version: another Firn's journal is not guessed at.
+pub const VERSION: u32 = 1;
+
+/// The largest journal that is read, in bytes: a command line (at most 2 MiB in Linux) and some hundred regions.
+const BYTES_MAX: u64 = 8 << 20;
+
+/// Why a journal can't be used.
+#[derive(Debug, Error)]
+pub enum JournalError {
+    /// The file system refused.
+    #[error("can't read or write {path}", path = .path.display())]
+    Io {
+        /// The journal.
+        path: PathBuf,
+        /// What the file system said.
+        source: io::Error,
+    },
+    /// It is not a journal.
+    #[error("{path} is no journal", path = .path.display())]
+    Malformed {
+        /// The journal.
+        path: PathBuf,
+        /// Where it stops making sense.
+        source: serde_json::Error,
+    },
+    /// Another version of Firn wrote it.
+    #[error("{path} is a journal of version {found}; this Firn reads version {VERSION}", path = .path.display())]
+    Version {
+        /// The journal.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+    },
+}
+
+/// Everything a successor needs to know.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Journal {
+    /// `VERSION`.
+    pub version: u32,
+    /// The VM.
+    pub name: VmName,
+    /// Its hypervisor process, once that answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<Machine>,
+    /// What is going on.
+    pub phase: Phase,
+    /// What happened last that a user should hear of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last: Option<Note>,
+    /// How often a successor has taken over.
+    #[serde(default)]
+    pub recoveries: u32,
+}
+
+/// A hypervisor process that runs a VM.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Machine {
+    /// The process.
+    pub process: ProcessIdentity,
+    /// Its monitor socket.
+    pub qmp: PathBuf,
+    /// Whether Firn started it (`run`, `restore`) or found it running (`attach`).
+    pub launched: bool,
+    /// Guest RAM: its regions and where the guest sees them.
+    pub map: RegionMap,
+    /// Where each region lies in the hypervisor: region name and first address.
+    pub locations: Vec<(String, HostVirt)>,
+    /// The threads that run vCPUs; never used to inject system calls.
+    pub vcpus: Vec<Tid>,
+    /// What an image of this VM has to say about where it comes from.
+    pub meta: Meta,
+    /// When Firn took charge of it, in seconds since 1970.
+    pub since: u64,
+}
+
+/// What is going on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "phase", rename_all = "kebab-case")]
+pub enum Phase {
+    /// A hypervisor is being started, or looked at for the first time.
+    Starting {
+        /// The hypervisor to be: found by this socket in its command line if it was started and not yet journaled.
+        /// `None` for a VM that ran before Firn came.
+        launching: Option<PathBuf>,
+    },
+    /// Nothing but the guest.
+    Running,
+    /// A checkpoint or suspend is being written.
+    Saving {
+        /// The file it will be.
+        image: PathBuf,
+        /// The file that had its name before, if one had. Another one there now is the new image, and whole.
+        replaces: Option<FileIdentity>,
+        /// The guest stands still by Firn's doing, or is about to.
+        paused_by_us: bool,
+        /// A suspend: the VM is to end once the image is whole.
+        then_stop: bool,
+    },
+    /// The guest runs, or is about to, and misses pages that the image holds.
+    Restoring {
+        /// The file they come from.
+        image: PathBuf,
+        /// Which file that is, should its name come to mean another.
+        identity: FileIdentity,
+        /// How they come.
+        mode: Mode,
+        /// The device state is in place and the guest may run. Before that there is nothing worth keeping.
+        started: bool,
+    },
+    /// The hypervisor is gone.
+    Ended {
+        /// How it went.
+        exit: Exit,
+        /// When, in seconds since 1970.
+        at: u64,
+    },
+    /// Firn has let go of the VM, which runs on.
+    Detached,
+}
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Exit {
+    /// It exited with this code.
+    Code(i32),
+    /// This signal killed it.
+    Signal(i32),
+    /// Firn wasn't its parent and was not told.
+    Unknown,
+    /// `firn stop` or `firn suspend` ended it.
+    Stopped,
+}
+
+/// Something that happened, with its time.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Note {
+    /// When, in seconds since 1970.
+    pub at: u64,
+    /// Whether it is what was asked for.
+    pub good: bool,
+    /// What.
+    pub text: String,
+}
+
+/// Which file, whatever its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileIdentity {
+    /// The device that holds it.
+    pub dev: u64,
+    /// Its inode there.
+    pub ino: u64,
+}
+
+impl FileIdentity {
+    /// The file that has a name now; `None` if none has.
+    pub fn at(path: &Path) -> Option<Self> {
+        let metadata = fs::metadata(path).ok()?;
+        Some(Self { dev: metadata.dev(), ino: metadata.ino() })
+    }
+}
+
+impl Phase {
+    /// Whether there is nothing left to look after.
+    pub fn is_over(&self) -> bool {
+        matches!(self, Self::Ended { .. } | Self::Detached)
+    }
+
+    /// One word for it, as `firn ls` shows it.
+    pub fn word(&self) -> &'static str {
+        match self {
+            Self::Starting { .. } => "starting",
+            Self::Running => "running",
+            Self::Saving { then_stop: false, .. } => "saving",
+            Self::Saving { then_stop: true, .. } => "suspending",
+            Self::Restoring { .. } => "restoring",
+            Self::Ended { .. } => "ended",
+            Self::Detached => "detached",
+        }
+    }
+}
+
+impl Journal {
+    /// The journal of a VM that is about to be.
+    pub fn new(name: VmName, launching: Option<PathBuf>) -> Self {
+        let phase = Phase::Starting { launching };
+        Self { version: VERSION, name, machine: None, phase, last: None, recoveries: 0 }
+    }
+
+    /// Notes that something went as it should.
+    pub fn note_success(&mut self, text: impl Into<String>) {
+        self.last = Some(Note { at: now(), good: true, text: text.into() });
+    }
+
+    /// Notes that something went wrong.
+    pub fn note_failure(&mut self, text: impl Into<String>) {
+        self.last = Some(Note { at: now(), good: false, text: text.into() });
+    }
+
+    /// Reads a journal; `None` if there is none.
+    pub fn load(path: &Path) -> Result<Option<Self>, JournalError> {
+        let io = |source| JournalError::Io { path: path.to_owned(), source };
+        let file = match File::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(io(error)),
+        };
+        let mut text = Vec::new();
+        file.take(BYTES_MAX).read_to_end(&mut text).map_err(io)?;
+        Self::parse(path, &text).map(Some)
+    }
+
+    fn parse(path: &Path, text: &[u8]) -> Result<Self, JournalError> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
+        let Versioned { version } = serde_json::from_slice(text).map_err(malformed)?;
+        if version != VERSION {
+            return Err(JournalError::Version { path: path.to_owned(), found: version });
+        }
+        serde_json::from_slice(text).map_err(malformed)
+    }
+
+    /// Replaces the journal at `path` by this one, atomically.
+    pub fn store(&self, path: &Path) -> Result<(), JournalError> {
+        let new = path.with_extension("json.new");
+        let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
+        let text = serde_json::to_vec_pretty(self).map_err(malformed)?;
+        write_private(&new, &text)
+            .and_then(|()| fs::rename(&new, path))
+            .map_err(|source| JournalError::Io { path: path.to_owned(), source })
+    }
+}
+
+fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    file.write_all(bytes)
+}
+
+/// A journal and the file it is kept in. Several threads may change it: each change is on file when it returns.
+#[derive(Debug)]
+pub struct JournalFile {
+    path: PathBuf,
+    journal: Mutex<Journal>,
+}
+
+impl JournalFile {
+    /// Keeps a journal at `path`; writes it there.
+    pub fn create(path: PathBuf, journal: Journal) -> Result<Self, JournalError> {
+        journal.store(&path)?;
+        Ok(Self { path, journal: Mutex::new(journal) })
+    }
+
+    /// Changes the journal.
+    pub fn update(&self, change: impl FnOnce(&mut Journal)) -> Result<(), JournalError> {
+        let mut journal = self.journal.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut journal);
+        journal.store(&self.path)
+    }
+
+    /// The journal as it is now.
+    pub fn read(&self) -> Journal {
+        self.journal.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl fmt::Display for Exit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Code(0) => f.write_str("exited"),
+            Self::Code(code) => write!(f, "exited with code {code}"),
+            Self::Signal(signal) => write!(f, "killed by signal {signal}"),
+            Self::Unknown => f.write_str("ended; how is not known"),
+            Self::Stopped => f.write_str("stopped"),
+        }
+    }
+}
+
+/// Seconds since 1970.
+pub fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn journal(phase: Phase) -> Journal {
+        Journal { phase, ..Journal::new(VmName::new("web").unwrap(), None) }
+    }
+
+    #[test]
+    fn what_is_stored_is_loaded() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal.json");
+        assert_eq!(Journal::load(&path).unwrap(), None);
+        let phases = [
+            Phase::Starting { launching: Some("/run/firn/web/qmp.sock".into()) },
+            Phase::Saving {
+                image: "/a".into(),
+                replaces: Some(FileIdentity { dev: 1, ino: 2 }),
+                paused_by_us: true,
+                then_stop: false,
+            },
+            Phase::Restoring {
+                image: "/a".into(),
+                identity: FileIdentity { dev: 1, ino: 2 },
+                mode: Mode::Lazy,
+                started: true,
+            },
+            Phase::Ended { exit: Exit::Signal(9), at: 12 },
+        ];
+        for phase in phases {
+            let written = journal(phase);
+            written.store(&path).unwrap();
+            assert_eq!(Journal::load(&path).unwrap(), Some(written));
+        }
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no file is left behind");
+    }
+
+    #[test]
+    fn another_versions_journal_is_not_guessed_at() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal.json");
+        fs::write(&path, r#"{"version":7,"phase":"dancing"}"#).unwrap();
+        assert!(matches!(Journal::load(&path), Err(JournalError::Version { found: 7, .. })));
+    }
+
+    #[test]
+    fn half_a_journal_is_an_error_that_names_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal.json");
+        fs::write(&path, r#"{"version":1,"na"#).unwrap();
+        let error = Journal::load(&path).unwrap_err();
+        assert!(error.to_string().contains("journal.json"), "{error}");
+    }
+
+    #[test]
+    fn only_ended_and_detached_need_nobody() {
+        assert!(journal(Phase::Detached).phase.is_over());
+        assert!(!journal(Phase::Running).phase.is_over());
+    }
+}

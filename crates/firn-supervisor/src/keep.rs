@@ -1,0 +1,268 @@
+//! The supervisor's main loop: events to decisions, decisions to deeds.
+//!
+//! ```text
+//!    control socket --.                                    .--> replies
+//!    hypervisor pidfd --\                                 /---> save, stop   (threads of their own)
+//!    guard pidfd --------+--> one channel --> Core::on --+----> journal
+//!    signals ----------/                                  \---> new guard
+//!    save, restore --'                                     '--> exit
+//! ```
+
+use std::cell::Cell;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender};
+
+use crate::decisions::{Action, ClientId, Core, Event};
+use crate::failure::{Failure, FailureKind};
+use crate::guard::{self, Restarts};
+use crate::identity::ProcessHandle;
+use crate::journal::{Exit, JournalFile, Phase, now};
+use crate::lock::{self, Role};
+use crate::protocol::{Progress, Reply, SaveRequest, StopRequest};
+use crate::runtime::{RuntimeDir, VmDir};
+use crate::server::{self, Clients};
+use crate::spawn;
+use crate::status::Status;
+use crate::watch;
+
+/// How often progress is told at most.
+const PROGRESS_EVERY: Duration = Duration::from_millis(50);
+
+/// What can be done to a VM. Each may take long, and is called on a thread of its own.
+pub(crate) trait Operations: Send + Sync + 'static {
+    /// Writes an image; gives facts about it.
+    fn save(
+        &self,
+        request: &SaveRequest,
+        then_stop: bool,
+        cancel: &AtomicBool,
+        progress: &dyn Fn(Progress),
+    ) -> Result<serde_json::Value, Failure>;
+
+    /// Ends the hypervisor as asked. It is an error if it goes on.
+    fn end(&self, request: StopRequest) -> Result<(), Failure>;
+
+    /// Whether vCPUs run, as far as the hypervisor says so without delay.
+    fn is_paused(&self) -> Option<bool>;
+}
+
+/// What remains to be done of a restore whose guest runs; reports progress, ends with facts.
+pub(crate) type Restoring =
+    Box<dyn FnOnce(&dyn Fn(Progress)) -> Result<serde_json::Value, Failure> + Send>;
+
+/// A VM that is being looked after.
+pub(crate) struct Keeper {
+    pub(crate) base: RuntimeDir,
+    pub(crate) vm: VmDir,
+    pub(crate) journal: Arc<JournalFile>,
+    pub(crate) hypervisor: Arc<ProcessHandle>,
+    pub(crate) operations: Arc<dyn Operations>,
+    pub(crate) restoring: Option<Restoring>,
+    /// The guard, if one has been started already.
+    pub(crate) guard: Option<ProcessHandle>,
+}
+
+/// The loop around the state machine.
+struct Loop {
+    keeper: Keeper,
+    core: Core,
+    clients: Clients,
+    sender: Sender<Event>,
+    events: Receiver<Event>,
+    cancel: Arc<AtomicBool>,
+    guards: Restarts,
+}
+
+impl Keeper {
+    /// Opens the control socket, calls `ready`, and looks after the VM until there is nothing left to look after.
+    pub(crate) fn keep(mut self, ready: impl FnOnce()) -> io::Result<()> {
+        let (sender, events) = crossbeam_channel::unbounded();
+        watch::hypervisor(Arc::clone(&self.hypervisor), sender.clone())?;
+        watch::signals(sender.clone())?;
+        match self.guard.take() {
+            Some(guard) => watch::guard(guard, sender.clone())?,
+            None => watch_guard(&self.base, &self.vm, &sender)?,
+        }
+        let core = Core::new(self.restoring.is_some());
+        if let Some(restoring) = self.restoring.take() {
+            start_restoring(restoring, sender.clone())?;
+        }
+        let clients = server::listen(&self.vm.control(), sender.clone())?;
+        ready();
+        let (cancel, guards) = (Arc::default(), Restarts::default());
+        Loop { keeper: self, core, clients, sender, events, cancel, guards }.run()
+    }
+}
+
+impl Loop {
+    fn run(mut self) -> io::Result<()> {
+        while let Ok(event) = self.events.recv() {
+            let actions = self.core.on(event);
+            let over = actions
+                .iter()
+                .any(|action| matches!(action, Action::LetGo | Action::RecordEnd { .. }));
+            for action in actions {
+                self.perform(action)?;
+            }
+            if over {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn perform(&mut self, action: Action) -> io::Result<()> {
+        match action {
+            Action::Reply(client, reply) => self.clients.send(client, &reply),
+            Action::ReplyStatus(client) => self.reply_status(client)?,
+            Action::BeginSave { request, then_stop } => self.begin_save(request, then_stop)?,
+            Action::CancelSave => self.cancel.store(true, Ordering::Relaxed),
+            Action::EndHypervisor(request) => self.end_hypervisor(request)?,
+            Action::KillHypervisor => self.keeper.hypervisor.kill()?,
+            Action::StartGrace => watch::grace(self.sender.clone())?,
+            Action::RestartGuard => self.restart_guard()?,
+            Action::LetGo => self.let_go()?,
+            Action::RecordEnd { exit, reason } => self.record_end(exit, reason)?,
+        }
+        Ok(())
+    }
+
+    fn restart_guard(&mut self) -> io::Result<()> {
+        if !self.guards.allow(Instant::now()) {
+            tracing::error!("the guard dies again and again: going on without");
+            return Ok(());
+        }
+        tracing::warn!("the guard has died: starting another");
+        watch_guard(&self.keeper.base, &self.keeper.vm, &self.sender)
+    }
+
+    /// On a thread of its own: QEMU may take its time to answer.
+    fn reply_status(&self, client: ClientId) -> io::Result<()> {
+        let mut status = Status::of(&self.keeper.journal.read());
+        status.progress = self.core.progress().cloned();
+        status.supervisor_pid = Some(std::process::id() as i32);
+        status.guard_pid = lock::holder(self.keeper.vm.path(), Role::Guard)?;
+        let (operations, clients) = (Arc::clone(&self.keeper.operations), self.clients.clone());
+        watch::spawn("status", move || {
+            if status.state == "running" && operations.is_paused() == Some(true) {
+                status.state = "paused".to_owned();
+            }
+            let facts = serde_json::to_value(status).unwrap_or_default();
+            clients.send(client, &Reply::Done { facts });
+        })
+    }
+
+    fn begin_save(&mut self, request: SaveRequest, then_stop: bool) -> io::Result<()> {
+        self.cancel = Arc::default();
+        let (operations, cancel) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.cancel));
+        let sender = self.sender.clone();
+        watch::spawn("save", move || {
+            let progress = |now| drop(sender.send(Event::Progress(now)));
+            let saved =
+                catch("the save", || operations.save(&request, then_stop, &cancel, &progress));
+            let _ = sender.send(Event::SaveEnded(saved));
+        })
+    }
+
+    fn end_hypervisor(&self, request: StopRequest) -> io::Result<()> {
+        let (operations, sender) = (Arc::clone(&self.keeper.operations), self.sender.clone());
+        watch::spawn("stop", move || {
+            if let Err(failure) = operations.end(request) {
+                let _ = sender.send(Event::StopFailed(failure));
+            }
+        })
+    }
+
+    /// The VM runs on. One that was attached to leaves nothing behind; of one that Firn started the monitor socket
+    /// stays, since QEMU has no other.
+    fn let_go(&self) -> io::Result<()> {
+        tracing::info!("letting go of the VM");
+        let keeper = &self.keeper;
+        keeper
+            .journal
+            .update(|journal| journal.phase = Phase::Detached)
+            .map_err(io::Error::other)?;
+        let launched = keeper.journal.read().machine.is_none_or(|machine| machine.launched);
+        match launched {
+            true => remove_file(&keeper.vm.control()),
+            false => keeper.vm.remove().map_err(io::Error::other),
+        }
+    }
+
+    /// What somebody asked to end is forgotten; the rest is shown until its name is used again.
+    fn record_end(&self, exit: Exit, reason: Option<String>) -> io::Result<()> {
+        let vm = &self.keeper.vm;
+        tracing::info!("the VM has ended: {exit}");
+        let ended = self.keeper.journal.update(|journal| {
+            journal.phase = Phase::Ended { exit, at: now() };
+            if let Some(reason) = reason {
+                journal.note_failure(reason);
+            }
+        });
+        ended.map_err(io::Error::other)?;
+        match exit {
+            Exit::Stopped => vm.remove().map_err(io::Error::other),
+            _ => remove_sockets(vm),
+        }
+    }
+}
+
+pub(crate) fn remove_sockets(vm: &VmDir) -> io::Result<()> {
+    let launched_socket = vm.qmp();
+    [vm.control(), launched_socket, vm.presence()].iter().try_for_each(|path| remove_file(path))
+}
+
+fn remove_file(path: &std::path::Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+fn start_restoring(restoring: Restoring, sender: Sender<Event>) -> io::Result<()> {
+    watch::spawn("restore", move || {
+        let pace = Pace::default();
+        let progress = |now| pace.pass(|| drop(sender.send(Event::Progress(now))));
+        let restored = catch("the restore", || restoring(&progress));
+        let _ = sender.send(Event::RestoreEnded(restored));
+    })
+}
+
+/// Lets through what is told often as often as somebody can read it.
+#[derive(Default)]
+struct Pace {
+    passed: Cell<Option<Instant>>,
+}
+
+impl Pace {
+    fn pass(&self, tell: impl FnOnce()) {
+        if self.passed.get().is_none_or(|passed| passed.elapsed() >= PROGRESS_EVERY) {
+            self.passed.set(Some(Instant::now()));
+            tell();
+        }
+    }
+}
+
+/// A thread that panics has failed, and has to say so: vCPUs may be waiting for it.
+fn catch<T>(what: &str, run: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).unwrap_or_else(|_| {
+        let failure = Failure::new(FailureKind::Other, format!("{what} failed by a bug in Firn"));
+        Err(failure.hint("the log in the VM's runtime directory says where"))
+    })
+}
+
+/// Watches the guard, after starting one if there is none.
+pub(crate) fn watch_guard(base: &RuntimeDir, vm: &VmDir, sender: &Sender<Event>) -> io::Result<()> {
+    let guard = match guard::holder(vm, Role::Guard)? {
+        Some(guard) => Some(guard),
+        None => guard::handle_of(&spawn::guard(base, vm)?)?,
+    };
+    match guard {
+        Some(guard) => watch::guard(guard, sender.clone()),
+        None => sender.send(Event::GuardGone).map_err(io::Error::other),
+    }
+}

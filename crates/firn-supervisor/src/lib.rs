@@ -1,0 +1,63 @@
+//! One small process per VM, and another that watches it.
+//!
+//! ```text
+//!    firn checkpoint web -o web.firn                     firn ls, firn status, firn stop, ...
+//!          |  control.sock (JSON lines)                        |
+//!          v                                                   v
+//!    supervisor "web" <----- pidfd, restart -----> guard "web"           no central daemon
+//!          |  journal.json                               |  reads journal.json
+//!          |  QMP, userfaultfd, pidfd                     '- runs `firn __supervise web --recover`
+//!          v
+//!    qemu-system-x86_64 ...
+//! ```
+//!
+//! A supervisor starts a hypervisor (or is pointed at one), saves and restores its VM, serves the page faults of a
+//! restore, and notices when it ends. It may be killed at any moment: what matters is in the journal before it is
+//! done, the hypervisor keeps the userfaultfd, and a successor takes both up, within milliseconds. What a successor
+//! does is decided in `recovery`, what a living supervisor does in `decisions`; both are pure. The rest is
+//! threads, sockets and files.
+//!
+//! Everything here is for one user: directories are 0700, sockets and files 0600, and logs hold nothing of a guest.
+
+#![forbid(unsafe_code)]
+
+mod client;
+mod decisions;
+mod failure;
+mod guard;
+mod identity;
+mod journal;
+mod keep;
+mod lock;
+mod log;
+mod meta;
+mod name;
+mod operations;
+mod protocol;
+mod qemu;
+mod recover;
+mod recovery;
+mod restore;
+mod runtime;
+mod server;
+mod spawn;
+mod start;
+mod status;
+mod supervise;
+#[cfg(test)]
+mod testing;
+mod watch;
+
+pub use client::{OnProgress, absolute, ask, forget, look_after, start, status};
+pub use failure::{Context, Failure, FailureKind, image_failure};
+pub use guard::guard;
+pub use identity::{ProcessHandle, ProcessIdentity};
+pub use journal::{Exit, Journal, JournalError, Note, Phase};
+pub use meta::{Meta, Mismatch, Qemu};
+pub use name::{NAME_BYTES_MAX, VmName, VmNameError};
+pub use protocol::{Plan, Progress, Reply, Request, SaveChoices, SaveRequest, StopRequest};
+pub use restore::Timings;
+pub use runtime::{RuntimeDir, RuntimeError, VmDir};
+pub use spawn::{GUARD, RECOVER, SUPERVISE};
+pub use status::Status;
+pub use supervise::{recover, supervise};

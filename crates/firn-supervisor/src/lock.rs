@@ -1,0 +1,95 @@
+//! Who is the supervisor of a VM, and who its guard: whoever holds the lock file.
+//!
+//! POSIX record locks (`F_SETLK`, fcntl(2)) suit this better than flock(2): they are dropped by the kernel when their
+//! process dies however it dies, a forked child does not share them, and `F_GETLK` names the holder, so that no pid
+//! file can be stale. Their one trap: closing *any* descriptor of the file drops the process's lock. So a role's file
+//! is opened once by the process that has the role, and [`holder`] is for the others.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::process::{Flock, FlockType, fcntl_getlk};
+
+/// One of the two processes that look after a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Serves requests and page faults.
+    Supervisor,
+    /// Restarts the supervisor.
+    Guard,
+}
+
+impl Role {
+    fn file(self, dir: &Path) -> PathBuf {
+        dir.join(match self {
+            Self::Supervisor => "supervisor.lock",
+            Self::Guard => "guard.lock",
+        })
+    }
+}
+
+/// A role, held until the value is dropped or the process ends.
+#[derive(Debug)]
+pub struct RoleLock {
+    _file: File,
+}
+
+impl RoleLock {
+    /// Takes a role in a VM's runtime directory; `None` if another process has it.
+    pub fn try_take(dir: &Path, role: Role) -> io::Result<Option<Self>> {
+        let path = role.file(dir);
+        let file = open(&path)?;
+        match fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(still_there(&file, &path).then_some(Self { _file: file })),
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+/// The pid of the process that has a role, if one has. Not for the process that has it itself.
+pub fn holder(dir: &Path, role: Role) -> io::Result<Option<i32>> {
+    let file = match File::options().read(true).write(true).open(role.file(dir)) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let found = fcntl_getlk(&file, &Flock::from(FlockType::WriteLock))?;
+    Ok(found.and_then(|lock| lock.pid).map(|pid| pid.as_raw_nonzero().get()))
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
+/// The directory may have been removed, and made anew, between opening the file and locking it.
+fn still_there(file: &File, path: &Path) -> bool {
+    match (file.metadata(), path.metadata()) {
+        (Ok(locked), Ok(there)) => locked.ino() == there.ino() && locked.dev() == there.dev(),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_holds_a_role_in_an_empty_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(holder(dir.path(), Role::Supervisor).unwrap(), None);
+    }
+
+    #[test]
+    fn roles_are_separate_and_free_again_when_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let supervisor = RoleLock::try_take(dir.path(), Role::Supervisor).unwrap();
+        assert!(supervisor.is_some());
+        assert!(RoleLock::try_take(dir.path(), Role::Guard).unwrap().is_some());
+        drop(supervisor);
+        assert!(RoleLock::try_take(dir.path(), Role::Supervisor).unwrap().is_some());
+    }
+}

@@ -1,0 +1,29 @@
+//! The supervisor's log: what it did, in the VM's runtime directory, for its owner alone.
+//!
+//! Nothing of the guest is ever written to it: no memory, no console, no command line.
+
+use std::io;
+use std::sync::Mutex;
+
+use tracing_subscriber::EnvFilter;
+
+use crate::runtime::VmDir;
+use crate::spawn;
+
+/// The environment variable that says how much is logged, as `tracing-subscriber` reads it: `debug`, `firn=trace`, ...
+const VARIABLE: &str = "FIRN_LOG";
+
+/// Sends this process's log, and its panics, to the VM's log file.
+pub(crate) fn open(vm: &VmDir) -> io::Result<()> {
+    let file = spawn::append(&vm.log())?;
+    rustix::stdio::dup2_stderr(&file)?;
+    let filter = EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new("info"));
+    // A second call in one process keeps the first log.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(false)
+        .with_target(false)
+        .with_writer(Mutex::new(file))
+        .try_init();
+    Ok(())
+}

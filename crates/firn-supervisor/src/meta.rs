@@ -1,0 +1,164 @@
+//! What an image says about where it comes from, and whether this host can take it up again.
+//!
+//! It is stored in the image as JSON. Restore starts QEMU from it, and refuses, unless forced, where the guest would
+//! notice the difference: another version of QEMU, or a disk that is no longer what the guest remembers of it.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use firn_vmm::{Disk, FileIdentity};
+use serde::{Deserialize, Serialize};
+
+/// The version of [`Meta`] itself.
+pub const VERSION: u32 = 1;
+
+/// Where an image comes from.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Meta {
+    /// `VERSION`.
+    pub version: u32,
+    /// The VM's name.
+    pub name: String,
+    /// When the checkpoint was asked for, in seconds since 1970.
+    pub created: u64,
+    /// The version of Firn that wrote it.
+    pub firn: String,
+    /// The machine type with its version, such as `pc-q35-7.2`.
+    pub machine: String,
+    /// The hypervisor and how it was started.
+    pub qemu: Qemu,
+    /// Guest RAM, in bytes.
+    pub memory_bytes: u64,
+    /// Virtual CPUs.
+    pub vcpus: u32,
+    /// Disks, by reference: their contents are not in the image.
+    #[serde(default)]
+    pub disks: Vec<Disk>,
+}
+
+/// A QEMU and its command line.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Qemu {
+    /// Its version, such as `7.2.22 (Debian 1:7.2+dfsg-7)`.
+    pub version: String,
+    /// The accelerator: `kvm` or `tcg`.
+    pub accel: String,
+    /// The command line as the user gave it, program first.
+    pub user_args: Vec<String>,
+    /// The command line with what Firn added; the same for a VM that Firn attached to.
+    pub args: Vec<String>,
+    /// The directory it was started in: relative paths in the command line start there.
+    pub directory: PathBuf,
+}
+
+/// A difference between what an image remembers and what this host has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mismatch {
+    /// Another version of QEMU.
+    Qemu {
+        /// In the image.
+        image: String,
+        /// Here.
+        host: String,
+    },
+    /// A disk can't be looked at.
+    DiskMissing(String),
+    /// A disk was written since.
+    DiskChanged(String),
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Qemu { image, host } => {
+                write!(f, "the image is of QEMU {image}, this host has QEMU {host}")
+            }
+            Self::DiskMissing(file) => write!(f, "disk {file} is not there"),
+            Self::DiskChanged(file) => {
+                write!(f, "disk {file} has changed since the checkpoint")
+            }
+        }
+    }
+}
+
+impl Meta {
+    /// Compares the disks. `look` tells what a file is now; `None` if it isn't there.
+    ///
+    /// Size and time of the last write decide, so that a copy that kept both passes, wherever it is stored. A disk
+    /// that was no local file (a network disk) can't be compared and passes.
+    pub fn disk_mismatches(&self, look: impl Fn(&Disk) -> Option<FileIdentity>) -> Vec<Mismatch> {
+        let changed = |disk: &Disk| {
+            let then = disk.identity?;
+            match look(disk) {
+                None => Some(Mismatch::DiskMissing(disk.file.clone())),
+                Some(now) if same_content(now, then) => None,
+                Some(_) => Some(Mismatch::DiskChanged(disk.file.clone())),
+            }
+        };
+        self.disks.iter().filter_map(changed).collect()
+    }
+
+    /// Compares QEMU's version: the number, not what the distribution adds to it.
+    pub fn qemu_mismatch(&self, host: &str) -> Option<Mismatch> {
+        (number(&self.qemu.version) != number(host))
+            .then(|| Mismatch::Qemu { image: self.qemu.version.clone(), host: host.to_owned() })
+    }
+}
+
+fn number(version: &str) -> &str {
+    version.split_once(' ').map_or(version, |(number, _)| number)
+}
+
+fn same_content(now: FileIdentity, then: FileIdentity) -> bool {
+    (now.size, now.mtime_ns) == (then.size, then.mtime_ns)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const THEN: FileIdentity = FileIdentity { dev: 1, inode: 2, size: 100, mtime_ns: 5 };
+
+    fn disk(file: &str, identity: Option<FileIdentity>) -> Disk {
+        Disk {
+            node: "disk0".into(),
+            file: file.into(),
+            format: "raw".into(),
+            read_only: false,
+            size: 100,
+            identity,
+        }
+    }
+
+    fn meta() -> Meta {
+        let disks = vec![
+            disk("/same", Some(THEN)),
+            disk("/copied", Some(THEN)),
+            disk("/written", Some(THEN)),
+            disk("/gone", Some(THEN)),
+            disk("nbd://host", None),
+        ];
+        let qemu = Qemu { version: "7.2.22".into(), ..Qemu::default() };
+        Meta { qemu, disks, ..Meta::default() }
+    }
+
+    #[test]
+    fn every_disk_that_is_not_the_same_is_named() {
+        let look = |disk: &Disk| match disk.file.as_str() {
+            "/same" => Some(THEN),
+            "/copied" => Some(FileIdentity { inode: 9, ..THEN }),
+            "/written" => Some(FileIdentity { mtime_ns: 6, ..THEN }),
+            _ => None,
+        };
+        let expected =
+            [Mismatch::DiskChanged("/written".into()), Mismatch::DiskMissing("/gone".into())];
+        assert_eq!(meta().disk_mismatches(look), expected);
+    }
+
+    #[test]
+    fn another_qemu_is_a_mismatch_that_names_both() {
+        assert_eq!(meta().qemu_mismatch("7.2.22 (Debian 1:7.2+dfsg-7)"), None);
+        let text = meta().qemu_mismatch("10.0.2").unwrap().to_string();
+        assert_eq!(text, "the image is of QEMU 7.2.22, this host has QEMU 10.0.2");
+    }
+}

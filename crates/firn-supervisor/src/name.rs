@@ -1,0 +1,107 @@
+//! Names of VMs: what a user calls one, and the name of its runtime directory.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// The longest name, in bytes: a socket path has 107 and the runtime directory needs its share.
+pub const NAME_BYTES_MAX: usize = 48;
+
+/// A VM's name: a letter or digit, then letters, digits, `.`, `_` and `-`.
+///
+/// It becomes a directory name, so nothing that a path or a shell reads in a special way is let in.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct VmName(String);
+
+/// A name that is not one.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum VmNameError {
+    /// No characters at all, or more than [`NAME_BYTES_MAX`].
+    #[error("a VM name has 1 to {NAME_BYTES_MAX} characters, {0:?} has {len}", len = .0.len())]
+    Length(String),
+    /// A character that is not allowed at its place.
+    #[error(
+        "a VM name is a letter or digit, then letters, digits, '.', '_' and '-': {0:?} has {1:?}"
+    )]
+    Character(String, char),
+}
+
+impl VmName {
+    /// Checks a name.
+    pub fn new(name: impl Into<String>) -> Result<Self, VmNameError> {
+        let name = name.into();
+        if name.is_empty() || name.len() > NAME_BYTES_MAX {
+            return Err(VmNameError::Length(name));
+        }
+        match name.char_indices().find(|&(at, c)| !allowed(at, c)) {
+            Some((_, c)) => Err(VmNameError::Character(name, c)),
+            None => Ok(Self(name)),
+        }
+    }
+
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+fn allowed(at: usize, c: char) -> bool {
+    c.is_ascii_alphanumeric() || (at > 0 && matches!(c, '.' | '_' | '-'))
+}
+
+impl FromStr for VmName {
+    type Err = VmNameError;
+
+    fn from_str(name: &str) -> Result<Self, VmNameError> {
+        Self::new(name)
+    }
+}
+
+impl TryFrom<String> for VmName {
+    type Error = VmNameError;
+
+    fn try_from(name: String) -> Result<Self, VmNameError> {
+        Self::new(name)
+    }
+}
+
+impl From<VmName> for String {
+    fn from(name: VmName) -> String {
+        name.0
+    }
+}
+
+impl fmt::Display for VmName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ordinary_names_pass() {
+        for name in ["web", "db-1", "a.b_c", "7"] {
+            assert_eq!(VmName::new(name).unwrap().as_str(), name);
+        }
+    }
+
+    #[test]
+    fn names_that_would_leave_the_directory_do_not() {
+        for name in ["..", ".hidden", "a/b", "-o", "a b", "ä", "a\nb"] {
+            assert!(matches!(VmName::new(name), Err(VmNameError::Character(..))), "{name:?}");
+        }
+        assert!(matches!(VmName::new(""), Err(VmNameError::Length(_))));
+        assert!(matches!(VmName::new("x".repeat(49)), Err(VmNameError::Length(_))));
+    }
+
+    #[test]
+    fn a_bad_name_in_json_is_an_error() {
+        assert!(serde_json::from_str::<VmName>("\"../x\"").is_err());
+    }
+}

@@ -1,0 +1,254 @@
+//! What can be done to a VM that runs: save it, end it.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use firn_checkpoint::{SaveContext, SaveError, SaveOptions, SaveReport, Steps, Strategy};
+use firn_types::PAGE_SIZE;
+use firn_vmm::{Layout, Vm};
+use serde_json::json;
+
+use crate::failure::{Context, Failure, FailureKind, image_failure};
+use crate::identity::ProcessHandle;
+use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase, now};
+use crate::keep::Operations;
+use crate::meta::Meta;
+use crate::protocol::{Progress, SaveChoices, SaveRequest, StopRequest};
+use crate::qemu::{self, Memory};
+
+/// A QEMU.
+pub(crate) struct Qemu {
+    pub(crate) journal: Arc<JournalFile>,
+    pub(crate) hypervisor: Arc<ProcessHandle>,
+}
+
+impl Operations for Qemu {
+    fn save(
+        &self,
+        request: &SaveRequest,
+        then_stop: bool,
+        cancel: &AtomicBool,
+        progress: &dyn Fn(Progress),
+    ) -> Result<serde_json::Value, Failure> {
+        let machine = self.machine()?;
+        let mut vm = qemu::connect(&machine.qmp)?;
+        refuse_blocked(&mut vm)?;
+        let was_running = vm.status().doing("asking whether the VM runs")?.running;
+        let layout = vm.layout().doing("finding the guest's memory")?;
+        let memory = qemu::open_memory(machine.process.pid, &layout)?;
+        self.begin(request, then_stop, was_running, &mut vm, &layout)?;
+        firn_fault::point("save.journaled");
+        let save = Save { operations: self, request, then_stop, was_running, cancel };
+        let report = save.run(&mut vm, machine.meta, &layout, memory, progress);
+        if report.is_err() && was_running {
+            run_on(&mut vm);
+        }
+        self.ended(request, then_stop, &report)?;
+        report.map(|report| facts(request, &report))
+    }
+
+    fn end(&self, request: StopRequest) -> Result<(), Failure> {
+        qemu::end(&self.machine()?, &self.hypervisor, request)
+    }
+
+    fn is_paused(&self) -> Option<bool> {
+        qemu::is_paused(&self.machine().ok()?)
+    }
+}
+
+impl Qemu {
+    fn machine(&self) -> Result<Machine, Failure> {
+        let none = || Failure::new(FailureKind::Other, "the journal names no hypervisor");
+        self.journal.read().machine.ok_or_else(none)
+    }
+
+    /// Writes down what a successor has to know: where memory is now, and what is about to be done to it.
+    fn begin(
+        &self,
+        request: &SaveRequest,
+        then_stop: bool,
+        was_running: bool,
+        vm: &mut Vm,
+        layout: &Layout,
+    ) -> Result<(), Failure> {
+        let vcpus = vm.vcpus().doing("asking for the vCPUs")?;
+        let places = layout.locations.iter().map(|place| (place.id.clone(), place.hva)).collect();
+        let phase = Phase::Saving {
+            image: request.image.clone(),
+            replaces: FileIdentity::at(&request.image),
+            paused_by_us: then_stop && was_running,
+            then_stop,
+        };
+        let change = |journal: &mut Journal| {
+            if let Some(machine) = &mut journal.machine {
+                machine.map = layout.map.clone();
+                machine.locations = places;
+                machine.vcpus = vcpus.iter().map(|vcpu| vcpu.tid).collect();
+            }
+            journal.phase = phase;
+        };
+        self.journal.update(change).doing("writing the journal")
+    }
+
+    /// A suspend stays in the journal until the VM has ended.
+    fn ended(
+        &self,
+        request: &SaveRequest,
+        then_stop: bool,
+        report: &Result<SaveReport, Failure>,
+    ) -> Result<(), Failure> {
+        let image = request.image.display();
+        let change = |journal: &mut Journal| match report {
+            Ok(_) if then_stop => {}
+            Ok(_) => {
+                journal.phase = Phase::Running;
+                journal.note_success(format!("checkpoint {image} is whole"));
+            }
+            Err(failure) => {
+                journal.phase = Phase::Running;
+                journal.note_failure(format!("no checkpoint to {image}: {failure}"));
+            }
+        };
+        self.journal.update(change).doing("writing the journal")
+    }
+}
+
+/// One save.
+struct Save<'a> {
+    operations: &'a Qemu,
+    request: &'a SaveRequest,
+    then_stop: bool,
+    was_running: bool,
+    cancel: &'a AtomicBool,
+}
+
+impl Save<'_> {
+    fn run(
+        &self,
+        vm: &mut Vm,
+        meta: Meta,
+        layout: &Layout,
+        memory: Memory,
+        progress: &dyn Fn(Progress),
+    ) -> Result<SaveReport, Failure> {
+        if self.then_stop {
+            // Before disks are looked at: a VM that runs may write to them after that.
+            vm.stop().doing("stopping the VM")?;
+        }
+        let meta = Meta {
+            created: now(),
+            firn: env!("CARGO_PKG_VERSION").to_owned(),
+            disks: vm.disks().doing("looking at the VM's disks")?,
+            ..meta
+        };
+        firn_fault::point("save.disks");
+        let meta = serde_json::to_value(meta).doing("describing the VM")?;
+        let options = options(&self.request.choices, self.then_stop);
+        let journal = &self.operations.journal;
+        let steps = JournalSteps { journal, paused: self.was_running, cancel: self.cancel };
+        let mut context = SaveContext {
+            vm,
+            process: memory.process,
+            memory: memory.guest,
+            aux: &layout.aux,
+            steps: &steps,
+        };
+        let image = &self.request.image;
+        let block_bytes = options.block_size.bytes() as u64;
+        let report = |now: firn_checkpoint::Progress| {
+            progress(Progress {
+                stage: if self.then_stop { "suspending" } else { "saving" }.to_owned(),
+                done: u64::from(now.blocks_done) * block_bytes,
+                total: u64::from(now.blocks_total) * block_bytes,
+            });
+        };
+        firn_checkpoint::save(&mut context, &self.request.image, meta, &options, &report)
+            .map_err(|error| save_failure(&error))
+            .map_err(|failure| failure.while_doing(format!("saving to {}", image.display())))
+    }
+}
+
+/// Keeps the journal up to date around the pause.
+struct JournalSteps<'a> {
+    journal: &'a JournalFile,
+    /// Whether the VM ran when the save began; else it is its user who has stopped it.
+    paused: bool,
+    cancel: &'a AtomicBool,
+}
+
+impl JournalSteps<'_> {
+    fn set(&self, paused: bool) -> io::Result<()> {
+        let change = |journal: &mut Journal| {
+            if let Phase::Saving { paused_by_us, then_stop: false, .. } = &mut journal.phase {
+                *paused_by_us = paused;
+            }
+        };
+        self.journal.update(change).map_err(io::Error::other)
+    }
+}
+
+impl Steps for JournalSteps<'_> {
+    fn about_to_stop(&self) -> io::Result<()> {
+        self.set(self.paused)
+    }
+
+    fn resumed(&self) -> io::Result<()> {
+        self.set(false)
+    }
+
+    fn cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
+    }
+}
+
+fn save_failure(error: &SaveError) -> Failure {
+    let kind = match error {
+        SaveError::Cancelled => FailureKind::Interrupted,
+        SaveError::Image(error) => image_failure(error).kind,
+        SaveError::Attach(_) => FailureKind::Host,
+        _ => FailureKind::Other,
+    };
+    Failure::from_error(kind, error)
+}
+
+/// What QEMU could not migrate can't be saved either, even if saving it seems to work.
+fn refuse_blocked(vm: &mut Vm) -> Result<(), Failure> {
+    let blockers = vm.blockers().doing("asking what can't be saved")?;
+    if blockers.is_empty() {
+        return Ok(());
+    }
+    let mut failure = Failure::new(FailureKind::Other, "QEMU can't save the state of this VM");
+    failure.chain.extend(blockers);
+    Err(failure.hint("start the VM without the device or CPU feature named here"))
+}
+
+fn run_on(vm: &mut Vm) {
+    let running = vm.status().is_ok_and(|state| state.running);
+    if !running && let Err(error) = vm.cont() {
+        tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
+    }
+}
+
+fn options(choices: &SaveChoices, then_stop: bool) -> SaveOptions {
+    let default = SaveOptions::default();
+    let strategy = match then_stop || choices.stop {
+        true => Strategy::Stop,
+        false => Strategy::Trace,
+    };
+    SaveOptions {
+        strategy,
+        codec: choices.codec.unwrap_or(default.codec),
+        block_size: choices.block_size.unwrap_or(default.block_size),
+        locality_block_bytes: choices.locality_block_bytes.unwrap_or(default.locality_block_bytes),
+        compressors: choices.compressors.unwrap_or(default.compressors),
+        throttle: choices.throttle.unwrap_or(default.throttle),
+        leave_stopped: then_stop,
+        reference: choices.reference.clone(),
+        ..default
+    }
+}
+
+fn facts(request: &SaveRequest, report: &SaveReport) -> serde_json::Value {
+    json!({ "image": request.image, "page_bytes": PAGE_SIZE, "report": report })
+}

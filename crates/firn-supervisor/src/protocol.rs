@@ -1,0 +1,308 @@
+//! What a `firn` command and a supervisor say to each other: JSON, one message per line.
+//!
+//! ```text
+//!   firn checkpoint                                       supervisor
+//!        {"v":1,"request":"checkpoint","image":"/x/web.firn",...}  ->
+//!        <-  {"v":1,"reply":"progress","stage":"saving","done":12582912,"total":1073741824}
+//!        <-  {"v":1,"reply":"progress",...}
+//!        <-  {"v":1,"reply":"done","facts":{...}}     or     {"v":1,"reply":"failed","kind":"busy","chain":[...]}
+//! ```
+//!
+//! Every request is answered by any number of `progress` and then one `done` or `failed`. A line that is no request of
+//! this version is answered by `failed`, and the connection stays usable. A connection may carry several requests, one
+//! after another. Starting a supervisor speaks the same replies over a pipe, with a [`Plan`] in place of the request.
+
+use std::io::{self, BufRead, Read, Write};
+use std::path::PathBuf;
+
+use firn_image::Codec;
+use firn_restore::Mode;
+use firn_types::BlockSize;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::failure::{Failure, FailureKind};
+
+/// The version of the messages. It goes up when an old reader would misunderstand a new message.
+pub const VERSION: u32 = 1;
+
+/// The longest message, in bytes: a [`Plan`] holds a command line, at most 2 MiB in Linux, escaped.
+pub const LINE_BYTES_MAX: usize = 16 << 20;
+
+/// The longest request, in bytes. Requests hold little more than a path.
+pub const REQUEST_BYTES_MAX: usize = 64 << 10;
+
+/// What a command asks of a running supervisor.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Request {
+    /// What is going on.
+    Status,
+    /// Save the VM; it goes on.
+    Checkpoint(SaveRequest),
+    /// Save the VM and end it.
+    Suspend(SaveRequest),
+    /// End the VM.
+    Stop(StopRequest),
+    /// Let go of the VM; it goes on without Firn.
+    Detach,
+    /// Report progress until nothing is going on.
+    Watch,
+}
+
+/// How to save.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SaveRequest {
+    /// The file to write; absolute.
+    pub image: PathBuf,
+    /// What the user chose.
+    #[serde(default)]
+    pub choices: SaveChoices,
+    /// Abort when the client goes away.
+    #[serde(default)]
+    pub cancel_with_client: bool,
+}
+
+/// What a user may choose about a save; `None` is the default.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SaveChoices {
+    /// How memory blocks are compressed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub codec: Option<Codec>,
+    /// Pages in a memory block: 1, 2, 4, 8 or 16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub block_size: Option<BlockSize>,
+    /// Bytes in a locality block: a power of two from 16 KiB to 1 MiB.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub locality_block_bytes: Option<u32>,
+    /// Threads that compress.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compressors: Option<usize>,
+    /// The background sweep yields to the guest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub throttle: Option<bool>,
+    /// Stop the guest until all is copied, rather than follow it.
+    #[serde(default)]
+    pub stop: bool,
+    /// For tests: also copy RAM to this file while the guest stands still.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference: Option<PathBuf>,
+}
+
+/// How to end a VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StopRequest {
+    /// Press the guest's power button and wait this long, in seconds, rather than pull the plug.
+    #[serde(default)]
+    pub powerdown_s: Option<u64>,
+    /// End it even while a checkpoint is being written.
+    #[serde(default)]
+    pub force: bool,
+}
+
+/// What a new supervisor is to look after.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "plan", rename_all = "kebab-case")]
+pub enum Plan {
+    /// Start a hypervisor.
+    Run {
+        /// The user's command line, program first.
+        args: Vec<String>,
+    },
+    /// Look after one that runs.
+    Attach {
+        /// Its process.
+        pid: i32,
+        /// Its monitor socket; absolute.
+        qmp: PathBuf,
+    },
+    /// Start a hypervisor and give it the state of an image.
+    Restore {
+        /// The image; absolute.
+        image: PathBuf,
+        /// How memory comes back.
+        mode: Mode,
+        /// Go on where QEMU's version or a disk differs.
+        force: bool,
+    },
+}
+
+/// What a supervisor answers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "kebab-case")]
+pub enum Reply {
+    /// It is being done.
+    Progress(Progress),
+    /// It is done.
+    Done {
+        /// What there is to say about it.
+        facts: serde_json::Value,
+    },
+    /// It is not done, and won't be.
+    Failed(Failure),
+}
+
+/// How far something has come.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// What is being done, such as `saving`.
+    pub stage: String,
+    /// How much of it is done, in bytes of guest memory.
+    pub done: u64,
+    /// How much there is.
+    pub total: u64,
+}
+
+impl Reply {
+    /// Whether no further reply to the same request follows.
+    pub fn is_last(&self) -> bool {
+        !matches!(self, Self::Progress(_))
+    }
+}
+
+/// Why a line is no message.
+#[derive(Debug, Error)]
+pub enum MessageError {
+    /// The connection failed or ended in the middle of a line.
+    #[error("the connection failed")]
+    Io(#[from] io::Error),
+    /// The line does not end within the limit.
+    #[error("a message has at most {0} bytes")]
+    TooLong(usize),
+    /// It is not JSON, or not a message.
+    #[error("not a message")]
+    Malformed(#[source] serde_json::Error),
+    /// It is a message of another version.
+    #[error("message of version {0}; this Firn speaks version {VERSION}")]
+    Version(u32),
+}
+
+#[derive(Serialize, Deserialize)]
+struct Envelope<T> {
+    v: u32,
+    #[serde(flatten)]
+    body: T,
+}
+
+/// The line for a message, with its newline.
+pub fn encode<T: Serialize>(body: &T) -> Vec<u8> {
+    // Messages are made of strings, numbers and JSON values: nothing in them can fail to serialize.
+    let mut line = serde_json::to_vec(&Envelope { v: VERSION, body }).unwrap_or_default();
+    line.push(b'\n');
+    line
+}
+
+/// The message in a line.
+pub fn decode<T: DeserializeOwned>(line: &[u8]) -> Result<T, MessageError> {
+    #[derive(Deserialize)]
+    struct Versioned {
+        v: u32,
+    }
+    let Versioned { v } = serde_json::from_slice(line).map_err(MessageError::Malformed)?;
+    if v != VERSION {
+        return Err(MessageError::Version(v));
+    }
+    let Envelope { body, .. } = serde_json::from_slice(line).map_err(MessageError::Malformed)?;
+    Ok(body)
+}
+
+/// Writes one message.
+pub fn write<T: Serialize>(to: &mut impl Write, body: &T) -> io::Result<()> {
+    to.write_all(&encode(body))?;
+    to.flush()
+}
+
+/// Reads one line of at most `bytes_max` bytes; `None` at the end of the connection.
+pub fn read_line(
+    from: &mut impl BufRead,
+    bytes_max: usize,
+) -> Result<Option<Vec<u8>>, MessageError> {
+    let mut line = Vec::new();
+    from.take(bytes_max as u64 + 1).read_until(b'\n', &mut line)?;
+    match line.last() {
+        None => Ok(None),
+        Some(b'\n') => Ok(Some(line)),
+        Some(_) if line.len() > bytes_max => Err(MessageError::TooLong(bytes_max)),
+        Some(_) => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+    }
+}
+
+impl From<MessageError> for Failure {
+    fn from(error: MessageError) -> Self {
+        Failure::from_error(FailureKind::Other, &error)
+            .hint("the supervisor and the command may be of different versions of Firn")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn checkpoint() -> Request {
+        Request::Checkpoint(SaveRequest {
+            image: "/x/web.firn".into(),
+            choices: SaveChoices { codec: Some(Codec::Lz4), ..SaveChoices::default() },
+            cancel_with_client: false,
+        })
+    }
+
+    #[test]
+    fn requests_survive_the_wire() {
+        let stop = Request::Stop(StopRequest { powerdown_s: Some(3), force: false });
+        for request in [Request::Status, checkpoint(), stop, Request::Watch] {
+            let line = encode(&request);
+            assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
+            assert_eq!(decode::<Request>(&line).unwrap(), request);
+        }
+    }
+
+    #[test]
+    fn replies_survive_the_wire() {
+        let progress = Progress { stage: "saving".into(), done: 1, total: 2 };
+        let failed = Failure::new(FailureKind::Busy, "a\nb").hint("c");
+        let done = Reply::Done { facts: serde_json::json!([1]) };
+        for reply in [Reply::Progress(progress), done, Reply::Failed(failed)] {
+            assert_eq!(decode::<Reply>(&encode(&reply)).unwrap(), reply);
+        }
+    }
+
+    #[test]
+    fn what_is_on_the_wire_is_what_the_documentation_shows() {
+        let line = String::from_utf8(encode(&Request::Status)).unwrap();
+        assert_eq!(line, "{\"v\":1,\"request\":\"status\"}\n");
+    }
+
+    #[test]
+    fn another_version_is_told_apart_from_nonsense() {
+        let line = br#"{"v":2,"request":"levitate"}"#;
+        assert!(matches!(decode::<Request>(line), Err(MessageError::Version(2))));
+        let line = br#"{"v":1,"request":"levitate"}"#;
+        assert!(matches!(decode::<Request>(line), Err(MessageError::Malformed(_))));
+    }
+
+    #[test]
+    fn lines_end_where_they_should() {
+        let mut from = io::Cursor::new(b"ab\ncd".to_vec());
+        assert_eq!(read_line(&mut from, 10).unwrap().unwrap(), b"ab\n");
+        assert!(matches!(read_line(&mut from, 10), Err(MessageError::Io(_))));
+        assert!(read_line(&mut from, 10).unwrap().is_none());
+        let mut endless = io::repeat(b'x');
+        let mut endless = io::BufReader::new(&mut endless);
+        assert!(matches!(read_line(&mut endless, 100), Err(MessageError::TooLong(100))));
+    }
+
+    proptest! {
+        #[test]
+        fn no_line_makes_decoding_panic(line in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = decode::<Request>(&line);
+        }
+
+        #[test]
+        fn no_json_object_makes_decoding_panic(key in "[a-z]{1,9}", value in any::<i64>()) {
+            let line = serde_json::json!({ "v": 1, "request": key, key.as_str(): value }).to_string();
+            let _ = decode::<Request>(line.as_bytes());
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! A QEMU that is being looked after: found out about once, then ended, paused or saved on demand.
+//!
+//! The monitor is connected for each operation and let go of again: it serves one client at a time, and that of a VM
+//! that was attached to belongs to its user.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use firn_memory::{GuestMemory, Process, RegionLocation};
+use firn_types::Tid;
+use firn_vmm::{Accel, Layout, Qmp, QmpError, Vm};
+use serde_json::Value;
+
+use crate::failure::{Context, Failure, FailureKind};
+use crate::identity::{ProcessHandle, ProcessIdentity};
+use crate::journal::{Exit, Machine, now};
+use crate::meta::{self, Meta, Qemu};
+use crate::protocol::StopRequest;
+
+/// How long QEMU may take to answer a monitor command.
+const ANSWER_WAIT: Duration = Duration::from_secs(30);
+
+/// How long QEMU may take to answer when the answer is wanted at once, or when it is about to be killed anyway.
+const SHORT_WAIT: Duration = Duration::from_secs(2);
+
+/// How long a QEMU that was told to quit may take to do so: it flushes its disks.
+const QUIT_WAIT: Duration = Duration::from_secs(10);
+
+/// How often a monitor that is not there yet is tried.
+const RETRY: Duration = Duration::from_millis(1);
+
+/// The memory of a VM, reachable.
+pub(crate) struct Memory {
+    pub(crate) process: Arc<Process>,
+    pub(crate) guest: Arc<GuestMemory>,
+}
+
+/// Connects to the monitor of a QEMU that has just been started: waits for it, but not for one that has died.
+pub(crate) fn connect_new(hypervisor: &ProcessHandle, qmp: &Path) -> Result<Vm, Failure> {
+    let deadline = Instant::now() + ANSWER_WAIT;
+    let stream = loop {
+        match UnixStream::connect(qmp) {
+            Ok(stream) => break stream,
+            Err(error) if Instant::now() >= deadline => {
+                return Err(error).doing("waiting for QEMU's monitor");
+            }
+            Err(_) => {}
+        }
+        if hypervisor.wait_gone(RETRY).doing("waiting for QEMU")? {
+            return Err(died(hypervisor.exit()));
+        }
+    };
+    let connected = Qmp::negotiate(stream, ANSWER_WAIT).and_then(Vm::with_qmp);
+    match connected {
+        Err(QmpError::Closed { .. }) => {
+            hypervisor.wait_gone(SHORT_WAIT).doing("waiting for QEMU")?;
+            Err(died(hypervisor.exit()))
+        }
+        connected => connected.doing("connecting to QEMU's monitor"),
+    }
+}
+
+fn died(exit: Exit) -> Failure {
+    Failure::new(FailureKind::Interrupted, format!("QEMU ended while it was starting ({exit})"))
+}
+
+/// Connects to the monitor of a QEMU that runs.
+pub(crate) fn connect(qmp: &Path) -> Result<Vm, Failure> {
+    connect_within(qmp, ANSWER_WAIT)
+}
+
+fn connect_within(qmp: &Path, timeout: Duration) -> Result<Vm, Failure> {
+    let connected = Qmp::connect(qmp, timeout).and_then(Vm::with_qmp);
+    connected.doing("connecting to QEMU's monitor").map_err(|failure| {
+        failure.hint("a monitor serves one client at a time: is another one connected?")
+    })
+}
+
+/// Opens a VM's memory where the layout says it is.
+pub(crate) fn open_memory(pid: i32, layout: &Layout) -> Result<Memory, Failure> {
+    let process = Process::open(pid)
+        .doing_or(FailureKind::Host, "reaching the hypervisor process")
+        .map_err(with_doctor)?;
+    let process = Arc::new(process);
+    let places = layout.locations.iter().map(|location| (location.id.clone(), location.hva));
+    let locations = locate(layout.map.regions(), &places.collect::<Vec<_>>());
+    let guest = GuestMemory::open(Arc::clone(&process), layout.map.clone(), &locations)
+        .doing_or(FailureKind::Host, "opening the guest's memory")?;
+    Ok(Memory { process, guest: Arc::new(guest) })
+}
+
+/// Opens a VM's memory where the journal says it is, without asking a hypervisor that may not be able to answer.
+pub(crate) fn open_journaled(
+    machine: &Machine,
+) -> Result<(Arc<Process>, Arc<GuestMemory>), Failure> {
+    let process = Process::open(machine.process.pid).doing("reaching the hypervisor process")?;
+    let process = Arc::new(process);
+    let locations = locate(machine.map.regions(), &machine.locations);
+    let memory = GuestMemory::open(Arc::clone(&process), machine.map.clone(), &locations)
+        .doing("opening the guest's memory")?;
+    Ok((process, Arc::new(memory)))
+}
+
+fn locate(
+    regions: &[firn_types::RamRegion],
+    places: &[(String, firn_types::HostVirt)],
+) -> Vec<RegionLocation> {
+    let place = |region: &firn_types::RamRegion| {
+        let (_, hva) = places.iter().find(|(id, _)| *id == region.id)?;
+        Some(RegionLocation { region: region.clone(), hva: *hva })
+    };
+    regions.iter().filter_map(place).collect()
+}
+
+fn with_doctor(failure: Failure) -> Failure {
+    failure.hint("`firn doctor` says what this host and user lack")
+}
+
+/// What is known of a QEMU before it is asked.
+pub(crate) struct Known {
+    pub(crate) process: ProcessIdentity,
+    pub(crate) qmp: PathBuf,
+    pub(crate) launched: bool,
+    pub(crate) user_args: Vec<String>,
+    pub(crate) args: Vec<String>,
+    pub(crate) directory: PathBuf,
+}
+
+/// Asks a QEMU what the journal, and later an image, has to say of it.
+pub(crate) fn describe(
+    vm: &mut Vm,
+    known: Known,
+    layout: &Layout,
+    name: &str,
+) -> Result<Machine, Failure> {
+    const ASKING: &str = "asking QEMU about the VM";
+    let vcpus: Vec<Tid> = vm.vcpus().doing(ASKING)?.iter().map(|vcpu| vcpu.tid).collect();
+    let accel = match vm.accel().doing(ASKING)? {
+        Accel::Kvm => "kvm",
+        Accel::Tcg => "tcg",
+    };
+    let meta = Meta {
+        version: meta::VERSION,
+        name: name.to_owned(),
+        created: now(),
+        firn: env!("CARGO_PKG_VERSION").to_owned(),
+        machine: vm.machine_type().doing(ASKING)?,
+        qemu: Qemu {
+            version: vm.version().to_string(),
+            accel: accel.to_owned(),
+            user_args: known.user_args,
+            args: known.args,
+            directory: known.directory,
+        },
+        memory_bytes: layout.map.ram_bytes(),
+        vcpus: vcpus.len() as u32,
+        disks: vm.disks().doing(ASKING)?,
+    };
+    Ok(Machine {
+        process: known.process,
+        qmp: known.qmp,
+        launched: known.launched,
+        map: layout.map.clone(),
+        locations: layout.locations.iter().map(|place| (place.id.clone(), place.hva)).collect(),
+        vcpus,
+        meta,
+        since: now(),
+    })
+}
+
+/// Ends a QEMU. One that does not quit when told to is killed; one whose guest ignores its power button is not.
+pub(crate) fn end(
+    machine: &Machine,
+    hypervisor: &ProcessHandle,
+    request: StopRequest,
+) -> Result<(), Failure> {
+    match request.powerdown_s {
+        Some(seconds) => power_down(machine, hypervisor, Duration::from_secs(seconds)),
+        None => quit(machine, hypervisor),
+    }
+}
+
+fn power_down(
+    machine: &Machine,
+    hypervisor: &ProcessHandle,
+    wait: Duration,
+) -> Result<(), Failure> {
+    let mut vm = connect(&machine.qmp)?;
+    vm.qmp().execute("system_powerdown", Value::Null).doing("pressing the power button")?;
+    drop(vm);
+    if hypervisor.wait_gone(wait).doing("waiting for the VM to end")? {
+        return Ok(());
+    }
+    let text = format!("the guest did not power down within {} s", wait.as_secs());
+    let failure = Failure::new(FailureKind::Interrupted, text);
+    Err(failure.hint("`firn stop` without --powerdown pulls the plug"))
+}
+
+fn quit(machine: &Machine, hypervisor: &ProcessHandle) -> Result<(), Failure> {
+    let asked = connect_within(&machine.qmp, SHORT_WAIT)
+        .and_then(|mut vm| vm.quit().doing("telling QEMU to quit"));
+    let quits = match asked {
+        Ok(()) => hypervisor.wait_gone(QUIT_WAIT).doing("waiting for QEMU to end")?,
+        Err(failure) => {
+            tracing::warn!("{failure}");
+            false
+        }
+    };
+    match quits {
+        true => Ok(()),
+        false => hypervisor.kill().doing("killing QEMU"),
+    }
+}
+
+/// Whether vCPUs stand still; `None` if QEMU does not say so at once.
+pub(crate) fn is_paused(machine: &Machine) -> Option<bool> {
+    let mut vm = connect_within(&machine.qmp, SHORT_WAIT).ok()?;
+    Some(!vm.status().ok()?.running)
+}
+
+/// The command line and working directory of a process: what a VM was started with that Firn attached to.
+pub(crate) fn command_line(pid: i32) -> io::Result<(Vec<String>, PathBuf)> {
+    let line = std::fs::read(format!("/proc/{pid}/cmdline"))?;
+    let words = line.strip_suffix(b"\0").unwrap_or(&line).split(|&byte| byte == 0);
+    let args = words.map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+    Ok((args, std::fs::read_link(format!("/proc/{pid}/cwd"))?))
+}

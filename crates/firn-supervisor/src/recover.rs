@@ -1,0 +1,231 @@
+//! Putting right what a dead supervisor left: the deeds that [`crate::recovery`] decides on.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use firn_memory::{PageFaults, Tracee};
+use firn_restore::Mode;
+use serde_json::json;
+
+use crate::failure::{Context, Failure, FailureKind};
+use crate::identity::{self, ProcessHandle, ProcessIdentity};
+use crate::journal::{Exit, FileIdentity, Journal, JournalFile, Machine, Phase, now};
+use crate::keep;
+use crate::qemu;
+use crate::recovery::{Recovery, Remains, decide};
+use crate::restore;
+use crate::runtime::VmDir;
+use crate::start::Started;
+
+/// The VM to go on with, if there is one.
+type Found = Option<(Arc<JournalFile>, Started)>;
+
+/// Takes up where the journal ends.
+pub(crate) fn take_over(vm: &VmDir, mut journal: Journal) -> Result<Found, Failure> {
+    let hypervisor = hypervisor(&journal)?;
+    let remains =
+        Remains { hypervisor_lives: hypervisor.is_some(), image_whole: image_whole(&journal) };
+    let recovery = decide(&journal, remains);
+    tracing::warn!("taking over from a dead supervisor: {recovery:?}");
+    journal.recoveries += 1;
+    let journal = JournalFile::create(vm.journal(), journal).doing("writing the journal")?;
+    let since = Instant::now();
+    let found = Recoverer { vm, journal: Arc::new(journal) }.perform(recovery, hypervisor)?;
+    tracing::info!("taken over within {:?}", since.elapsed());
+    Ok(found)
+}
+
+/// The hypervisor, as long as it lives: by its journaled identity, or, if its supervisor died before it could write
+/// that down, by the monitor socket on its command line.
+fn hypervisor(journal: &Journal) -> Result<Option<ProcessHandle>, Failure> {
+    const LOOKING: &str = "looking for the hypervisor";
+    if let Some(machine) = &journal.machine {
+        return machine.process.open().doing(LOOKING);
+    }
+    let Phase::Starting { launching: Some(socket) } = &journal.phase else { return Ok(None) };
+    let found = identity::find_by_argument(&socket.to_string_lossy()).doing(LOOKING)?;
+    found.first().map_or(Ok(None), ProcessIdentity::open).doing(LOOKING)
+}
+
+fn image_whole(journal: &Journal) -> bool {
+    match &journal.phase {
+        Phase::Saving { image, replaces, .. } => {
+            let now = FileIdentity::at(image);
+            now.is_some() && now != *replaces
+        }
+        _ => false,
+    }
+}
+
+struct Recoverer<'a> {
+    vm: &'a VmDir,
+    journal: Arc<JournalFile>,
+}
+
+impl Recoverer<'_> {
+    fn perform(
+        self,
+        recovery: Recovery,
+        hypervisor: Option<ProcessHandle>,
+    ) -> Result<Found, Failure> {
+        match (recovery, hypervisor) {
+            (Recovery::Over, _) => Ok(None),
+            (Recovery::Forget { kill }, hypervisor) => self.forget(kill, hypervisor),
+            (Recovery::StayDetached, _) => self.stay_detached(),
+            (Recovery::RecordEnd { unfinished }, _) => self.record_end(unfinished.as_deref()),
+            (_, None) => self.record_end(None),
+            (Recovery::GoOn, Some(hypervisor)) => self.go_on(hypervisor),
+            (Recovery::AbortSave { cont, unfinished }, Some(hypervisor)) => {
+                self.abort_save(cont, &unfinished)?;
+                self.go_on(hypervisor)
+            }
+            (Recovery::FinishSave { cont, stop: false, image }, Some(hypervisor)) => {
+                self.finish_save(cont, &image)?;
+                self.go_on(hypervisor)
+            }
+            (Recovery::FinishSave { image, .. }, Some(hypervisor)) => {
+                self.finish_suspend(&image, &hypervisor)
+            }
+            (Recovery::ServeOn { image, identity, mode }, Some(hypervisor)) => {
+                self.serve_on(hypervisor, (&image, identity, mode))
+            }
+        }
+    }
+
+    /// Leaves nothing of a VM that never ran. What a restore had put into memory goes with the process.
+    fn forget(self, kill: bool, hypervisor: Option<ProcessHandle>) -> Result<Found, Failure> {
+        if let (true, Some(hypervisor)) = (kill, hypervisor) {
+            hypervisor.kill().doing("ending a QEMU that was only starting")?;
+        }
+        self.vm.remove().doing("removing what was left of the VM")?;
+        Ok(None)
+    }
+
+    fn stay_detached(self) -> Result<Found, Failure> {
+        let change = |journal: &mut Journal| journal.phase = Phase::Detached;
+        self.journal.update(change).doing("writing the journal")?;
+        Ok(None)
+    }
+
+    fn record_end(self, unfinished: Option<&Path>) -> Result<Found, Failure> {
+        let text = unfinished.map(|image| {
+            remove_unfinished(image);
+            format!("the checkpoint to {} was aborted: the VM ended", image.display())
+        });
+        let change = |journal: &mut Journal| {
+            journal.phase = Phase::Ended { exit: Exit::Unknown, at: now() };
+            text.into_iter().for_each(|text| journal.note_failure(text));
+        };
+        self.journal.update(change).doing("writing the journal")?;
+        keep::remove_sockets(self.vm).doing("removing sockets")?;
+        Ok(None)
+    }
+
+    fn go_on(self, hypervisor: ProcessHandle) -> Result<Found, Failure> {
+        let hypervisor = Arc::new(hypervisor);
+        let started = Started { hypervisor, restoring: None, facts: json!(null) };
+        Ok(Some((self.journal, started)))
+    }
+
+    /// Serves first: a hypervisor whose main thread waits for a page answers nothing.
+    fn serve_on(
+        self,
+        hypervisor: ProcessHandle,
+        what: (&PathBuf, FileIdentity, Mode),
+    ) -> Result<Found, Failure> {
+        let machine = self.machine()?;
+        let hypervisor = Arc::new(hypervisor);
+        let presence = self.vm.presence();
+        let restoring = restore::resume(&machine, &self.journal, &presence, &hypervisor, what)?;
+        resume(&machine, true)?;
+        if restoring.is_none() {
+            self.journal
+                .update(|journal| journal.phase = Phase::Running)
+                .doing("writing the journal")?;
+        }
+        Ok(Some((self.journal, Started { hypervisor, restoring, facts: json!(null) })))
+    }
+
+    /// The guest first: it may be waiting for a page, or stand still.
+    fn abort_save(&self, cont: bool, unfinished: &Path) -> Result<(), Failure> {
+        let machine = self.machine()?;
+        let_go_of_memory(&machine)?;
+        resume(&machine, cont)?;
+        remove_unfinished(unfinished);
+        let text = format!(
+            "the checkpoint to {} was aborted: the supervisor died; the VM runs on",
+            unfinished.display()
+        );
+        self.running(|journal| journal.note_failure(text))
+    }
+
+    fn finish_save(&self, cont: bool, image: &Path) -> Result<(), Failure> {
+        let machine = self.machine()?;
+        let_go_of_memory(&machine)?;
+        resume(&machine, cont)?;
+        let text = format!("checkpoint {} is whole", image.display());
+        self.running(|journal| journal.note_success(text))
+    }
+
+    fn finish_suspend(self, image: &Path, hypervisor: &ProcessHandle) -> Result<Found, Failure> {
+        let machine = self.machine()?;
+        let_go_of_memory(&machine)?;
+        qemu::end(&machine, hypervisor, Default::default())?;
+        let text = format!("suspended to {}", image.display());
+        let change = |journal: &mut Journal| {
+            journal.phase = Phase::Ended { exit: Exit::Stopped, at: now() };
+            journal.note_success(text);
+        };
+        self.journal.update(change).doing("writing the journal")?;
+        keep::remove_sockets(self.vm).doing("removing sockets")?;
+        Ok(None)
+    }
+
+    fn running(&self, note: impl FnOnce(&mut Journal)) -> Result<(), Failure> {
+        let change = |journal: &mut Journal| {
+            journal.phase = Phase::Running;
+            note(journal);
+        };
+        self.journal.update(change).doing("writing the journal")
+    }
+
+    fn machine(&self) -> Result<Machine, Failure> {
+        let none = || Failure::new(FailureKind::Other, "the journal names no hypervisor");
+        self.journal.read().machine.ok_or_else(none)
+    }
+}
+
+/// Wakes every thread that waits for a page, drops all protection, closes the descriptor in the hypervisor.
+fn let_go_of_memory(machine: &Machine) -> Result<(), Failure> {
+    const LETTING_GO: &str = "letting go of the guest's memory";
+    let (process, memory) = qemu::open_journaled(machine)?;
+    let adopted = PageFaults::adopt(&process, memory).doing(LETTING_GO)?;
+    if let Some(faults) = &adopted {
+        // At once: with this the guest runs, whatever becomes of the rest.
+        faults.unregister().doing(LETTING_GO)?;
+    }
+    let mut tracee = Tracee::seize(&process, &machine.vcpus).doing(LETTING_GO)?;
+    match adopted {
+        Some(faults) => faults.close(&mut tracee).doing(LETTING_GO)?,
+        None => drop(PageFaults::close_stale(&mut tracee).doing(LETTING_GO)?),
+    }
+    Ok(())
+}
+
+/// Lets a VM run that stands still by the dead supervisor's doing.
+fn resume(machine: &Machine, cont: bool) -> Result<(), Failure> {
+    if !cont {
+        return Ok(());
+    }
+    let mut vm = qemu::connect(&machine.qmp)?;
+    let running = vm.status().doing("asking whether the VM runs")?.running;
+    if running { Ok(()) } else { vm.cont().doing("letting the VM run on") }
+}
+
+/// What can't be removed now is cleared away by the next checkpoint to that name.
+fn remove_unfinished(image: &Path) {
+    if let Err(error) = firn_image::remove_partial(image) {
+        tracing::warn!("{}", Failure::from_error(FailureKind::Other, &error));
+    }
+}

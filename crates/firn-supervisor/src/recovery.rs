@@ -1,0 +1,219 @@
+//! What a successor does: decided from the journal and from what is left, before anything is touched.
+//!
+//! ```text
+//!   journal says                 QEMU lives                              QEMU is gone
+//!   starting                     kill it, forget the VM                  forget the VM
+//!   being taken up again         let go of it again                      record that it ended
+//!   running                      go on                                   record that it ended
+//!   saving                       let go of its memory, `cont` if it was  remove the unfinished image,
+//!                                paused by us, remove the unfinished     record that it ended
+//!                                image, note that it was aborted
+//!   saving, image whole          let go of its memory; `cont`, or for a  record that it ended
+//!                                suspend: end it, as was asked
+//!   restoring, not started       kill it, forget the VM                  forget the VM
+//!   restoring, started           take its memory over, go on serving     record that it ended
+//! ```
+//!
+//! "Forget" and "kill" apply to processes that Firn started itself: one that was attached to is left alone.
+
+use std::path::{Path, PathBuf};
+
+use firn_restore::Mode;
+
+use crate::journal::{FileIdentity, Journal, Phase};
+
+/// What is left of a VM whose supervisor has died.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Remains {
+    /// The hypervisor process still runs.
+    pub hypervisor_lives: bool,
+    /// The image that was being written is whole: it was renamed to its name.
+    pub image_whole: bool,
+}
+
+/// What to do about it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Recovery {
+    /// The journal says it is over: there is nothing to look after.
+    Over,
+    /// The VM never ran: leave nothing of it.
+    Forget {
+        /// End the hypervisor process that was to run it.
+        kill: bool,
+    },
+    /// Firn was about to take up a VM again that it had let go of: it stays so.
+    StayDetached,
+    /// The hypervisor ended while nobody watched.
+    RecordEnd {
+        /// An image that was being written, and is to be removed.
+        unfinished: Option<PathBuf>,
+    },
+    /// Look after it as before. Nothing was going on.
+    GoOn,
+    /// End a checkpoint that can't be finished.
+    AbortSave {
+        /// The guest stands still by our doing and has to run on.
+        cont: bool,
+        /// The image that was being written.
+        unfinished: PathBuf,
+    },
+    /// The image is whole; do what was to follow.
+    FinishSave {
+        /// The guest stands still by our doing and has to run on.
+        cont: bool,
+        /// End the VM, for a suspend.
+        stop: bool,
+        /// The image.
+        image: PathBuf,
+    },
+    /// Take the guest's memory over and go on serving its page faults.
+    ServeOn {
+        /// The image its pages come from.
+        image: PathBuf,
+        /// Which file that has to be.
+        identity: FileIdentity,
+        /// How they come.
+        mode: Mode,
+    },
+}
+
+/// Decides.
+pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
+    let launched = journal.machine.as_ref().is_none_or(|machine| machine.launched);
+    let lives = remains.hypervisor_lives;
+    match &journal.phase {
+        Phase::Ended { .. } | Phase::Detached => Recovery::Over,
+        Phase::Starting { .. } if journal.machine.is_some() && lives => Recovery::StayDetached,
+        Phase::Starting { .. } if journal.machine.is_some() => {
+            Recovery::RecordEnd { unfinished: None }
+        }
+        Phase::Starting { launching } => {
+            Recovery::Forget { kill: lives && launching.is_some() && launched }
+        }
+        Phase::Restoring { started: false, .. } => Recovery::Forget { kill: lives && launched },
+        Phase::Saving { image, .. } if !lives => {
+            Recovery::RecordEnd { unfinished: (!remains.image_whole).then(|| image.clone()) }
+        }
+        _ if !lives => Recovery::RecordEnd { unfinished: None },
+        Phase::Running => Recovery::GoOn,
+        Phase::Saving { image, paused_by_us, then_stop, .. } => {
+            recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
+        }
+        Phase::Restoring { image, identity, mode, started: true } => {
+            Recovery::ServeOn { image: image.clone(), identity: *identity, mode: *mode }
+        }
+    }
+}
+
+fn recover_save(image: &Path, paused: bool, then_stop: bool, whole: bool) -> Recovery {
+    let image = image.to_owned();
+    match whole {
+        true => Recovery::FinishSave { cont: paused && !then_stop, stop: then_stop, image },
+        false => Recovery::AbortSave { cont: paused, unfinished: image },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::journal::Exit;
+    use crate::name::VmName;
+    use crate::testing::machine;
+
+    const IMAGE: FileIdentity = FileIdentity { dev: 1, ino: 2 };
+    const LIVES: Remains = Remains { hypervisor_lives: true, image_whole: false };
+    const LIVES_WHOLE: Remains = Remains { hypervisor_lives: true, image_whole: true };
+    const GONE: Remains = Remains { hypervisor_lives: false, image_whole: false };
+
+    fn journal(phase: Phase) -> Journal {
+        let journal = Journal::new(VmName::new("web").unwrap(), None);
+        Journal { phase, machine: Some(machine(true)), ..journal }
+    }
+
+    fn saving(paused_by_us: bool, then_stop: bool) -> Journal {
+        journal(Phase::Saving { image: "/i".into(), replaces: None, paused_by_us, then_stop })
+    }
+
+    fn restoring(started: bool) -> Journal {
+        let mode = Mode::Locality;
+        journal(Phase::Restoring { image: "/i".into(), identity: IMAGE, mode, started })
+    }
+
+    #[test]
+    fn what_is_over_stays_over() {
+        let ended = journal(Phase::Ended { exit: Exit::Code(0), at: 1 });
+        for remains in [LIVES, GONE] {
+            assert_eq!(decide(&ended, remains), Recovery::Over);
+            assert_eq!(decide(&journal(Phase::Detached), remains), Recovery::Over);
+        }
+    }
+
+    #[test]
+    fn a_vm_that_never_ran_leaves_nothing() {
+        let starting = |launching: Option<PathBuf>| Journal {
+            machine: None,
+            ..journal(Phase::Starting { launching })
+        };
+        let ours = starting(Some("/q".into()));
+        assert_eq!(decide(&ours, LIVES), Recovery::Forget { kill: true });
+        assert_eq!(decide(&ours, GONE), Recovery::Forget { kill: false });
+        assert_eq!(decide(&restoring(false), LIVES), Recovery::Forget { kill: true });
+        assert_eq!(decide(&restoring(false), GONE), Recovery::Forget { kill: false });
+    }
+
+    #[test]
+    fn a_vm_that_firn_only_attached_to_is_never_killed() {
+        let attaching = journal(Phase::Starting { launching: None });
+        let attaching = Journal { machine: None, ..attaching };
+        assert_eq!(decide(&attaching, LIVES), Recovery::Forget { kill: false });
+        let attached = Journal { machine: Some(machine(false)), ..restoring(false) };
+        assert_eq!(decide(&attached, LIVES), Recovery::Forget { kill: false });
+    }
+
+    #[test]
+    fn a_vm_that_is_being_taken_up_again_keeps_its_monitor() {
+        let again = journal(Phase::Starting { launching: None });
+        assert_eq!(decide(&again, LIVES), Recovery::StayDetached);
+        assert_eq!(decide(&again, GONE), Recovery::RecordEnd { unfinished: None });
+    }
+
+    #[test]
+    fn a_running_vm_goes_on() {
+        assert_eq!(decide(&journal(Phase::Running), LIVES), Recovery::GoOn);
+        assert_eq!(
+            decide(&journal(Phase::Running), GONE),
+            Recovery::RecordEnd { unfinished: None }
+        );
+    }
+
+    #[test]
+    fn an_unfinished_checkpoint_is_aborted_and_the_guest_runs_if_it_ran() {
+        let abort = |cont| Recovery::AbortSave { cont, unfinished: "/i".into() };
+        assert_eq!(decide(&saving(true, false), LIVES), abort(true));
+        assert_eq!(decide(&saving(false, false), LIVES), abort(false));
+        assert_eq!(decide(&saving(true, true), LIVES), abort(true));
+    }
+
+    #[test]
+    fn a_whole_image_is_kept_and_a_suspend_carried_through() {
+        let finish = |cont, stop| Recovery::FinishSave { cont, stop, image: "/i".into() };
+        assert_eq!(decide(&saving(false, false), LIVES_WHOLE), finish(false, false));
+        assert_eq!(decide(&saving(true, true), LIVES_WHOLE), finish(false, true));
+    }
+
+    #[test]
+    fn qemu_gone_during_a_save_leaves_no_half_image() {
+        let unfinished = Some("/i".into());
+        assert_eq!(decide(&saving(true, false), GONE), Recovery::RecordEnd { unfinished });
+        let whole = Remains { image_whole: true, ..GONE };
+        assert_eq!(decide(&saving(true, true), whole), Recovery::RecordEnd { unfinished: None });
+    }
+
+    #[test]
+    fn a_started_restore_is_served_on() {
+        let mode = Mode::Locality;
+        let serve = Recovery::ServeOn { image: "/i".into(), identity: IMAGE, mode };
+        assert_eq!(decide(&restoring(true), LIVES), serve);
+        assert_eq!(decide(&restoring(true), GONE), Recovery::RecordEnd { unfinished: None });
+    }
+}

@@ -1,0 +1,382 @@
+//! From an image to a running VM, and on until all of its memory is back.
+//!
+//! ```text
+//!    image ---- meta --> launch QEMU -S -incoming defer ---> monitor ---> attach, register, punch out RAM
+//!                                                                              |
+//!      journal: started <--- video memory and the like <--- device state <-----'
+//!         |
+//!         '-> (eager: all memory) -> cont -> the guest runs; memory follows
+//! ```
+//!
+//! Until the journal says `started`, a successor throws everything away: there is nothing that the image does not
+//! have. From then on it goes on serving.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use firn_image::Image;
+use firn_memory::{GuestMemory, PageFaults, Process, Trace, Tracee, process_memory};
+use firn_restore::{Mode, OnFatal, Presence, Restore, RestoreOptions};
+use firn_types::{PAGE_SIZE, Tid, VcpuId};
+use firn_vmm::command_line;
+use firn_vmm::{FileIdentity as DiskIdentity, Layout, Vm};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::failure::{Context, Failure, FailureKind, image_failure};
+use crate::identity::ProcessHandle;
+use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase};
+use crate::keep::Restoring;
+use crate::meta::{self, Meta, Mismatch};
+use crate::protocol::Progress;
+use crate::qemu::{self, Known};
+use crate::start::{self, Child, Place, Started};
+
+/// How often progress is told.
+const PROGRESS_EVERY: Duration = Duration::from_millis(100);
+
+/// What `firn restore` asks for.
+pub(crate) struct Wanted<'a> {
+    pub(crate) image: &'a Path,
+    pub(crate) mode: Mode,
+    /// Go on where QEMU's version or a disk differs.
+    pub(crate) force: bool,
+}
+
+/// How long each step took, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Timings {
+    /// Opening the image and checking its index.
+    pub image_open: f64,
+    /// Starting the QEMU process.
+    pub spawn: f64,
+    /// Until QEMU's monitor answered.
+    pub qmp: f64,
+    /// Finding memory, attaching, registering and emptying it.
+    pub attach: f64,
+    /// Loading device state and what lies beside RAM.
+    pub device_state: f64,
+    /// Bringing memory in before the guest runs (eager and working-set restore).
+    pub prefill: f64,
+    /// Letting the vCPUs run.
+    pub cont: f64,
+    /// All of it, from the supervisor's first instruction.
+    pub total: f64,
+}
+
+/// A stopwatch with laps.
+struct Watch {
+    since: Instant,
+    lap: Instant,
+}
+
+impl Watch {
+    fn lap(&mut self) -> f64 {
+        let now = Instant::now();
+        let lap = now - std::mem::replace(&mut self.lap, now);
+        milliseconds(lap)
+    }
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e6).round() / 1e3
+}
+
+/// `firn restore`.
+pub(crate) fn restore(
+    place: &Place<'_>,
+    wanted: &Wanted<'_>,
+    since: Instant,
+    tell: &mut dyn FnMut(Progress),
+) -> Result<Started, Failure> {
+    let mut watch = Watch { since, lap: Instant::now() };
+    let mut timings = Timings::default();
+    let (image, identity, meta) = open(wanted.image)?;
+    let mut mismatches = meta.disk_mismatches(|disk| look(&meta, &disk.file));
+    timings.image_open = watch.lap();
+    refuse(&mismatches, wanted.force)?;
+    let phase = Phase::Restoring {
+        image: wanted.image.to_owned(),
+        identity,
+        mode: wanted.mode,
+        started: false,
+    };
+    let (child, args) = launch(place, &meta)?;
+    firn_fault::point("restore.spawned");
+    timings.spawn = watch.lap();
+    let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp())
+        .map_err(|failure| start::with_output(failure, place.vm))?;
+    timings.qmp = watch.lap();
+    let differs = meta.qemu_mismatch(&vm.version().to_string());
+    refuse(differs.as_slice(), wanted.force)?;
+    mismatches.extend(differs);
+    let layout = vm.layout().doing("finding the guest's memory")?;
+    let machine = describe(place, &meta, &child, args, &mut vm, &layout)?;
+    journal(place.journal, |journal| {
+        journal.machine = Some(machine.clone());
+        journal.phase = phase;
+    })?;
+    firn_fault::point("restore.journaled");
+    let memory = qemu::open_memory(machine.process.pid, &layout)?;
+    let options = options(wanted.mode, watch.since, &machine);
+    let presence = Presence::create(&place.vm.presence(), memory.guest.map().total_pages())
+        .doing("making the presence file")?;
+    let faults = attach(&memory.process, &memory.guest, &machine.vcpus)?;
+    firn_fault::point("restore.attached");
+    let on_fatal = on_fatal(place.journal_handle(), child.handle()?);
+    let restore = Restore::begin(image.clone(), memory.guest, faults, options, presence, on_fatal)
+        .doing("bringing memory back")?;
+    timings.attach = watch.lap();
+    vm.load_device_state(image.device_state())
+        .doing("loading the VM's devices")
+        .map_err(|failure| start::with_output(failure, place.vm))?;
+    write_aux(&mut vm, &memory.process, &image)?;
+    timings.device_state = watch.lap();
+    prefill(&restore, tell)?;
+    timings.prefill = watch.lap();
+    firn_fault::point("restore.device-state");
+    journal(place.journal, started)?;
+    vm.cont().doing("letting the VM run")?;
+    timings.cont = watch.lap();
+    timings.total = milliseconds(watch.since.elapsed());
+    firn_fault::point("restore.resumed");
+    let mut facts = start::facts(&machine, &warnings(&mismatches));
+    facts["mode"] = json!(wanted.mode);
+    facts["image"] = json!(wanted.image);
+    facts["timings_ms"] = json!(timings);
+    let work = Work {
+        restore,
+        process: memory.process,
+        vcpus: machine.vcpus,
+        journal: place.journal_handle(),
+    };
+    Ok(Started { hypervisor: child.keep()?, restoring: Some(work.boxed()), facts })
+}
+
+fn open(path: &Path) -> Result<(Arc<Image>, FileIdentity, Meta), Failure> {
+    let opening = format!("opening {}", path.display());
+    let image = Image::open(path).map_err(|error| image_failure(&error).while_doing(&*opening))?;
+    let gone =
+        || Failure::new(FailureKind::Other, "it was removed meanwhile").while_doing(&*opening);
+    let identity = FileIdentity::at(path).ok_or_else(gone)?;
+    let meta: Meta = serde_json::from_value(image.meta().clone())
+        .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
+    match meta.version {
+        meta::VERSION => Ok((Arc::new(image), identity, meta)),
+        other => {
+            let text =
+                format!("the image describes its VM in version {other}, not {}", meta::VERSION);
+            Err(Failure::new(FailureKind::Refused, text).hint("use the Firn that wrote it"))
+        }
+    }
+}
+
+/// What a disk is now; relative paths start where QEMU was started.
+fn look(meta: &Meta, file: &str) -> Option<DiskIdentity> {
+    DiskIdentity::of(&meta.qemu.directory.join(file)).ok()
+}
+
+fn refuse(mismatches: &[Mismatch], force: bool) -> Result<(), Failure> {
+    if mismatches.is_empty() || force {
+        return Ok(());
+    }
+    let chain = mismatches.iter().map(ToString::to_string).collect();
+    let failure = Failure { kind: FailureKind::Refused, chain, hint: None };
+    Err(failure
+        .while_doing("the guest would not find what it remembers")
+        .hint("bring back what is named here, or go on at your own risk with --force"))
+}
+
+fn warnings(mismatches: &[Mismatch]) -> Vec<String> {
+    mismatches.iter().map(|mismatch| format!("forced: {mismatch}")).collect()
+}
+
+/// Starts QEMU where it ran before, if that directory is still there.
+fn launch(place: &Place<'_>, meta: &Meta) -> Result<(Child, Vec<String>), Failure> {
+    let plan = command_line::plan(&meta.qemu.user_args).map_err(start::refused)?;
+    let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
+    let augmented = plan.for_restore(&start::paths(place.vm, &ram)).map_err(start::refused)?;
+    if std::env::set_current_dir(&meta.qemu.directory).is_err() {
+        tracing::warn!("the directory in which the VM was started is gone");
+    }
+    let child = start::launch(place.vm, &augmented, ram)?;
+    Ok((child, augmented.args))
+}
+
+fn describe(
+    place: &Place<'_>,
+    meta: &Meta,
+    child: &Child,
+    args: Vec<String>,
+    vm: &mut Vm,
+    layout: &Layout,
+) -> Result<Machine, Failure> {
+    let known = Known {
+        process: child.identity.clone(),
+        qmp: place.vm.qmp(),
+        launched: true,
+        user_args: meta.qemu.user_args.clone(),
+        args,
+        directory: meta.qemu.directory.clone(),
+    };
+    qemu::describe(vm, known, layout, place.vm.name().as_str())
+}
+
+fn options(mode: Mode, since: Instant, machine: &Machine) -> RestoreOptions {
+    let vcpus = machine.vcpus.iter().zip(0..).map(|(&tid, id)| (tid, VcpuId(id))).collect();
+    RestoreOptions { mode, since, vcpus, ..RestoreOptions::default() }
+}
+
+fn attach(
+    process: &Process,
+    memory: &Arc<GuestMemory>,
+    vcpus: &[Tid],
+) -> Result<PageFaults, Failure> {
+    const ATTACHING: &str = "attaching to QEMU";
+    let mut tracee = Tracee::seize(process, vcpus).doing_or(FailureKind::Host, ATTACHING)?;
+    PageFaults::create(&mut tracee, Arc::clone(memory), Trace::Restore)
+        .doing_or(FailureKind::Host, ATTACHING)
+        .map_err(|failure| failure.hint("`firn doctor` says what this host and user lack"))
+}
+
+/// A page that can't be brought back leaves QEMU waiting for ever: it has to end, and why has to be known.
+fn on_fatal(journal: Arc<JournalFile>, hypervisor: &Arc<ProcessHandle>) -> OnFatal {
+    let hypervisor = Arc::clone(hypervisor);
+    Box::new(move |error| {
+        let failure = Failure::from_error(FailureKind::Damaged, error);
+        tracing::error!("{failure}");
+        let note = format!("the restore failed: {failure}");
+        let _ = journal.update(|journal| journal.note_failure(note));
+        let _ = hypervisor.kill();
+    })
+}
+
+/// Writes what lies beside RAM and is not in the device state. Only now does QEMU have all of it mapped.
+fn write_aux(vm: &mut Vm, process: &Process, image: &Image) -> Result<(), Failure> {
+    if image.aux_blocks().is_empty() {
+        return Ok(());
+    }
+    let places = vm.layout().doing("finding video memory")?.aux;
+    for block in image.aux_blocks() {
+        let place = places
+            .iter()
+            .find(|place| place.id == block.id && place.bytes == block.bytes.len() as u64);
+        let Some(hva) = place.and_then(|place| place.hva) else {
+            let text = format!("QEMU has no place for {} bytes of {}", block.bytes.len(), block.id);
+            return Err(Failure::new(FailureKind::Other, text));
+        };
+        process_memory::write(process, hva, &block.bytes).doing(format!("writing {}", block.id))?;
+    }
+    Ok(())
+}
+
+/// Brings in what has to be there before the guest runs, telling how far that is.
+fn prefill(restore: &Restore, tell: &mut dyn FnMut(Progress)) -> Result<(), Failure> {
+    let is_over = AtomicBool::new(false);
+    let filled = thread::scope(|scope| {
+        let filling = scope.spawn(|| {
+            let filled = restore.prefill();
+            is_over.store(true, Ordering::Release);
+            filled
+        });
+        let mut told = Instant::now();
+        while !is_over.load(Ordering::Acquire) && !filling.is_finished() {
+            thread::park_timeout(Duration::from_millis(1));
+            if told.elapsed() >= PROGRESS_EVERY {
+                told = Instant::now();
+                tell(progress(restore));
+            }
+        }
+        filling.join()
+    });
+    match filled {
+        Ok(filled) => filled.doing_or(FailureKind::Damaged, "bringing memory back"),
+        Err(_) => Err(Failure::new(FailureKind::Other, "bringing memory back failed by a bug")),
+    }
+}
+
+fn started(journal: &mut Journal) {
+    if let Phase::Restoring { started, .. } = &mut journal.phase {
+        *started = true;
+    }
+}
+
+fn journal(file: &JournalFile, change: impl FnOnce(&mut Journal)) -> Result<(), Failure> {
+    file.update(change).doing("writing the journal")
+}
+
+fn progress(restore: &Restore) -> Progress {
+    let now = restore.progress();
+    Progress {
+        stage: "restoring".to_owned(),
+        done: now.present * PAGE_SIZE as u64,
+        total: now.total * PAGE_SIZE as u64,
+    }
+}
+
+/// Goes on where another supervisor died. `None` if its restore was over but for writing that down.
+pub(crate) fn resume(
+    machine: &Machine,
+    journal: &Arc<JournalFile>,
+    presence: &Path,
+    hypervisor: &Arc<ProcessHandle>,
+    (image, identity, mode): (&PathBuf, FileIdentity, Mode),
+) -> Result<Option<Restoring>, Failure> {
+    const RESUMING: &str = "taking the guest's memory over";
+    let (process, memory) = qemu::open_journaled(machine)?;
+    let Some(faults) = PageFaults::adopt(&process, Arc::clone(&memory)).doing(RESUMING)? else {
+        return Ok(None);
+    };
+    if FileIdentity::at(image) != Some(identity) {
+        let text = format!("{} is not the file it was when the restore began", image.display());
+        return Err(Failure::new(FailureKind::Refused, text));
+    }
+    let (image, ..) = open(image)?;
+    let presence =
+        Presence::open(presence, memory.map().total_pages()).doing("reading the presence file")?;
+    let options = options(mode, Instant::now(), machine);
+    let on_fatal = on_fatal(Arc::clone(journal), hypervisor);
+    let restore =
+        Restore::resume(image, memory, faults, options, presence, on_fatal).doing(RESUMING)?;
+    let journal = Arc::clone(journal);
+    let work = Work { restore, process, vcpus: machine.vcpus.clone(), journal };
+    Ok(Some(work.boxed()))
+}
+
+/// A restore whose guest runs.
+struct Work {
+    restore: Restore,
+    process: Arc<Process>,
+    vcpus: Vec<Tid>,
+    journal: Arc<JournalFile>,
+}
+
+impl Work {
+    fn boxed(self) -> Restoring {
+        Box::new(move |tell| self.finish(tell))
+    }
+
+    /// Waits until all memory is there, then leaves the VM as if it had never been restored.
+    fn finish(self, tell: &dyn Fn(Progress)) -> Result<serde_json::Value, Failure> {
+        const RESTORING: &str = "bringing memory back";
+        tell(progress(&self.restore));
+        while !self
+            .restore
+            .wait_timeout(PROGRESS_EVERY)
+            .doing_or(FailureKind::Damaged, RESTORING)?
+        {
+            tell(progress(&self.restore));
+        }
+        let counts = self.restore.record().counts;
+        let stopped = self.restore.stop().doing(RESTORING)?;
+        let mut tracee = Tracee::seize(&self.process, &self.vcpus).doing(RESTORING)?;
+        stopped.faults.close(&mut tracee).doing(RESTORING)?;
+        drop(tracee);
+        firn_fault::point("restore.finished");
+        journal(&self.journal, |journal| journal.phase = Phase::Running)?;
+        Ok(json!({ "restored": counts }))
+    }
+}

@@ -1,0 +1,306 @@
+//! The runtime directory: one subdirectory per VM, for its owner alone.
+//!
+//! ```text
+//!   /run/firn/                 0700   (or $FIRN_RUNTIME_DIR, or $XDG_RUNTIME_DIR/firn)
+//!     web/                     0700   one VM
+//!       supervisor.lock               who serves it   (lock.rs)
+//!       guard.lock                    who restarts that one
+//!       journal.json                  what is going on, in case everybody dies (journal.rs)
+//!       control.sock                  requests of `firn` commands (protocol.rs)
+//!       qmp.sock                      QEMU's monitor, for Firn alone; only of VMs that Firn started
+//!       presence                      which pages a restore has installed
+//!       log                           the supervisor's; nothing of the guest
+//!       qemu.log                      QEMU's own standard output and error
+//! ```
+//!
+//! It is lost at reboot, as the VMs are.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+use crate::name::VmName;
+
+/// The environment variable that moves the runtime directory.
+pub const VARIABLE: &str = "FIRN_RUNTIME_DIR";
+
+/// Bytes in the longest path a unix socket can have: `sun_path` of unix(7), less its final zero.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// Why the runtime directory can't be used.
+#[derive(Debug, Error)]
+pub enum RuntimeError {
+    /// Neither root nor a login session with a runtime directory.
+    #[error("there is no runtime directory: {VARIABLE} and XDG_RUNTIME_DIR are not set")]
+    Nowhere,
+    /// Somebody else could read or replace what is in it.
+    #[error("{path} is owned by user {owner} with mode {mode:04o}: it must be yours with mode 0700", path = .path.display())]
+    Exposed {
+        /// The directory.
+        path: PathBuf,
+        /// Its owner's user id.
+        owner: u32,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// It exists and is something else, such as a symbolic link.
+    #[error("{path} is not a directory", path = .0.display())]
+    NotADirectory(PathBuf),
+    /// Sockets in it could not be opened.
+    #[error("{path} is too long for a socket: {len} of at most {SOCKET_PATH_BYTES_MAX} bytes", path = .0.display(), len = .0.as_os_str().len())]
+    TooLong(PathBuf),
+    /// The file system refused.
+    #[error("can't use {path}", path = .path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the file system said.
+        source: io::Error,
+    },
+}
+
+/// The directory that holds all VMs of one user.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RuntimeDir {
+    path: PathBuf,
+}
+
+impl RuntimeDir {
+    /// The directory that the environment names. It need not exist.
+    pub fn from_env() -> Result<Self, RuntimeError> {
+        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+        let root = rustix::process::geteuid().is_root();
+        let path = match (variable(VARIABLE), variable("XDG_RUNTIME_DIR")) {
+            (Some(path), _) => absolute(Path::new(&path))?,
+            (None, _) if root => PathBuf::from("/run/firn"),
+            (None, Some(path)) => Path::new(&path).join("firn"),
+            (None, None) => return Err(RuntimeError::Nowhere),
+        };
+        Ok(Self { path })
+    }
+
+    /// A directory of the caller's choice; absolute.
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A VM's subdirectory, which need not exist.
+    pub fn vm(&self, name: &VmName) -> VmDir {
+        VmDir { path: self.path.join(name.as_str()), name: name.clone() }
+    }
+
+    /// Every VM that has a subdirectory, by name. What has no VM's name is passed over.
+    pub fn vms(&self) -> Result<Vec<VmDir>, RuntimeError> {
+        let entries = match fs::read_dir(&self.path) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(source) => return Err(RuntimeError::Io { path: self.path.clone(), source }),
+        };
+        check_private(&self.path)?;
+        let mut names: Vec<VmName> = entries
+            .filter_map(|entry| VmName::new(entry.ok()?.file_name().into_string().ok()?).ok())
+            .collect();
+        names.sort();
+        Ok(names.iter().map(|name| self.vm(name)).collect())
+    }
+}
+
+/// One VM's subdirectory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmDir {
+    path: PathBuf,
+    name: VmName,
+}
+
+impl VmDir {
+    /// The VM's name.
+    pub fn name(&self) -> &VmName {
+        &self.name
+    }
+
+    /// The directory itself.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The socket for requests of `firn` commands.
+    pub fn control(&self) -> PathBuf {
+        self.path.join("control.sock")
+    }
+
+    /// QEMU's monitor socket, for Firn alone.
+    pub fn qmp(&self) -> PathBuf {
+        self.path.join("qmp.sock")
+    }
+
+    /// The journal.
+    pub fn journal(&self) -> PathBuf {
+        self.path.join("journal.json")
+    }
+
+    /// Which pages a restore has installed.
+    pub fn presence(&self) -> PathBuf {
+        self.path.join("presence")
+    }
+
+    /// The supervisor's log.
+    pub fn log(&self) -> PathBuf {
+        self.path.join("log")
+    }
+
+    /// QEMU's standard output and error.
+    pub fn qemu_log(&self) -> PathBuf {
+        self.path.join("qemu.log")
+    }
+
+    /// Whether the directory is there.
+    pub fn exists(&self) -> bool {
+        self.path.is_dir()
+    }
+
+    /// Makes the directory, and the one around it, if they aren't there; checks that both are private.
+    pub fn create(&self) -> Result<(), RuntimeError> {
+        if let Some(base) = self.path.parent() {
+            make_private(base, true)?;
+        }
+        make_private(&self.path, false)?;
+        match self.control().as_os_str().len() > SOCKET_PATH_BYTES_MAX {
+            true => Err(RuntimeError::TooLong(self.control())),
+            false => Ok(()),
+        }
+    }
+
+    /// Removes everything but the lock files, so that the name can be used again by the process that holds them.
+    pub fn clear(&self) -> Result<(), RuntimeError> {
+        let io = |source| RuntimeError::Io { path: self.path.clone(), source };
+        for entry in fs::read_dir(&self.path).map_err(io)? {
+            let path = entry.map_err(io)?.path();
+            if path.extension().is_some_and(|extension| extension == "lock") {
+                continue;
+            }
+            let removed = match path.is_dir() && !path.is_symlink() {
+                true => fs::remove_dir_all(&path),
+                false => fs::remove_file(&path),
+            };
+            removed.map_err(|source| RuntimeError::Io { path, source })?;
+        }
+        Ok(())
+    }
+
+    /// Removes the directory with all that is in it. That it is gone already is no error.
+    pub fn remove(&self) -> Result<(), RuntimeError> {
+        match fs::remove_dir_all(&self.path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(RuntimeError::Io { path: self.path.clone(), source: error })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, RuntimeError> {
+    std::path::absolute(path).map_err(|source| RuntimeError::Io { path: path.to_owned(), source })
+}
+
+fn make_private(path: &Path, parents: bool) -> Result<(), RuntimeError> {
+    let made = DirBuilder::new().mode(0o700).recursive(parents).create(path);
+    match made {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+            Err(RuntimeError::Io { path: path.to_owned(), source: error })
+        }
+        _ => check_private(path),
+    }
+}
+
+fn check_private(path: &Path) -> Result<(), RuntimeError> {
+    let metadata = fs::symlink_metadata(path)
+        .map_err(|source| RuntimeError::Io { path: path.to_owned(), source })?;
+    let owner = metadata.uid();
+    let mode = metadata.permissions().mode() & 0o7777;
+    if !metadata.is_dir() {
+        return Err(RuntimeError::NotADirectory(path.to_owned()));
+    }
+    if owner != rustix::process::geteuid().as_raw() || mode & 0o077 != 0 {
+        return Err(RuntimeError::Exposed { path: path.to_owned(), owner, mode });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vm(base: &Path, name: &str) -> VmDir {
+        RuntimeDir::at(base).vm(&VmName::new(name).unwrap())
+    }
+
+    #[test]
+    fn what_it_makes_is_for_the_owner_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().join("firn");
+        let web = vm(&base, "web");
+        web.create().unwrap();
+        web.create().unwrap();
+        for path in [&base, web.path()] {
+            assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+        }
+        assert_eq!(RuntimeDir::at(&base).vms().unwrap(), [web]);
+    }
+
+    #[test]
+    fn a_directory_others_can_enter_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().join("firn");
+        fs::create_dir(&base).unwrap();
+        fs::set_permissions(&base, fs::Permissions::from_mode(0o755)).unwrap();
+        let refused = vm(&base, "web").create();
+        assert!(matches!(refused, Err(RuntimeError::Exposed { mode: 0o755, .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn a_link_in_place_of_a_directory_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().join("firn");
+        vm(&base, "web").create().unwrap();
+        std::os::unix::fs::symlink("/tmp", base.join("db")).unwrap();
+        assert!(matches!(vm(&base, "db").create(), Err(RuntimeError::NotADirectory(_))));
+    }
+
+    #[test]
+    fn a_path_too_long_for_a_socket_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let deep = dir.path().join("d".repeat(100));
+        assert!(matches!(vm(&deep, "web").create(), Err(RuntimeError::TooLong(_))));
+    }
+
+    #[test]
+    fn clearing_keeps_the_locks() {
+        let dir = tempfile::tempdir().unwrap();
+        let web = vm(&dir.path().join("firn"), "web");
+        web.create().unwrap();
+        for file in ["journal.json", "supervisor.lock", "log"] {
+            fs::write(web.path().join(file), "").unwrap();
+        }
+        fs::create_dir(web.path().join("device-state")).unwrap();
+        web.clear().unwrap();
+        let left: Vec<_> =
+            fs::read_dir(web.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["supervisor.lock"]);
+        web.remove().unwrap();
+        web.remove().unwrap();
+        assert!(!web.exists());
+    }
+
+    #[test]
+    fn no_runtime_directory_means_no_vms() {
+        assert_eq!(RuntimeDir::at("/nonexistent/firn").vms().unwrap(), []);
+    }
+}

@@ -1,0 +1,278 @@
+//! The control socket: connections in, events out.
+//!
+//! One thread accepts, one per connection reads lines and turns them into events; replies are written by the
+//! supervisor's main loop alone, so that two never mix. A client that does not read its replies is not waited for:
+//! it misses progress, and is dropped when it has no room for an answer.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::{self, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use crossbeam_channel::Sender;
+use rustix::net::SendFlags;
+
+use crate::decisions::{ClientId, Event};
+use crate::failure::{Failure, FailureKind};
+use crate::protocol::{self, MessageError, REQUEST_BYTES_MAX, Reply, Request};
+
+/// Connections served at once; one more is refused.
+const CLIENTS_MAX: usize = 32;
+
+/// The connections whose requests may still be answered.
+#[derive(Clone, Debug, Default)]
+pub struct Clients {
+    streams: Arc<Mutex<HashMap<ClientId, UnixStream>>>,
+}
+
+impl Clients {
+    /// Sends a reply to a client. One that has gone away is forgotten.
+    pub fn send(&self, to: ClientId, reply: &Reply) {
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(stream) = streams.get(&to) else { return };
+        match send_whole(stream, &protocol::encode(reply)) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !reply.is_last() => {}
+            Err(_) => {
+                let _ = stream.shutdown(std::net::Shutdown::Both);
+                streams.remove(&to);
+            }
+        }
+    }
+
+    fn add(&self, id: ClientId, stream: &UnixStream) -> io::Result<()> {
+        let stream = stream.try_clone()?;
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner).insert(id, stream);
+        Ok(())
+    }
+
+    fn remove(&self, id: ClientId) {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+    }
+}
+
+/// A message goes whole or not at all: it is far smaller than the socket's buffer.
+fn send_whole(stream: &UnixStream, line: &[u8]) -> io::Result<()> {
+    let sent = rustix::net::send(stream, line, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
+    match sent == line.len() {
+        true => Ok(()),
+        false => Err(io::ErrorKind::WriteZero.into()),
+    }
+}
+
+/// Opens the control socket and serves it on threads of its own, for as long as the process lives.
+pub fn listen(path: &Path, events: Sender<Event>) -> io::Result<Clients> {
+    let listener = bind(path)?;
+    let clients = Clients::default();
+    let accepted = clients.clone();
+    thread::Builder::new()
+        .name("control".into())
+        .spawn(move || accept(&listener, &accepted, &events))?;
+    Ok(clients)
+}
+
+/// The directory is private already; the socket is too, for whoever moves it.
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+fn accept(listener: &UnixListener, clients: &Clients, events: &Sender<Event>) {
+    let connected = Arc::new(AtomicUsize::new(0));
+    for (number, stream) in listener.incoming().enumerate() {
+        let Ok(stream) = stream else { continue };
+        if connected.load(Ordering::Relaxed) >= CLIENTS_MAX {
+            let busy = Failure::new(FailureKind::Busy, "too many commands talk to this VM at once");
+            let _ = send_whole(&stream, &protocol::encode(&Reply::Failed(busy)));
+            continue;
+        }
+        let connection = Connection { id: ClientId(number as u64), clients: clients.clone() };
+        connected.fetch_add(1, Ordering::Relaxed);
+        let (events, count) = (events.clone(), Arc::clone(&connected));
+        let served = thread::Builder::new().name("client".into()).spawn(move || {
+            connection.serve(&stream, &events);
+            count.fetch_sub(1, Ordering::Relaxed);
+        });
+        if served.is_err() {
+            connected.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+struct Connection {
+    id: ClientId,
+    clients: Clients,
+}
+
+impl Connection {
+    fn serve(&self, stream: &UnixStream, events: &Sender<Event>) {
+        if self.clients.add(self.id, stream).is_err() {
+            return;
+        }
+        let mut from = BufReader::new(stream);
+        while let Some(event) = self.next(&mut from) {
+            if events.send(event).is_err() {
+                break;
+            }
+        }
+        self.clients.remove(self.id);
+        let _ = events.send(Event::ClientGone(self.id));
+    }
+
+    /// `None` when nothing more can come.
+    fn next(&self, from: &mut impl io::BufRead) -> Option<Event> {
+        match protocol::read_line(from, REQUEST_BYTES_MAX) {
+            Ok(Some(line)) => Some(self.event(protocol::decode(&line))),
+            Ok(None) | Err(MessageError::Io(_)) => None,
+            Err(error) => {
+                // Where this line ends is not known, so nothing after it can be understood.
+                self.clients.send(self.id, &Reply::Failed(error.into()));
+                None
+            }
+        }
+    }
+
+    fn event(&self, request: Result<Request, MessageError>) -> Event {
+        match request {
+            Ok(request) => Event::Request(self.id, request),
+            Err(error) => Event::Garbled(self.id, error.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crossbeam_channel::Receiver;
+    use std::io::{BufRead, Write};
+    use std::time::Duration;
+
+    use crate::protocol::Progress;
+
+    struct Session {
+        _dir: tempfile::TempDir,
+        clients: Clients,
+        events: Receiver<Event>,
+        stream: UnixStream,
+    }
+
+    impl Session {
+        fn open() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("control.sock");
+            let (sender, events) = crossbeam_channel::unbounded();
+            let clients = listen(&path, sender).unwrap();
+            let stream = UnixStream::connect(&path).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+            Self { _dir: dir, clients, events, stream }
+        }
+
+        fn say(&mut self, text: &str) {
+            self.stream.write_all(text.as_bytes()).unwrap();
+        }
+
+        fn event(&self) -> Event {
+            self.events.recv_timeout(Duration::from_secs(10)).unwrap()
+        }
+
+        fn reply(&self) -> Reply {
+            let mut from = BufReader::new(&self.stream);
+            let line = protocol::read_line(&mut from, 1 << 20).unwrap().unwrap();
+            protocol::decode(&line).unwrap()
+        }
+    }
+
+    #[test]
+    fn a_request_comes_in_and_its_reply_goes_out() {
+        let mut session = Session::open();
+        session.say("{\"v\":1,\"request\":\"status\"}\n");
+        let Event::Request(client, Request::Status) = session.event() else { panic!() };
+        let reply = Reply::Done { facts: serde_json::json!({ "state": "running" }) };
+        session.clients.send(client, &reply);
+        assert_eq!(session.reply(), reply);
+    }
+
+    #[test]
+    fn a_bad_line_is_answered_and_the_next_one_understood() {
+        let mut session = Session::open();
+        session.say("make me a checkpoint\n{\"v\":1,\"request\":\"detach\"}\n");
+        let Event::Garbled(client, failure) = session.event() else { panic!() };
+        session.clients.send(client, &Reply::Failed(failure));
+        assert!(
+            matches!(session.reply(), Reply::Failed(failure) if failure.chain[0] == "not a message")
+        );
+        assert_eq!(session.event(), Event::Request(client, Request::Detach));
+    }
+
+    #[test]
+    fn a_line_without_end_is_cut_off() {
+        let mut session = Session::open();
+        session.say(&"x".repeat(REQUEST_BYTES_MAX + 1));
+        assert!(matches!(session.reply(), Reply::Failed(_)));
+        assert!(matches!(session.event(), Event::ClientGone(_)));
+        let mut rest = String::new();
+        assert_eq!(BufReader::new(&session.stream).read_line(&mut rest).unwrap_or(0), 0);
+    }
+
+    #[test]
+    fn a_client_that_goes_away_is_noticed() {
+        let session = Session::open();
+        session.stream.shutdown(std::net::Shutdown::Both).unwrap();
+        assert_eq!(session.event(), Event::ClientGone(ClientId(0)));
+    }
+
+    #[test]
+    fn a_client_that_does_not_read_is_dropped_not_waited_for() {
+        let mut session = Session::open();
+        session.say("{\"v\":1,\"request\":\"watch\"}\n");
+        let Event::Request(client, _) = session.event() else { panic!() };
+        let long = Reply::Done { facts: serde_json::json!("x".repeat(100_000)) };
+        for _ in 0..100 {
+            session.clients.send(client, &long);
+        }
+        assert_eq!(session.event(), Event::ClientGone(client));
+    }
+
+    #[test]
+    fn a_slow_client_misses_progress_and_no_more() {
+        let mut session = Session::open();
+        session.say("{\"v\":1,\"request\":\"watch\"}\n");
+        let Event::Request(client, _) = session.event() else { panic!() };
+        let progress = Progress { stage: "saving".into(), done: 1, total: 2 };
+        for _ in 0..100_000 {
+            session.clients.send(client, &Reply::Progress(progress.clone()));
+        }
+        let mut from = BufReader::new(&session.stream);
+        assert!(protocol::read_line(&mut from, 1000).unwrap().is_some());
+        let stop = session.stream.try_clone().unwrap();
+        let reader = thread::spawn(move || {
+            let mut from = BufReader::new(stop);
+            while let Ok(Some(line)) = protocol::read_line(&mut from, 1000) {
+                if let Ok(Reply::Done { .. }) = protocol::decode(&line) {
+                    return true;
+                }
+            }
+            false
+        });
+        thread::sleep(Duration::from_millis(50));
+        session.clients.send(client, &Reply::Done { facts: serde_json::json!(null) });
+        assert!(reader.join().unwrap());
+    }
+
+    #[test]
+    fn the_socket_is_for_its_owner_alone() {
+        let session = Session::open();
+        let path = session._dir.path().join("control.sock");
+        assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+}

@@ -1,0 +1,70 @@
+//! Starting Firn's own processes: supervisors and guards, detached from whoever starts them.
+//!
+//! They run the very program that starts them, by `/proc/self/exe`, so that a successor understands the journal of its
+//! predecessor even when the file has been replaced by a newer Firn meanwhile. A fault point that a test has armed
+//! (`FIRN_FAULT`) is for the first incarnation only: a successor that dies at the same point again would tell nothing.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use crate::runtime::{self, RuntimeDir, VmDir};
+
+/// The hidden verb of a supervisor.
+pub const SUPERVISE: &str = "__supervise";
+
+/// The hidden verb of a guard.
+pub const GUARD: &str = "__guard";
+
+/// The option of [`SUPERVISE`] that takes over from a dead supervisor.
+pub const RECOVER: &str = "--recover";
+
+/// Starts the first supervisor of a VM. It reads a [`crate::Plan`] from its standard input and replies on its standard
+/// output.
+pub(crate) fn supervisor(base: &RuntimeDir, vm: &VmDir) -> io::Result<Child> {
+    let mut command = firn(base, SUPERVISE, vm);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+    command.spawn()
+}
+
+/// Starts a successor.
+pub(crate) fn successor(base: &RuntimeDir, vm: &VmDir) -> io::Result<Child> {
+    let mut command = firn(base, SUPERVISE, vm);
+    command.arg(RECOVER).env_remove(firn_fault::VARIABLE);
+    in_background(&mut command, &vm.log())
+}
+
+/// Starts a guard.
+pub(crate) fn guard(base: &RuntimeDir, vm: &VmDir) -> io::Result<Child> {
+    let mut command = firn(base, GUARD, vm);
+    command.env_remove(firn_fault::VARIABLE);
+    in_background(&mut command, &vm.log())
+}
+
+fn firn(base: &RuntimeDir, verb: &str, vm: &VmDir) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("firn").arg(verb).arg(vm.name().as_str()).env(runtime::VARIABLE, base.path());
+    command
+}
+
+fn in_background(command: &mut Command, log: &Path) -> io::Result<Child> {
+    let log = append(log)?;
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).current_dir("/").spawn()
+}
+
+/// Opens a log for appending; for its owner alone.
+pub(crate) fn append(path: &Path) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).mode(0o600).open(path)
+}
+
+/// Leaves the session, and so the terminal, of whoever started this process, and calls it by its name: a program
+/// started by `/proc/self/exe` is called `exe` otherwise.
+pub(crate) fn detach_session() {
+    // It fails for a process that leads its group already, which is as good.
+    let _ = rustix::process::setsid();
+    let _ = rustix::thread::set_name(c"firn");
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+}

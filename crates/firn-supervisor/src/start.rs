@@ -1,0 +1,222 @@
+//! Coming to have a VM: start one, or be pointed at one that runs.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use firn_types::PAGE_SIZE;
+use firn_vmm::command_line::{self, Augmented, CommandLineError, Paths, RamPlan};
+use firn_vmm::{Launched, log_tail};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use serde_json::json;
+
+use crate::failure::{Context, Failure, FailureKind};
+use crate::identity::{ProcessHandle, ProcessIdentity};
+use crate::journal::{JournalFile, Machine, Phase};
+use crate::keep::Restoring;
+use crate::qemu::{self, Known};
+use crate::runtime::VmDir;
+
+/// How much of QEMU's own output goes into an error, in bytes.
+const TAIL_BYTES: u64 = 2000;
+
+/// Where a VM is being started.
+pub(crate) struct Place<'a> {
+    pub(crate) vm: &'a VmDir,
+    pub(crate) journal: &'a Arc<JournalFile>,
+    /// The directory in which the command was given.
+    pub(crate) directory: PathBuf,
+}
+
+impl Place<'_> {
+    pub(crate) fn journal_handle(&self) -> Arc<JournalFile> {
+        Arc::clone(self.journal)
+    }
+}
+
+/// A VM that runs.
+pub(crate) struct Started {
+    pub(crate) hypervisor: Arc<ProcessHandle>,
+    /// What is left to do of a restore.
+    pub(crate) restoring: Option<Restoring>,
+    /// What there is to say about it.
+    pub(crate) facts: serde_json::Value,
+}
+
+/// A hypervisor that Firn has started. Killed when dropped, unless it was kept.
+pub(crate) struct Child {
+    pub(crate) identity: ProcessIdentity,
+    pub(crate) handle: Option<Arc<ProcessHandle>>,
+    /// Its RAM: the files stay open here until QEMU has opened them itself.
+    _ram: Vec<File>,
+}
+
+impl Child {
+    pub(crate) fn handle(&self) -> Result<&Arc<ProcessHandle>, Failure> {
+        let gone = || Failure::new(FailureKind::Interrupted, "QEMU has ended");
+        self.handle.as_ref().ok_or_else(gone)
+    }
+
+    /// Lets it live.
+    pub(crate) fn keep(mut self) -> Result<Arc<ProcessHandle>, Failure> {
+        let gone = || Failure::new(FailureKind::Interrupted, "QEMU has ended");
+        self.handle.take().ok_or_else(gone)
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if let Some(handle) = &self.handle {
+            let _ = handle.kill();
+            let _ = handle.wait_gone_forever();
+            handle.exit();
+        }
+    }
+}
+
+/// `firn run`.
+pub(crate) fn run(place: &Place<'_>, args: &[String]) -> Result<Started, Failure> {
+    let plan = command_line::plan(args).map_err(refused)?;
+    let ram = ram_files(plan.ram()).doing("making the VM's memory")?;
+    let augmented = plan.augment(&paths(place.vm, &ram)).map_err(refused)?;
+    let child = launch(place.vm, &augmented, ram)?;
+    let qemu_log = |failure| with_output(failure, place.vm);
+    let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp()).map_err(qemu_log)?;
+    let layout = vm.layout().doing("finding the guest's memory")?;
+    qemu::open_memory(child.identity.pid, &layout)?;
+    let known = Known {
+        process: child.identity.clone(),
+        qmp: place.vm.qmp(),
+        launched: true,
+        user_args: args.to_vec(),
+        args: augmented.args.clone(),
+        directory: place.directory.clone(),
+    };
+    let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
+    let facts = facts(&machine, &augmented.notes);
+    running(place.journal, machine)?;
+    Ok(Started { hypervisor: child.keep()?, restoring: None, facts })
+}
+
+/// `firn attach`. `before` is what the journal said of a VM that Firn had let go of.
+pub(crate) fn attach(
+    place: &Place<'_>,
+    pid: i32,
+    qmp: &Path,
+    before: Option<&Machine>,
+) -> Result<Started, Failure> {
+    let no_process = || {
+        let text = format!("there is no process {pid}");
+        Failure::new(FailureKind::NoSuchVm, text).hint("give the process id of the hypervisor")
+    };
+    let process = ProcessIdentity::of(pid).map_err(|_| no_process())?;
+    let hypervisor = process.open().doing("reaching the process")?.ok_or_else(no_process)?;
+    let mut vm = qemu::connect(qmp)?;
+    same_process(&mut vm, pid, qmp)?;
+    let layout = vm.layout().doing("finding the guest's memory")?;
+    qemu::open_memory(pid, &layout)?;
+    let (args, directory) = qemu::command_line(pid).doing("reading QEMU's command line")?;
+    let known = Known {
+        process,
+        qmp: qmp.to_owned(),
+        launched: before.is_some_and(|before| before.launched),
+        user_args: before.map_or_else(|| args.clone(), |it| it.meta.qemu.user_args.clone()),
+        args,
+        directory: before.map_or(directory, |it| it.meta.qemu.directory.clone()),
+    };
+    let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
+    let facts = facts(&machine, &[]);
+    running(place.journal, machine)?;
+    Ok(Started { hypervisor: Arc::new(hypervisor), restoring: None, facts })
+}
+
+fn same_process(vm: &mut firn_vmm::Vm, pid: i32, qmp: &Path) -> Result<(), Failure> {
+    match vm.pid().doing("asking QEMU for its process id")? {
+        Some(other) if other != pid => {
+            let text = format!("{} is the monitor of process {other}, not {pid}", qmp.display());
+            Err(Failure::new(FailureKind::Usage, text).hint(format!("try --pid {other}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn running(journal: &JournalFile, machine: Machine) -> Result<(), Failure> {
+    let change = |journal: &mut crate::journal::Journal| {
+        journal.machine = Some(machine);
+        journal.phase = Phase::Running;
+    };
+    journal.update(change).doing("writing the journal")
+}
+
+pub(crate) fn facts(machine: &Machine, notes: &[String]) -> serde_json::Value {
+    json!({
+        "name": machine.meta.name,
+        "pid": machine.process.pid,
+        "qmp": machine.qmp,
+        "qemu": machine.meta.qemu.version,
+        "accel": machine.meta.qemu.accel,
+        "memory_bytes": machine.meta.memory_bytes,
+        "vcpus": machine.meta.vcpus,
+        "args": machine.meta.qemu.args,
+        "notes": notes,
+    })
+}
+
+pub(crate) fn refused(error: CommandLineError) -> Failure {
+    Failure::from_error(FailureKind::Usage, &error).while_doing("this command line can't be used")
+}
+
+/// One memory file for each region of RAM. QEMU inherits them, so that they go with it.
+pub(crate) fn ram_files(plans: &[RamPlan]) -> io::Result<Vec<File>> {
+    let file = |plan: &RamPlan| {
+        let file = memfd_create("firn-ram", MemfdFlags::CLOEXEC)?;
+        ftruncate(&file, plan.bytes.next_multiple_of(PAGE_SIZE as u64))?;
+        Ok(File::from(file))
+    };
+    plans.iter().map(file).collect()
+}
+
+pub(crate) fn paths(vm: &VmDir, ram: &[File]) -> Paths {
+    let path = |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    Paths { qmp: vm.qmp(), ram: ram.iter().map(path).collect() }
+}
+
+/// Starts QEMU.
+pub(crate) fn launch(vm: &VmDir, augmented: &Augmented, ram: Vec<File>) -> Result<Child, Failure> {
+    let inherit: Vec<_> = ram.iter().map(AsFd::as_fd).collect();
+    let launched = firn_vmm::launch(&augmented.args, &inherit, &vm.qemu_log())
+        .doing("starting QEMU")
+        .map_err(|failure| failure.hint("is QEMU installed? `firn doctor` tells"))?;
+    let (identity, handle) = identify(launched, vm)?;
+    Ok(Child { identity, handle: Some(Arc::new(handle)), _ram: ram })
+}
+
+/// From here on its end is found out by pidfd, and collected by [`ProcessHandle::exit`].
+fn identify(
+    mut launched: Launched,
+    vm: &VmDir,
+) -> Result<(ProcessIdentity, ProcessHandle), Failure> {
+    let identity = ProcessIdentity::of(launched.pid());
+    let handle = identity.as_ref().ok().and_then(|identity| identity.open().ok().flatten());
+    match (identity, handle) {
+        (Ok(identity), Some(handle)) => Ok((identity, handle)),
+        _ => {
+            let how =
+                launched.kill().map_or_else(|error| error.to_string(), |exit| exit.to_string());
+            let failure =
+                Failure::new(FailureKind::Interrupted, format!("QEMU ended at once: {how}"));
+            Err(with_output(failure, vm))
+        }
+    }
+}
+
+/// Adds what QEMU said last.
+pub(crate) fn with_output(mut failure: Failure, vm: &VmDir) -> Failure {
+    let output = log_tail(&vm.qemu_log(), TAIL_BYTES).unwrap_or_default();
+    let lines: Vec<&str> = output.lines().filter(|line| !line.trim().is_empty()).collect();
+    let last = lines.len().saturating_sub(5);
+    failure.chain.extend(lines[last..].iter().map(|line| (*line).to_owned()));
+    failure
+}

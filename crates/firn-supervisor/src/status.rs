@@ -1,0 +1,105 @@
+//! What there is to say about a VM: for `firn ls` and `firn status`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::journal::{Exit, Journal, Note, Phase};
+use crate::name::VmName;
+use crate::protocol::Progress;
+
+/// A VM, as a user sees it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// Its name.
+    pub name: VmName,
+    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `ended` or `detached`.
+    pub state: String,
+    /// How it ended, if it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exit: Option<Exit>,
+    /// The hypervisor's process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<i32>,
+    /// Whether Firn started the hypervisor (`false`: it was attached to).
+    pub launched: bool,
+    /// Guest RAM, in bytes.
+    pub memory_bytes: u64,
+    /// Virtual CPUs.
+    pub vcpus: u32,
+    /// The hypervisor's version.
+    pub qemu: String,
+    /// `kvm` or `tcg`.
+    pub accel: String,
+    /// When Firn took charge of it, in seconds since 1970.
+    pub since: u64,
+    /// The hypervisor's monitor socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qmp: Option<PathBuf>,
+    /// The image that is being written or restored from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<PathBuf>,
+    /// How far that has come.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<Progress>,
+    /// What happened last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last: Option<Note>,
+    /// How often a successor has taken over from a dead supervisor.
+    pub recoveries: u32,
+    /// Process ids of the supervisor and the guard.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub supervisor_pid: Option<i32>,
+    /// The guard's process id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guard_pid: Option<i32>,
+}
+
+impl Status {
+    /// What the journal alone tells.
+    pub fn of(journal: &Journal) -> Self {
+        let machine = journal.machine.as_ref();
+        let meta = machine.map(|machine| machine.meta.clone()).unwrap_or_default();
+        let (image, exit) = match &journal.phase {
+            Phase::Saving { image, .. } | Phase::Restoring { image, .. } => {
+                (Some(image.clone()), None)
+            }
+            Phase::Ended { exit, .. } => (None, Some(*exit)),
+            _ => (None, None),
+        };
+        Self {
+            name: journal.name.clone(),
+            state: journal.phase.word().to_owned(),
+            exit,
+            pid: machine.map(|machine| machine.process.pid),
+            launched: machine.is_none_or(|machine| machine.launched),
+            memory_bytes: meta.memory_bytes,
+            vcpus: meta.vcpus,
+            qemu: meta.qemu.version,
+            accel: meta.qemu.accel,
+            since: machine.map(|machine| machine.since).unwrap_or_default(),
+            qmp: machine.map(|machine| machine.qmp.clone()),
+            image,
+            progress: None,
+            last: journal.last.clone(),
+            recoveries: journal.recoveries,
+            supervisor_pid: None,
+            guard_pid: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::machine;
+
+    #[test]
+    fn an_ended_vm_says_how_it_ended() {
+        let mut journal = Journal::new(VmName::new("web").unwrap(), None);
+        journal.machine = Some(machine(true));
+        journal.phase = Phase::Ended { exit: Exit::Signal(11), at: 5 };
+        let status = Status::of(&journal);
+        assert_eq!((status.state.as_str(), status.exit), ("ended", Some(Exit::Signal(11))));
+    }
+}

@@ -1,0 +1,233 @@
+//! The supervisor process: from its start, or from its predecessor's end, to the main loop.
+//!
+//! ```text
+//!   firn run ---- plan ---> take the role -> journal "starting" -> guard -> QEMU -> journal "running" -> socket -> loop
+//!            <--- reply ----------------------------------------------------------------------------------'
+//!
+//!   guard ---- --recover -> take the role -> read journal -> decide -> put right -> socket -> loop
+//! ```
+
+use std::fs::File;
+use std::io::{self, BufReader};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::client::Starter;
+use crate::failure::{Context, Failure, FailureKind};
+use crate::journal::{Journal, JournalFile, Phase};
+use crate::keep::Keeper;
+use crate::lock::{Role, RoleLock};
+use crate::name::VmName;
+use crate::operations::Qemu;
+use crate::protocol::{self, LINE_BYTES_MAX, Plan, Reply};
+use crate::recover::take_over;
+use crate::restore::{self, Wanted};
+use crate::runtime::{RuntimeDir, VmDir};
+use crate::spawn;
+use crate::start::{self, Place, Started};
+
+/// How long a role may be held by somebody who does nothing with it.
+const ROLE_WAIT: Duration = Duration::from_secs(1);
+
+/// How often it is tried for.
+const ROLE_RETRY: Duration = Duration::from_millis(1);
+
+/// The first supervisor of a VM: reads its plan from standard input, replies on standard output.
+pub fn supervise(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
+    let since = Instant::now();
+    spawn::detach_session();
+    let mut starter = Starter::new(io::stdout());
+    let vm = base.vm(name);
+    let begun = read_plan().and_then(|plan| {
+        let begun = Begun::at(base, &vm, &plan)?;
+        Ok((plan, begun))
+    });
+    let (plan, begun) = match begun {
+        Ok(begun) => begun,
+        Err(failure) => {
+            starter.tell(&Reply::Failed(failure));
+            return Ok(());
+        }
+    };
+    match begun.start(base, &plan, since, &mut starter) {
+        Ok(started) => {
+            let facts = started.facts.clone();
+            begun.keep(base, started, move || {
+                starter.tell(&Reply::Done { facts });
+                let _ = to_background();
+            })
+        }
+        Err(failure) => {
+            tracing::error!("{failure}");
+            // Undone before anybody is told, so that the name is free again.
+            let undone = begun.undo();
+            starter.tell(&Reply::Failed(failure));
+            undone
+        }
+    }
+}
+
+fn read_plan() -> Result<Plan, Failure> {
+    let mut from = BufReader::new(io::stdin());
+    match protocol::read_line(&mut from, LINE_BYTES_MAX)? {
+        Some(line) => Ok(protocol::decode(&line)?),
+        None => Err(Failure::new(FailureKind::Usage, "there is no plan on standard input")),
+    }
+}
+
+/// A supervisor that has the role and a journal.
+struct Begun {
+    vm: VmDir,
+    journal: Arc<JournalFile>,
+    /// The journal of a VM that Firn had let go of and is now to take up again.
+    before: Option<Journal>,
+    _role: RoleLock,
+}
+
+impl Begun {
+    /// Takes a name that is free, or that of a VM which is over.
+    fn at(base: &RuntimeDir, vm: &VmDir, plan: &Plan) -> Result<Self, Failure> {
+        vm.create().doing_or(FailureKind::Host, "making the runtime directory")?;
+        let role = take_role(vm)?.ok_or_else(|| taken(vm))?;
+        let left = Journal::load(&vm.journal()).doing("looking at what is there")?;
+        let before = left.filter(is_in_use);
+        match &before {
+            Some(journal) if !is_taken_up_by(journal, plan) => return Err(taken(vm)),
+            Some(_) => {}
+            None => vm.clear().doing("clearing the runtime directory")?,
+        }
+        crate::log::open(vm).doing("opening the log")?;
+        tracing::info!("supervisor of {} in {}", vm.name(), base.path().display());
+        let launching = (!matches!(plan, Plan::Attach { .. })).then(|| vm.qmp());
+        let machine = before.as_ref().and_then(|journal| journal.machine.clone());
+        let journal = Journal { machine, ..Journal::new(vm.name().clone(), launching) };
+        let journal = JournalFile::create(vm.journal(), journal).doing("writing the journal")?;
+        Ok(Self { vm: vm.clone(), journal: Arc::new(journal), before, _role: role })
+    }
+
+    fn start(
+        &self,
+        base: &RuntimeDir,
+        plan: &Plan,
+        since: Instant,
+        starter: &mut Starter<io::Stdout>,
+    ) -> Result<Started, Failure> {
+        let directory = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("/"));
+        let place = Place { vm: &self.vm, journal: &self.journal, directory };
+        // The guard is started while QEMU is: it does not have to wait for anything.
+        spawn::guard(base, &self.vm).doing("starting the guard")?;
+        match plan {
+            Plan::Run { args } => start::run(&place, args),
+            Plan::Attach { pid, qmp } => {
+                let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
+                start::attach(&place, *pid, qmp, before)
+            }
+            Plan::Restore { image, mode, force } => {
+                let wanted = Wanted { image, mode: *mode, force: *force };
+                let mut tell = |progress| starter.tell(&Reply::Progress(progress));
+                restore::restore(&place, &wanted, since, &mut tell)
+            }
+        }
+    }
+
+    /// Leaves things as they were.
+    fn undo(self) -> io::Result<()> {
+        match self.before {
+            Some(journal) => journal.store(&self.vm.journal()).map_err(io::Error::other),
+            None => self.vm.remove().map_err(io::Error::other),
+        }
+    }
+
+    fn keep(self, base: &RuntimeDir, started: Started, ready: impl FnOnce()) -> io::Result<()> {
+        keep(base, &self.vm, self.journal, started, ready)
+    }
+}
+
+/// A VM that runs after Firn has let go of it keeps its name, so that its monitor socket is not lost.
+fn is_in_use(journal: &Journal) -> bool {
+    let alive = journal.machine.as_ref().is_some_and(|machine| machine.process.is_alive());
+    !journal.phase.is_over() || (alive && journal.phase == Phase::Detached)
+}
+
+/// Firn can attach again to a VM that it has let go of.
+fn is_taken_up_by(journal: &Journal, plan: &Plan) -> bool {
+    let machine = journal.machine.as_ref();
+    let same = |wanted: i32| machine.is_some_and(|machine| machine.process.pid == wanted);
+    journal.phase == Phase::Detached && matches!(plan, Plan::Attach { pid, .. } if same(*pid))
+}
+
+/// Takes the role, unless somebody has it who looks after a VM. A successor of an earlier VM of that name, which has
+/// found nothing to look after, has it for a moment only.
+fn take_role(vm: &VmDir) -> Result<Option<RoleLock>, Failure> {
+    const TAKING: &str = "taking the supervisor's role";
+    let deadline = Instant::now() + ROLE_WAIT;
+    loop {
+        let role = RoleLock::try_take(vm.path(), Role::Supervisor).doing(TAKING)?;
+        let settled = vm.journal().exists() || Instant::now() >= deadline;
+        if role.is_some() || settled {
+            return Ok(role);
+        }
+        std::thread::sleep(ROLE_RETRY);
+        vm.create().doing_or(FailureKind::Host, "making the runtime directory")?;
+    }
+}
+
+fn taken(vm: &VmDir) -> Failure {
+    let text = format!("there is a VM called {} already", vm.name());
+    Failure::new(FailureKind::Busy, text)
+        .hint("choose another name, or end it: `firn stop`, `firn rm`")
+}
+
+fn keep(
+    base: &RuntimeDir,
+    vm: &VmDir,
+    journal: Arc<JournalFile>,
+    started: Started,
+    ready: impl FnOnce(),
+) -> io::Result<()> {
+    let hypervisor = started.hypervisor;
+    let operations =
+        Arc::new(Qemu { journal: Arc::clone(&journal), hypervisor: Arc::clone(&hypervisor) });
+    let keeper = Keeper {
+        base: base.clone(),
+        vm: vm.clone(),
+        journal,
+        hypervisor,
+        operations,
+        restoring: started.restoring,
+        guard: None,
+    };
+    keeper.keep(ready)
+}
+
+/// A successor: takes the role of a dead supervisor, puts right what that left, and goes on if there is a VM to look
+/// after. Another successor that was faster is no error.
+pub fn recover(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
+    spawn::detach_session();
+    let vm = base.vm(name);
+    if !vm.exists() {
+        return Ok(());
+    }
+    let Some(_role) = RoleLock::try_take(vm.path(), Role::Supervisor)? else { return Ok(()) };
+    crate::log::open(&vm)?;
+    let Some(journal) = Journal::load(&vm.journal()).map_err(io::Error::other)? else {
+        return Ok(());
+    };
+    match take_over(&vm, journal) {
+        Ok(Some((journal, started))) => keep(base, &vm, journal, started, || ()),
+        Ok(None) => Ok(()),
+        Err(failure) => {
+            tracing::error!("{failure}");
+            Err(io::Error::other(failure))
+        }
+    }
+}
+
+/// Closes the pipes to whoever started this supervisor, and leaves its directory.
+fn to_background() -> io::Result<()> {
+    let null = File::options().read(true).write(true).open("/dev/null")?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    std::env::set_current_dir("/")
+}

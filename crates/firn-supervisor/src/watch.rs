@@ -1,0 +1,58 @@
+//! Threads that wait for one thing each, and turn it into an event.
+
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use crossbeam_channel::Sender;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::decisions::Event;
+use crate::identity::ProcessHandle;
+
+/// How long a save that has lost its hypervisor may take to wind up.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Reports when the hypervisor is gone, and how it went.
+pub(crate) fn hypervisor(handle: Arc<ProcessHandle>, events: Sender<Event>) -> io::Result<()> {
+    spawn("hypervisor", move || {
+        if handle.wait_gone_forever().is_ok() {
+            let _ = events.send(Event::HypervisorGone(handle.exit()));
+        }
+    })
+}
+
+/// Reports when the guard is gone.
+pub(crate) fn guard(handle: ProcessHandle, events: Sender<Event>) -> io::Result<()> {
+    spawn("guard", move || {
+        if handle.wait_gone_forever().is_ok() {
+            handle.exit();
+            let _ = events.send(Event::GuardGone);
+        }
+    })
+}
+
+/// Reports SIGTERM and SIGINT.
+pub(crate) fn signals(events: Sender<Event>) -> io::Result<()> {
+    let mut signals = Signals::new([SIGTERM, SIGINT])?;
+    spawn("signals", move || {
+        for _ in signals.forever() {
+            let _ = events.send(Event::Terminate);
+        }
+    })
+}
+
+/// Reports that a save has had time enough.
+pub(crate) fn grace(events: Sender<Event>) -> io::Result<()> {
+    spawn("grace", move || {
+        thread::sleep(GRACE);
+        let _ = events.send(Event::GraceOver);
+    })
+}
+
+/// Starts a named thread.
+pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    thread::Builder::new().name(name.into()).spawn(run).map(drop)
+}

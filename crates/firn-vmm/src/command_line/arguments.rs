@@ -1,0 +1,141 @@
+//! A QEMU command line, taken apart into options and put together again.
+
+use std::fmt;
+
+/// Options of QEMU 7.2 to 10 that take no value. Every other option takes one.
+const WITHOUT_VALUE: &[&str] = &[
+    "S",
+    "alt-grab",
+    "async-teardown",
+    "audio-help",
+    "ctrl-grab",
+    "daemonize",
+    "enable-kvm",
+    "enable-sync-profile",
+    "full-screen",
+    "h",
+    "help",
+    "jitdump",
+    "mem-prealloc",
+    "no-acpi",
+    "no-fd-bootchk",
+    "no-hpet",
+    "no-quit",
+    "no-reboot",
+    "no-shutdown",
+    "no-user-config",
+    "nodefaults",
+    "nographic",
+    "only-migratable",
+    "perfmap",
+    "portrait",
+    "preconfig",
+    "s",
+    "singlestep",
+    "snapshot",
+    "usb",
+    "version",
+    "win2k-hack",
+    "xen-attach",
+    "xen-domid-restrict",
+];
+
+/// One option with its value, or a bare word (QEMU takes it as a disk).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Argument {
+    Option { name: String, value: Option<String> },
+    Word(String),
+}
+
+impl Argument {
+    pub(super) fn new(name: &str, value: impl Into<String>) -> Self {
+        Self::Option { name: name.to_owned(), value: Some(value.into()) }
+    }
+
+    pub(super) fn flag(name: &str) -> Self {
+        Self::Option { name: name.to_owned(), value: None }
+    }
+
+    /// The option's name without dashes; empty for a bare word.
+    pub(super) fn name(&self) -> &str {
+        match self {
+            Self::Option { name, .. } => name,
+            Self::Word(_) => "",
+        }
+    }
+
+    /// The option's value; empty if it has none.
+    pub(super) fn value(&self) -> &str {
+        match self {
+            Self::Option { value, .. } => value.as_deref().unwrap_or(""),
+            Self::Word(_) => "",
+        }
+    }
+}
+
+impl fmt::Display for Argument {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Option { name, value: Some(value) } => write!(f, "-{name} {value}"),
+            Self::Option { name, value: None } => write!(f, "-{name}"),
+            Self::Word(word) => f.write_str(word),
+        }
+    }
+}
+
+/// Takes words apart. An option whose value is missing gets none, as QEMU itself will complain of it.
+pub(super) fn split(words: &[String]) -> Vec<Argument> {
+    let mut words = words.iter();
+    let mut arguments = Vec::new();
+    while let Some(word) = words.next() {
+        arguments.push(match option_name(word) {
+            Some(name) if WITHOUT_VALUE.contains(&name) => Argument::flag(name),
+            Some(name) => Argument::Option { name: name.into(), value: words.next().cloned() },
+            None => Argument::Word(word.clone()),
+        });
+    }
+    arguments
+}
+
+/// QEMU takes one dash or two; a dash alone is a word.
+fn option_name(word: &str) -> Option<&str> {
+    let name = word.strip_prefix("--").or_else(|| word.strip_prefix('-'))?;
+    (!name.is_empty()).then_some(name)
+}
+
+/// The words of arguments.
+pub(super) fn join(arguments: &[Argument]) -> Vec<String> {
+    let words = |argument: &Argument| match argument {
+        Argument::Word(word) => vec![word.clone()],
+        Argument::Option { name, value } => {
+            [Some(format!("-{name}")), value.clone()].into_iter().flatten().collect()
+        }
+    };
+    arguments.iter().flat_map(words).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(words: &[&str]) -> Vec<String> {
+        words.iter().map(|word| (*word).to_owned()).collect()
+    }
+
+    #[test]
+    fn a_value_that_looks_like_an_option_is_a_value() {
+        let line = words(&["-append", "-S", "--nodefaults", "-S", "disk.img", "-m"]);
+        let arguments = split(&line);
+        assert_eq!(arguments[0], Argument::new("append", "-S"));
+        assert_eq!(arguments[1], Argument::flag("nodefaults"));
+        assert_eq!(arguments[2], Argument::flag("S"));
+        assert_eq!(arguments[3], Argument::Word("disk.img".into()));
+        assert_eq!(arguments[4], Argument::flag("m"));
+    }
+
+    #[test]
+    fn joining_gives_the_words_back() {
+        let line = words(&["-M", "q35", "-nographic", "disk.img", "-append", "a b"]);
+        assert_eq!(join(&split(&line)), line);
+    }
+}

@@ -1,0 +1,53 @@
+//! Why Firn will not run a QEMU command line, and what to do instead.
+
+use thiserror::Error;
+
+/// A command line that Firn cannot work with.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum CommandLineError {
+    /// There is nothing to run.
+    #[error("the QEMU command line is empty")]
+    Empty,
+    /// An option that Firn cannot work with.
+    #[error("{option}: {reason}")]
+    Refused {
+        /// The option as it was given.
+        option: String,
+        /// Why, and what to do instead.
+        reason: &'static str,
+    },
+    /// A value that cannot be read.
+    #[error("{option}: {what} cannot be read")]
+    Unreadable {
+        /// The option as it was given.
+        option: String,
+        /// Which part of it.
+        what: &'static str,
+    },
+    /// A backend that is used as guest RAM is not there.
+    #[error(
+        "memory backend {id:?} is used as guest RAM, but no -object on the command line makes it"
+    )]
+    NoBackend {
+        /// The backend.
+        id: String,
+    },
+    /// The caller brought another number of RAM files than there are regions.
+    #[error("{files} RAM files were given for {regions} regions of guest RAM")]
+    Files {
+        /// Files.
+        files: usize,
+        /// Regions.
+        regions: usize,
+    },
+}
+
+impl CommandLineError {
+    pub(super) fn refused(option: impl ToString, reason: &'static str) -> Self {
+        Self::Refused { option: option.to_string(), reason }
+    }
+
+    pub(super) fn unreadable(option: impl ToString, what: &'static str) -> Self {
+        Self::Unreadable { option: option.to_string(), what }
+    }
+}

@@ -1,0 +1,30 @@
+//! A user's own QEMU command line, and what Firn adds to it.
+//!
+//! Firn needs three things of a QEMU: RAM it can map too, a monitor, and, for a restore, a start that waits for state.
+//! Everything else stays as the user wrote it.
+//!
+//! ```text
+//!   qemu-system-x86_64 -M q35 -m 1G -drive file=a.img                                     as given
+//!     -object memory-backend-file,id=firn.ram,size=1073741824,mem-path=...,share=on       RAM over Firn's file
+//!     -machine memory-backend=firn.ram
+//!     -chardev socket,id=firn.qmp,path=...,server=on,wait=off                             a monitor of its own
+//!     -mon chardev=firn.qmp,mode=control
+//!     -S -incoming defer -global migration.send-configuration=off                         for a restore
+//! ```
+//!
+//! A command line that already gives its RAM as `memory-backend-*` objects (`-machine memory-backend=`, `-numa
+//! node,memdev=`, `-device pc-dimm,memdev=`) keeps them, each over a file of Firn's. First [`plan`] says which RAM
+//! there is; with one file for each region of it, [`Plan::augment`] or [`Plan::for_restore`] gives the new command line
+//! and a note for each change.
+//!
+//! The first word of a command line is the program.
+
+mod arguments;
+mod backend;
+mod error;
+mod plan;
+mod properties;
+mod size;
+
+pub use error::CommandLineError;
+pub use plan::{Augmented, MONITOR_ID, Paths, Plan, RAM_ID, RamPlan, plan};

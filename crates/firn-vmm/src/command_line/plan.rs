@@ -1,0 +1,312 @@
+//! From a command line to the RAM it asks for, and to the command line with Firn's additions.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::arguments::{self, Argument};
+use super::backend::{self, Backend};
+use super::error::CommandLineError;
+use super::properties::{Properties, escape};
+use super::size;
+
+/// The id of the RAM backend that Firn adds.
+pub const RAM_ID: &str = "firn.ram";
+
+/// The id of the monitor that Firn adds.
+pub const MONITOR_ID: &str = "firn.qmp";
+
+/// RAM of a machine that is not told how much, in bytes (QEMU `hw/core/machine.c`).
+const DEFAULT_RAM_BYTES: u64 = 128 << 20;
+
+/// QEMU rounds `-m` up to a multiple of this (`softmmu/vl.c`, `set_memory_options`; later `machine_set_mem`).
+const RAM_ALIGN_BYTES: u64 = 8192;
+
+/// One region of guest RAM that a command line asks for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RamPlan {
+    /// The backend's id.
+    pub id: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+}
+
+/// Where the things are that Firn adds.
+#[derive(Clone, Debug)]
+pub struct Paths {
+    /// Where QEMU will make its monitor socket.
+    pub qmp: PathBuf,
+    /// One file for each of [`Plan::ram`], in that order, such as `/proc/self/fd/N`.
+    pub ram: Vec<PathBuf>,
+}
+
+/// A command line for a VM under Firn.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Augmented {
+    /// The command line; the program first.
+    pub args: Vec<String>,
+    /// What was changed and why, a sentence each.
+    pub notes: Vec<String>,
+    /// The RAM it has.
+    pub ram: Vec<RamPlan>,
+}
+
+/// A command line that Firn understood.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    program: String,
+    arguments: Vec<Argument>,
+    /// The user's own backends that are guest RAM.
+    backends: Vec<Backend>,
+    ram: Vec<RamPlan>,
+}
+
+/// Reads a command line, the program first, and says which RAM it asks for.
+///
+/// Refused is what Firn cannot work with: RAM that is not made of `memory-backend-*` objects or plain `-m`, huge pages,
+/// persistent memory, locked memory, options from a file.
+pub fn plan(command: &[String]) -> Result<Plan, CommandLineError> {
+    let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
+    let arguments = without_own_monitor(arguments::split(words));
+    arguments.iter().try_for_each(check)?;
+    let machine = merged(&arguments, &["machine", "M"], "type")?;
+    if machine.get("memory.size").is_some() {
+        let option = format!("-machine {}", machine.to_text("type"));
+        return Err(CommandLineError::refused(option, "give the size of RAM with -m"));
+    }
+    let backends = ram_backends(&arguments, &machine)?;
+    let mut ram: Vec<RamPlan> = backends.iter().map(RamPlan::of).collect();
+    if !has_base_ram(&arguments, &machine)? {
+        ram.insert(0, RamPlan { id: RAM_ID.to_owned(), bytes: plain_ram_bytes(&arguments)? });
+    }
+    Ok(Plan { program: program.clone(), arguments, backends, ram })
+}
+
+impl RamPlan {
+    fn of(backend: &Backend) -> Self {
+        Self { id: backend.id.clone(), bytes: backend.bytes }
+    }
+}
+
+/// A command line that Firn made before has its monitor; a new one will be added.
+fn without_own_monitor(mut arguments: Vec<Argument>) -> Vec<Argument> {
+    arguments.retain(|argument| {
+        let named = |key: &str, implied: &str| {
+            let properties = Properties::read(argument.value(), implied);
+            properties.is_some_and(|properties| properties.get(key).as_deref() == Some(MONITOR_ID))
+        };
+        match argument.name() {
+            "chardev" => !named("id", "backend"),
+            "mon" => !named("chardev", "chardev"),
+            _ => true,
+        }
+    });
+    arguments
+}
+
+fn check(argument: &Argument) -> Result<(), CommandLineError> {
+    let value = || Properties::read(argument.value(), "").unwrap_or_default();
+    let reason = match argument.name() {
+        "mem-path" => "Firn gives the VM a RAM file of its own; leave -mem-path out",
+        "readconfig" => "Firn does not read option files; write the options on the command line",
+        "preconfig" | "-preconfig" => "Firn starts the VM itself; leave --preconfig out",
+        "overcommit" if value().is_on("mem-lock") => {
+            "locked memory cannot be followed or restored lazily; leave mem-lock out"
+        }
+        "numa" if value().get("mem").is_some() => {
+            "give each node its RAM as a memory backend: -numa node,memdev=ID"
+        }
+        _ => return Ok(()),
+    };
+    Err(CommandLineError::refused(argument, reason))
+}
+
+/// The properties of all options of these names, the later ones over the earlier.
+fn merged(
+    arguments: &[Argument],
+    names: &[&str],
+    implied: &str,
+) -> Result<Properties, CommandLineError> {
+    let mut all = Properties::default();
+    for argument in arguments.iter().filter(|argument| names.contains(&argument.name())) {
+        all.merge(read(argument, implied)?);
+    }
+    Ok(all)
+}
+
+fn read(argument: &Argument, implied: &str) -> Result<Properties, CommandLineError> {
+    Properties::read(argument.value(), implied)
+        .ok_or_else(|| CommandLineError::unreadable(argument, "its JSON"))
+}
+
+/// Whether the user says what the machine's first RAM is made of.
+fn has_base_ram(arguments: &[Argument], machine: &Properties) -> Result<bool, CommandLineError> {
+    if machine.get("memory-backend").is_some() {
+        return Ok(true);
+    }
+    let mut nodes = arguments.iter().filter(|argument| argument.name() == "numa");
+    nodes.try_fold(false, |found, node| Ok(found || read(node, "type")?.get("memdev").is_some()))
+}
+
+/// The user's backends that are guest RAM, in the order in which the machine maps them.
+fn ram_backends(
+    arguments: &[Argument],
+    machine: &Properties,
+) -> Result<Vec<Backend>, CommandLineError> {
+    let mut known = Vec::new();
+    for (at, argument) in arguments.iter().enumerate().filter(|(_, it)| it.name() == "object") {
+        known.extend(Backend::read(argument, at)?);
+    }
+    let mut used = Vec::new();
+    for id in ram_ids(arguments, machine)? {
+        let backend = known.iter().find(|backend| backend.id == id).cloned();
+        let backend = backend.ok_or(CommandLineError::NoBackend { id })?;
+        backend.check(&arguments[backend.at])?;
+        used.push(backend);
+    }
+    Ok(used)
+}
+
+/// The ids of the backends of the machine, of its NUMA nodes and of its memory devices. Those of other devices, such
+/// as `ivshmem`, are not guest RAM and stay as they are.
+fn ram_ids(arguments: &[Argument], machine: &Properties) -> Result<Vec<String>, CommandLineError> {
+    let mut ids: Vec<String> = machine.get("memory-backend").map(Into::into).into_iter().collect();
+    for argument in arguments.iter().filter(|argument| argument.name() == "numa") {
+        ids.extend(read(argument, "type")?.get("memdev").map(String::from));
+    }
+    for argument in arguments.iter().filter(|argument| argument.name() == "device") {
+        ids.extend(memory_device(argument)?);
+    }
+    Ok(ids)
+}
+
+fn memory_device(argument: &Argument) -> Result<Option<String>, CommandLineError> {
+    let device = read(argument, "driver")?;
+    match device.get("driver").as_deref() {
+        Some("nvdimm" | "virtio-pmem-pci" | "virtio-pmem" | "sgx-epc") => {
+            let reason = "Firn cannot checkpoint persistent or enclave memory";
+            Err(CommandLineError::refused(argument, reason))
+        }
+        Some("pc-dimm" | "virtio-mem-pci" | "virtio-mem") => {
+            Ok(device.get("memdev").map(Into::into))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// What `-m` says. `-m 1G`, `-m 1024` (MiB), `-m size=1G,slots=4,maxmem=8G`; nothing is 128 MiB.
+fn plain_ram_bytes(arguments: &[Argument]) -> Result<u64, CommandLineError> {
+    let memory = merged(arguments, &["m"], "size")?;
+    let Some(said) = memory.get("size") else { return Ok(DEFAULT_RAM_BYTES) };
+    size::parse(&said, 1 << 20)
+        .and_then(|bytes| bytes.checked_next_multiple_of(RAM_ALIGN_BYTES))
+        .filter(|&bytes| bytes > 0)
+        .ok_or_else(|| CommandLineError::unreadable(format!("-m {said}"), "the size of RAM"))
+}
+
+impl Plan {
+    /// The RAM that the command line asks for: one file of this size is wanted for each.
+    pub fn ram(&self) -> &[RamPlan] {
+        &self.ram
+    }
+
+    /// The command line for a VM that starts anew.
+    pub fn augment(&self, paths: &Paths) -> Result<Augmented, CommandLineError> {
+        let incoming = self.arguments.iter().find(|argument| argument.name() == "incoming");
+        if let Some(argument) = incoming {
+            let reason =
+                "a VM that waits for a migration cannot be run; start it without -incoming";
+            return Err(CommandLineError::refused(argument, reason));
+        }
+        let mut line = self.line(paths)?;
+        line.drop_all("daemonize", "Firn keeps the VM running by itself, and needs its process");
+        Ok(line.finish(self))
+    }
+
+    /// The command line for a VM that waits, stopped, for its device state.
+    pub fn for_restore(&self, paths: &Paths) -> Result<Augmented, CommandLineError> {
+        let mut line = self.line(paths)?;
+        line.drop_all("daemonize", "Firn keeps the VM running by itself, and needs its process");
+        line.drop_all("incoming", "the state comes from the image");
+        line.drop_all("loadvm", "the state comes from the image");
+        line.drop_all("S", "it is added below");
+        line.add(Argument::flag("S"), "the VM waits until its state is loaded");
+        line.add(Argument::new("incoming", "defer"), "device state is loaded over the monitor");
+        let header = Argument::new("global", "migration.send-configuration=off");
+        line.add(header, "device state alone has no configuration header");
+        Ok(line.finish(self))
+    }
+
+    fn line(&self, paths: &Paths) -> Result<Line, CommandLineError> {
+        if paths.ram.len() != self.ram.len() {
+            let (files, regions) = (paths.ram.len(), self.ram.len());
+            return Err(CommandLineError::Files { files, regions });
+        }
+        let mut line = Line { arguments: self.arguments.clone(), notes: Vec::new() };
+        for (ram, path) in self.ram.iter().zip(&paths.ram) {
+            match self.backends.iter().find(|backend| backend.id == ram.id) {
+                Some(backend) => line.put_over(backend, path),
+                None => line.add_ram(ram, path),
+            }
+        }
+        line.add_monitor(&paths.qmp);
+        Ok(line)
+    }
+}
+
+/// A command line in the making.
+struct Line {
+    arguments: Vec<Argument>,
+    notes: Vec<String>,
+}
+
+impl Line {
+    fn add(&mut self, argument: Argument, why: &str) {
+        self.notes.push(format!("added {argument}: {why}"));
+        self.arguments.push(argument);
+    }
+
+    /// Must run before anything is removed: a backend knows its place by number.
+    fn put_over(&mut self, backend: &Backend, path: &Path) {
+        let new = backend.over(&path.to_string_lossy());
+        let (id, was) = (&backend.id, backend.described());
+        self.notes.push(format!(
+            "memory backend {id} was {was}; it is now {new}, to be shared with Firn"
+        ));
+        self.arguments[backend.at] = new;
+    }
+
+    fn add_ram(&mut self, ram: &RamPlan, path: &Path) {
+        let object = backend::added(&ram.id, ram.bytes, &path.to_string_lossy());
+        self.add(object, "RAM in a file that Firn can map too");
+        let machine = format!("memory-backend={}", escape(&ram.id));
+        self.add(Argument::new("machine", machine), "the machine uses that RAM");
+    }
+
+    fn add_monitor(&mut self, path: &Path) {
+        let path = path.to_string_lossy();
+        let socket = format!("socket,id={MONITOR_ID},path={},server=on,wait=off", escape(&path));
+        self.add(Argument::new("chardev", socket), "a socket for Firn's own monitor");
+        let monitor = format!("chardev={MONITOR_ID},mode=control");
+        self.add(Argument::new("mon", monitor), "Firn's own monitor, beside any other");
+    }
+
+    fn drop_all(&mut self, name: &str, why: &str) {
+        let (dropped, kept) = std::mem::take(&mut self.arguments)
+            .into_iter()
+            .partition(|argument: &Argument| argument.name() == name);
+        self.arguments = kept;
+        let note = |argument: &Argument| format!("left out {argument}: {why}");
+        self.notes.extend(dropped.iter().map(note));
+    }
+
+    fn finish(self, plan: &Plan) -> Augmented {
+        let mut args = vec![plan.program.clone()];
+        args.extend(arguments::join(&self.arguments));
+        Augmented { args, notes: self.notes, ram: plan.ram.clone() }
+    }
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

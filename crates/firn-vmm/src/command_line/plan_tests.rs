@@ -1,0 +1,260 @@
+use super::*;
+use proptest::prelude::*;
+
+const MIB: u64 = 1 << 20;
+
+/// Words of a line; a word in single quotes may hold blanks.
+fn command(line: &str) -> Vec<String> {
+    let mut words = vec!["qemu".to_owned()];
+    for (at, part) in line.split('\'').enumerate() {
+        match at % 2 {
+            0 => words.extend(part.split_whitespace().map(str::to_owned)),
+            _ => words.push(part.to_owned()),
+        }
+    }
+    words
+}
+
+fn paths(regions: usize) -> Paths {
+    let ram = (0..regions).map(|at| PathBuf::from(format!("/proc/self/fd/{}", 10 + at))).collect();
+    Paths { qmp: "/run/q".into(), ram }
+}
+
+fn augmented(line: &str) -> Augmented {
+    let plan = plan(&command(line)).unwrap();
+    plan.augment(&paths(plan.ram().len())).unwrap()
+}
+
+fn text(line: &str) -> String {
+    augmented(line).args.join(" ")
+}
+
+fn ram(line: &str) -> Vec<(String, u64)> {
+    let plan = plan(&command(line)).unwrap();
+    plan.ram().iter().map(|ram| (ram.id.clone(), ram.bytes / MIB)).collect()
+}
+
+fn refusal(line: &str) -> String {
+    let refused = |plan: Plan| plan.augment(&paths(plan.ram().len()));
+    plan(&command(line)).and_then(refused).unwrap_err().to_string()
+}
+
+const MONITOR: &str =
+    "-chardev socket,id=firn.qmp,path=/run/q,server=on,wait=off -mon chardev=firn.qmp,mode=control";
+
+#[test]
+fn plain_ram_gets_a_backend_and_the_rest_stays() {
+    let expected = format!(
+        "qemu -M q35 -m 1G -append -S a.img -object memory-backend-file,id=firn.ram,size=1073741824,\
+         mem-path=/proc/self/fd/10,share=on -machine memory-backend=firn.ram {MONITOR}"
+    );
+    assert_eq!(text("-M q35 -m 1G -append -S a.img"), expected);
+}
+
+#[test]
+fn every_form_of_m_is_understood() {
+    for (line, mib) in [
+        ("", 128),
+        ("-m 1G", 1024),
+        ("-m 1024", 1024),
+        ("--m 512m", 512),
+        ("-m 1.5G", 1536),
+        ("-m size=1G,slots=2,maxmem=4G", 1024),
+        ("-m 200,slots=2,maxmem=4G", 200),
+        ("-m slots=2,maxmem=4G", 128),
+        ("-m 200 -m slots=2,maxmem=400M", 200),
+        ("-m 200 -m 300", 300),
+        ("-m 4608", 4608),
+    ] {
+        assert_eq!(ram(line), [("firn.ram".to_owned(), mib)], "{line}");
+    }
+}
+
+#[test]
+fn odd_sizes_are_rounded_as_qemu_rounds_them() {
+    let bytes = |line: &str| plan(&command(line)).unwrap().ram()[0].bytes;
+    assert_eq!(bytes("-m 100001K"), 100_008 * 1024);
+    assert_eq!(bytes("-m 262152K"), 262_152 * 1024);
+    assert_eq!(bytes("-m 8193B"), 16384);
+}
+
+#[test]
+fn a_backend_of_the_user_is_put_over_firns_file() {
+    for (object, expected) in [
+        (
+            "memory-backend-ram,id=mem0,size=1G,prealloc=on,host-nodes=0-1,policy=bind",
+            "memory-backend-file,id=mem0,size=1G,prealloc=on,host-nodes=0-1,policy=bind,\
+             mem-path=/proc/self/fd/10,share=on",
+        ),
+        (
+            "memory-backend-memfd,id=mem0,size=1073741824,seal=off,share=off",
+            "memory-backend-file,id=mem0,size=1073741824,share=on,mem-path=/proc/self/fd/10",
+        ),
+        (
+            "memory-backend-shm,id=mem0,size=1G,share=on",
+            "memory-backend-file,id=mem0,size=1G,share=on,mem-path=/proc/self/fd/10",
+        ),
+        (
+            "qom-type=memory-backend-file,id=mem0,size=1G,mem-path=/dev/shm/a,,b,discard-data=on",
+            "memory-backend-file,id=mem0,size=1G,mem-path=/proc/self/fd/10,share=on",
+        ),
+    ] {
+        let line = format!("-m 1G -object {object} -machine q35,memory-backend=mem0");
+        let expected =
+            format!("qemu -m 1G -object {expected} -machine q35,memory-backend=mem0 {MONITOR}");
+        assert_eq!(text(&line), expected);
+        assert_eq!(ram(&line), [("mem0".to_owned(), 1024)]);
+    }
+}
+
+#[test]
+fn json_objects_stay_json() {
+    let json = r#"{"qom-type":"memory-backend-ram","id":"m","size":268435456,"host-nodes":[0],"policy":"bind"}"#;
+    let line = format!("-m 256M -object '{json}' -M q35 -machine memory-backend=m");
+    assert_eq!(ram(&line), [("m".to_owned(), 256)]);
+    let args = augmented(&line).args;
+    let object: serde_json::Value = serde_json::from_str(&args[4]).unwrap();
+    assert_eq!(object["qom-type"], "memory-backend-file");
+    assert_eq!(object["share"], true);
+    assert_eq!(object["mem-path"], "/proc/self/fd/10");
+    assert_eq!(object["host-nodes"][0], 0);
+}
+
+#[test]
+fn numa_nodes_and_memory_devices_are_regions_in_order() {
+    let line = "-m 768M,slots=1,maxmem=2G -object memory-backend-ram,id=dimm,size=128M \
+                -object memory-backend-memfd,id=b,size=512M -object memory-backend-memfd,id=a,size=256M \
+                -numa node,nodeid=0,memdev=a -numa node,nodeid=1,memdev=b -numa dist,src=0,dst=1,val=20 \
+                -device pc-dimm,memdev=dimm,id=d0";
+    let expected = [("a", 256), ("b", 512), ("dimm", 128)];
+    assert_eq!(ram(line), expected.map(|(id, mib)| (id.to_owned(), mib)));
+    let text = text(line);
+    assert!(text.contains("id=dimm,size=128M,mem-path=/proc/self/fd/12,share=on"), "{text}");
+    assert!(text.contains("id=a,size=256M,mem-path=/proc/self/fd/10,share=on"), "{text}");
+    assert!(!text.contains("firn.ram"));
+}
+
+#[test]
+fn a_memory_device_beside_plain_ram() {
+    let line = "-m 256M,slots=1,maxmem=1G -object memory-backend-ram,id=dimm,size=128M \
+                -device '{\"driver\":\"pc-dimm\",\"memdev\":\"dimm\"}'";
+    assert_eq!(ram(line), [("firn.ram".to_owned(), 256), ("dimm".to_owned(), 128)]);
+}
+
+#[test]
+fn memory_of_other_devices_stays_as_it_is() {
+    let object = "memory-backend-file,id=iv,size=1M,mem-path=/dev/shm/iv,share=on";
+    let line = format!("-object {object} -device ivshmem-plain,memdev=iv");
+    assert_eq!(ram(&line), [("firn.ram".to_owned(), 128)]);
+    assert!(text(&line).contains(object));
+}
+
+#[test]
+fn a_monitor_of_the_user_stays_beside_firns() {
+    let text = text("-qmp unix:/tmp/mine,server=on,wait=off -monitor stdio");
+    assert!(text.starts_with("qemu -qmp unix:/tmp/mine,server=on,wait=off -monitor stdio"));
+    assert!(text.ends_with(MONITOR));
+}
+
+#[test]
+fn commas_in_paths_are_doubled() {
+    let plan = plan(&command("")).unwrap();
+    let paths = Paths { qmp: "/run/a,b".into(), ram: vec!["/x,y".into()] };
+    let text = plan.augment(&paths).unwrap().args.join(" ");
+    assert!(text.contains("path=/run/a,,b,") && text.contains("mem-path=/x,,y,"));
+}
+
+#[test]
+fn what_firn_added_before_is_not_added_again() {
+    let first = augmented("-M q35 -m 1G");
+    let plan = plan(&first.args).unwrap();
+    assert_eq!(plan.ram(), first.ram);
+    let again = plan.augment(&Paths { qmp: "/run/q".into(), ram: vec!["/proc/self/fd/10".into()] });
+    assert_eq!(again.unwrap().args, first.args);
+}
+
+#[test]
+fn each_change_has_its_note() {
+    let notes = augmented("-m 1G -daemonize").notes;
+    assert_eq!(notes.len(), 5, "{notes:#?}");
+    assert!(notes[0].starts_with("added -object memory-backend-file,id=firn.ram,size=1073741824"));
+    assert!(notes[4].starts_with("left out -daemonize: "));
+}
+
+#[test]
+fn switches_that_do_no_harm_stay() {
+    let line = "-S -sandbox on,obsolete=deny,spawn=deny -snapshot -pidfile p -no-reboot -smp 2";
+    assert!(text(line).starts_with(&format!("qemu {line} ")));
+}
+
+#[test]
+fn a_restore_waits_for_its_state() {
+    let command = command("-m 1G -S -loadvm x -incoming tcp:0:1 -daemonize");
+    let restore = plan(&command).unwrap().for_restore(&paths(1)).unwrap();
+    let text = restore.args.join(" ");
+    assert!(
+        text.ends_with("-S -incoming defer -global migration.send-configuration=off"),
+        "{text}"
+    );
+    assert!(text.starts_with("qemu -m 1G -object "), "{text}");
+    assert_eq!(text.matches("-S").count(), 1);
+}
+
+#[test]
+fn what_firn_cannot_work_with_is_refused_with_a_reason() {
+    for (line, part) in [
+        ("-mem-path /dev/hugepages", "leave -mem-path out"),
+        ("-incoming defer", "without -incoming"),
+        ("-readconfig f", "option files"),
+        ("--preconfig", "leave --preconfig out"),
+        ("-overcommit mem-lock=on", "locked memory"),
+        ("-numa node,mem=128M", "-numa node,memdev=ID"),
+        ("-machine q35,memory.size=1G", "with -m"),
+        ("-machine q35,memory-backend=x", "memory backend \"x\" is used as guest RAM, but"),
+        ("-m ten", "-m ten: the size of RAM cannot be read"),
+        ("-m 0", "the size of RAM"),
+        ("-object memory-backend-memfd,id=x,size=1G,hugetlb=on -M memory-backend=x", "huge-page"),
+        (
+            "-object memory-backend-file,id=x,size=1G,mem-path=/dev/hugepages/x -M memory-backend=x",
+            "huge-page",
+        ),
+        (
+            "-object memory-backend-file,id=x,size=1G,mem-path=f,readonly=on -M memory-backend=x",
+            "read-only",
+        ),
+        (
+            "-object memory-backend-epc,id=x,size=1G -M memory-backend=x",
+            "-ram, -memfd, -shm and -file",
+        ),
+        ("-object memory-backend-ram,id=x -M memory-backend=x", "its size cannot be read"),
+        ("-object memory-backend-ram,size=1G", "its id cannot be read"),
+        ("-object '{\"qom-type\":' ", "its JSON cannot be read"),
+        ("-device nvdimm,memdev=x", "persistent"),
+    ] {
+        let refusal = refusal(line);
+        assert!(refusal.contains(part), "{line}: {refusal}");
+    }
+    assert_eq!(plan(&[]), Err(CommandLineError::Empty));
+    let plan = plan(&command("-m 1G")).unwrap();
+    assert_eq!(plan.augment(&paths(2)), Err(CommandLineError::Files { files: 2, regions: 1 }));
+}
+
+proptest! {
+    #[test]
+    fn any_command_line_is_planned_or_refused(words in proptest::collection::vec(
+        "(-m|-M|-object|-numa|-device|memory-backend-ram,id=a,size=1G|node,memdev=a|[a-z0-9=,{}\":-]{0,20})", 0..8))
+    {
+        if let Ok(plan) = plan(&words) {
+            let line = plan.augment(&paths(plan.ram().len()));
+            prop_assert!(line.is_err() || line.is_ok_and(|line| line.ram == plan.ram()));
+        }
+    }
+
+    #[test]
+    fn options_firn_does_not_know_come_through(words in proptest::collection::vec("[a-z0-9=,./]{1,12}", 0..6)) {
+        let mut command = command("");
+        words.iter().for_each(|word| command.extend(["-append".to_owned(), word.clone()]));
+        let args = plan(&command).unwrap().augment(&paths(1)).unwrap().args;
+        prop_assert_eq!(&args[..command.len()], &command[..]);
+    }
+}

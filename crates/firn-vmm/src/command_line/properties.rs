@@ -1,0 +1,200 @@
+//! The value of an option: `key=value,...` with doubled commas, or a JSON object. It is written back in the form in
+//! which it came, because QEMU takes lists in the second form only.
+//!
+//! Source: QEMU `util/qemu-option.c` and `util/keyval.c` for the first form, `-object`, `-device` and `-netdev` in
+//! `qemu-options.hx` for the second.
+
+use std::borrow::Cow;
+
+use serde_json::{Map, Value};
+
+/// The properties of an option.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Properties {
+    /// In their order; a first part without a key has the option's implied one.
+    Text(Vec<(String, String)>),
+    Json(Map<String, Value>),
+}
+
+impl Default for Properties {
+    fn default() -> Self {
+        Self::Text(Vec::new())
+    }
+}
+
+impl Properties {
+    /// Reads either form. `implied` is the key of a first part that has none. `None` for JSON that is no object.
+    pub(super) fn read(text: &str, implied: &str) -> Option<Self> {
+        if text.starts_with('{') {
+            return serde_json::from_str(text).ok().map(Self::Json);
+        }
+        let parts = split_at_commas(text).into_iter().filter(|part| !part.is_empty());
+        let parts = parts.enumerate().map(|(at, part)| property(&part, at, implied));
+        Some(Self::Text(parts.collect()))
+    }
+
+    /// The value of a key as text; the last one counts. `None` for a list or an object.
+    pub(super) fn get(&self, key: &str) -> Option<Cow<'_, str>> {
+        match self {
+            Self::Text(parts) => {
+                parts.iter().rev().find(|(name, _)| name == key).map(|(_, value)| value.into())
+            }
+            Self::Json(object) => as_text(object.get(key)?),
+        }
+    }
+
+    /// Whether a switch is on.
+    pub(super) fn is_on(&self, key: &str) -> bool {
+        self.get(key).is_some_and(|value| matches!(&*value, "on" | "yes" | "true" | "y"))
+    }
+
+    /// Sets a key, where it stands or at the end.
+    pub(super) fn set(&mut self, key: &str, value: &str) {
+        self.put(key, value, Value::String(value.to_owned()));
+    }
+
+    /// Turns a switch on.
+    pub(super) fn turn_on(&mut self, key: &str) {
+        self.put(key, "on", Value::Bool(true));
+    }
+
+    fn put(&mut self, key: &str, text: &str, json: Value) {
+        match self {
+            Self::Json(object) => drop(object.insert(key.to_owned(), json)),
+            Self::Text(parts) => {
+                let at = parts.iter().position(|(name, _)| name == key).unwrap_or(parts.len());
+                parts.retain(|(name, _)| name != key);
+                parts.insert(at, (key.to_owned(), text.to_owned()));
+            }
+        }
+    }
+
+    /// Removes a key.
+    pub(super) fn remove(&mut self, key: &str) {
+        match self {
+            Self::Json(object) => drop(object.remove(key)),
+            Self::Text(parts) => parts.retain(|(name, _)| name != key),
+        }
+    }
+
+    /// Adds those of a later option of the same kind: QEMU merges repeated `-machine` and `-m`.
+    pub(super) fn merge(&mut self, later: Self) {
+        match later {
+            Self::Text(parts) => parts.iter().for_each(|(key, value)| self.set(key, value)),
+            Self::Json(object) => {
+                let parts = object.iter().filter_map(|(key, value)| Some((key, as_text(value)?)));
+                parts.for_each(|(key, value)| self.set(key, &value));
+            }
+        }
+    }
+
+    /// In the form in which it was read, with the value alone for the key that is `implied`.
+    pub(super) fn to_text(&self, implied: &str) -> String {
+        let part = |(key, value): &(String, String)| match key == implied {
+            true => escape(value).into_owned(),
+            false => format!("{key}={}", escape(value)),
+        };
+        match self {
+            Self::Text(parts) => parts.iter().map(part).collect::<Vec<_>>().join(","),
+            Self::Json(object) => Value::Object(object.clone()).to_string(),
+        }
+    }
+}
+
+fn as_text(value: &Value) -> Option<Cow<'_, str>> {
+    match value {
+        Value::String(text) => Some(text.into()),
+        Value::Bool(true) => Some("on".into()),
+        Value::Bool(false) => Some("off".into()),
+        Value::Number(number) => Some(number.to_string().into()),
+        Value::Null | Value::Array(_) | Value::Object(_) => None,
+    }
+}
+
+/// Doubles commas.
+pub(super) fn escape(value: &str) -> Cow<'_, str> {
+    if value.contains(',') { value.replace(',', ",,").into() } else { value.into() }
+}
+
+/// Splits at single commas; doubled ones become one.
+fn split_at_commas(text: &str) -> Vec<String> {
+    let mut parts = vec![];
+    let mut part = String::new();
+    let mut chars = text.chars().peekable();
+    while let Some(char) = chars.next() {
+        match char {
+            ',' if chars.next_if_eq(&',').is_none() => parts.push(std::mem::take(&mut part)),
+            char => part.push(char),
+        }
+    }
+    parts.push(part);
+    parts
+}
+
+/// `key=value`; the implied key for a first part without one; `key` is `key=on` and `nokey` is `key=off` elsewhere.
+fn property(part: &str, at: usize, implied: &str) -> (String, String) {
+    match part.split_once('=') {
+        Some((key, value)) => (key.to_owned(), value.to_owned()),
+        None if at == 0 => (implied.to_owned(), part.to_owned()),
+        None => match part.strip_prefix("no") {
+            Some(key) if !key.is_empty() => (key.to_owned(), "off".to_owned()),
+            _ => (part.to_owned(), "on".to_owned()),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn read(text: &str) -> Properties {
+        Properties::read(text, "type").unwrap()
+    }
+
+    #[test]
+    fn reads_text_with_an_implied_key_and_doubled_commas() {
+        let properties = read("q35,memory-backend=a,,b,usb,nosmm");
+        assert_eq!(properties.get("type").unwrap(), "q35");
+        assert_eq!(properties.get("memory-backend").unwrap(), "a,b");
+        assert!(properties.is_on("usb") && !properties.is_on("smm"));
+        assert_eq!(properties.to_text("type"), "q35,memory-backend=a,,b,usb=on,smm=off");
+    }
+
+    #[test]
+    fn json_stays_json_with_its_lists() {
+        let mut properties =
+            read(r#"{"type": "x", "size": 1073741824, "share": false, "host-nodes": [0, 2]}"#);
+        assert_eq!(properties.get("size").unwrap(), "1073741824");
+        assert!(!properties.is_on("share"));
+        assert_eq!(properties.get("host-nodes"), None);
+        properties.turn_on("share");
+        properties.remove("size");
+        let expected = r#"{"host-nodes":[0,2],"share":true,"type":"x"}"#;
+        assert_eq!(read(&properties.to_text("type")), read(expected));
+        assert_eq!(Properties::read("{", "type"), None);
+    }
+
+    #[test]
+    fn a_later_option_wins_over_an_earlier_one() {
+        let mut machine = read("pc,accel=tcg");
+        machine.merge(read("type=q35,memory-backend=ram"));
+        assert_eq!(machine.to_text("type"), "q35,accel=tcg,memory-backend=ram");
+    }
+
+    proptest! {
+        #[test]
+        fn text_comes_back(values in proptest::collection::vec("[a-z,=]{0,8}", 1..5)) {
+            let mut properties = Properties::default();
+            for (at, value) in values.iter().enumerate() {
+                properties.set(&format!("k{at}"), value);
+            }
+            prop_assert_eq!(Properties::read(&properties.to_text("type"), "type"), Some(properties));
+        }
+
+        #[test]
+        fn any_text_is_read(text in ".*") {
+            let _ = Properties::read(&text, "type");
+        }
+    }
+}

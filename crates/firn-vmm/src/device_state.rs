@@ -1,0 +1,243 @@
+//! Device and vCPU state: out of a running QEMU, into a fresh one.
+//!
+//! `xen-save-devices-state` works on any QEMU, Xen or not. It writes every device and vCPU but no RAM, which is what
+//! a pause wants: the RAM is Firn's.
+//!
+//! ```text
+//!   save    memfd <--- /dev/fdset/N <--- QEMU        the file is Firn's and has no name: nothing to clean up,
+//!                                                    nothing for another user to open
+//!   load    bytes ---> socket pair ---> fd:firn.state ---> QEMU -S -incoming defer
+//! ```
+//!
+//! The descriptor is handed over once, before the pause; a save then costs QEMU's own work and one round trip.
+//! Loading over a descriptor needs no shell, unlike `exec:`, so it works under `-sandbox on,spawn=deny`.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, Mode, OFlags, SeekFrom};
+use rustix::net::{AddressFamily, SendFlags, Shutdown, SocketFlags, SocketType};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use thiserror::Error;
+
+use crate::qmp::{Qmp, QmpError, Sent};
+use crate::wait::writable;
+
+/// The largest device state Firn takes, in bytes. Common machines have 30 KB to 1 MB.
+pub const STATE_BYTES_MAX: u64 = 1 << 30;
+
+/// What Firn's descriptors are called in QEMU.
+const NAME: &str = "firn.state";
+
+/// Why device state could not be saved or loaded.
+#[derive(Debug, Error)]
+pub enum DeviceStateError {
+    /// A monitor command failed.
+    #[error("cannot move device state")]
+    Qmp(#[from] QmpError),
+    /// The file or socket between Firn and QEMU failed.
+    #[error("cannot {doing} device state")]
+    Io {
+        /// What was being done.
+        doing: &'static str,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// QEMU reported success and wrote nothing, or too much.
+    #[error(
+        "QEMU saved {bytes} bytes of device state; between 1 and {STATE_BYTES_MAX} were expected"
+    )]
+    Size {
+        /// How many it wrote.
+        bytes: u64,
+    },
+    /// QEMU died while loading; its log says why.
+    #[error("QEMU exited while loading {bytes} bytes of device state; its log says why")]
+    Died {
+        /// How many bytes it was given.
+        bytes: usize,
+    },
+    /// QEMU refused the state.
+    #[error("QEMU refused {bytes} bytes of device state: {reason}")]
+    Refused {
+        /// How many bytes it was given.
+        bytes: usize,
+        /// QEMU's own words.
+        reason: String,
+    },
+    /// QEMU did not finish in time.
+    #[error("QEMU did not finish loading {bytes} bytes of device state within {waited_ms} ms")]
+    TimedOut {
+        /// How many bytes it was given.
+        bytes: usize,
+        /// How long Firn waited, in milliseconds.
+        waited_ms: u128,
+    },
+}
+
+fn io_error<E: Into<io::Error>>(doing: &'static str) -> impl FnOnce(E) -> DeviceStateError {
+    move |source| DeviceStateError::Io { doing, source: source.into() }
+}
+
+/// A file without a name that QEMU writes its device state to, over and over.
+#[derive(Debug)]
+pub(crate) struct StateFile {
+    /// What Firn reads from.
+    file: File,
+    /// What QEMU writes to. The two share their position, so that Firn can rewind it.
+    writer: OwnedFd,
+    /// QEMU's name for its copy of the writer.
+    fdset: u64,
+}
+
+impl StateFile {
+    /// Makes the file and hands QEMU its end.
+    pub(crate) fn hand_over(qmp: &mut Qmp) -> Result<Self, DeviceStateError> {
+        take_back_left_behind(qmp)?;
+        let (file, writer) = memfd_with_writer().map_err(io_error("make a file for"))?;
+        let answer = qmp.execute_with_fd("add-fd", json!({ "opaque": NAME }), writer.as_fd())?;
+        let fdset = answer.get("fdset-id").and_then(Value::as_u64);
+        let fdset = fdset.ok_or_else(|| QmpError::unexpected("add-fd", "no fdset-id"))?;
+        Ok(Self { file, writer, fdset })
+    }
+
+    /// Empties the file and asks QEMU to write to it.
+    pub(crate) fn ask(&self, qmp: &mut Qmp) -> Result<Sent, DeviceStateError> {
+        self.file.set_len(0).map_err(io_error("make room for"))?;
+        rustix::fs::seek(&self.writer, SeekFrom::Start(0)).map_err(io_error("make room for"))?;
+        let filename = format!("/dev/fdset/{}", self.fdset);
+        let arguments = json!({ "filename": filename, "live": false });
+        Ok(qmp.send("xen-save-devices-state", arguments)?)
+    }
+
+    /// What QEMU wrote.
+    pub(crate) fn read(&self) -> Result<Vec<u8>, DeviceStateError> {
+        let bytes = self.file.metadata().map_err(io_error("read"))?.len();
+        if bytes == 0 || bytes > STATE_BYTES_MAX {
+            return Err(DeviceStateError::Size { bytes });
+        }
+        let mut state = vec![0; bytes as usize];
+        self.file.read_exact_at(&mut state, 0).map_err(io_error("read"))?;
+        Ok(state)
+    }
+
+    /// Takes QEMU's copy of the descriptor back. QEMU closes it while the VM runs, or else with the connection.
+    pub(crate) fn take_back(self, qmp: &mut Qmp) -> Result<(), DeviceStateError> {
+        Ok(remove_fdset(qmp, self.fdset)?)
+    }
+}
+
+/// Takes back what a Firn that died has left: QEMU closes a set by itself only if no monitor at all is connected.
+fn take_back_left_behind(qmp: &mut Qmp) -> Result<(), QmpError> {
+    let sets: Vec<Fdset> = qmp.query("query-fdsets")?;
+    let ours = sets.iter().filter(|set| set.fds.iter().any(|fd| fd.opaque == NAME));
+    ours.map(|set| set.id).try_for_each(|id| remove_fdset(qmp, id))
+}
+
+#[derive(Debug, Deserialize)]
+struct Fdset {
+    #[serde(rename = "fdset-id")]
+    id: u64,
+    fds: Vec<FdsetFd>,
+}
+
+#[derive(Debug, Deserialize)]
+struct FdsetFd {
+    #[serde(default)]
+    opaque: String,
+}
+
+fn remove_fdset(qmp: &mut Qmp, id: u64) -> Result<(), QmpError> {
+    qmp.execute("remove-fd", json!({ "fdset-id": id })).map(drop)
+}
+
+/// QEMU matches the access mode of a descriptor in a set with what it wants to do, so the writer is opened write-only.
+fn memfd_with_writer() -> io::Result<(File, OwnedFd)> {
+    use std::os::fd::AsRawFd;
+    let file = rustix::fs::memfd_create(NAME, MemfdFlags::CLOEXEC)?;
+    let again = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let writer = rustix::fs::open(again, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+    Ok((File::from(file), writer))
+}
+
+/// Loads device state into a QEMU that was started with `-S -incoming defer`, and waits until it is in.
+pub(crate) fn load(qmp: &mut Qmp, state: &[u8], says_why: bool) -> Result<(), DeviceStateError> {
+    let deadline = Instant::now() + qmp.timeout();
+    let events = json!({ "capabilities": [{ "capability": "events", "state": true }] });
+    qmp.execute("migrate-set-capabilities", events)?;
+    let (ours, theirs) = socket_pair().map_err(io_error("make a socket for"))?;
+    qmp.send_fd(NAME, theirs.as_fd())?;
+    drop(theirs);
+    let sent = ask_to_load(qmp, says_why)?;
+    qmp.answer(sent)?;
+    feed(&ours, state, deadline)?;
+    wait_until_loaded(qmp, state.len(), says_why)
+}
+
+/// From 9.1 on QEMU can be told to stay alive when it cannot load, and to say why.
+fn ask_to_load(qmp: &mut Qmp, says_why: bool) -> Result<Sent, QmpError> {
+    let mut arguments = json!({ "uri": format!("fd:{NAME}") });
+    if says_why {
+        arguments["exit-on-error"] = Value::Bool(false);
+    }
+    qmp.send("migrate-incoming", arguments)
+}
+
+fn socket_pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
+    rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+}
+
+/// Writes the state. A QEMU that gives up closes its end; what it says then is found by the caller.
+fn feed(to: &OwnedFd, state: &[u8], deadline: Instant) -> Result<(), DeviceStateError> {
+    let begun = Instant::now();
+    let mut rest = state;
+    while !rest.is_empty() {
+        match rustix::net::send(to, rest, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(sent) => rest = &rest[sent..],
+            Err(rustix::io::Errno::AGAIN) => match writable(to, deadline) {
+                Ok(true) => {}
+                Ok(false) => return Err(timed_out(state.len(), begun.elapsed())),
+                Err(source) => return Err(io_error("send")(source)),
+            },
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => return Ok(()),
+            Err(errno) => return Err(io_error("send")(errno)),
+        }
+    }
+    rustix::net::shutdown(to, Shutdown::Write).map_err(io_error("send"))
+}
+
+fn wait_until_loaded(qmp: &mut Qmp, bytes: usize, says_why: bool) -> Result<(), DeviceStateError> {
+    let timeout = qmp.timeout();
+    let is_end = |data: &Value| matches!(status(data), "completed" | "failed");
+    match qmp.wait_event("MIGRATION", timeout, is_end) {
+        Ok(Some(event)) if status(&event.data) == "completed" => Ok(()),
+        Ok(Some(_)) => Err(why_refused(qmp, bytes, says_why)),
+        Ok(None) => Err(timed_out(bytes, timeout)),
+        Err(QmpError::Closed { .. }) => Err(DeviceStateError::Died { bytes }),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn timed_out(bytes: usize, waited: Duration) -> DeviceStateError {
+    DeviceStateError::TimedOut { bytes, waited_ms: waited.as_millis() }
+}
+
+fn status(data: &Value) -> &str {
+    data.get("status").and_then(Value::as_str).unwrap_or("")
+}
+
+/// A QEMU that cannot be told to stay exits about now, and leaves its reason in its log.
+fn why_refused(qmp: &mut Qmp, bytes: usize, says_why: bool) -> DeviceStateError {
+    if !says_why {
+        return DeviceStateError::Died { bytes };
+    }
+    let answer = qmp.execute("query-migrate", Value::Null).unwrap_or_default();
+    let reason = answer.get("error-desc").and_then(Value::as_str).unwrap_or("it did not say why");
+    DeviceStateError::Refused { bytes, reason: reason.to_owned() }
+}

@@ -1,0 +1,220 @@
+//! The VM's disks: which files they are, and how to tell later whether they still are the same.
+//!
+//! A checkpoint refers to disks, it does not hold them. A restore that finds another file, or the same file written to
+//! in between, would give the guest a disk that contradicts its memory: so each file is remembered by what identifies
+//! it and its content.
+//!
+//! ```text
+//!   query-named-block-nodes    #block123  qcow2  a.qcow2   backing b.raw      one Disk per image file that is open,
+//!                              #block045  file   a.qcow2                      also those below others
+//!   stat                       a.qcow2    device, inode, size, mtime
+//! ```
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::qmp::{Qmp, QmpError};
+
+/// Block drivers that hold a local file or device; a format driver may stand above them.
+const FILE_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
+
+/// An image that the VM has open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Disk {
+    /// QEMU's name for the block node; `#block...` if the user gave none, and then another in every run.
+    pub node: String,
+    /// The image, as QEMU names it: a path, or the address of something on a network.
+    pub file: String,
+    /// Its format, such as `qcow2` or `raw`.
+    pub format: String,
+    /// Whether QEMU has it open for reading only.
+    pub read_only: bool,
+    /// The size of the disk that the guest sees, in bytes.
+    pub size: u64,
+    /// The local file; `None` if it is not a file that Firn can see, or is one no more (`-snapshot`).
+    pub identity: Option<FileIdentity>,
+}
+
+/// What tells one file, with one content, from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileIdentity {
+    /// The device it is on.
+    pub dev: u64,
+    /// Its inode number.
+    pub inode: u64,
+    /// Its size in bytes.
+    pub size: u64,
+    /// When it was last written to: nanoseconds since 1970.
+    pub mtime_ns: i128,
+}
+
+impl FileIdentity {
+    /// The identity of the file at `path`.
+    pub fn of(path: &Path) -> std::io::Result<Self> {
+        let file = path.metadata()?;
+        let mtime_ns = i128::from(file.mtime()) * 1_000_000_000 + i128::from(file.mtime_nsec());
+        Ok(Self { dev: file.dev(), inode: file.ino(), size: file.len(), mtime_ns })
+    }
+}
+
+/// What `query-named-block-nodes` says of a node.
+#[derive(Clone, Debug, Deserialize)]
+struct Node {
+    #[serde(rename = "node-name", default)]
+    name: String,
+    file: String,
+    drv: String,
+    ro: bool,
+    image: Image,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Image {
+    #[serde(rename = "virtual-size", default)]
+    virtual_size: u64,
+}
+
+/// Finds the disks of a VM whose process sees files under `root`, and relative paths under `cwd`.
+pub(crate) fn find(qmp: &mut Qmp, process: &FileView) -> Result<Vec<Disk>, QmpError> {
+    let nodes = qmp.query("query-named-block-nodes")?;
+    let mut disks = images(nodes);
+    disks.iter_mut().for_each(|disk| disk.identity = process.identity(&disk.file));
+    Ok(disks)
+}
+
+/// One disk per image: the node of its format, or that of its file where no format stands above it. An image that is
+/// open twice counts once, and as writable if it is so once.
+fn images(nodes: Vec<Node>) -> Vec<Disk> {
+    let mut by_file: BTreeMap<String, Node> = BTreeMap::new();
+    for mut node in
+        nodes.into_iter().map(Node::with_plain_file).filter(|node| !node.file.is_empty())
+    {
+        match by_file.get_mut(&node.file) {
+            Some(known) if is_file(&node.drv) || !is_file(&known.drv) => known.ro &= node.ro,
+            known => {
+                node.ro &= known.is_none_or(|known| known.ro);
+                by_file.insert(node.file.clone(), node);
+            }
+        }
+    }
+    by_file.into_values().map(disk).collect()
+}
+
+impl Node {
+    /// Where options keep QEMU from naming an image by its path, it writes them out: `json:{"driver": "qcow2", "file":
+    /// {"driver": "file", "filename": "a.qcow2"}, ...}`. The path is in there.
+    fn with_plain_file(mut self) -> Self {
+        let options = self.file.strip_prefix("json:");
+        let options: Option<Value> = options.and_then(|json| serde_json::from_str(json).ok());
+        let path = options.as_ref().and_then(|options| options.pointer("/file/filename")?.as_str());
+        if let Some(path) = path {
+            self.file = path.to_owned();
+        }
+        self
+    }
+}
+
+fn is_file(driver: &str) -> bool {
+    FILE_DRIVERS.contains(&driver)
+}
+
+fn disk(node: Node) -> Disk {
+    let format = if is_file(&node.drv) { "raw".to_owned() } else { node.drv };
+    let (node, file, read_only, size) = (node.name, node.file, node.ro, node.image.virtual_size);
+    Disk { node, file, format, read_only, size, identity: None }
+}
+
+/// Files as the hypervisor sees them: it may have another root or working directory than Firn.
+#[derive(Clone, Debug)]
+pub(crate) struct FileView {
+    root: PathBuf,
+    cwd: PathBuf,
+}
+
+impl FileView {
+    /// The files of a process; those of Firn itself where the process is not known.
+    pub(crate) fn of(pid: Option<i32>) -> Self {
+        match pid {
+            Some(pid) => {
+                let proc = PathBuf::from(format!("/proc/{pid}"));
+                Self { root: proc.join("root"), cwd: proc.join("cwd") }
+            }
+            None => Self { root: "/".into(), cwd: ".".into() },
+        }
+    }
+
+    fn identity(&self, file: &str) -> Option<FileIdentity> {
+        let path = match file.strip_prefix('/') {
+            Some(inside) => self.root.join(inside),
+            None => self.cwd.join(file),
+        };
+        FileIdentity::of(&path).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nodes(json: serde_json::Value) -> Vec<Node> {
+        serde_json::from_value(json).unwrap()
+    }
+
+    fn node(name: &str, drv: &str, file: &str) -> serde_json::Value {
+        let image = serde_json::json!({ "virtual-size": 512, "filename": file });
+        serde_json::json!({ "node-name": name, "drv": drv, "file": file, "ro": false, "image": image })
+    }
+
+    #[test]
+    fn a_format_stands_for_its_file() {
+        let all = vec![
+            node("#block1", "file", "a.qcow2"),
+            node("#block2", "qcow2", "a.qcow2"),
+            node("#block3", "file", "b"),
+            node("n", "nbd", "nbd://host:10809/x"),
+            node("#block4", "file", "z"),
+            node("#block5", "qcow2", r#"json:{"driver": "qcow2", "file": {"filename": "z"}}"#),
+        ];
+        let disks = images(nodes(all.into()));
+        let seen: Vec<_> = disks.iter().map(|disk| (&*disk.node, &*disk.format)).collect();
+        let expected =
+            [("#block2", "qcow2"), ("#block3", "raw"), ("n", "nbd"), ("#block5", "qcow2")];
+        assert_eq!(seen, expected);
+    }
+
+    #[test]
+    fn an_image_that_is_open_twice_is_writable_if_it_is_so_once() {
+        let mut writable = node("#block2", "raw", "a");
+        writable["ro"] = false.into();
+        let mut all = vec![node("#block1", "file", "a"), writable];
+        all[0]["ro"] = true.into();
+        for _ in 0..2 {
+            let disks = images(nodes(all.clone().into()));
+            assert_eq!((disks.len(), disks[0].read_only), (1, false));
+            all.reverse();
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_written_to_has_another_identity() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        std::fs::write(&path, "one").unwrap();
+        let before = FileIdentity::of(&path).unwrap();
+        assert_eq!(FileIdentity::of(&path).unwrap(), before);
+        std::fs::write(&path, "three").unwrap();
+        assert_ne!(FileIdentity::of(&path).unwrap(), before);
+    }
+
+    #[test]
+    fn files_are_looked_up_where_the_process_sees_them() {
+        let me = FileView::of(Some(std::process::id() as i32));
+        assert!(me.identity("Cargo.toml").is_some(), "relative to the working directory");
+        assert!(me.identity("/proc/self/exe").is_some());
+        assert!(me.identity("nbd://host/x").is_none());
+    }
+}

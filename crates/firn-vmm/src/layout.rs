@@ -1,0 +1,301 @@
+//! Where guest RAM lies: in the guest's physical address space, and in the hypervisor's own.
+//!
+//! ```text
+//!   query-memdev      which backends there are, how large, shared or private
+//!   info mtree -f     which part of which backend the guest sees where          FlatView "memory"
+//!   info ramblock     every other block of memory: firmware, video, ACPI
+//!   gpa2hva           where each of them is mapped in the hypervisor
+//!
+//!   FlatView                                   RegionMap
+//!   0        - 0xc2fff     ram                 region ram   4.5 GiB
+//!   0xc3000  - 0xe7fff     ram (rom)    ==>    span gpa 0      -> page 0         2 GiB
+//!   0x100000 - 0x7fffffff  ram                 span gpa 4 GiB  -> page 0x80000   2.5 GiB
+//!   0x1'00000000 - ...     ram @0x80000000
+//! ```
+//!
+//! The chipset shows parts of low RAM write-protected (PAM) and hides others behind devices (the VGA window, SMRAM).
+//! They are RAM of the same backend all the same: the region holds all of it, the spans only what the guest sees now.
+
+use std::collections::BTreeMap;
+
+use firn_types::{GuestPhys, GuestSpan, HostVirt, PAGE_SIZE, Page, RegionMap, RegionMapError};
+use serde::Deserialize;
+use thiserror::Error;
+
+use crate::hmp::{self, FlatRange, FlatView, RamBlock, RangeKind};
+use crate::qmp::{Qmp, QmpError};
+
+/// All memory of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Guest RAM: its backends as regions, and what the guest sees where.
+    pub map: RegionMap,
+    /// Where each region of the map is mapped in the hypervisor, in the map's order.
+    pub locations: Vec<Location>,
+    /// Memory beside guest RAM.
+    pub aux: Vec<AuxRam>,
+}
+
+/// Where a RAM region is mapped in the hypervisor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// The region's id in the map.
+    pub id: String,
+    /// The address of its first byte.
+    pub hva: HostVirt,
+    /// Whether it is a shared mapping. QEMU's default RAM is private and anonymous.
+    pub shared: bool,
+}
+
+/// A block of memory that is not guest RAM: firmware, option ROMs, ACPI tables, video memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuxRam {
+    /// QEMU's name for the block.
+    pub id: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Where it is mapped in the hypervisor. QEMU 7.2 tells only while the guest has it mapped.
+    pub hva: Option<HostVirt>,
+    /// Whether QEMU fills it by itself when it starts and the guest cannot change it, so that no checkpoint needs it.
+    pub rom: bool,
+}
+
+/// Why the layout of guest RAM could not be found.
+#[derive(Debug, Error)]
+pub enum LayoutError {
+    /// A monitor command failed.
+    #[error("cannot ask QEMU where guest RAM lies")]
+    Qmp(#[from] QmpError),
+    /// `info mtree -f` shows no view named `memory`.
+    #[error("QEMU shows no address space named \"memory\"")]
+    NoView,
+    /// No backend is visible to the guest.
+    #[error("none of QEMU's {backends} memory backends is mapped as guest RAM")]
+    NoRam {
+        /// How many there are.
+        backends: usize,
+    },
+    /// QEMU tells no host address for a backend.
+    #[error("QEMU tells no host address for memory backend {id:?} (guest-physical {gpa})")]
+    NoHostAddress {
+        /// The backend.
+        id: String,
+        /// The address that was asked for.
+        gpa: GuestPhys,
+    },
+    /// The parts do not make a map.
+    #[error("QEMU's memory backends and its address space do not fit together")]
+    Map(#[from] RegionMapError),
+}
+
+/// What `query-memdev` says of a backend.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+struct Backend {
+    #[serde(default)]
+    id: Option<String>,
+    size: u64,
+    #[serde(default)]
+    share: bool,
+}
+
+/// A stretch of a backend that the guest sees, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stretch {
+    gpa: u64,
+    offset: u64,
+    bytes: u64,
+}
+
+/// A backend with what the guest sees of it.
+#[derive(Debug, PartialEq, Eq)]
+struct Ram {
+    id: String,
+    bytes: u64,
+    shared: bool,
+    stretches: Vec<Stretch>,
+}
+
+/// Finds the layout of a VM's memory.
+pub(crate) fn find(qmp: &mut Qmp) -> Result<Layout, LayoutError> {
+    let backends = backends(qmp)?;
+    let view = memory_view(&qmp.hmp("info mtree -f")?)?;
+    let blocks = hmp::parse_ramblock(&qmp.hmp("info ramblock")?);
+    let ram = guest_ram(&backends, &view, &blocks);
+    if ram.is_empty() {
+        return Err(LayoutError::NoRam { backends: backends.len() });
+    }
+    let locations = ram.iter().map(|ram| locate(qmp, ram)).collect::<Result<_, _>>()?;
+    let aux = aux_ram(qmp, &ram, &view, &blocks)?;
+    Ok(Layout { map: region_map(&ram)?, locations, aux })
+}
+
+fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, QmpError> {
+    qmp.query("query-memdev")
+}
+
+fn memory_view(printed: &str) -> Result<FlatView, LayoutError> {
+    let views = hmp::parse_mtree(printed);
+    views.into_iter().find(|view| view.is_of("memory")).ok_or(LayoutError::NoView)
+}
+
+/// The backends that are guest RAM, by the lowest address at which the guest sees them.
+fn guest_ram(backends: &[Backend], view: &FlatView, blocks: &[RamBlock]) -> Vec<Ram> {
+    let mut ram: Vec<Ram> = backends
+        .iter()
+        .filter_map(|backend| Some((backend.id.clone()?, backend.size, backend.share)))
+        .filter_map(|(id, bytes, shared)| Ram::seen(id, bytes, shared, view))
+        .collect();
+    if ram.is_empty() {
+        ram.extend(unnamed_ram(view, blocks));
+    }
+    ram.sort_by_key(|ram| ram.stretches.first().map(|stretch| stretch.gpa));
+    ram
+}
+
+/// RAM that no backend owns: the block at guest-physical 0.
+fn unnamed_ram(view: &FlatView, blocks: &[RamBlock]) -> Option<Ram> {
+    let lowest = view.ranges.iter().find(|range| range.first == 0 && is_ram(range))?;
+    let block = blocks.iter().find(|block| block.id == lowest.region)?;
+    Ram::seen(block.id.clone(), block.used_bytes, false, view)
+}
+
+impl Ram {
+    fn seen(id: String, bytes: u64, shared: bool, view: &FlatView) -> Option<Self> {
+        let ranges = view.ranges.iter().filter(|range| is_ram(range) && is_named(range, &id));
+        let stretches = merged(ranges);
+        (!stretches.is_empty()).then_some(Self { id, bytes, shared, stretches })
+    }
+}
+
+/// Guest RAM has priority 0; memory that a PCI device shows (`ivshmem`) has priority 1.
+fn is_ram(range: &FlatRange) -> bool {
+    range.priority == 0 && matches!(range.kind, RangeKind::Ram | RangeKind::Rom)
+}
+
+/// Machine types before 4.0 name a backend's memory by its full object path.
+fn is_named(range: &FlatRange, id: &str) -> bool {
+    range.region.strip_prefix("/objects/").unwrap_or(&range.region) == id
+}
+
+/// Neighbouring ranges joined, then cut down to whole pages.
+fn merged<'a>(ranges: impl Iterator<Item = &'a FlatRange>) -> Vec<Stretch> {
+    let mut stretches: Vec<Stretch> = Vec::new();
+    for range in ranges {
+        let bytes = (range.last - range.first).saturating_add(1);
+        let next = Stretch { gpa: range.first, offset: range.offset, bytes };
+        match stretches.last_mut().filter(|last| last.is_continued_by(&next)) {
+            Some(last) => last.bytes = last.bytes.saturating_add(bytes),
+            None => stretches.push(next),
+        }
+    }
+    stretches.into_iter().filter_map(Stretch::whole_pages).collect()
+}
+
+impl Stretch {
+    fn is_continued_by(&self, next: &Self) -> bool {
+        let gpa = self.gpa.checked_add(self.bytes);
+        let offset = self.offset.checked_add(self.bytes);
+        gpa == Some(next.gpa) && offset == Some(next.offset)
+    }
+
+    fn whole_pages(self) -> Option<Self> {
+        let page = PAGE_SIZE as u64;
+        let gpa = self.gpa.checked_next_multiple_of(page)?;
+        let skipped = gpa - self.gpa;
+        let bytes = self.bytes.checked_sub(skipped)? / page * page;
+        let offset = self.offset.checked_add(skipped)?;
+        (bytes > 0 && offset % page == 0).then_some(Self { gpa, offset, bytes })
+    }
+}
+
+fn region_map(ram: &[Ram]) -> Result<RegionMap, RegionMapError> {
+    let map = RegionMap::lay_out(ram.iter().map(|ram| (ram.id.as_str(), ram.bytes)))?;
+    let spans = ram
+        .iter()
+        .zip(map.regions())
+        .flat_map(|(ram, region)| ram.stretches.iter().map(|stretch| span(stretch, region.first)));
+    let spans = spans.collect::<Result<_, _>>()?;
+    map.with_spans(spans)
+}
+
+fn span(stretch: &Stretch, region_first: Page) -> Result<GuestSpan, RegionMapError> {
+    let pages = |bytes: u64| u32::try_from(bytes / PAGE_SIZE as u64).ok();
+    let page = pages(stretch.offset).and_then(|offset| region_first.0.checked_add(offset));
+    let gpa = GuestPhys(stretch.gpa);
+    match (page, pages(stretch.bytes)) {
+        (Some(page), Some(pages)) => Ok(GuestSpan { gpa, page: Page(page), pages }),
+        _ => Err(RegionMapError::Span { gpa, pages: u32::MAX }),
+    }
+}
+
+fn locate(qmp: &mut Qmp, ram: &Ram) -> Result<Location, LayoutError> {
+    let gpa = GuestPhys(ram.stretches[0].gpa);
+    let hva = host_address(qmp, gpa)?
+        .and_then(|hva| hva.0.checked_sub(ram.stretches[0].offset))
+        .ok_or_else(|| LayoutError::NoHostAddress { id: ram.id.clone(), gpa })?;
+    Ok(Location { id: ram.id.clone(), hva: HostVirt(hva), shared: ram.shared })
+}
+
+fn host_address(qmp: &mut Qmp, gpa: GuestPhys) -> Result<Option<HostVirt>, QmpError> {
+    Ok(hmp::parse_hva(&qmp.hmp(&format!("gpa2hva {:#x}", gpa.0))?))
+}
+
+fn aux_ram(
+    qmp: &mut Qmp,
+    ram: &[Ram],
+    view: &FlatView,
+    blocks: &[RamBlock],
+) -> Result<Vec<AuxRam>, QmpError> {
+    let is_guest_ram = |block: &RamBlock| {
+        let id = block.id.strip_prefix("/objects/").unwrap_or(&block.id);
+        ram.iter().any(|ram| ram.id == id)
+    };
+    let aux = blocks.iter().filter(|block| !is_guest_ram(block));
+    let mapped = ranges_by_block(view, blocks);
+    aux.map(|block| {
+        let ranges = mapped.get(block.id.as_str()).map_or(&[][..], Vec::as_slice);
+        let hva = match (block.hva, ranges.first()) {
+            (None, Some(range)) => host_address(qmp, GuestPhys(range.first))?
+                .and_then(|hva| hva.0.checked_sub(range.offset))
+                .map(HostVirt),
+            (hva, _) => hva,
+        };
+        let rom = is_rebuilt(&block.id) && !ranges.iter().any(|range| range.kind == RangeKind::Ram);
+        Ok(AuxRam { id: block.id.clone(), bytes: block.used_bytes, hva, rom })
+    })
+    .collect()
+}
+
+/// The ranges at which the guest sees each block. A block is named `DEVICE/REGION`, or `REGION` where no device owns
+/// it; a region name that fits several blocks fits none.
+fn ranges_by_block<'a>(
+    view: &'a FlatView,
+    blocks: &'a [RamBlock],
+) -> BTreeMap<&'a str, Vec<&'a FlatRange>> {
+    let mut mapped: BTreeMap<&str, Vec<&FlatRange>> = BTreeMap::new();
+    for range in view.ranges.iter().filter(|range| range.kind != RangeKind::Other) {
+        let mut owners = blocks.iter().filter(|block| owns(block, &range.region));
+        if let (Some(owner), None) = (owners.next(), owners.next()) {
+            mapped.entry(&owner.id).or_default().push(range);
+        }
+    }
+    mapped
+}
+
+fn owns(block: &RamBlock, region: &str) -> bool {
+    block.id == region || block.id.strip_suffix(region).is_some_and(|device| device.ends_with('/'))
+}
+
+/// Whether QEMU fills a block of this name from files or tables of its own when it starts: firmware, option ROMs,
+/// tables handed over by `fw_cfg`, and flash, which lives on a drive.
+fn is_rebuilt(id: &str) -> bool {
+    let name = id.rsplit('/').next().unwrap_or(id);
+    id.starts_with("/rom@")
+        || matches!(name, "pc.bios" | "pc.rom" | "isa-bios")
+        || name.ends_with(".rom")
+        || name.starts_with("system.flash")
+}
+
+#[cfg(test)]
+#[path = "layout_tests.rs"]
+mod tests;

@@ -1,0 +1,35 @@
+//! The hypervisor, controlled from outside: QEMU, unmodified, over its monitor.
+//!
+//! ```text
+//!   command_line   a user's own QEMU arguments, plus shared RAM and a monitor
+//!   launch         starts it, in a session of its own
+//!   qmp            talks to it          hmp   reads what only the human monitor prints
+//!   layout         where guest RAM lies: guest-physical, and in QEMU's address space
+//!   device_state   devices and vCPUs, out of one QEMU and into another
+//!   disks          which files its disks are, and whether they still are the same
+//!   vm             all of it as one VM
+//! ```
+//!
+//! Whatever QEMU says is input from outside: lines have a longest length, waits have an end, numbers are checked, and
+//! an error names the command it belongs to. Page faults and guest memory itself are other crates' concern.
+
+#![forbid(unsafe_code)]
+
+pub mod command_line;
+mod device_state;
+mod disks;
+pub mod hmp;
+mod launch;
+pub mod layout;
+pub mod qmp;
+mod version;
+mod vm;
+mod wait;
+
+pub use device_state::{DeviceStateError, STATE_BYTES_MAX};
+pub use disks::{Disk, FileIdentity};
+pub use launch::{LaunchError, Launched, launch, log_tail};
+pub use layout::{AuxRam, Layout, LayoutError, Location};
+pub use qmp::{Qmp, QmpError};
+pub use version::{Number, Version};
+pub use vm::{Accel, Balloon, PageTableRoot, RunState, TIMEOUT, Vcpu, Vm};

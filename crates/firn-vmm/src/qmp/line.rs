@@ -1,0 +1,92 @@
+//! Lines out of a byte stream, with a limit and a deadline.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::Instant;
+
+use rustix::net::RecvFlags;
+
+use super::error::QmpError;
+use crate::wait::readable;
+
+/// The longest line Firn reads from QEMU, in bytes. `query-named-block-nodes` of a VM with hundreds of disks and
+/// `info registers -a` of one with hundreds of vCPUs stay below a tenth of it.
+pub const LINE_BYTES_MAX: usize = 16 << 20;
+
+/// How much is asked of the socket at once, in bytes.
+const READ_BYTES: usize = 64 << 10;
+
+/// What has been read and not yet handed out.
+#[derive(Debug, Default)]
+pub(super) struct Lines {
+    buffer: Vec<u8>,
+    /// The line handed out last ends here; it is dropped when the next one is asked for.
+    consumed: usize,
+    /// Up to here the buffer has been searched for a newline.
+    searched: usize,
+}
+
+/// Why there is no next line.
+#[derive(Debug)]
+pub(super) enum End {
+    Closed,
+    TimedOut { waited_ms: u128 },
+    TooLong,
+    Io(io::Error),
+}
+
+impl End {
+    pub(super) fn during(self, command: &str) -> QmpError {
+        let command = command.to_owned();
+        match self {
+            Self::Closed => QmpError::Closed { command },
+            Self::TimedOut { waited_ms } => QmpError::TimedOut { command, waited_ms },
+            Self::TooLong => QmpError::LineTooLong { command, limit_bytes: LINE_BYTES_MAX },
+            Self::Io(source) => QmpError::Io { command, source },
+        }
+    }
+}
+
+impl Lines {
+    /// The next line, without its end. Blocks until it is complete or `deadline` has passed.
+    pub(super) fn next(&mut self, from: impl AsFd, deadline: Instant) -> Result<&[u8], End> {
+        let begun = Instant::now();
+        self.buffer.drain(..self.consumed);
+        self.searched -= self.consumed;
+        self.consumed = 0;
+        loop {
+            if let Some(end) = self.newline() {
+                self.consumed = end + 1;
+                self.searched = self.consumed;
+                return Ok(self.buffer[..end].trim_ascii_end());
+            }
+            if self.buffer.len() >= LINE_BYTES_MAX {
+                return Err(End::TooLong);
+            }
+            if !readable(&from, deadline).map_err(End::Io)? {
+                return Err(End::TimedOut { waited_ms: begun.elapsed().as_millis() });
+            }
+            self.fill(&from)?;
+        }
+    }
+
+    fn newline(&mut self) -> Option<usize> {
+        let fresh = &self.buffer[self.searched..];
+        let found = fresh.iter().position(|&byte| byte == b'\n').map(|at| self.searched + at);
+        if found.is_none() {
+            self.searched = self.buffer.len();
+        }
+        found
+    }
+
+    fn fill(&mut self, from: &impl AsFd) -> Result<(), End> {
+        self.buffer.reserve(READ_BYTES);
+        let space = rustix::buffer::spare_capacity(&mut self.buffer);
+        match rustix::net::recv(from, space, RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => Err(End::Closed),
+            Ok(_) | Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => Ok(()),
+            Err(rustix::io::Errno::CONNRESET) => Err(End::Closed),
+            Err(errno) => Err(End::Io(errno.into())),
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! A small QMP client: one connection, one thread, every wait bounded.
+//!
+//! ```text
+//!   Firn                                   QEMU
+//!        <--- greeting ---------------------
+//!        ---- qmp_capabilities, id 1 ------>
+//!        <--- return, id 1 -----------------
+//!        ---- stop, id 2;  save, id 3 ----->      several commands may be sent at once;
+//!        <--- event STOP -------------------      QEMU runs them in order
+//!        <--- return, id 2 -----------------
+//!        <--- return, id 3 -----------------
+//! ```
+//!
+//! Every command carries an id, so that the late answer of a command that timed out is never taken for the answer of
+//! the next one. Events that arrive in between are kept, up to a limit, for [`Qmp::wait_event`].
+
+mod error;
+mod line;
+mod reply;
+
+use std::collections::VecDeque;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType,
+};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+pub use error::QmpError;
+pub use line::LINE_BYTES_MAX;
+pub use reply::{Event, Reply, ReplyError, parse_reply};
+
+use crate::wait::writable;
+use line::{End, Lines};
+
+/// Events kept for [`Qmp::wait_event`]; older ones are forgotten.
+const EVENTS_MAX: usize = 256;
+
+/// How long to wait before looking again for a monitor socket that is not there yet.
+const CONNECT_AGAIN: Duration = Duration::from_millis(2);
+
+/// A connection to QEMU's monitor.
+#[derive(Debug)]
+pub struct Qmp {
+    stream: UnixStream,
+    lines: Lines,
+    next_id: u64,
+    events: VecDeque<Event>,
+    timeout: Duration,
+}
+
+/// A command that was sent and whose answer is still to come.
+#[derive(Debug)]
+#[must_use = "its answer is still to come"]
+pub struct Sent {
+    id: u64,
+    command: String,
+}
+
+impl Qmp {
+    /// Connects to the monitor at `path` and negotiates. `timeout` bounds this and, later, each command.
+    pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
+        Self::connect_started(path, timeout, || false)
+    }
+
+    /// [`Self::connect`] to a QEMU that has just been started: while there is no socket yet and `alive` says that
+    /// there still may be one, it is tried again until `timeout` has passed.
+    pub fn connect_started(
+        path: &Path,
+        timeout: Duration,
+        alive: impl FnMut() -> bool,
+    ) -> Result<Self, QmpError> {
+        let stream = connect_stream(path, Instant::now() + timeout, alive)
+            .map_err(|errno| QmpError::Connect { path: path.to_owned(), source: errno.into() })?;
+        Self::negotiate(stream, timeout)
+    }
+
+    /// Takes a socket that is connected to a monitor already, and negotiates.
+    pub fn negotiate(stream: UnixStream, timeout: Duration) -> Result<Self, QmpError> {
+        let lines = Lines::default();
+        let mut qmp = Self { stream, lines, next_id: 1, events: VecDeque::new(), timeout };
+        qmp.greeting()?;
+        qmp.execute("qmp_capabilities", Value::Null)?;
+        Ok(qmp)
+    }
+
+    fn greeting(&mut self) -> Result<(), QmpError> {
+        match self.reply("connect", Instant::now() + self.timeout)? {
+            Reply::Greeting => Ok(()),
+            _ => Err(QmpError::unexpected("connect", "no QMP greeting")),
+        }
+    }
+
+    /// How long each command may take.
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Changes how long each command may take.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// The socket, for its peer's credentials.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    /// Runs a command and returns its answer. `arguments` is an object, or `Null` for none.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let sent = self.send(command, arguments)?;
+        self.answer(sent)
+    }
+
+    /// Runs a command without arguments and reads its answer as `T`.
+    pub fn query<T: DeserializeOwned>(&mut self, command: &str) -> Result<T, QmpError> {
+        let answer = self.execute(command, Value::Null)?;
+        T::deserialize(answer).map_err(|error| QmpError::unexpected(command, error.to_string()))
+    }
+
+    /// Runs a command that takes a file descriptor beside it (`getfd`, `add-fd`).
+    pub fn execute_with_fd(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: BorrowedFd<'_>,
+    ) -> Result<Value, QmpError> {
+        let sent = self.send_with(command, arguments, &[fd])?;
+        self.answer(sent)
+    }
+
+    /// Gives QEMU a copy of `fd` under a name, for one later command that takes `fd:NAME`.
+    pub fn send_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
+        self.execute_with_fd("getfd", json!({ "fdname": name }), fd).map(drop)
+    }
+
+    /// Runs a line of the human monitor and returns what it prints.
+    pub fn hmp(&mut self, line: &str) -> Result<String, QmpError> {
+        match self.execute("human-monitor-command", json!({ "command-line": line })) {
+            Ok(Value::String(printed)) => Ok(printed),
+            Ok(_) => Err(QmpError::unexpected(line, "no text")),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Sends a command without waiting: what a pause wants is one write, then the answers.
+    pub fn send(&mut self, command: &str, arguments: Value) -> Result<Sent, QmpError> {
+        self.send_with(command, arguments, &[])
+    }
+
+    fn send_with(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<Sent, QmpError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut line = json!({ "execute": command, "id": id });
+        if !arguments.is_null() {
+            line["arguments"] = arguments;
+        }
+        let line = format!("{line}\n");
+        let deadline = Instant::now() + self.timeout;
+        match write_all(&self.stream, line.as_bytes(), fds, deadline) {
+            Ok(true) => Ok(Sent { id, command: command.to_owned() }),
+            Ok(false) => Err(End::TimedOut { waited_ms: self.timeout.as_millis() }.during(command)),
+            Err(rustix::io::Errno::PIPE) => Err(End::Closed.during(command)),
+            Err(errno) => Err(End::Io(errno.into()).during(command)),
+        }
+    }
+
+    /// Waits for the answer to a command that was sent.
+    pub fn answer(&mut self, sent: Sent) -> Result<Value, QmpError> {
+        let deadline = Instant::now() + self.timeout;
+        loop {
+            match self.reply(&sent.command, deadline)? {
+                Reply::Event(event) => self.keep(event),
+                Reply::Return { id: Some(id), value } if id == sent.id => return Ok(value),
+                Reply::Error { id: Some(id), class, desc } if id == sent.id => {
+                    return Err(QmpError::Refused { command: sent.command, class, desc });
+                }
+                Reply::Error { id: None, class, desc } => {
+                    return Err(QmpError::Refused { command: sent.command, class, desc });
+                }
+                late => tracing::debug!(?late, "an answer nobody waits for"),
+            }
+        }
+    }
+
+    /// Waits until an event of this name arrives for which `wanted` is true, and returns it. Events that came before
+    /// count, once each. `None` when `timeout` has passed.
+    pub fn wait_event(
+        &mut self,
+        name: &str,
+        timeout: Duration,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> Result<Option<Event>, QmpError> {
+        let fits = |event: &Event| event.name == name && wanted(&event.data);
+        if let Some(at) = self.events.iter().position(fits) {
+            return Ok(self.events.remove(at));
+        }
+        let deadline = Instant::now() + timeout;
+        loop {
+            match self.reply(name, deadline) {
+                Ok(Reply::Event(event)) if fits(&event) => return Ok(Some(event)),
+                Ok(Reply::Event(event)) => self.keep(event),
+                Ok(late) => tracing::debug!(?late, "an answer nobody waits for"),
+                Err(QmpError::TimedOut { .. }) => return Ok(None),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Takes the events that came so far.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.events.drain(..).collect()
+    }
+
+    fn keep(&mut self, event: Event) {
+        if self.events.len() == EVENTS_MAX {
+            self.events.pop_front();
+        }
+        self.events.push_back(event);
+    }
+
+    fn reply(&mut self, command: &str, deadline: Instant) -> Result<Reply, QmpError> {
+        let line = self.lines.next(&self.stream, deadline).map_err(|end| end.during(command))?;
+        parse_reply(line).map_err(|source| QmpError::Reply { command: command.to_owned(), source })
+    }
+}
+
+/// Connects without ever blocking: a monitor whose backlog is full, because QEMU is stuck or has another client,
+/// answers `EAGAIN` to this and nothing at all to a plain `connect`.
+fn connect_stream(
+    path: &Path,
+    deadline: Instant,
+    mut alive: impl FnMut() -> bool,
+) -> rustix::io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    loop {
+        let wait = match rustix::net::connect(&socket, &address) {
+            Ok(()) => return Ok(socket.into()),
+            Err(errno @ Errno::AGAIN) => (errno, true),
+            Err(errno @ (Errno::NOENT | Errno::CONNREFUSED)) => (errno, alive()),
+            Err(errno) => return Err(errno),
+        };
+        match wait {
+            (_, true) if Instant::now() < deadline => std::thread::sleep(CONNECT_AGAIN),
+            (errno, _) => return Err(errno),
+        }
+    }
+}
+
+/// Writes all of `bytes`; `fds` travel with the first of them. `false` when the deadline has passed. A dead peer is
+/// `EPIPE`, never a signal.
+fn write_all(
+    stream: &UnixStream,
+    mut bytes: &[u8],
+    mut fds: &[BorrowedFd<'_>],
+    deadline: Instant,
+) -> Result<bool, Errno> {
+    while !bytes.is_empty() {
+        match send_some(stream, bytes, fds) {
+            Ok(sent) => (bytes, fds) = (&bytes[sent..], &[]),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => match writable(stream, deadline) {
+                Ok(true) => {}
+                Ok(false) => return Ok(false),
+                Err(error) => return Err(Errno::from_io_error(&error).unwrap_or(Errno::IO)),
+            },
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(true)
+}
+
+fn send_some(
+    stream: &UnixStream,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> rustix::io::Result<usize> {
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    if fds.is_empty() {
+        return rustix::net::send(stream, bytes, flags);
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::INVAL);
+    }
+    rustix::net::sendmsg(stream, &[io::IoSlice::new(bytes)], &mut control, flags)
+}

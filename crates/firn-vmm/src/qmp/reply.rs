@@ -1,0 +1,155 @@
+//! One line of QMP, read without trusting it.
+//!
+//! QEMU is the monitor's server, but a guest that broke out of its sandbox speaks through it too, and an attached
+//! path may belong to anything. So a line is bytes until it has become one of four things:
+//!
+//! ```text
+//!   {"QMP": {"version": ...}}                              greeting
+//!   {"return": VALUE, "id": N}                             success of command N
+//!   {"error": {"class": C, "desc": D}, "id": N}            failure of command N
+//!   {"event": NAME, "data": VALUE, "timestamp": ...}       event
+//! ```
+//!
+//! Source: QEMU `docs/interop/qmp-spec`, sections 2.2 to 2.5.
+
+use serde_json::{Map, Value};
+use thiserror::Error;
+
+/// What QEMU said in one line.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Reply {
+    /// The first line after connecting.
+    Greeting,
+    /// A command succeeded.
+    Return {
+        /// The command's id; `None` if the command was sent without one.
+        id: Option<u64>,
+        /// What it returned.
+        value: Value,
+    },
+    /// A command failed.
+    Error {
+        /// The command's id; `None` if the command was sent without one or could not be read.
+        id: Option<u64>,
+        /// QEMU's error class, such as `GenericError` or `CommandNotFound`.
+        class: String,
+        /// QEMU's own words.
+        desc: String,
+    },
+    /// Something happened, unasked.
+    Event(Event),
+}
+
+/// An event, such as `STOP` or `MIGRATION`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// Its name, in capitals.
+    pub name: String,
+    /// Its data; `Null` if it has none.
+    pub data: Value,
+}
+
+/// Why a line is not QMP.
+#[derive(Debug, Error)]
+pub enum ReplyError {
+    /// It is not a JSON value.
+    #[error("line of {bytes} bytes is not JSON")]
+    Json {
+        /// Length of the line.
+        bytes: usize,
+        /// What the JSON parser found.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// It is JSON, but none of the four forms.
+    #[error("line of {bytes} bytes is neither a greeting, a reply nor an event")]
+    Shape {
+        /// Length of the line.
+        bytes: usize,
+    },
+}
+
+/// Reads one line, without its newline.
+pub fn parse_reply(line: &[u8]) -> Result<Reply, ReplyError> {
+    let bytes = line.len();
+    let value =
+        serde_json::from_slice(line).map_err(|source| ReplyError::Json { bytes, source })?;
+    let Value::Object(object) = value else { return Err(ReplyError::Shape { bytes }) };
+    shape(object).ok_or(ReplyError::Shape { bytes })
+}
+
+fn shape(mut object: Map<String, Value>) -> Option<Reply> {
+    let id = object.get("id").and_then(Value::as_u64);
+    if let Some(value) = object.remove("return") {
+        return Some(Reply::Return { id, value });
+    }
+    if let Some(error) = object.get("error") {
+        return Some(Reply::Error { id, class: text(error, "class")?, desc: text(error, "desc")? });
+    }
+    if let Some(name) = object.get("event") {
+        let name = name.as_str()?.to_owned();
+        let data = object.remove("data").unwrap_or(Value::Null);
+        return Some(Reply::Event(Event { name, data }));
+    }
+    object.contains_key("QMP").then_some(Reply::Greeting)
+}
+
+fn text(value: &Value, key: &str) -> Option<String> {
+    Some(value.get(key)?.as_str()?.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    #[test]
+    fn reads_the_four_forms() {
+        let line = br#"{"QMP": {"version": {"qemu": {"major": 7}}, "capabilities": ["oob"]}}"#;
+        assert_eq!(parse_reply(line).unwrap(), Reply::Greeting);
+
+        let line = br#"{"return": {"running": true}, "id": 7}"#;
+        let value = json!({"running": true});
+        assert_eq!(parse_reply(line).unwrap(), Reply::Return { id: Some(7), value });
+
+        let line = br#"{"error": {"class": "GenericError", "desc": "no"}}"#;
+        let failed = Reply::Error { id: None, class: "GenericError".into(), desc: "no".into() };
+        assert_eq!(parse_reply(line).unwrap(), failed);
+
+        let line = br#"{"timestamp": {"seconds": 1}, "event": "STOP"}"#;
+        let stop = Event { name: "STOP".into(), data: Value::Null };
+        assert_eq!(parse_reply(line).unwrap(), Reply::Event(stop));
+    }
+
+    #[test]
+    fn says_what_is_wrong_with_a_line() {
+        let message = |line: &[u8]| parse_reply(line).unwrap_err().to_string();
+        assert_eq!(message(b"nonsense"), "line of 8 bytes is not JSON");
+        assert_eq!(message(b"[1]"), "line of 3 bytes is neither a greeting, a reply nor an event");
+        assert_eq!(
+            message(br#"{"error": 1}"#),
+            "line of 12 bytes is neither a greeting, a reply nor an event"
+        );
+    }
+
+    #[test]
+    fn deep_nesting_is_an_error_and_not_a_stack_overflow() {
+        let line = "[".repeat(1 << 20);
+        assert!(matches!(parse_reply(line.as_bytes()), Err(ReplyError::Json { .. })));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_reply_or_an_error(line in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = parse_reply(&line);
+        }
+
+        #[test]
+        fn an_error_comes_back_word_for_word(desc in ".*", id in any::<u64>()) {
+            let line = json!({"error": {"class": "GenericError", "desc": desc}, "id": id}).to_string();
+            let expected = Reply::Error { id: Some(id), class: "GenericError".into(), desc };
+            prop_assert_eq!(parse_reply(line.as_bytes()).unwrap(), expected);
+        }
+    }
+}

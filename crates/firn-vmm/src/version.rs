@@ -1,0 +1,54 @@
+//! QEMU's version.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// QEMU's version, as `query-version` tells it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Version {
+    /// The number.
+    pub qemu: Number,
+    /// The distribution's own version; empty for a plain build.
+    #[serde(default)]
+    pub package: String,
+}
+
+/// The number of a QEMU release. Ordered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Number {
+    /// Such as 7.
+    pub major: u32,
+    /// Such as 2.
+    pub minor: u32,
+    /// Such as 22.
+    pub micro: u32,
+}
+
+impl Version {
+    /// Whether this is release `major.minor` or later.
+    pub fn at_least(&self, major: u32, minor: u32) -> bool {
+        (self.qemu.major, self.qemu.minor) >= (major, minor)
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Number { major, minor, micro } = self.qemu;
+        write!(f, "{major}.{minor}.{micro}")?;
+        if self.package.is_empty() { Ok(()) } else { write!(f, " ({})", self.package) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_and_prints_what_qemu_says() {
+        let said = r#"{"qemu": {"micro": 22, "minor": 2, "major": 7}, "package": "Debian 1:7.2"}"#;
+        let version: Version = serde_json::from_str(said).unwrap();
+        assert_eq!(version.to_string(), "7.2.22 (Debian 1:7.2)");
+        assert!(version.at_least(7, 2) && version.at_least(6, 9) && !version.at_least(9, 1));
+    }
+}

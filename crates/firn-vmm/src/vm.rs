@@ -1,0 +1,258 @@
+//! One VM, controlled over its monitor.
+
+use std::path::Path;
+use std::time::Duration;
+
+use firn_types::{GuestPhys, Tid, VcpuId};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::device_state::{self, DeviceStateError, StateFile};
+use crate::disks::{self, Disk, FileView};
+use crate::hmp;
+use crate::layout::{self, Layout, LayoutError};
+use crate::qmp::{Qmp, QmpError};
+use crate::version::Version;
+
+/// How long a monitor command may take unless told otherwise. `stop` waits for disks to be flushed.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A running QEMU.
+#[derive(Debug)]
+pub struct Vm {
+    qmp: Qmp,
+    version: Version,
+    state_file: Option<StateFile>,
+}
+
+/// Whether the VM runs, in QEMU's words.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunState {
+    /// Whether vCPUs run.
+    pub running: bool,
+    /// QEMU's name for the state, such as `running`, `paused`, `inmigrate`.
+    pub status: String,
+}
+
+/// A vCPU and the thread that runs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub struct Vcpu {
+    /// Its number.
+    #[serde(rename = "cpu-index")]
+    pub id: VcpuId,
+    /// Its thread, in QEMU's PID namespace.
+    #[serde(rename = "thread-id")]
+    pub tid: Tid,
+}
+
+/// The root of a page table that a vCPU used when it was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PageTableRoot {
+    /// The vCPU.
+    pub vcpu: VcpuId,
+    /// Where the top-level table lies.
+    pub gpa: GuestPhys,
+    /// 4 or 5.
+    pub levels: u8,
+}
+
+/// What runs the vCPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accel {
+    /// The kernel's virtual machine monitor.
+    Kvm,
+    /// QEMU's own translator.
+    Tcg,
+}
+
+/// The memory balloon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub struct Balloon {
+    /// RAM that is left to the guest, in bytes.
+    #[serde(rename = "actual")]
+    pub actual_bytes: u64,
+}
+
+#[derive(Debug, Deserialize)]
+struct Migration {
+    #[serde(rename = "blocked-reasons", default)]
+    blocked_reasons: Vec<String>,
+}
+
+impl Vm {
+    /// Connects to the monitor at `qmp_path`.
+    pub fn connect(qmp_path: &Path) -> Result<Self, QmpError> {
+        Self::with_qmp(Qmp::connect(qmp_path, TIMEOUT)?)
+    }
+
+    /// Connects to a QEMU that has just been started and may still have to make its socket. Gives up early once
+    /// `alive` is false: it has died then, and its log says why.
+    pub fn connect_started(qmp_path: &Path, alive: impl FnMut() -> bool) -> Result<Self, QmpError> {
+        Self::with_qmp(Qmp::connect_started(qmp_path, TIMEOUT, alive)?)
+    }
+
+    /// Takes a monitor connection.
+    pub fn with_qmp(mut qmp: Qmp) -> Result<Self, QmpError> {
+        let version = qmp.query("query-version")?;
+        Ok(Self { qmp, version, state_file: None })
+    }
+
+    /// The monitor connection, for what this type has no method for.
+    pub fn qmp(&mut self) -> &mut Qmp {
+        &mut self.qmp
+    }
+
+    /// QEMU's version.
+    pub fn version(&self) -> &Version {
+        &self.version
+    }
+
+    /// Whether the VM runs.
+    pub fn status(&mut self) -> Result<RunState, QmpError> {
+        self.qmp.query("query-status")
+    }
+
+    /// Stops all vCPUs. On return none runs, and block devices are drained and flushed.
+    pub fn stop(&mut self) -> Result<(), QmpError> {
+        self.qmp.execute("stop", Value::Null).map(drop)
+    }
+
+    /// Lets the vCPUs run.
+    pub fn cont(&mut self) -> Result<(), QmpError> {
+        self.qmp.execute("cont", Value::Null).map(drop)
+    }
+
+    /// Ends the VM. A QEMU that dies before it has answered counts as ended.
+    pub fn quit(&mut self) -> Result<(), QmpError> {
+        match self.qmp.execute("quit", Value::Null) {
+            Ok(_) | Err(QmpError::Closed { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The vCPUs and their threads.
+    pub fn vcpus(&mut self) -> Result<Vec<Vcpu>, QmpError> {
+        self.qmp.query("query-cpus-fast")
+    }
+
+    /// What runs the vCPUs.
+    pub fn accel(&mut self) -> Result<Accel, QmpError> {
+        let kvm = self.qmp.execute("query-kvm", Value::Null)?;
+        let enabled = kvm.get("enabled").and_then(Value::as_bool).unwrap_or(false);
+        Ok(if enabled { Accel::Kvm } else { Accel::Tcg })
+    }
+
+    /// The machine type with its version, such as `pc-q35-7.2`.
+    pub fn machine_type(&mut self) -> Result<String, QmpError> {
+        let arguments = serde_json::json!({ "path": "/machine", "property": "type" });
+        let class = self.qmp.execute("qom-get", arguments)?;
+        let class = class.as_str().ok_or_else(|| QmpError::unexpected("qom-get", "no text"))?;
+        Ok(class.strip_suffix("-machine").unwrap_or(class).to_owned())
+    }
+
+    /// The balloon; `None` if the VM has none.
+    pub fn balloon(&mut self) -> Result<Option<Balloon>, QmpError> {
+        match self.qmp.query("query-balloon") {
+            Ok(balloon) => Ok(Some(balloon)),
+            Err(error) if error.has_class("DeviceNotActive") => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The process at the other end of the monitor socket. `None` if it has a vCPU thread of no such process: then
+    /// somebody else made the socket and handed it over.
+    pub fn pid(&mut self) -> Result<Option<i32>, QmpError> {
+        let peer = rustix::net::sockopt::socket_peercred(self.qmp.socket());
+        let Ok(pid) = peer.map(|peer| peer.pid.as_raw_nonzero().get()) else { return Ok(None) };
+        let vcpus = self.vcpus()?;
+        let is_thread =
+            |vcpu: &Vcpu| Path::new(&format!("/proc/{pid}/task/{}", vcpu.tid.0)).exists();
+        Ok(vcpus.iter().any(is_thread).then_some(pid))
+    }
+
+    /// The images the VM has open, and what identifies them.
+    pub fn disks(&mut self) -> Result<Vec<Disk>, QmpError> {
+        let process = FileView::of(self.pid()?);
+        disks::find(&mut self.qmp, &process)
+    }
+
+    /// Why QEMU would not migrate this VM: devices whose state it cannot carry, CPU features it must not. What is
+    /// named here cannot be checkpointed either, whether or not saving device state succeeds.
+    pub fn blockers(&mut self) -> Result<Vec<String>, QmpError> {
+        let migration: Migration = self.qmp.query("query-migrate")?;
+        Ok(migration.blocked_reasons)
+    }
+
+    /// Where all memory of the VM lies.
+    pub fn layout(&mut self) -> Result<Layout, LayoutError> {
+        layout::find(&mut self.qmp)
+    }
+
+    /// The page tables the vCPUs use now, of those in long mode.
+    pub fn page_table_roots(&mut self) -> Result<Vec<PageTableRoot>, QmpError> {
+        let vcpus = hmp::parse_registers(&self.qmp.hmp("info registers -a")?);
+        let root = |(vcpu, registers): (VcpuId, hmp::VcpuRegisters)| {
+            Some(PageTableRoot { vcpu, gpa: registers.root(), levels: registers.levels()? })
+        };
+        Ok(vcpus.into_iter().filter_map(root).collect())
+    }
+
+    /// Gives QEMU the file it will save device state to, so that [`Self::save_device_state`] has less to do while the
+    /// VM is paused. Calling it twice does nothing.
+    pub fn prepare_save(&mut self) -> Result<(), DeviceStateError> {
+        if self.state_file.is_none() {
+            self.state_file = Some(StateFile::hand_over(&mut self.qmp)?);
+        }
+        Ok(())
+    }
+
+    /// Saves the state of every device and vCPU, without RAM. The VM must be stopped and stays so.
+    pub fn save_device_state(&mut self) -> Result<Vec<u8>, DeviceStateError> {
+        self.with_state_file(|qmp, file| {
+            let save = file.ask(qmp)?;
+            qmp.answer(save)?;
+            file.read()
+        })
+    }
+
+    /// [`Self::stop`] and [`Self::save_device_state`] in one round trip. On an error the VM may be stopped.
+    pub fn stop_and_save_device_state(&mut self) -> Result<Vec<u8>, DeviceStateError> {
+        self.with_state_file(|qmp, file| {
+            let stop = qmp.send("stop", Value::Null)?;
+            let save = file.ask(qmp)?;
+            qmp.answer(stop)?;
+            qmp.answer(save)?;
+            file.read()
+        })
+    }
+
+    fn with_state_file(
+        &mut self,
+        save: impl FnOnce(&mut Qmp, &StateFile) -> Result<Vec<u8>, DeviceStateError>,
+    ) -> Result<Vec<u8>, DeviceStateError> {
+        let file = match self.state_file.take() {
+            Some(file) => file,
+            None => StateFile::hand_over(&mut self.qmp)?,
+        };
+        let state = save(&mut self.qmp, &file);
+        self.state_file = Some(file);
+        state
+    }
+
+    /// Takes back what [`Self::prepare_save`] gave. Call it while the VM runs; otherwise QEMU keeps its copy of the
+    /// descriptor until the connection ends.
+    pub fn finish_save(&mut self) -> Result<(), DeviceStateError> {
+        match self.state_file.take() {
+            Some(file) => file.take_back(&mut self.qmp),
+            None => Ok(()),
+        }
+    }
+
+    /// Loads device state into a QEMU that was started with `-S -incoming defer` and
+    /// `-global migration.send-configuration=off`. On return the VM is loaded and stopped.
+    pub fn load_device_state(&mut self, state: &[u8]) -> Result<(), DeviceStateError> {
+        let says_why = self.version.at_least(9, 1);
+        device_state::load(&mut self.qmp, state, says_why)
+    }
+}

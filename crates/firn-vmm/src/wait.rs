@@ -1,0 +1,30 @@
+//! Waiting for a descriptor, never longer than until a deadline.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// Waits until there is something to read. `false` when the deadline has passed.
+pub(crate) fn readable(fd: impl AsFd, deadline: Instant) -> io::Result<bool> {
+    ready(fd, PollFlags::IN, deadline)
+}
+
+/// Waits until there is room to write. `false` when the deadline has passed.
+pub(crate) fn writable(fd: impl AsFd, deadline: Instant) -> io::Result<bool> {
+    ready(fd, PollFlags::OUT, deadline)
+}
+
+fn ready(fd: impl AsFd, what: PollFlags, deadline: Instant) -> io::Result<bool> {
+    let mut fds = [PollFd::new(&fd, what)];
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut fds, Some(&left)) {
+            Ok(ready) => return Ok(ready > 0),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}

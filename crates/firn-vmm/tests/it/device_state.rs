@@ -1,0 +1,99 @@
+//! Device state out of one QEMU and into another that has the same RAM.
+
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use firn_vmm::{DeviceStateError, Vm};
+
+use crate::need_qemu;
+use crate::qemu::{Qemu, backend, inherited_memfd, words};
+
+const MIB: u64 = 1 << 20;
+const INCOMING: &str = "-S -incoming defer -global migration.send-configuration=off";
+
+fn args(file: &OwnedFd, more: &str) -> Vec<String> {
+    let mut args = backend("ram", 256 * MIB, file);
+    args.extend(words("-M q35,memory-backend=ram -m 256M"));
+    args.extend(words(more));
+    args
+}
+
+/// A VM whose firmware has run for a moment, stopped, with its device state.
+fn stopped(file: &OwnedFd) -> (Qemu, Vm, Vec<u8>) {
+    let qemu = Qemu::start(&args(file, "-serial null"));
+    let mut vm = qemu.vm();
+    std::thread::sleep(Duration::from_secs(1));
+    let state = vm.stop_and_save_device_state().unwrap();
+    (qemu, vm, state)
+}
+
+#[test]
+fn a_saved_vm_goes_on_in_another_qemu() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (qemu, mut vm, state) = stopped(&file);
+    let before = vm.qmp().hmp("info registers").unwrap();
+    drop(vm);
+    drop(qemu);
+
+    let second = Qemu::start(&args(&file, &format!("-serial null {INCOMING}")));
+    let mut vm = second.vm();
+    assert_eq!(vm.status().unwrap().status, "inmigrate");
+    vm.load_device_state(&state).unwrap();
+    assert_eq!(vm.status().unwrap().status, "paused");
+    assert_eq!(vm.qmp().hmp("info registers").unwrap(), before);
+    vm.cont().unwrap();
+    assert!(vm.status().unwrap().running);
+}
+
+#[test]
+fn saves_can_be_repeated_and_leave_the_vm_as_it_was() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (_qemu, mut vm, first) = stopped(&file);
+    assert!(!vm.status().unwrap().running);
+    assert_eq!(vm.save_device_state().unwrap(), first, "nothing ran in between");
+    vm.cont().unwrap();
+    vm.finish_save().unwrap();
+    let sets = vm.qmp().execute("query-fdsets", serde_json::Value::Null).unwrap();
+    assert_eq!(sets, serde_json::json!([]), "QEMU closed its copy");
+    assert_eq!(vm.stop_and_save_device_state().unwrap().len(), first.len());
+}
+
+#[test]
+fn a_damaged_state_is_an_error_and_not_a_hang() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (_qemu, _vm, state) = stopped(&file);
+    let second = Qemu::start(&args(&file, &format!("-serial null {INCOMING}")));
+    let mut vm = second.vm();
+    match vm.load_device_state(&state[..state.len() / 2]).unwrap_err() {
+        DeviceStateError::Died { .. } => assert!(!vm.version().at_least(9, 1)),
+        DeviceStateError::Refused { reason, .. } => {
+            assert!(reason.contains("migration failed"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A Firn that died leaves a descriptor behind if another monitor keeps QEMU from noticing. The next one takes it back.
+#[test]
+fn what_a_dead_firn_left_is_taken_back() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let dir = tempfile::tempdir().unwrap();
+    let another = dir.path().join("another");
+    let monitor = format!("-qmp unix:{},server=on,wait=off", another.display());
+    let qemu = Qemu::start(&args(&file, &monitor));
+    let mut witness = Vm::connect_started(&another, || true).unwrap();
+    let mut sets = || witness.qmp().execute("query-fdsets", serde_json::Value::Null).unwrap();
+    let mut first = qemu.vm();
+    first.prepare_save().unwrap();
+    drop(first);
+    assert_eq!(sets().as_array().unwrap().len(), 1);
+    let mut second = qemu.vm();
+    second.prepare_save().unwrap();
+    assert_eq!(sets().as_array().unwrap().len(), 1);
+    second.finish_save().unwrap();
+    assert_eq!(sets(), serde_json::json!([]));
+}

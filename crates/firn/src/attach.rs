@@ -1,0 +1,59 @@
+//! `firn attach`
+
+use std::path::PathBuf;
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{Failure, FailureKind, Plan, RuntimeDir, VmName, absolute, start, status};
+
+use crate::output::Output;
+use crate::run::summary;
+
+/// Look after a VM that runs already.
+///
+/// Its QEMU needs a QMP monitor on a unix socket (-qmp unix:PATH,server=on,wait=off) and guest memory in a shared file
+/// (a memory-backend-memfd or memory-backend-file with share=on). Nothing in it is changed. The monitor is used only
+/// while Firn has something to do there.
+///
+/// A VM that was started by `firn run` or `firn restore` and let go of by `firn detach` is found by its name alone.
+///
+/// Examples:
+///   firn attach web --pid 4711 --qmp /run/web.qmp
+///   firn attach web
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// What the VM is to be called.
+    name: VmName,
+    /// QEMU's process id.
+    #[arg(long, requires = "qmp")]
+    pid: Option<i32>,
+    /// QEMU's monitor socket.
+    #[arg(long, requires = "pid", value_name = "SOCKET")]
+    qmp: Option<PathBuf>,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        let (pid, qmp) = self.target(&base)?;
+        let plan = Plan::Attach { pid, qmp };
+        let facts = start(&base, &self.name, &plan, &mut |_| ())
+            .map_err(|failure| failure.while_doing(format!("can't attach {}", self.name)))?;
+        out.facts(&facts, || format!("{}\n", summary(&facts)))
+    }
+
+    fn target(&self, base: &RuntimeDir) -> Result<(i32, PathBuf), Failure> {
+        if let (Some(pid), Some(qmp)) = (self.pid, &self.qmp) {
+            return Ok((pid, absolute(qmp)?));
+        }
+        let known = status(base, &base.vm(&self.name)).ok();
+        let detached = known.filter(|status| status.state == "detached");
+        let found = detached.and_then(|status| Some((status.pid?, status.qmp?)));
+        found.ok_or_else(|| {
+            let text = format!("{} is no VM that Firn has let go of", self.name);
+            Failure::new(FailureKind::Usage, text)
+                .hint("say which VM it is: --pid PID --qmp SOCKET")
+        })
+    }
+}

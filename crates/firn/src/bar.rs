@@ -1,0 +1,40 @@
+//! Progress on a terminal; nothing anywhere else.
+
+use std::io::IsTerminal;
+
+use firn_supervisor::Progress;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+const TEMPLATE: &str = "{msg} {bar:30} {bytes} of {total_bytes} ({bytes_per_sec})";
+
+/// A progress bar that shows what it is told of.
+pub struct Bar {
+    bar: ProgressBar,
+}
+
+impl Bar {
+    /// A bar on standard error if that is a terminal. Appears with the first progress.
+    pub fn new() -> Self {
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
+        if let Ok(style) = ProgressStyle::with_template(TEMPLATE) {
+            bar.set_style(style);
+        }
+        Self { bar }
+    }
+
+    /// Shows how far something has come.
+    pub fn show(&mut self, progress: &Progress) {
+        if self.bar.is_hidden() && std::io::stderr().is_terminal() {
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+        }
+        self.bar.set_message(progress.stage.clone());
+        self.bar.set_length(progress.total);
+        self.bar.set_position(progress.done);
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,142 @@
+//! `firn checkpoint`
+
+use std::path::PathBuf;
+
+use clap::Args as ClapArgs;
+use firn_image::Codec;
+use firn_supervisor::{
+    Failure, Request, RuntimeDir, SaveChoices, SaveRequest, VmName, absolute, ask,
+};
+use firn_types::BlockSize;
+
+use crate::bar::Bar;
+use crate::output::Output;
+use crate::units;
+
+/// Save a VM to an image; the VM goes on.
+///
+/// The guest stands still for some milliseconds, whatever its size; what it touches while the rest is being written
+/// is copied first. The image is for you alone (mode 0600: it is a copy of somebody's memory) and holds all that
+/// `firn restore` needs except the disks. It appears under its name when it is whole; an image that had the name
+/// before is there until then.
+///
+/// If this command is interrupted the checkpoint goes on; `firn status` shows it.
+///
+/// Examples:
+///   firn checkpoint web -o web.firn
+///   firn checkpoint web -o web.firn --codec zstd --json
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The VM.
+    name: VmName,
+    #[command(flatten)]
+    image: ImageArgs,
+    /// Do not yield to the guest: end sooner, and slow it more.
+    #[arg(long)]
+    no_throttle: bool,
+    /// Abort the checkpoint if this command is interrupted.
+    #[arg(long)]
+    cancel: bool,
+    /// Stop the guest until all of its memory is copied.
+    #[arg(long)]
+    stop: bool,
+    /// For tests: while the guest stands still, also copy its memory to this file.
+    #[arg(long, value_name = "FILE", hide = true)]
+    reference: Option<PathBuf>,
+}
+
+/// What `checkpoint` and `suspend` have in common.
+#[derive(Debug, ClapArgs)]
+pub struct ImageArgs {
+    /// The image to write.
+    #[arg(long, short, value_name = "IMAGE")]
+    output: PathBuf,
+    /// How memory is compressed: none, lz4, zstd[:LEVEL] or zlib[:LEVEL].
+    #[arg(long)]
+    codec: Option<Codec>,
+    /// Pages in a memory block: 1, 2, 4, 8 or 16.
+    #[arg(long, value_name = "PAGES", value_parser = block_size)]
+    block_pages: Option<BlockSize>,
+    /// Size of a locality block: a power of two from 16K to 1M.
+    #[arg(long, value_name = "SIZE", value_parser = locality_block)]
+    locality_block: Option<u32>,
+    /// Threads that compress.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    threads: Option<u16>,
+}
+
+fn block_size(text: &str) -> Result<BlockSize, String> {
+    let pages: u8 = text.parse().map_err(|_| format!("{text:?} is no number of pages"))?;
+    BlockSize::new(pages).map_err(|error| error.to_string())
+}
+
+fn locality_block(text: &str) -> Result<u32, String> {
+    let bytes = units::parse_bytes(text)?;
+    let fits = (16 << 10..=1 << 20).contains(&bytes) && bytes.is_power_of_two();
+    match fits {
+        true => Ok(bytes as u32),
+        false => Err("a locality block has a power of two from 16K to 1M bytes".to_owned()),
+    }
+}
+
+impl ImageArgs {
+    /// The request they make.
+    pub fn request(&self) -> Result<SaveRequest, Failure> {
+        let choices = SaveChoices {
+            codec: self.codec,
+            block_size: self.block_pages,
+            locality_block_bytes: self.locality_block,
+            compressors: self.threads.map(usize::from),
+            ..SaveChoices::default()
+        };
+        Ok(SaveRequest { image: absolute(&self.output)?, choices, cancel_with_client: false })
+    }
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let mut request = self.image.request()?;
+        request.cancel_with_client = self.cancel;
+        request.choices.stop = self.stop;
+        request.choices.throttle = self.no_throttle.then_some(false);
+        request.choices.reference = self.reference.as_deref().map(absolute).transpose()?;
+        let base = crate::hidden::runtime_dir()?;
+        let facts = save(&base, &self.name, &Request::Checkpoint(request))
+            .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
+        out.facts(&facts, || describe(&facts))
+    }
+}
+
+/// Asks for a save, showing progress.
+pub fn save(
+    base: &RuntimeDir,
+    name: &VmName,
+    request: &Request,
+) -> Result<serde_json::Value, Failure> {
+    let mut bar = Bar::new();
+    ask(base, name, request, &mut |progress| bar.show(progress))
+}
+
+fn describe(facts: &serde_json::Value) -> String {
+    if let Some(news) = recovered(facts) {
+        return news;
+    }
+    let report = &facts["report"];
+    let number = |value: &serde_json::Value| value.as_f64().unwrap_or(0.0);
+    format!(
+        "{}: {} in {}, pause {}\n",
+        facts["image"].as_str().unwrap_or("?"),
+        units::bytes(report["image_bytes"].as_u64().unwrap_or(0)),
+        units::ms(number(&report["total_ms"])),
+        units::ms(number(&report["pause"]["downtime_ms"])),
+    )
+}
+
+/// What a successor said, if the supervisor died when all was done but for saying so.
+pub fn recovered(facts: &serde_json::Value) -> Option<String> {
+    facts["recovered"].as_bool().filter(|&recovered| recovered)?;
+    let news = facts["status"]["last"]["text"].as_str().unwrap_or("the VM runs");
+    Some(format!("{news} (the supervisor died meanwhile; another has taken over)\n"))
+}

@@ -1,0 +1,32 @@
+//! `firn detach`
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{Failure, Request, VmName, ask};
+
+use crate::output::Output;
+
+/// Let go of a VM; it runs on without Firn.
+///
+/// Nothing of Firn stays in the hypervisor: no descriptor, no registered memory. A VM whose memory is still being
+/// restored can't be let go of; `firn status --watch` waits for that. One that Firn started itself keeps its name and
+/// its monitor socket, so that `firn attach NAME` finds it again.
+///
+/// Example:
+///   firn detach web
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The VM.
+    name: VmName,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        ask(&base, &self.name, &Request::Detach, &mut |_| ())
+            .map_err(|failure| failure.while_doing(format!("can't detach {}", self.name)))?;
+        let facts = serde_json::json!({ "name": self.name, "detached": true });
+        out.facts(&facts, || format!("{} runs on without Firn\n", self.name))
+    }
+}

@@ -1,0 +1,280 @@
+//! What it means for Firn that a host has, or lacks, something. Pure.
+
+use serde::Serialize;
+
+use super::facts::{Facts, Userfaultfd};
+use super::kvm::Kvm;
+
+/// How good something is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Grade {
+    /// As it should be.
+    Good,
+    /// Something is slower, or does not work in some cases.
+    Lesser,
+    /// Firn can't do without.
+    Missing,
+}
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// What.
+    pub what: &'static str,
+    /// How good it is.
+    pub grade: Grade,
+    /// What there is.
+    pub found: String,
+    /// What follows; empty if nothing.
+    pub consequence: String,
+}
+
+/// Linux with everything that Firn can't do without.
+const KERNEL_MIN: (u32, u32) = (6, 1);
+
+/// Linux with everything that makes it faster.
+const KERNEL_BEST: (u32, u32) = (6, 7);
+
+/// QEMU that Firn is tested with; older ones may do.
+const QEMU_MIN: (u32, u32) = (7, 2);
+
+/// Judges a host.
+pub fn judge(facts: &Facts) -> Vec<Finding> {
+    vec![
+        kernel(facts),
+        userfaultfd(facts),
+        pagemap_scan(facts),
+        ptrace(facts),
+        kernel_faults(facts),
+        shared_memory(facts),
+        qemu(facts),
+        kvm(facts),
+        setsid(facts),
+        runtime_dir(facts),
+    ]
+}
+
+fn finding(
+    what: &'static str,
+    grade: Grade,
+    found: impl Into<String>,
+    consequence: &str,
+) -> Finding {
+    Finding { what, grade, found: found.into(), consequence: consequence.to_owned() }
+}
+
+/// The first two numbers in a text, such as those of `6.1.0-28-amd64` or `QEMU emulator version 7.2.22`.
+fn version(text: &str) -> Option<(u32, u32)> {
+    let start = text.find(|c: char| c.is_ascii_digit())?;
+    let mut numbers = text[start..].split(|c: char| !c.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+fn kernel(facts: &Facts) -> Finding {
+    let found = format!("Linux {}", facts.kernel);
+    let (grade, consequence) = match version(&facts.kernel) {
+        Some(version) if version >= KERNEL_BEST => (Grade::Good, ""),
+        Some(version) if version >= KERNEL_MIN => (
+            Grade::Lesser,
+            "before 6.7 write-protection costs a fault per page: saves slow the guest more",
+        ),
+        _ => (Grade::Missing, "Linux 6.1 or newer is needed"),
+    };
+    finding("kernel", grade, found, consequence)
+}
+
+fn userfaultfd(facts: &Facts) -> Finding {
+    match &facts.userfaultfd {
+        Ok(Userfaultfd { resume_protected: true, .. }) => {
+            finding("userfaultfd", Grade::Good, "missing, minor and write-protect faults", "")
+        }
+        Ok(_) => {
+            let less =
+                "a page can't be mapped write-protected: some pages fault twice during a save";
+            finding("userfaultfd", Grade::Lesser, "missing, minor and write-protect faults", less)
+        }
+        Err(why) => {
+            let none = "VMs can be neither saved while they run nor restored lazily";
+            finding("userfaultfd", Grade::Missing, why.clone(), none)
+        }
+    }
+}
+
+fn pagemap_scan(facts: &Facts) -> Finding {
+    match matches!(facts.userfaultfd, Ok(Userfaultfd { write_protect_async: true, .. })) {
+        true => finding("PAGEMAP_SCAN", Grade::Good, "there", ""),
+        false => {
+            let slower = "written pages are found by their faults: the guest is slowed more while a save begins";
+            finding("PAGEMAP_SCAN", Grade::Lesser, "not in this kernel", slower)
+        }
+    }
+}
+
+fn ptrace(facts: &Facts) -> Finding {
+    let scope = facts.ptrace_scope;
+    let found = match (facts.cap_sys_ptrace, scope) {
+        (true, _) => "CAP_SYS_PTRACE".to_owned(),
+        (false, None) => "no CAP_SYS_PTRACE, no yama".to_owned(),
+        (false, Some(scope)) => format!("no CAP_SYS_PTRACE, kernel.yama.ptrace_scope={scope}"),
+    };
+    match (facts.cap_sys_ptrace, scope) {
+        (true, Some(3)) | (false, Some(2 | 3)) => {
+            let none =
+                "Firn can attach to no VM; set kernel.yama.ptrace_scope to 0, or run it as root";
+            finding("ptrace", Grade::Missing, found, none)
+        }
+        (true, _) | (false, None | Some(0)) => finding("ptrace", Grade::Good, found, ""),
+        (false, Some(_)) => {
+            let less = "only VMs that `firn run` started can be saved, and only until their supervisor dies; set \
+                        kernel.yama.ptrace_scope to 0, or run Firn as root";
+            finding("ptrace", Grade::Lesser, found, less)
+        }
+    }
+}
+
+/// Faults taken inside the kernel, such as by `read(2)` into guest memory, must reach Firn as well.
+fn kernel_faults(facts: &Facts) -> Finding {
+    let setting = facts.unprivileged_userfaultfd;
+    let found = match setting {
+        Some(value) => format!("vm.unprivileged_userfaultfd={value}"),
+        None => "vm.unprivileged_userfaultfd is not there".to_owned(),
+    };
+    match (facts.cap_sys_ptrace, setting) {
+        (true, _) | (false, Some(1)) => finding("faults in the kernel", Grade::Good, found, ""),
+        _ => {
+            let none = "a QEMU without CAP_SYS_PTRACE can't be saved or restored; sysctl vm.unprivileged_userfaultfd=1";
+            finding("faults in the kernel", Grade::Missing, found, none)
+        }
+    }
+}
+
+fn shared_memory(facts: &Facts) -> Finding {
+    match facts.shm {
+        true => finding("/dev/shm", Grade::Good, "writable", ""),
+        false => {
+            let less = "VMs that `firn run` starts need none; one to attach to may";
+            finding("/dev/shm", Grade::Lesser, "not there, or not writable", less)
+        }
+    }
+}
+
+fn qemu(facts: &Facts) -> Finding {
+    match &facts.qemu {
+        Err(why) => {
+            finding("QEMU", Grade::Missing, why.clone(), "there is nothing to run VMs with")
+        }
+        Ok(line) if version(line).is_some_and(|version| version >= QEMU_MIN) => {
+            finding("QEMU", Grade::Good, line.clone(), "")
+        }
+        Ok(line) => {
+            finding("QEMU", Grade::Lesser, line.clone(), "Firn is made for QEMU 7.2 and newer")
+        }
+    }
+}
+
+fn kvm(facts: &Facts) -> Finding {
+    match &facts.kvm {
+        Kvm::Works => finding("KVM", Grade::Good, "runs a guest", ""),
+        Kvm::NoDevice => {
+            finding("KVM", Grade::Lesser, "no /dev/kvm", "guests run under TCG, far slower")
+        }
+        Kvm::Fails(why) => {
+            let found = format!("/dev/kvm is there but runs no guest ({why})");
+            finding("KVM", Grade::Lesser, found, "use -accel tcg; guests run far slower")
+        }
+        Kvm::Unknown(why) => finding("KVM", Grade::Lesser, format!("not tried: {why}"), ""),
+    }
+}
+
+fn setsid(facts: &Facts) -> Finding {
+    match facts.setsid {
+        true => finding("setsid", Grade::Good, "installed", ""),
+        false => {
+            finding("setsid", Grade::Missing, "not installed", "VMs can't be started (util-linux)")
+        }
+    }
+}
+
+fn runtime_dir(facts: &Facts) -> Finding {
+    match &facts.runtime_dir {
+        Ok(path) => finding("runtime directory", Grade::Good, path.clone(), ""),
+        Err(why) => {
+            let none = "set FIRN_RUNTIME_DIR to a directory of your own";
+            finding("runtime directory", Grade::Missing, why.clone(), none)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn good() -> Facts {
+        Facts {
+            kernel: "6.12.9-amd64".into(),
+            userfaultfd: Ok(Userfaultfd { resume_protected: true, write_protect_async: true }),
+            cap_sys_ptrace: true,
+            ptrace_scope: Some(1),
+            unprivileged_userfaultfd: Some(0),
+            shm: true,
+            setsid: true,
+            qemu: Ok("QEMU emulator version 10.0.2 (Debian 1:10.0.2)".into()),
+            kvm: Kvm::Works,
+            runtime_dir: Ok("/run/firn".into()),
+        }
+    }
+
+    fn grade(facts: &Facts, what: &str) -> Grade {
+        judge(facts).into_iter().find(|finding| finding.what == what).unwrap().grade
+    }
+
+    #[test]
+    fn a_good_host_lacks_nothing() {
+        assert!(judge(&good()).iter().all(|finding| finding.grade == Grade::Good));
+    }
+
+    #[test]
+    fn kernels_are_told_apart() {
+        let kernel = |release: &str| grade(&Facts { kernel: release.into(), ..good() }, "kernel");
+        assert_eq!(kernel("6.1.0-28-amd64"), Grade::Lesser);
+        assert_eq!(kernel("6.7.0"), Grade::Good);
+        assert_eq!(kernel("5.10.0"), Grade::Missing);
+        assert_eq!(kernel(""), Grade::Missing);
+    }
+
+    #[test]
+    fn an_ordinary_user_depends_on_settings() {
+        let user = |scope, uffd| Facts {
+            cap_sys_ptrace: false,
+            ptrace_scope: scope,
+            unprivileged_userfaultfd: uffd,
+            ..good()
+        };
+        assert_eq!(grade(&user(Some(0), Some(1)), "ptrace"), Grade::Good);
+        assert_eq!(grade(&user(Some(1), Some(1)), "ptrace"), Grade::Lesser);
+        assert_eq!(grade(&user(Some(2), Some(1)), "ptrace"), Grade::Missing);
+        assert_eq!(grade(&user(None, Some(0)), "faults in the kernel"), Grade::Missing);
+        assert_eq!(grade(&user(None, Some(1)), "faults in the kernel"), Grade::Good);
+    }
+
+    #[test]
+    fn what_is_not_good_says_what_follows() {
+        let bad = Facts {
+            kernel: "4.19".into(),
+            userfaultfd: Err("no".into()),
+            cap_sys_ptrace: false,
+            ptrace_scope: Some(3),
+            shm: false,
+            setsid: false,
+            qemu: Err("none".into()),
+            kvm: Kvm::NoDevice,
+            runtime_dir: Err("none".into()),
+            ..good()
+        };
+        for finding in judge(&bad) {
+            assert_ne!(finding.grade, Grade::Good, "{finding:?}");
+            assert!(!finding.consequence.is_empty(), "{finding:?}");
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! `firn doctor`
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{Failure, FailureKind};
+
+use crate::output::{Output, table};
+
+mod facts;
+mod findings;
+mod kvm;
+
+use findings::{Finding, Grade, judge};
+
+/// Say what this host lacks, and what then does not work or is slower.
+///
+/// Exits with code 7 if something is missing that Firn can't do without.
+///
+/// Example:
+///   firn doctor
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The QEMU to look at.
+    #[arg(long, default_value = "qemu-system-x86_64", value_name = "PROGRAM")]
+    qemu: String,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let findings = judge(&facts::collect(&self.qemu));
+        out.facts(&findings, || describe(&findings))?;
+        match findings.iter().filter(|finding| finding.grade == Grade::Missing).count() {
+            0 => Ok(()),
+            count => {
+                let text = format!("{count} things are missing that Firn can't do without");
+                Err(Failure::new(FailureKind::Host, text))
+            }
+        }
+    }
+}
+
+fn describe(findings: &[Finding]) -> String {
+    let row = |finding: &Finding| {
+        let grade = match finding.grade {
+            Grade::Good => "ok",
+            Grade::Lesser => "LESS",
+            Grade::Missing => "MISSING",
+        };
+        let text = match finding.consequence.is_empty() {
+            true => finding.found.clone(),
+            false => format!("{}: {}", finding.found, finding.consequence),
+        };
+        vec![grade.to_owned(), finding.what.to_owned(), text]
+    };
+    table(&findings.iter().map(row).collect::<Vec<_>>())
+}

@@ -1,0 +1,49 @@
+//! The verbs of Firn's own processes.
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{
+    Context, Failure, FailureKind, RuntimeDir, VmName, guard, recover, supervise,
+};
+
+/// Looks after a VM.
+#[derive(Debug, ClapArgs)]
+pub struct Supervise {
+    /// The VM.
+    name: VmName,
+    /// Take over from a dead supervisor.
+    #[arg(long)]
+    recover: bool,
+}
+
+/// Restarts a VM's supervisor.
+#[derive(Debug, ClapArgs)]
+pub struct Guard {
+    /// The VM.
+    name: VmName,
+}
+
+impl Supervise {
+    /// Runs the verb.
+    pub fn run(&self) -> Result<(), Failure> {
+        let base = runtime_dir()?;
+        let done = match self.recover {
+            true => recover(&base, &self.name),
+            false => supervise(&base, &self.name),
+        };
+        done.doing("looking after the VM")
+    }
+}
+
+impl Guard {
+    /// Runs the verb.
+    pub fn run(&self) -> Result<(), Failure> {
+        guard(&runtime_dir()?, &self.name).doing("guarding the supervisor")
+    }
+}
+
+/// The runtime directory that the environment names.
+pub fn runtime_dir() -> Result<RuntimeDir, Failure> {
+    RuntimeDir::from_env()
+        .doing_or(FailureKind::Host, "there is no place to keep track of VMs")
+        .map_err(|failure| failure.hint("set FIRN_RUNTIME_DIR to a directory of your own"))
+}

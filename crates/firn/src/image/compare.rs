@@ -1,0 +1,78 @@
+//! `firn image compare`
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use clap::Args as ClapArgs;
+use firn_image::Mismatch;
+use firn_supervisor::Failure;
+use serde_json::json;
+
+use crate::output::Output;
+
+/// Differences that are printed; the rest is counted.
+const SHOWN_MAX: usize = 20;
+
+/// Compare an image's memory with a flat copy of it.
+///
+/// The copy is a file with all RAM regions one after another, each beginning at a multiple of 64 KiB. Exits with code
+/// 6 if a page differs.
+///
+/// Example:
+///   firn image compare web.firn web.ram
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The image.
+    image: PathBuf,
+    /// The flat copy.
+    reference: PathBuf,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let image = super::open(&self.image)?;
+        let differing = firn_image::compare(&image, &self.reference)
+            .map_err(|error| super::failure(&error).while_doing("comparing"))?;
+        let pages = image.geometry().total_pages;
+        let facts = json!({
+            "image": self.image,
+            "reference": self.reference,
+            "pages": pages,
+            "differing_pages": differing.len(),
+            "first": differing.iter().take(SHOWN_MAX).map(facts).collect::<Vec<_>>(),
+        });
+        out.facts(&facts, || describe(&differing, pages))?;
+        match differing.len() {
+            0 => Ok(()),
+            count => Err(super::damaged(format!("{count} of {pages} pages differ"))),
+        }
+    }
+}
+
+fn facts(page: &Mismatch) -> serde_json::Value {
+    json!({
+        "page": page.page,
+        "offset": page.offset,
+        "in_image": page.in_image,
+        "in_reference": page.in_reference,
+        "bytes": page.bytes,
+        "is_stored": page.is_stored,
+    })
+}
+
+fn describe(differing: &[Mismatch], pages: u32) -> String {
+    let mut text = String::new();
+    for page in differing.iter().take(SHOWN_MAX) {
+        let _ = writeln!(
+            text,
+            "{}: {} bytes differ, the first at {:#x}: {:#04x} in the image, {:#04x} in the copy",
+            page.page, page.bytes, page.offset, page.in_image, page.in_reference
+        );
+    }
+    if differing.is_empty() {
+        let _ = writeln!(text, "{pages} pages, all equal");
+    }
+    text
+}

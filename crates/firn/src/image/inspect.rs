@@ -1,0 +1,108 @@
+//! `firn image inspect`
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use clap::Args as ClapArgs;
+use firn_image::Image;
+use firn_supervisor::{Failure, Meta};
+use serde_json::json;
+
+use crate::ls::age;
+use crate::output::Output;
+use crate::units;
+
+/// Show what an image holds, without its memory.
+///
+/// Examples:
+///   firn image inspect web.firn
+///   firn image inspect web.firn --json | jq .meta.qemu.args
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The image.
+    image: PathBuf,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let image = super::open(&self.image)?;
+        out.facts(&facts(&image), || describe(&image))
+    }
+}
+
+fn facts(image: &Image) -> serde_json::Value {
+    let summary = image.summary();
+    let aux = image.aux_blocks().iter();
+    let aux: Vec<_> = aux.map(|aux| json!({ "id": aux.id, "bytes": aux.bytes.len() })).collect();
+    json!({
+        "image": summary.path,
+        "organization": image.organization(),
+        "block_pages": summary.geometry.block_size.pages(),
+        "locality_block_bytes": summary.geometry.locality_block_bytes,
+        "file_bytes": summary.file_bytes,
+        "locality_blocks": summary.locality_blocks,
+        "stored_blocks": summary.stored_blocks,
+        "stored_bytes": summary.stored_bytes,
+        "zero_blocks": summary.zero_blocks,
+        "untouched_blocks": summary.untouched_blocks,
+        "overhead_bytes": summary.overhead_bytes,
+        "device_state_bytes": image.device_state().len(),
+        "aux_blocks": aux,
+        "working_set_blocks": image.working_set().len(),
+        "page_table_roots": image.page_table_roots().len(),
+        "regions": image.regions(),
+        "meta": image.meta(),
+    })
+}
+
+fn describe(image: &Image) -> String {
+    let summary = image.summary();
+    let block_bytes = summary.geometry.block_size.bytes() as u64;
+    let blocks = |count: u32| format!("{count} ({})", units::bytes(u64::from(count) * block_bytes));
+    let mut text = String::new();
+    let mut line = |key: &str, value: String| {
+        let _ = writeln!(text, "{key:<17}{value}");
+    };
+    line("image", summary.path.display().to_string());
+    line("size", units::bytes(summary.file_bytes));
+    line("organization", image.organization().to_string());
+    line("memory blocks", format!("of {}", units::bytes(block_bytes)));
+    line("  stored", blocks(summary.stored_blocks));
+    line("  zero", blocks(summary.zero_blocks));
+    line("  untouched", blocks(summary.untouched_blocks));
+    let locality = units::bytes(summary.geometry.locality_block_bytes.into());
+    line("locality blocks", format!("{} of {locality}", summary.locality_blocks));
+    let raw = u64::from(summary.stored_blocks) * block_bytes;
+    line("compressed to", percent(summary.stored_bytes, raw));
+    line("working set", blocks(image.working_set().len() as u32));
+    line("device state", units::bytes(image.device_state().len() as u64));
+    for region in image.regions().regions() {
+        line("RAM", format!("{} {}", region.id, units::bytes(region.bytes())));
+    }
+    match serde_json::from_value::<Meta>(image.meta().clone()) {
+        Ok(meta) => describe_meta(&meta, &mut line),
+        Err(_) => line("VM", "what the image says of it can't be read by this Firn".into()),
+    }
+    text
+}
+
+fn describe_meta(meta: &Meta, line: &mut impl FnMut(&str, String)) {
+    line("VM", format!("{}, {} vCPU, {}", meta.name, meta.vcpus, units::bytes(meta.memory_bytes)));
+    line("saved", format!("{} ago by Firn {}", units::seconds(age(meta.created)), meta.firn));
+    line("QEMU", format!("{}, {}, {}", meta.qemu.version, meta.qemu.accel, meta.machine));
+    line("started in", meta.qemu.directory.display().to_string());
+    line("as", meta.qemu.user_args.join(" "));
+    for disk in &meta.disks {
+        let access = if disk.read_only { ", read-only" } else { "" };
+        line("disk", format!("{} ({}{access})", disk.file, disk.format));
+    }
+}
+
+fn percent(part: u64, whole: u64) -> String {
+    match whole {
+        0 => "-".to_owned(),
+        _ => format!("{:.1} %", part as f64 * 100.0 / whole as f64),
+    }
+}

@@ -1,0 +1,62 @@
+//! `firn image`
+
+use std::path::Path;
+
+use clap::{Args as ClapArgs, Subcommand};
+use firn_image::{Image, ImageError};
+use firn_supervisor::{Failure, FailureKind};
+
+use crate::output::Output;
+
+mod compare;
+mod inspect;
+mod reorder;
+mod verify;
+
+/// Look into images, check and rearrange them.
+#[derive(Debug, ClapArgs)]
+pub struct Args {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    Inspect(inspect::Args),
+    Verify(verify::Args),
+    Reorder(reorder::Args),
+    Compare(compare::Args),
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        match &self.verb {
+            Verb::Inspect(args) => args.run(out),
+            Verb::Verify(args) => args.run(out),
+            Verb::Reorder(args) => args.run(out),
+            Verb::Compare(args) => args.run(out),
+        }
+    }
+}
+
+/// Opens an image.
+pub fn open(path: &Path) -> Result<Image, Failure> {
+    Image::open(path)
+        .map_err(|error| failure(&error).while_doing(format!("opening {}", path.display())))
+}
+
+/// What is wrong with an image, and of which kind that is.
+pub fn failure(error: &ImageError) -> Failure {
+    firn_supervisor::image_failure(error)
+}
+
+/// A damaged image.
+pub fn damaged(text: String) -> Failure {
+    Failure::new(FailureKind::Damaged, text)
+}
+
+/// As many threads as there are processors.
+pub fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}

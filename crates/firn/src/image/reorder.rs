@@ -1,0 +1,85 @@
+//! `firn image reorder`
+
+use std::path::PathBuf;
+
+use clap::Args as ClapArgs;
+use firn_image::{Codec, Image, Organization, Reorder, Summary};
+use firn_supervisor::{Failure, Progress};
+use serde_json::json;
+
+use crate::bar::Bar;
+use crate::output::Output;
+use crate::units;
+
+/// Rewrite an image with its memory blocks in another order.
+///
+/// The checkpoint stays the same: only where its memory blocks lie in the file changes. For comparisons that vary one
+/// thing.
+///
+/// Orders:
+///   locality  by first access, as a checkpoint is written
+///   physical  by address
+///   random    shuffled; --seed says how
+///
+/// Example:
+///   firn image reorder web.firn --by physical -o web-physical.firn
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The image.
+    image: PathBuf,
+    /// The order: locality, physical or random.
+    #[arg(long)]
+    by: Organization,
+    /// The image to write.
+    #[arg(long, short, value_name = "IMAGE")]
+    output: PathBuf,
+    /// Compress again: none, lz4, zstd[:LEVEL] or zlib[:LEVEL]. By default memory blocks stay as they are stored.
+    #[arg(long)]
+    codec: Option<Codec>,
+    /// For --by random: the same seed gives the same order.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let image = super::open(&self.image)?;
+        let summary = self.reorder(&image).map_err(|failure| {
+            failure.while_doing(format!("can't reorder {}", self.image.display()))
+        })?;
+        let facts = json!({
+            "image": summary.path,
+            "organization": summary.organization,
+            "file_bytes": summary.file_bytes,
+            "locality_blocks": summary.locality_blocks,
+            "stored_blocks": summary.stored_blocks,
+        });
+        out.facts(&facts, || {
+            let bytes = units::bytes(summary.file_bytes);
+            format!("{}: {bytes}, {}\n", summary.path.display(), summary.organization)
+        })
+    }
+
+    fn reorder(&self, image: &Image) -> Result<Summary, Failure> {
+        let how = Reorder {
+            codec: self.codec,
+            seed: self.seed,
+            threads: super::threads(),
+            ..Reorder::by(self.by)
+        };
+        let bytes = image.geometry().block_size.bytes() as u64;
+        let bar = std::cell::RefCell::new(Bar::new());
+        let show = |done: u32, total: u32| {
+            let progress = Progress {
+                stage: "reordering".to_owned(),
+                done: u64::from(done) * bytes,
+                total: u64::from(total) * bytes,
+            };
+            bar.borrow_mut().show(&progress);
+        };
+        firn_image::reorder(image, &how, &self.output, &show)
+            .map_err(|error| super::failure(&error))
+    }
+}

@@ -1,0 +1,80 @@
+//! `firn image verify`
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use clap::Args as ClapArgs;
+use firn_image::{Image, VerifyReport};
+use firn_supervisor::{Failure, Progress};
+use serde_json::json;
+
+use crate::bar::Bar;
+use crate::output::Output;
+
+/// Problems that are printed; the rest is counted.
+const SHOWN_MAX: usize = 20;
+
+/// Check every byte of an image.
+///
+/// Exits with code 6 if anything is not as it was written, and names the memory blocks and places.
+///
+/// Example:
+///   firn image verify web.firn
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The image.
+    image: PathBuf,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let image = super::open(&self.image)?;
+        let report = verify(&image);
+        let problems: Vec<String> = report.problems.iter().map(ToString::to_string).collect();
+        let facts = json!({
+            "image": self.image,
+            "clean": report.is_clean(),
+            "locality_blocks": report.locality_blocks,
+            "good_blocks": report.good_blocks,
+            "problems": problems,
+        });
+        out.facts(&facts, || self.describe(&report, &problems))?;
+        match problems.len() {
+            0 => Ok(()),
+            count => Err(super::damaged(format!(
+                "{} is damaged: {count} problems",
+                self.image.display()
+            ))),
+        }
+    }
+
+    fn describe(&self, report: &VerifyReport, problems: &[String]) -> String {
+        let mut text = String::new();
+        for problem in problems.iter().take(SHOWN_MAX) {
+            let _ = writeln!(text, "{problem}");
+        }
+        if problems.len() > SHOWN_MAX {
+            let _ = writeln!(text, "... and {} more", problems.len() - SHOWN_MAX);
+        }
+        if problems.is_empty() {
+            let blocks = report.good_blocks;
+            let _ = writeln!(text, "{}: {blocks} memory blocks, all good", self.image.display());
+        }
+        text
+    }
+}
+
+fn verify(image: &Image) -> VerifyReport {
+    let bytes = u64::from(image.geometry().locality_block_bytes);
+    let bar = std::cell::RefCell::new(Bar::new());
+    firn_image::verify(image, super::threads(), &|done, total| {
+        let progress = Progress {
+            stage: "verifying".to_owned(),
+            done: u64::from(done) * bytes,
+            total: u64::from(total) * bytes,
+        };
+        bar.borrow_mut().show(&progress);
+    })
+}

@@ -1,0 +1,143 @@
+//! The `firn` command.
+//!
+//! One file per verb; the doc comment of its arguments is its help. All of them end in a [`Failure`] or not at all:
+//! it is printed once, as a chain from what was asked down to the cause, then what to try, and its kind is the exit
+//! code. Facts go to standard output, by `--json` as one JSON value; progress goes to standard error, and only to a
+//! terminal.
+
+#![forbid(unsafe_code)]
+#![allow(rustdoc::broken_intra_doc_links, reason = "doc comments of options are the help")]
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use firn_supervisor::Failure;
+
+mod attach;
+mod bar;
+mod checkpoint;
+mod completions;
+mod detach;
+mod doctor;
+mod hidden;
+mod image;
+mod ls;
+mod output;
+mod restore;
+mod rm;
+mod run;
+mod status;
+mod stop;
+mod suspend;
+mod units;
+
+use output::Output;
+
+/// Checkpoint and restore running virtual machines.
+///
+/// A checkpoint is taken while the guest works, with a pause of milliseconds, and restored so that the guest works at
+/// once while its memory follows. Guests, hypervisor and host kernel are unmodified.
+///
+///   firn run web -- qemu-system-x86_64 -m 1G ...   start a VM
+///   firn checkpoint web -o web.firn                save it; it goes on
+///   firn stop web
+///   firn restore web.firn                          have it back
+///
+/// Exit codes:
+///   0  done
+///   1  failed for a reason not listed here
+///   2  the command line is wrong
+///   3  there is no such VM, or it does not run
+///   4  the VM is busy, or the name is taken
+///   5  refused: the QEMU or a disk is not what the image says
+///   6  the image is damaged, or is no image
+///   7  the host or your permissions lack something: see `firn doctor`
+///   8  cut short: the VM ended, or a checkpoint was cancelled
+///
+/// Environment:
+///   FIRN_RUNTIME_DIR  where running VMs are kept track of; /run/firn for root, else $XDG_RUNTIME_DIR/firn
+///   FIRN_LOG          how much supervisors log: error, warn, info (the default), debug, trace
+#[derive(Debug, Parser)]
+#[command(name = "firn", version, verbatim_doc_comment, disable_help_subcommand = true)]
+struct Cli {
+    /// Print facts as JSON.
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    Run(run::Args),
+    Attach(attach::Args),
+    Detach(detach::Args),
+    Ls(ls::Args),
+    Status(status::Args),
+    Checkpoint(checkpoint::Args),
+    Suspend(suspend::Args),
+    Restore(restore::Args),
+    Stop(stop::Args),
+    Rm(rm::Args),
+    Image(image::Args),
+    Doctor(doctor::Args),
+    Completions(completions::Args),
+    #[command(name = firn_supervisor::SUPERVISE, hide = true)]
+    Supervise(hidden::Supervise),
+    #[command(name = firn_supervisor::GUARD, hide = true)]
+    Guard(hidden::Guard),
+}
+
+impl Verb {
+    fn run(&self, out: Output) -> Result<(), Failure> {
+        match self {
+            Self::Run(args) => args.run(out),
+            Self::Attach(args) => args.run(out),
+            Self::Detach(args) => args.run(out),
+            Self::Ls(args) => args.run(out),
+            Self::Status(args) => args.run(out),
+            Self::Checkpoint(args) => args.run(out),
+            Self::Suspend(args) => args.run(out),
+            Self::Restore(args) => args.run(out),
+            Self::Stop(args) => args.run(out),
+            Self::Rm(args) => args.run(out),
+            Self::Image(args) => args.run(out),
+            Self::Doctor(args) => args.run(out),
+            Self::Completions(args) => args.run(out),
+            Self::Supervise(args) => args.run(),
+            Self::Guard(args) => args.run(),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match cli.verb.run(Output::new(cli.json)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            output::print_failure(&failure);
+            ExitCode::from(failure.kind.exit_code())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_contradicts_itself_nowhere() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_verb_and_option_has_help() {
+        for verb in Cli::command().get_subcommands().filter(|verb| !verb.is_hide_set()) {
+            assert!(verb.get_about().is_some(), "{}", verb.get_name());
+            for argument in verb.get_arguments() {
+                assert!(argument.get_help().is_some(), "{} {argument}", verb.get_name());
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! `firn restore`
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use clap::Args as ClapArgs;
+use firn_restore::Mode;
+use firn_supervisor::{Failure, FailureKind, Meta, Plan, RuntimeDir, VmName, absolute, start};
+
+use crate::bar::Bar;
+use crate::checkpoint::recovered;
+use crate::output::Output;
+use crate::run::{notes, summary};
+use crate::status::watch;
+use crate::units;
+
+/// Start a VM from an image.
+///
+/// The command returns once the guest runs. Memory follows: what the guest touches comes at once, the rest when it is
+/// quiet. `firn status --watch` waits until all of it is there; so does --wait.
+///
+/// Modes:
+///   locality     one locality block per page fault, which brings what was used together (the default)
+///   lazy         one memory block per page fault
+///   working-set  what the guest used last before it runs, then as locality
+///   eager        all of it before the guest runs
+///
+/// An image of another version of QEMU, or of disks that were written to since, is refused: the guest would find them
+/// in contradiction to its memory. --force goes on all the same.
+///
+/// Examples:
+///   firn restore web.firn
+///   firn restore web.firn --name web2 --mode eager --json
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The image.
+    image: PathBuf,
+    /// What the VM is to be called; by default as in the image.
+    #[arg(long)]
+    name: Option<VmName>,
+    /// How memory comes back: locality, lazy, working-set or eager.
+    #[arg(long, default_value_t)]
+    mode: Mode,
+    /// Return only when all memory is there.
+    #[arg(long)]
+    wait: bool,
+    /// Go on with another version of QEMU, or with changed disks.
+    #[arg(long)]
+    force: bool,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        let facts = self.restore(&base).map_err(|failure| {
+            failure.while_doing(format!("can't restore {}", self.image.display()))
+        })?;
+        out.facts(&facts, || describe(&facts))
+    }
+
+    fn restore(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
+        let image = absolute(&self.image)?;
+        let name = match &self.name {
+            Some(name) => name.clone(),
+            None => name_in(&image)?,
+        };
+        let plan = Plan::Restore { image, mode: self.mode, force: self.force };
+        let facts = {
+            let mut bar = Bar::new();
+            start(base, &name, &plan, &mut |progress| bar.show(progress))?
+        };
+        if self.wait {
+            watch(base, &name)?;
+        }
+        Ok(facts)
+    }
+}
+
+fn name_in(image: &Path) -> Result<VmName, Failure> {
+    let image = crate::image::open(image)?;
+    let meta: Option<Meta> = serde_json::from_value(image.meta().clone()).ok();
+    let name = meta.and_then(|meta| VmName::new(meta.name).ok());
+    name.ok_or_else(|| {
+        let text = "the image does not say what its VM is called";
+        Failure::new(FailureKind::Usage, text).hint("say so: --name NAME")
+    })
+}
+
+fn describe(facts: &serde_json::Value) -> String {
+    if let Some(news) = recovered(facts) {
+        return news;
+    }
+    let mut text = String::new();
+    for note in notes(facts) {
+        let _ = writeln!(text, "{note}");
+    }
+    let _ = writeln!(text, "{}", summary(facts));
+    let total = facts["timings_ms"]["total"].as_f64().unwrap_or(0.0);
+    let _ = writeln!(text, "running after {}", units::ms(total));
+    text
+}

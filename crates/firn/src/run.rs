@@ -1,0 +1,76 @@
+//! `firn run`
+
+use std::fmt::Write;
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{Failure, Plan, RuntimeDir, VmName, start};
+
+use crate::output::Output;
+use crate::units;
+
+/// Start a VM from a QEMU command line.
+///
+/// Firn adds to the command line what it needs, shared memory and a monitor of its own, and says what it added. The VM
+/// runs on after this command ends; it has no terminal. What QEMU itself writes (and the guest's console, with
+/// `-serial stdio`) goes to qemu.log in the VM's runtime directory, for you alone. `firn status` shows where that is.
+///
+/// Examples:
+///   firn run web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
+///   firn run --quiet test -- qemu-system-x86_64 -accel kvm -m 512 -kernel vmlinuz -initrd initrd
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// What the VM is to be called.
+    name: VmName,
+    /// Do not say what was added to the command line.
+    #[arg(long, short)]
+    quiet: bool,
+    /// The QEMU command line, program first.
+    #[arg(last = true, required = true, value_name = "QEMU")]
+    command: Vec<String>,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        let facts = self.start(&base)?;
+        out.facts(&facts, || self.describe(&facts))
+    }
+
+    fn start(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
+        let plan = Plan::Run { args: self.command.clone() };
+        start(base, &self.name, &plan, &mut |_| ())
+            .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))
+    }
+
+    fn describe(&self, facts: &serde_json::Value) -> String {
+        let mut text = String::new();
+        for note in notes(facts).into_iter().filter(|_| !self.quiet) {
+            let _ = writeln!(text, "{note}");
+        }
+        let _ = writeln!(text, "{}", summary(facts));
+        text
+    }
+}
+
+/// What a supervisor remarked.
+pub fn notes(facts: &serde_json::Value) -> Vec<&str> {
+    let notes = facts["notes"].as_array();
+    notes.into_iter().flatten().filter_map(serde_json::Value::as_str).collect()
+}
+
+/// A VM in one line.
+pub fn summary(facts: &serde_json::Value) -> String {
+    let text = |key: &str| facts[key].as_str().unwrap_or("?").to_owned();
+    let number = |key: &str| facts[key].as_u64().unwrap_or(0);
+    format!(
+        "{} runs: process {}, {}, {} vCPU, {}, QEMU {}",
+        text("name"),
+        number("pid"),
+        units::bytes(number("memory_bytes")),
+        number("vcpus"),
+        text("accel"),
+        text("qemu"),
+    )
+}

@@ -1,0 +1,80 @@
+//! `firn status`
+
+use std::fmt::Write;
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{Failure, Request, RuntimeDir, Status, VmName, ask, status};
+
+use crate::bar::Bar;
+use crate::ls::{age, state};
+use crate::output::Output;
+use crate::units;
+
+/// Show what is known about a VM.
+///
+/// Examples:
+///   firn status web
+///   firn status web --watch     wait until the checkpoint or restore that is going on is over
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The VM.
+    name: VmName,
+    /// Wait until what is going on is over; show progress on a terminal.
+    #[arg(long, short)]
+    watch: bool,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        if self.watch {
+            watch(&base, &self.name)?;
+        }
+        let vm = base.vm(&self.name);
+        let status = status(&base, &vm)?;
+        out.facts(&status, || describe(&status, &vm.qemu_log().display().to_string()))
+    }
+}
+
+/// Waits until nothing is going on any more.
+pub fn watch(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let vm = base.vm(name);
+    if status(base, &vm)?.exit.is_some() {
+        return Ok(());
+    }
+    let mut bar = Bar::new();
+    ask(base, name, &Request::Watch, &mut |progress| bar.show(progress)).map(drop)
+}
+
+fn describe(status: &Status, qemu_log: &str) -> String {
+    let mut text = String::new();
+    let mut line = |key: &str, value: String| {
+        let _ = writeln!(text, "{key:<11}{value}");
+    };
+    line("name", status.name.to_string());
+    line("state", state(status));
+    if let Some(image) = &status.image {
+        line("image", image.display().to_string());
+    }
+    if let Some(pid) = status.pid {
+        let how = if status.launched { "started by Firn" } else { "attached to" };
+        line("process", format!("{pid}, {how}"));
+    }
+    line("memory", units::bytes(status.memory_bytes));
+    line("vCPUs", format!("{}, {}", status.vcpus, status.accel));
+    line("QEMU", status.qemu.clone());
+    if let Some(qmp) = &status.qmp {
+        line("monitor", qmp.display().to_string());
+    }
+    line("output", qemu_log.to_owned());
+    line("since", format!("{} ago", units::seconds(age(status.since))));
+    if let Some(note) = &status.last {
+        line("last", format!("{} ({} ago)", note.text, units::seconds(age(note.at))));
+    }
+    if status.recoveries > 0 {
+        line("recovered", format!("{} times from the death of its supervisor", status.recoveries));
+    }
+    text
+}

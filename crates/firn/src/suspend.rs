@@ -1,0 +1,46 @@
+//! `firn suspend`
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{Failure, Request, VmName};
+
+use crate::checkpoint::{ImageArgs, recovered, save};
+use crate::output::Output;
+use crate::units;
+
+/// Save a VM to an image and end it.
+///
+/// The guest stands still from the beginning, so its disks are as it left them, and `firn restore` takes it up where
+/// it stopped. If the image can't be written the VM runs on.
+///
+/// Example:
+///   firn suspend web -o web.firn
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The VM.
+    name: VmName,
+    #[command(flatten)]
+    image: ImageArgs,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        let request = Request::Suspend(self.image.request()?);
+        let facts = save(&base, &self.name, &request)
+            .map_err(|failure| failure.while_doing(format!("can't suspend {}", self.name)))?;
+        out.facts(&facts, || describe(&facts))
+    }
+}
+
+fn describe(facts: &serde_json::Value) -> String {
+    if let Some(news) = recovered(facts) {
+        return news;
+    }
+    format!(
+        "{}: {}; the VM has ended\n",
+        facts["image"].as_str().unwrap_or("?"),
+        units::bytes(facts["report"]["image_bytes"].as_u64().unwrap_or(0)),
+    )
+}

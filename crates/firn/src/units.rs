@@ -1,0 +1,80 @@
+//! Sizes and times, as people write and read them.
+
+/// Reads a size in bytes: `65536`, `64K`, `1M`, `2G` (powers of 1024; `KiB` and the like are understood too).
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let shift = match unit {
+        "" | "B" => 0,
+        "K" | "k" | "KiB" => 10,
+        "M" | "MiB" => 20,
+        "G" | "GiB" => 30,
+        _ => return Err(format!("{text:?} is no size: write 65536, 64K, 1M or 2G")),
+    };
+    let number: u64 =
+        number.parse().map_err(|_| format!("{text:?} does not begin with a number"))?;
+    number
+        .checked_shl(shift)
+        .filter(|bytes| bytes >> shift == number)
+        .ok_or_else(|| format!("{text:?} is too large"))
+}
+
+/// A size for people: `64 KiB`, `1.5 GiB`.
+pub fn bytes(bytes: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut size = bytes as f64;
+    let mut unit = 0;
+    while size >= 1024.0 && unit + 1 < units.len() {
+        size /= 1024.0;
+        unit += 1;
+    }
+    match size.fract() == 0.0 || unit == 0 {
+        true => format!("{size:.0} {}", units[unit]),
+        false => format!("{size:.1} {}", units[unit]),
+    }
+}
+
+/// A span of time for people: `12 s`, `5 min`, `3 h`, `2 d`.
+pub fn seconds(seconds: u64) -> String {
+    match seconds {
+        0..=119 => format!("{seconds} s"),
+        120..=7199 => format!("{} min", seconds / 60),
+        7200..=172_799 => format!("{} h", seconds / 3600),
+        _ => format!("{} d", seconds / 86_400),
+    }
+}
+
+/// Milliseconds for people.
+pub fn ms(ms: f64) -> String {
+    match ms {
+        ms if ms < 10.0 => format!("{ms:.2} ms"),
+        ms if ms < 1000.0 => format!("{ms:.0} ms"),
+        ms => format!("{:.2} s", ms / 1000.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read() {
+        assert_eq!(parse_bytes("65536"), Ok(65536));
+        assert_eq!(parse_bytes("64K"), Ok(65536));
+        assert_eq!(parse_bytes("1MiB"), Ok(1 << 20));
+        for bad in ["", "K", "64Q", "-1", "1.5G", "99999999999999G"] {
+            assert!(parse_bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn sizes_and_times_are_short() {
+        assert_eq!(bytes(64 << 10), "64 KiB");
+        assert_eq!(bytes(1_610_612_736), "1.5 GiB");
+        assert_eq!(bytes(7), "7 B");
+        assert_eq!(seconds(119), "119 s");
+        assert_eq!(seconds(7200), "2 h");
+        assert_eq!(ms(2.34159), "2.34 ms");
+        assert_eq!(ms(1500.0), "1.50 s");
+    }
+}

@@ -1,0 +1,14 @@
+//! The `firn` command, used as a user would.
+//!
+//! Tests that need a guest start the small one of `guests/` (built if it is not cached) under whatever accelerator
+//! works here; they run one at a time.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod attribution;
+mod completions;
+mod faults;
+mod help;
+mod input;
+mod session;
+mod vm;

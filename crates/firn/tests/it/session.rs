@@ -1,0 +1,148 @@
+//! A user at a shell: a runtime directory of its own, and commands typed one after another.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Environment variable that names another `firn`.
+const VARIABLE: &str = "FIRN";
+
+/// A session; all its VMs end with it.
+pub struct Session {
+    dir: TempDir,
+    fault: Option<String>,
+}
+
+/// What a command answered.
+pub struct Answer {
+    pub code: i32,
+    pub out: String,
+    pub err: String,
+}
+
+impl Session {
+    pub fn new() -> Self {
+        let dir = tempfile::Builder::new().prefix("firn-it-").tempdir().unwrap();
+        Self { dir, fault: None }
+    }
+
+    /// A file of this session.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn runtime_dir(&self) -> PathBuf {
+        self.path("run")
+    }
+
+    /// Arms a fault point for the commands that follow, and the supervisors they start.
+    pub fn arm(&mut self, fault: Option<&str>) {
+        self.fault = fault.map(str::to_owned);
+    }
+
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(program());
+        command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
+        command.env("FIRN_RUNTIME_DIR", self.runtime_dir()).env_remove("FIRN_FAULT");
+        if let Some(fault) = &self.fault {
+            command.env("FIRN_FAULT", fault);
+        }
+        command
+    }
+
+    pub fn firn(&self, args: &[&str]) -> Answer {
+        Answer::of(self.command(args).output().unwrap())
+    }
+
+    /// Runs a command that must succeed; returns the facts it prints.
+    pub fn json(&self, args: &[&str]) -> Value {
+        let args: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
+        let answer = self.firn(&args);
+        assert_eq!(answer.code, 0, "firn {}: {}", args.join(" "), answer.err);
+        serde_json::from_str(&answer.out).unwrap()
+    }
+
+    pub fn status(&self, name: &str) -> Value {
+        self.json(&["status", name])
+    }
+
+    /// The names of all VMs with their states.
+    pub fn ls(&self) -> Vec<(String, String)> {
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        let vms = self.json(&["ls"]);
+        vms.as_array().unwrap().iter().map(|vm| (text(&vm["name"]), text(&vm["state"]))).collect()
+    }
+
+    /// Files that begin so in the session's directory.
+    pub fn files(&self, beginning: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.dir.path()).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.starts_with(beginning)).collect()
+    }
+}
+
+/// The command under test: the one built with these tests, unless the environment names another.
+fn program() -> OsString {
+    std::env::var_os(VARIABLE).unwrap_or_else(|| env!("CARGO_BIN_EXE_firn").into())
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.fault = None;
+        let vms = std::fs::read_dir(self.runtime_dir()).into_iter().flatten().flatten();
+        for vm in vms {
+            let name = vm.file_name().into_string().unwrap_or_default();
+            let _ = self.command(&["stop", "--force", &name]).output();
+            let _ = self.command(&["rm", &name]).output();
+        }
+    }
+}
+
+impl Answer {
+    pub fn of(output: Output) -> Self {
+        Self {
+            code: output.status.code().unwrap_or(-1),
+            out: String::from_utf8(output.stdout).unwrap(),
+            err: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+
+    /// Asserts that the command failed with this code, said why exactly once, and printed no facts.
+    #[track_caller]
+    pub fn fails(self, code: i32, why: &str) -> Self {
+        assert_eq!(self.code, code, "{}{}", self.out, self.err);
+        assert!(self.err.contains(why), "{:?} does not say {why:?}", self.err);
+        assert_eq!(self.err.matches(why).count(), 1, "said more than once: {}", self.err);
+        self
+    }
+
+    #[track_caller]
+    pub fn succeeds(self) -> Self {
+        assert_eq!(self.code, 0, "{}{}", self.out, self.err);
+        self
+    }
+}
+
+/// Waits until something holds.
+#[track_caller]
+pub fn eventually(what: &str, limit: Duration, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < limit, "{what}: not within {limit:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Sends SIGKILL.
+pub fn kill(pid: i64) {
+    let pid = rustix::process::Pid::from_raw(pid as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}

@@ -1,0 +1,323 @@
+//! Real guests: whole sessions with them.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use firn_lab::guest::{Control, GuestImage, QemuArgs, accel};
+use firn_lab::prober::{Heartbeats, Prober};
+
+use crate::session::{Session, eventually, kill, text};
+
+/// How long a guest may take to boot, or to answer, on a busy host.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A session with a guest that checks its own memory all the time, as VM `web`.
+pub struct Vm {
+    pub session: Session,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Vm {
+    /// Boots a guest and lets it work.
+    pub fn boot() -> Self {
+        Self::boot_writing(&["--mib", "48", "--rate", "2000"])
+    }
+
+    /// Boots a guest whose writers are given these words.
+    pub fn boot_writing(how: &[&str]) -> Self {
+        let vm = Self::new();
+        let args = vm.qemu_args();
+        let command: Vec<&str> = args.iter().map(String::as_str).collect();
+        let run = [&["run", "web", "--quiet", "--"], &command[..]].concat();
+        vm.session.firn(&run).succeeds();
+        let mut control = vm.control();
+        control.spawn("writers", &[&["firn-guest", "writers"], how].concat()).unwrap();
+        eventually("writers", PATIENCE, || control.run(&["firn-guest", "verify"]).is_ok());
+        vm
+    }
+
+    /// A session without a guest.
+    pub fn new() -> Self {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        Self { session: Session::new(), _alone: alone }
+    }
+
+    pub fn qemu_args(&self) -> Vec<String> {
+        let args = QemuArgs::new(image(), accel::decide().accel)
+            .memory_mib(192)
+            .append("no_timer_check")
+            .agent(&self.session.path("agent"))
+            .heartbeat(&self.session.path("heart"));
+        let program = args.program_name().to_str().unwrap().to_owned();
+        [vec![program], args.args()].concat()
+    }
+
+    pub fn control(&self) -> Control {
+        Control::connect(&self.session.path("agent"), PATIENCE).unwrap()
+    }
+
+    /// Every page of the guest's writers is what they wrote last, and they go on writing.
+    #[track_caller]
+    pub fn is_well(&self) {
+        let mut control = self.control();
+        let before = writes(&mut control);
+        eventually("writers go on", PATIENCE, || writes(&mut control) > before);
+    }
+
+    pub fn image(&self, name: &str) -> PathBuf {
+        self.session.path(name)
+    }
+
+    pub fn pid(&self) -> i64 {
+        self.session.status("web")["pid"].as_i64().unwrap()
+    }
+}
+
+/// Pages written so far; fails if any is wrong.
+#[track_caller]
+fn writes(control: &mut Control) -> u64 {
+    let report = control.run(&["firn-guest", "verify"]).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["wrong"], 0, "{report}");
+    report["writes"].as_u64().unwrap()
+}
+
+fn image() -> &'static GuestImage {
+    static IMAGE: OnceLock<GuestImage> = OnceLock::new();
+    IMAGE.get_or_init(|| GuestImage::small().unwrap())
+}
+
+/// Descriptors of a process that are a userfaultfd.
+fn userfaultfds(pid: i64) -> usize {
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let targets = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
+    targets.filter(|target| target.to_string_lossy().contains("userfaultfd")).count()
+}
+
+#[test]
+fn from_run_to_restore_in_each_mode() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    assert_eq!(session.ls(), [("web".to_owned(), "running".to_owned())]);
+    let save = ["checkpoint", "web", "-o", "web.firn", "--reference", "web.ram"];
+    let saved = session.json(&save);
+    assert!(saved["report"]["pause"]["downtime_ms"].as_f64().unwrap() > 0.0, "{saved}");
+    vm.is_well();
+    assert_eq!(userfaultfds(vm.pid()), 0);
+    session.firn(&["image", "verify", "web.firn"]).succeeds();
+    session.firn(&["image", "compare", "web.firn", "web.ram"]).succeeds();
+    let facts = session.json(&["image", "inspect", "web.firn"]);
+    assert_eq!(facts["meta"]["name"], "web");
+    session.firn(&["stop", "web"]).succeeds();
+    assert_eq!(session.ls(), []);
+    for mode in ["eager", "lazy", "locality", "working-set"] {
+        let restored = session.json(&["restore", "web.firn", "--mode", mode]);
+        eprintln!("{mode}: {}", restored["timings_ms"]);
+        for step in ["spawn", "qmp", "image_open", "attach", "device_state", "cont", "total"] {
+            assert!(restored["timings_ms"][step].as_f64().is_some(), "{step} in {restored}");
+        }
+        vm.is_well();
+        session.firn(&["status", "web", "--watch"]).succeeds();
+        assert_eq!(session.status("web")["state"], "running");
+        assert_eq!(userfaultfds(vm.pid()), 0, "{mode}");
+        vm.is_well();
+        session.firn(&["stop", "web"]).succeeds();
+    }
+}
+
+#[test]
+fn a_reordered_image_is_the_same_checkpoint() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    session.firn(&["checkpoint", "web", "-o", "web.firn", "--reference", "web.ram"]).succeeds();
+    session.firn(&["stop", "web"]).succeeds();
+    for by in ["physical", "random"] {
+        let out = format!("{by}.firn");
+        session.firn(&["image", "reorder", "web.firn", "--by", by, "-o", &out]).succeeds();
+        session.firn(&["image", "compare", &out, "web.ram"]).succeeds();
+        session.firn(&["restore", &out, "--wait"]).succeeds();
+        vm.is_well();
+        session.firn(&["stop", "web"]).succeeds();
+    }
+}
+
+#[test]
+fn a_suspended_vm_is_gone_until_it_is_restored() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
+    assert_eq!(session.ls(), []);
+    session.firn(&["restore", "web.firn", "--name", "again", "--wait"]).succeeds();
+    assert_eq!(session.ls(), [("again".to_owned(), "running".to_owned())]);
+    vm.is_well();
+    session.firn(&["checkpoint", "again", "-o", "again.firn"]).succeeds();
+    vm.is_well();
+}
+
+#[test]
+fn a_vm_that_ran_before_firn_came() {
+    let vm = Vm::new();
+    let session = &vm.session;
+    let qmp = session.path("qmp");
+    let monitor = format!("unix:{},server=on,wait=off", text(&qmp));
+    let ram = "memory-backend-memfd,id=ram,size=192M,share=on";
+    let mut args = vm.qemu_args();
+    let added = ["-object", ram, "-machine", "memory-backend=ram", "-qmp", &monitor];
+    args.extend(added.map(str::to_owned));
+    let log = std::fs::File::create(session.path("qemu.log")).unwrap();
+    let mut qemu =
+        std::process::Command::new(&args[0]).args(&args[1..]).stderr(log).spawn().unwrap();
+    let mut control = vm.control();
+    let pid = qemu.id().to_string();
+    session.firn(&["attach", "old", "--pid", "1", "--qmp", text(&qmp)]).fails(2, "not 1");
+    session.firn(&["attach", "old", "--pid", &pid, "--qmp", text(&qmp)]).succeeds();
+    session.firn(&["checkpoint", "old", "-o", "old.firn", "--reference", "old.ram"]).succeeds();
+    session.firn(&["image", "compare", "old.firn", "old.ram"]).succeeds();
+    session.firn(&["detach", "old"]).succeeds();
+    assert_eq!(session.ls(), []);
+    assert_eq!(userfaultfds(qemu.id().into()), 0);
+    control.run(&["true"]).unwrap();
+    qemu.kill().unwrap();
+    qemu.wait().unwrap();
+    session.firn(&["restore", "old.firn", "--wait"]).succeeds();
+    vm.control().run(&["true"]).unwrap();
+}
+
+#[test]
+fn a_vm_that_firn_let_go_of_can_be_taken_up_again() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    session.firn(&["detach", "web"]).succeeds();
+    assert_eq!(session.ls(), [("web".to_owned(), "detached".to_owned())]);
+    session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(3, "Firn has let go of it");
+    session.firn(&["run", "web", "--", "qemu-system-x86_64"]).fails(4, "a VM called web already");
+    session.firn(&["attach", "web"]).succeeds();
+    session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
+    vm.is_well();
+}
+
+#[test]
+fn a_vm_that_dies_is_shown_with_how_it_died() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    kill(vm.pid());
+    eventually("ended", PATIENCE, || session.status("web")["state"] == "ended");
+    let ls = session.firn(&["ls"]).succeeds().out;
+    assert!(ls.contains("ended: killed by signal 9"), "{ls}");
+    session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(3, "killed by signal 9");
+    session.firn(&["rm", "web"]).succeeds();
+    assert_eq!(session.ls(), []);
+}
+
+#[test]
+fn supervisor_and_guard_replace_each_other() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    let pids = || {
+        let status = session.status("web");
+        (status["supervisor_pid"].as_i64().unwrap(), status["guard_pid"].as_i64())
+    };
+    let (supervisor, guard) = pids();
+    kill(supervisor);
+    eventually("another supervisor", PATIENCE, || pids().0 != supervisor);
+    kill(guard.unwrap());
+    eventually("another guard", PATIENCE, || pids().1.is_some_and(|now| Some(now) != guard));
+    let (supervisor, guard) = pids();
+    kill(guard.unwrap());
+    kill(supervisor);
+    assert_eq!(session.ls(), [("web".to_owned(), "running".to_owned())]);
+    assert!(session.status("web")["recoveries"].as_u64().unwrap() >= 2);
+    vm.is_well();
+}
+
+#[test]
+fn a_terminated_supervisor_lets_go() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    let supervisor = session.status("web")["supervisor_pid"].as_i64().unwrap();
+    let pid = rustix::process::Pid::from_raw(supervisor as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    eventually("detached", PATIENCE, || session.status("web")["state"] == "detached");
+    vm.is_well();
+    session.firn(&["attach", "web"]).succeeds();
+}
+
+#[test]
+fn what_does_not_fit_is_refused_unless_forced() {
+    let vm = Vm::new();
+    let session = &vm.session;
+    let disk = session.path("disk.raw");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let drive = format!("file={},format=raw,if=virtio", text(&disk));
+    let args = ["-M", "pc", "-m", "64", "-nodefaults", "-display", "none", "-drive", &drive];
+    let run = [&["run", "web", "--", "qemu-system-x86_64"], &args[..]].concat();
+    session.firn(&run).succeeds();
+    session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
+    session.firn(&["restore", "web.firn", "--wait"]).succeeds();
+    session.firn(&["restore", "web.firn"]).fails(4, "a VM called web already");
+    session.firn(&["stop", "web"]).succeeds();
+    std::fs::write(&disk, vec![1; 1 << 20]).unwrap();
+    let refused = session.firn(&["restore", "web.firn"]);
+    let refused = refused.fails(5, "disk.raw has changed since the checkpoint");
+    assert!(refused.err.contains("--force"), "{}", refused.err);
+    assert_eq!(session.ls(), []);
+    let forced = session.firn(&["restore", "web.firn", "--force"]).succeeds();
+    assert!(forced.out.contains("forced: disk"), "{}", forced.out);
+    session.firn(&["stop", "web"]).succeeds();
+    std::fs::remove_file(&disk).unwrap();
+    session.firn(&["restore", "web.firn"]).fails(5, "disk.raw is not there");
+}
+
+#[test]
+fn the_guest_hardly_notices_a_checkpoint() {
+    let vm = Vm::boot();
+    vm.control().spawn("heartbeat", &["firn-guest", "heartbeat"]).unwrap();
+    let prober = Prober::start(Heartbeats::new(&vm.session.path("heart")), 0.0);
+    eventually("a heartbeat", PATIENCE, || !prober.timeline().replies().is_empty());
+    let begun = prober.now();
+    vm.session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
+    let ended = prober.now();
+    let gap = prober.finish().longest_gap(begun..ended);
+    eprintln!("longest gap between heartbeats during a checkpoint: {gap:?}");
+    assert!(gap < Duration::from_secs(2), "{gap:?}");
+}
+
+#[test]
+fn a_checkpoint_is_given_up_only_on_request() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    let interrupted = |args: &[&str]| {
+        let save = [&["checkpoint", "web", "-o", "web.firn", "--codec", "zlib:9"], args].concat();
+        let mut child = session.command(&save).spawn().unwrap();
+        eventually("saving", PATIENCE, || session.status("web")["state"] == "saving");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        eventually("over", PATIENCE, || session.status("web")["state"] == "running");
+    };
+    interrupted(&["--cancel"]);
+    assert!(session.files("web.firn").is_empty() && session.files(".web").is_empty());
+    let last = session.status("web")["last"]["text"].to_string();
+    assert!(last.contains("the save was cancelled"), "{last}");
+    vm.is_well();
+    interrupted(&[]);
+    session.firn(&["image", "verify", "web.firn"]).succeeds();
+    vm.is_well();
+}
+
+#[test]
+fn a_vm_can_be_ended_in_the_middle_of_a_checkpoint() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    let mut save = session.command(&["checkpoint", "web", "-o", "web.firn", "--codec", "zlib:9"]);
+    let save = save.stderr(std::process::Stdio::piped()).spawn().unwrap();
+    eventually("saving", PATIENCE, || session.status("web")["state"] == "saving");
+    session.firn(&["stop", "web"]).fails(4, "a checkpoint is being written");
+    session.firn(&["checkpoint", "web", "-o", "b.firn"]).fails(4, "a checkpoint is being written");
+    session.firn(&["detach", "web"]).fails(4, "a checkpoint is being written");
+    session.firn(&["stop", "web", "--force"]).succeeds();
+    assert_ne!(save.wait_with_output().unwrap().status.code(), Some(0));
+    assert_eq!(session.ls(), []);
+    assert!(session.files("web.firn").is_empty() && session.files(".web").is_empty());
+}
