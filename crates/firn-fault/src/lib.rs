@@ -9,6 +9,7 @@
 //!   FIRN_FAULT=save.armed@3           ... the third time
 //!   FIRN_FAULT=image.write=ENOSPC     the I/O step fails with that error (ENOSPC, EIO), as if the disk had said so
 //!   FIRN_FAULT=image.write@5=EIO      ... from the fifth time on
+//!   FIRN_FAULT=save.retraced=HOLD     the thread that gets there stays for HOLD_FOR: a test can look at what is half done
 //! ```
 //!
 //! [`POINTS`] lists every name, so that a test can walk them all; a name that is not listed is a bug and panics in
@@ -19,6 +20,7 @@
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 mod points;
 
@@ -27,11 +29,15 @@ pub use points::POINTS;
 /// The environment variable that arms one fault point.
 pub const VARIABLE: &str = "FIRN_FAULT";
 
+/// How long `HOLD` holds. Long enough for whatever a test does meanwhile on a busy machine.
+pub const HOLD_FOR: Duration = Duration::from_secs(8);
+
 /// What an armed fault point does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Kill,
     Fail(rustix::io::Errno),
+    Hold,
 }
 
 /// One armed fault point.
@@ -46,8 +52,10 @@ static PASSES: AtomicU32 = AtomicU32::new(0);
 
 /// Dies here by SIGKILL if the environment says so.
 pub fn point(name: &'static str) {
-    if hit(name) == Some(Action::Kill) {
-        die();
+    match hit(name) {
+        Some(Action::Kill) => die(),
+        Some(Action::Hold) => std::thread::sleep(HOLD_FOR),
+        Some(Action::Fail(_)) | None => {}
     }
 }
 
@@ -56,6 +64,10 @@ pub fn io(name: &'static str) -> io::Result<()> {
     match hit(name) {
         Some(Action::Kill) => die(),
         Some(Action::Fail(errno)) => Err(errno.into()),
+        Some(Action::Hold) => {
+            std::thread::sleep(HOLD_FOR);
+            Ok(())
+        }
         None => Ok(()),
     }
 }
@@ -77,6 +89,7 @@ fn armed() -> Option<&'static Armed> {
 
 fn parse(text: &str) -> Option<Armed> {
     let (place, action) = match text.split_once('=') {
+        Some((place, "HOLD")) => (place, Action::Hold),
         Some((place, errno)) => (place, Action::Fail(errno_named(errno)?)),
         None => (text, Action::Kill),
     };
@@ -118,6 +131,8 @@ mod tests {
         );
         let fail = Action::Fail(rustix::io::Errno::IO);
         assert_eq!(parse("save.armed@5=EIO"), Some(Armed { name: name(), from: 5, action: fail }));
+        let hold = Armed { name: name(), from: 1, action: Action::Hold };
+        assert_eq!(parse("save.armed=HOLD"), Some(hold));
         assert_eq!(parse("save.armed=EWHAT"), None);
     }
 

@@ -26,7 +26,20 @@ impl Vm {
 
     /// Boots a guest whose writers are given these words.
     pub fn boot_writing(how: &[&str]) -> Self {
-        let vm = Self::new();
+        Self::new().booted(how)
+    }
+
+    /// Boots a guest whose saves stay half done for a while, so that a test can look at them.
+    pub fn boot_with_slow_saves() -> Self {
+        let mut vm = Self::new();
+        vm.session.arm(Some("save.retraced=HOLD"));
+        let mut vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
+        vm.session.arm(None);
+        vm
+    }
+
+    fn booted(self, how: &[&str]) -> Self {
+        let vm = self;
         let args = vm.qemu_args();
         let command: Vec<&str> = args.iter().map(String::as_str).collect();
         let run = [&["run", "web", "--quiet", "--"], &command[..]].concat();
@@ -286,10 +299,10 @@ fn the_guest_hardly_notices_a_checkpoint() {
 
 #[test]
 fn a_checkpoint_is_given_up_only_on_request() {
-    let vm = Vm::boot();
+    let vm = Vm::boot_with_slow_saves();
     let session = &vm.session;
     let interrupted = |args: &[&str]| {
-        let save = [&["checkpoint", "web", "-o", "web.firn", "--codec", "zlib:9"], args].concat();
+        let save = [&["checkpoint", "web", "-o", "web.firn"], args].concat();
         let mut child = session.command(&save).spawn().unwrap();
         eventually("saving", PATIENCE, || session.status("web")["state"] == "saving");
         child.kill().unwrap();
@@ -308,9 +321,9 @@ fn a_checkpoint_is_given_up_only_on_request() {
 
 #[test]
 fn a_vm_can_be_ended_in_the_middle_of_a_checkpoint() {
-    let vm = Vm::boot();
+    let vm = Vm::boot_with_slow_saves();
     let session = &vm.session;
-    let mut save = session.command(&["checkpoint", "web", "-o", "web.firn", "--codec", "zlib:9"]);
+    let mut save = session.command(&["checkpoint", "web", "-o", "web.firn"]);
     let save = save.stderr(std::process::Stdio::piped()).spawn().unwrap();
     eventually("saving", PATIENCE, || session.status("web")["state"] == "saving");
     session.firn(&["stop", "web"]).fails(4, "a checkpoint is being written");
