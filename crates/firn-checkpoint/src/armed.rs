@@ -116,6 +116,7 @@ impl Armed {
 
     /// Lets go of the hypervisor: nothing is protected, no thread waits, no descriptor stays behind.
     pub(crate) fn disarm(self) -> Result<FaultLog, SaveError> {
+        self.trace.let_go();
         let unregistered = self.trace.faults.unregister();
         let log = self.handler.finish();
         if let Some(trace) = Arc::into_inner(self.trace) {

@@ -43,6 +43,7 @@ pub(crate) struct Trace {
     written: Mutex<WrittenSet>,
     phase: AtomicU8,
     ended: AtomicBool,
+    letting_go: AtomicBool,
     started: Instant,
     last_fault_us: AtomicU64,
 }
@@ -59,6 +60,7 @@ impl Trace {
             written: Mutex::default(),
             phase: AtomicU8::new(ARMING),
             ended: AtomicBool::new(false),
+            letting_go: AtomicBool::new(false),
             started: Instant::now(),
             last_fault_us: AtomicU64::new(u64::MAX),
         }
@@ -72,6 +74,16 @@ impl Trace {
     /// From here on first touches are copied. The vCPUs must be stopped, and everything protected.
     pub(crate) fn cut(&self) {
         self.phase.store(TRACING, Ordering::Release);
+    }
+
+    /// Every block is saved, or the save has failed, and the range is about to be unregistered: a thread that still
+    /// waits is let go by that, and answering it may fail.
+    pub(crate) fn let_go(&self) {
+        self.letting_go.store(true, Ordering::Release);
+    }
+
+    fn is_letting_go(&self) -> bool {
+        self.letting_go.load(Ordering::Acquire)
     }
 
     /// Time since the trace was made.
@@ -190,8 +202,10 @@ impl Worker {
             return Ok(());
         }
         let saved = self.save_first(page, tid);
-        self.release(page, kind)?;
-        saved
+        match self.release(page, kind) {
+            Err(_) if self.trace.is_letting_go() => saved,
+            released => released.and(saved),
+        }
     }
 
     /// While arming: lets the access through, noting it if it writes. `false` if the cut was made meanwhile.

@@ -3,6 +3,7 @@
 /// The names of all fault points.
 pub const POINTS: &[&str] = &[
     // A save, in the supervisor.
+    "save.asked",
     "save.begin",
     "save.journaled",
     "save.attached",

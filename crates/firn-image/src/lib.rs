@@ -58,7 +58,7 @@ pub use geometry::{
 };
 pub use header::VERSION;
 pub use locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId, Packer};
-pub use partial::remove_partial;
+pub use partial::{abandon_partial, remove_partial};
 pub use placement::Placement;
 pub use reader::Image;
 pub use reorder::{Reorder, reorder};

@@ -79,6 +79,18 @@ pub fn remove_partial(target: &Path) -> Result<bool, ImageError> {
     remove_stale(&partial_path(target)?, target)
 }
 
+/// Removes what this very process has written of an image, though a thread of it may be stuck in writing more: for a
+/// process that is about to end. An image that has its name already stays.
+pub fn abandon_partial(target: &Path) -> Result<(), ImageError> {
+    let path = partial_path(target)?;
+    match std::fs::remove_file(&path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(io_error("remove what is left of", &path)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn remove_stale(path: &Path, target: &Path) -> Result<bool, ImageError> {
     let failed = io_error("remove what is left of", path);
     let file = match OpenOptions::new().write(true).open(path) {
@@ -136,6 +148,17 @@ fn io_error<'a>(step: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Ima
 mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_writer_that_is_stuck_is_abandoned() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("a.firn");
+        abandon_partial(&target).unwrap();
+        let _stuck = Partial::create(&target).unwrap();
+        assert!(remove_partial(&target).is_err());
+        abandon_partial(&target).unwrap();
+        assert!(names(dir.path()).is_empty());
+    }
 
     fn names(dir: &Path) -> Vec<String> {
         let entries = std::fs::read_dir(dir).unwrap();

@@ -59,40 +59,55 @@ pub fn start(
         Some(result) => result,
         None => {
             settle(&vm);
-            after_death(base, &vm, None, "the VM was not started, and nothing is left of it")
+            after_start(base, &vm)
         }
     }
 }
 
-/// What became of a VM whose supervisor died while a command waited for it. `before` is what had happened last, and
-/// `gone` what it means if there is no such VM.
-fn after_death(
+/// What became of a VM whose first supervisor died.
+fn after_start(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
+    let status = status_after(base, vm, "the VM was not started, and nothing is left of it")?;
+    match (&status.last, status.state.as_str()) {
+        (Some(note), _) => told(&status, note),
+        (None, "running" | "restoring" | "paused") => Ok(recovered(&status)),
+        (None, state) => died(format!("the VM is {state}")),
+    }
+}
+
+/// What became of a save whose supervisor died. `before` is what had happened last; if that is so still, the save was
+/// never begun: `None`.
+fn after_save(
     base: &RuntimeDir,
     vm: &VmDir,
-    before: Option<Note>,
-    gone: &str,
-) -> Result<serde_json::Value, Failure> {
-    let died = |text: String| {
-        Err(Failure::new(FailureKind::Interrupted, "the supervisor died").while_doing(text))
-    };
-    let status = match status(base, vm) {
-        Ok(status) => status,
-        Err(failure) if failure.kind == FailureKind::NoSuchVm => {
-            return died(gone.to_owned());
-        }
-        Err(failure) => return Err(failure.while_doing("the supervisor died")),
-    };
-    let news = status.last.clone().filter(|note| Some(note) != before.as_ref());
-    match (news, status.state.as_str()) {
-        (Some(note), _) if note.good => recovered(&status),
-        (Some(note), _) => died(note.text),
-        (None, "running" | "restoring" | "paused") if before.is_none() => recovered(&status),
-        (None, state) => died(format!("it is not known what came of this; the VM is {state}")),
+    before: Option<&Note>,
+) -> Option<Result<serde_json::Value, Failure>> {
+    match status_after(base, vm, "the VM is gone") {
+        Ok(status) => match &status.last {
+            Some(note) if Some(note) != before => Some(told(&status, note)),
+            _ => None,
+        },
+        Err(failure) => Some(Err(failure)),
     }
 }
 
-fn recovered(status: &Status) -> Result<serde_json::Value, Failure> {
-    Ok(serde_json::json!({ "recovered": true, "status": status }))
+/// The status of a VM whose supervisor died. `gone` is what it means if there is no such VM.
+fn status_after(base: &RuntimeDir, vm: &VmDir, gone: &str) -> Result<Status, Failure> {
+    match status(base, vm) {
+        Err(failure) if failure.kind == FailureKind::NoSuchVm => died(gone.to_owned()),
+        found => found.map_err(|failure| failure.while_doing("the supervisor died")),
+    }
+}
+
+fn told(status: &Status, note: &Note) -> Result<serde_json::Value, Failure> {
+    if note.good { Ok(recovered(status)) } else { died(note.text.clone()) }
+}
+
+fn died<T>(text: String) -> Result<T, Failure> {
+    Err(Failure::new(FailureKind::Interrupted, "the supervisor died").while_doing(text))
+}
+
+fn recovered(status: &Status) -> serde_json::Value {
+    serde_json::json!({ "recovered": true, "status": status })
 }
 
 /// Waits until the guard, if there is one, has started a successor.
@@ -129,7 +144,9 @@ pub fn ask(
             Request::Detach => return Ok(serde_json::Value::Null),
             Request::Stop(_) => return after_stop(base, &vm),
             Request::Checkpoint(_) | Request::Suspend(_) => {
-                return after_death(base, &vm, before, "the VM is gone");
+                if let Some(result) = after_save(base, &vm, before.as_ref()) {
+                    return result;
+                }
             }
         }
     }

@@ -10,6 +10,7 @@
 
 use std::cell::Cell;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -197,6 +198,9 @@ impl Loop {
     fn record_end(&self, exit: Exit, reason: Option<String>) -> io::Result<()> {
         let vm = &self.keeper.vm;
         tracing::info!("the VM has ended: {exit}");
+        if let Phase::Saving { image, .. } = self.keeper.journal.read().phase {
+            abandon(&image);
+        }
         let ended = self.keeper.journal.update(|journal| {
             journal.phase = Phase::Ended { exit, at: now() };
             if let Some(reason) = reason {
@@ -211,12 +215,19 @@ impl Loop {
     }
 }
 
+/// A save that has not ended by now never will: its thread is stuck, and ends with this process.
+fn abandon(image: &Path) {
+    if let Err(error) = firn_image::abandon_partial(image) {
+        tracing::warn!("{}", Failure::from_error(FailureKind::Other, &error));
+    }
+}
+
 pub(crate) fn remove_sockets(vm: &VmDir) -> io::Result<()> {
     let launched_socket = vm.qmp();
     [vm.control(), launched_socket, vm.presence()].iter().try_for_each(|path| remove_file(path))
 }
 
-fn remove_file(path: &std::path::Path) -> io::Result<()> {
+fn remove_file(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),

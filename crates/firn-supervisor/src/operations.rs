@@ -31,6 +31,7 @@ impl Operations for Qemu {
         cancel: &AtomicBool,
         progress: &dyn Fn(Progress),
     ) -> Result<serde_json::Value, Failure> {
+        firn_fault::point("save.asked");
         let machine = self.machine()?;
         let mut vm = qemu::connect(&machine.qmp)?;
         refuse_blocked(&mut vm)?;
