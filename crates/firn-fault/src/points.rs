@@ -34,6 +34,7 @@ pub const POINTS: &[&str] = &[
     "image.open",
     "image.read",
     // A restore, in the supervisor.
+    "restore.prefill",
     "restore.begin",
     "restore.journaled",
     "restore.spawned",

@@ -33,7 +33,7 @@ const BACK: f64 = 0.9;
 const WINDOW: Duration = Duration::from_secs(1);
 const BOOT: Duration = Duration::from_secs(180);
 const LIMIT: Duration = Duration::from_secs(120);
-const MODES: [&str; 3] = ["eager", "lazy", "locality"];
+const MODES: [&str; 4] = ["eager", "lazy", "locality", "auto"];
 
 /// What one restore was like.
 struct Row {

@@ -229,6 +229,28 @@ impl PageScan {
     }
 }
 
+/// The pages that the hypervisor's page tables map, in runs, in order: all that it may have written to since its memory
+/// was mapped, unless the kernel has taken some back for want of memory. Nothing needs to be registered.
+///
+/// # Errors
+/// If the hypervisor is gone or out of reach.
+pub fn mapped_pages(memory: &GuestMemory) -> Result<Vec<Range<Page>>, ScanError> {
+    let process = memory.process();
+    let opened = process.open_file("pagemap", OFlags::RDONLY);
+    let pagemap =
+        opened.map(Pagemap::new).map_err(|error| process.error("opening the pagemap", error))?;
+    let mut out = Vec::new();
+    for (part, hva) in memory.located(memory.all()) {
+        let present = pagemap.present(span(hva, &part), true, |start, end| {
+            push(&mut out, pages(&part, hva, start, end));
+            ControlFlow::Continue(())
+        });
+        let (first, pages) = (part.start, Page::count(&part));
+        present.map_err(|source| ScanError::Failed { first, pages, source })?;
+    }
+    Ok(out)
+}
+
 fn pagemap_of(faults: &PageFaults) -> Result<Pagemap, ScanError> {
     let process = faults.memory().process();
     let pagemap = process.open_file("pagemap", OFlags::RDONLY);

@@ -45,6 +45,9 @@ pub enum RestoreError {
     /// The RAM file can't be handled.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// What the hypervisor has written can't be found out.
+    #[error(transparent)]
+    Scan(#[from] firn_memory::ScanError),
     /// The presence file can't be handled.
     #[error("cannot {step} the presence file {path}")]
     Presence {

@@ -20,6 +20,7 @@
 //! | `pool` | threads that read, and threads that install |
 //! | `hands`, `shared` | the steps they have in common |
 //! | `gate` | pages that the guest gives back while they are being installed |
+//! | [`Prefill`] | what comes back while the hypervisor is still starting |
 //! | `storage`, `bytes` | the image, read unit by read unit |
 //! | [`Presence`] | what a successor must know if Firn is killed |
 //! | [`RunRecord`] | what happened |
@@ -40,6 +41,7 @@ mod hands;
 mod inbox;
 mod options;
 mod pool;
+mod prefill;
 mod presence;
 mod record;
 mod restore;
@@ -49,6 +51,7 @@ mod storage;
 
 pub use error::RestoreError;
 pub use options::{Fill, Mode, ModeError, RestoreOptions};
+pub use prefill::{Prefill, Prefilled};
 pub use presence::Presence;
 pub use record::{
     Answered, FAULTS_MAX, FaultRecord, READS_MAX, RUN_RECORD_VERSION, ReadFor, ReadRecord,

@@ -21,15 +21,20 @@ pub enum Mode {
     Lazy,
     /// One locality block per fault, the memory block that faulted first, the rest in the background in stored order
     /// (Halite, section 7.1).
-    #[default]
     Locality,
     /// The working set that the image lists before the guest runs, then as [`Mode::Locality`] (Zhang et al., VEE 2011,
     /// section 4.2).
     WorkingSet,
+    /// As [`Mode::Locality`], and meanwhile the working set as fast as storage and the guest allow, in the order in which
+    /// it was touched, beginning before the hypervisor runs. The guest waits for none of it. If it turns out to need
+    /// other memory, that stops.
+    #[default]
+    Auto,
 }
 
 impl Mode {
-    const NAMES: [(Self, &'static str); 4] = [
+    const NAMES: [(Self, &'static str); 5] = [
+        (Self::Auto, "auto"),
         (Self::Eager, "eager"),
         (Self::Lazy, "lazy"),
         (Self::Locality, "locality"),
@@ -46,7 +51,7 @@ impl fmt::Display for Mode {
 
 /// A word that names no restore mode.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error("{0:?} is no restore mode; they are eager, lazy, locality and working-set")]
+#[error("{0:?} is no restore mode; they are auto, eager, lazy, locality and working-set")]
 pub struct ModeError(String);
 
 impl FromStr for Mode {
@@ -112,17 +117,23 @@ impl Default for RestoreOptions {
 const RUN_BYTES_MAX: u32 = 1 << 20;
 
 impl RestoreOptions {
+    /// Read units of `unit_bytes` in one background read at most.
+    pub(crate) fn run_max(&self, unit_bytes: u32) -> u32 {
+        match self.mode {
+            Mode::Lazy => 1,
+            _ => (RUN_BYTES_MAX / unit_bytes.max(1)).max(1),
+        }
+    }
+
     /// The page server's limits, for read units of `unit_bytes`.
     pub(crate) fn rules(&self, unit_bytes: u32) -> Rules {
         let held_max = self.held_bytes_max / u64::from(unit_bytes.max(1));
         Rules {
-            run_max: match self.mode {
-                Mode::Lazy => 1,
-                _ => (RUN_BYTES_MAX / unit_bytes.max(1)).max(1),
-            },
+            run_max: self.run_max(unit_bytes),
             held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
             fill: self.fill == Fill::Quiet,
             account_use: self.account_use,
+            may_diverge: self.mode == Mode::Auto,
             ..Rules::default()
         }
     }

@@ -148,7 +148,7 @@ pub struct RunCounts {
     pub demand_units: u64,
     /// Of these, read from storage; the others were in the page cache.
     pub demand_reads: u64,
-    /// Those read before the guest ran.
+    /// Those read before the guest asked, because it was expected to.
     pub ahead_units: u64,
     /// Those read in the background.
     pub fill_units: u64,
@@ -156,12 +156,15 @@ pub struct RunCounts {
     pub on_demand_pages: u64,
     /// Other pages of the same locality blocks.
     pub beside_pages: u64,
-    /// Pages installed before the guest ran.
+    /// Pages installed because the guest was expected to ask, also before the hypervisor ran.
     pub ahead_pages: u64,
     /// Pages installed in the background.
     pub fill_pages: u64,
     /// Pages the guest gave back before they were installed.
     pub removed_pages: u64,
+    /// Whether reading ahead ended because the guest went elsewhere.
+    #[serde(default)]
+    pub diverged: bool,
     /// Pages read without the guest waiting for them, but not by the background fill. Only if use was accounted for.
     pub prefetched_pages: Option<u64>,
     /// Of these, touched by the guest later: avoided faults. Only if use was accounted for.
@@ -184,6 +187,7 @@ impl RunCounts {
             ahead_pages: counts.ahead_pages,
             fill_pages: counts.fill_pages,
             removed_pages: counts.removed_pages,
+            diverged: counts.diverged,
             prefetched_pages: account_use.then_some(counts.prefetched_pages),
             prefetched_used_pages: account_use.then_some(counts.prefetched_used_pages),
         }

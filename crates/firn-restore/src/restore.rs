@@ -11,6 +11,7 @@ use firn_types::{Page, RegionMap};
 use crate::crew::Crew;
 use crate::error::RestoreError;
 use crate::options::{Fill, Mode, RestoreOptions};
+use crate::prefill::Prefilled;
 use crate::presence::Presence;
 use crate::record::{RUN_RECORD_VERSION, RunCounts, RunRecord, VcpuThread};
 use crate::server::{Server, Settled, Stir};
@@ -73,14 +74,33 @@ impl Restore {
         presence: Presence,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
+        let nothing = Prefilled::default();
+        Self::begin_prefilled(image, memory, faults, options, presence, &nothing, on_fatal)
+    }
+
+    /// As [`Self::begin`], but keeps what is there already.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    pub fn begin_prefilled(
+        image: Arc<Image>,
+        memory: Arc<GuestMemory>,
+        faults: PageFaults,
+        options: RestoreOptions,
+        presence: Presence,
+        prefilled: &Prefilled,
+        on_fatal: OnFatal,
+    ) -> Result<Self, RestoreError> {
         check_regions(&image, memory.map())?;
         point("restore.begin");
         faults.register()?;
         point("restore.registered");
-        memory.punch_out(Page(0)..Page(memory.map().total_pages()))?;
+        let mut settled = Settled::new(memory.map(), image.geometry().block_size);
+        let kept = prefilled.keep(&memory, &mut settled)?;
         point("restore.punched");
-        let settled = Settled::new(memory.map(), image.geometry().block_size);
-        Self::start(image, &memory, faults, options, presence, settled, on_fatal)
+        let restore = Self::start(image, &memory, faults, options, presence, settled, on_fatal)?;
+        restore.shared.lock().server.count_prefilled(kept);
+        Ok(restore)
     }
 
     /// Goes on where another Firn was killed: with the descriptor it left ([`PageFaults::adopt`]), and the presence file
@@ -125,7 +145,9 @@ impl Restore {
         let _ = match options.mode {
             Mode::Lazy | Mode::Locality => Stir::default(),
             Mode::Eager => server.read_ahead(server.all_units()),
-            Mode::WorkingSet => server.read_ahead(server.units_of(image.working_set())),
+            Mode::WorkingSet | Mode::Auto => {
+                server.read_ahead(server.units_of(image.working_set()))
+            }
         };
         let is_finished = server.is_finished();
         let shared = Shared::new(storage, faults, options, presence, server, on_fatal);
@@ -142,7 +164,9 @@ impl Restore {
     /// # Errors
     /// The error because of which memory can't be brought back.
     pub fn prefill(&self) -> Result<(), Arc<RestoreError>> {
-        self.shared.wait_until(|inner| inner.server.is_ahead_done(), None)?;
+        if self.shared.options.mode != Mode::Auto {
+            self.shared.wait_until(|inner| inner.server.is_ahead_done(), None)?;
+        }
         self.shared.lock().recorder.prefilled(self.shared.now());
         Ok(())
     }

@@ -11,6 +11,7 @@
 //! Until the journal says `started`, a successor throws everything away: there is nothing that the image does not
 //! have. From then on it goes on serving.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,9 +20,9 @@ use std::time::{Duration, Instant};
 
 use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults, Process, Trace, Tracee, process_memory};
-use firn_restore::{Mode, OnFatal, Presence, Restore, RestoreOptions};
-use firn_types::{PAGE_SIZE, Tid, VcpuId};
-use firn_vmm::command_line;
+use firn_restore::{Mode, OnFatal, Prefill, Presence, Restore, RestoreOptions};
+use firn_types::{PAGE_SIZE, RamRegion, Tid, VcpuId};
+use firn_vmm::command_line::{self, RamPlan};
 use firn_vmm::{FileIdentity as DiskIdentity, Layout, Vm};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -104,7 +105,7 @@ pub(crate) fn restore(
         mode: wanted.mode,
         started: false,
     };
-    let (child, args) = launch(place, &meta)?;
+    let (child, args, early) = launch(place, &meta, &image, wanted.mode)?;
     firn_fault::point("restore.spawned");
     timings.spawn = watch.lap();
     let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp())
@@ -127,8 +128,17 @@ pub(crate) fn restore(
     let faults = attach(&memory.process, &memory.guest, &machine.vcpus)?;
     firn_fault::point("restore.attached");
     let on_fatal = on_fatal(place.journal_handle(), child.handle()?);
-    let restore = Restore::begin(image.clone(), memory.guest, faults, options, presence, on_fatal)
-        .doing("bringing memory back")?;
+    let prefilled = early.map(Prefill::finish).unwrap_or_default();
+    let restore = Restore::begin_prefilled(
+        image.clone(),
+        memory.guest,
+        faults,
+        options,
+        presence,
+        &prefilled,
+        on_fatal,
+    )
+    .doing("bringing memory back")?;
     timings.attach = watch.lap();
     vm.load_device_state(image.device_state())
         .doing("loading the VM's devices")
@@ -194,16 +204,35 @@ fn warnings(mismatches: &[Mismatch]) -> Vec<String> {
     mismatches.iter().map(|mismatch| format!("forced: {mismatch}")).collect()
 }
 
-/// Starts QEMU where it ran before, if that directory is still there.
-fn launch(place: &Place<'_>, meta: &Meta) -> Result<(Child, Vec<String>), Failure> {
+/// Starts QEMU where it ran before, if that directory is still there, and begins to fill its memory.
+fn launch(
+    place: &Place<'_>,
+    meta: &Meta,
+    image: &Arc<Image>,
+    mode: Mode,
+) -> Result<(Child, Vec<String>, Option<Prefill>), Failure> {
     let plan = command_line::plan(&meta.qemu.user_args).map_err(start::refused)?;
     let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
     let augmented = plan.for_restore(&start::paths(place.vm, &ram)).map_err(start::refused)?;
     if std::env::set_current_dir(&meta.qemu.directory).is_err() {
         tracing::warn!("the directory in which the VM was started is gone");
     }
+    let prefill = prefill_of(image, mode, plan.ram(), &ram);
     let child = start::launch(place.vm, &augmented, ram)?;
-    Ok((child, augmented.args))
+    Ok((child, augmented.args, prefill))
+}
+
+/// `None` where the files are not those of the image: the restore will be refused, and says why.
+fn prefill_of(image: &Arc<Image>, mode: Mode, plans: &[RamPlan], ram: &[File]) -> Option<Prefill> {
+    let regions = image.regions().regions();
+    let is_same = |(region, plan): (&RamRegion, &RamPlan)| {
+        region.id == plan.id && region.bytes() == plan.bytes.next_multiple_of(PAGE_SIZE as u64)
+    };
+    if regions.len() != plans.len() || !regions.iter().zip(plans).all(is_same) {
+        return None;
+    }
+    let files = ram.iter().map(File::try_clone).collect::<Result<_, _>>().ok()?;
+    Some(Prefill::start(Arc::clone(image), mode, files))
 }
 
 fn describe(

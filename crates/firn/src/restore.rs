@@ -20,7 +20,8 @@ use crate::units;
 /// quiet. `firn status --watch` waits until all of it is there; so does --wait.
 ///
 /// Modes:
-///   locality     one locality block per page fault, which brings what was used together (the default)
+///   auto         what the guest used last as fast as it comes, while it runs; the rest as locality (the default)
+///   locality     one locality block per page fault, which brings what was used together
 ///   lazy         one memory block per page fault
 ///   working-set  what the guest used last before it runs, then as locality
 ///   eager        all of it before the guest runs
@@ -39,7 +40,7 @@ pub struct Args {
     /// What the VM is to be called; by default as in the image.
     #[arg(long)]
     name: Option<VmName>,
-    /// How memory comes back: locality, lazy, working-set or eager.
+    /// How memory comes back: auto, locality, lazy, working-set or eager.
     #[arg(long, default_value_t)]
     mode: Mode,
     /// Return only when all memory is there.

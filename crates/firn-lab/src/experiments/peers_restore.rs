@@ -200,8 +200,7 @@ impl<'a> Guest<'a> {
     fn restore(&self, image: &Image, throttle: &Throttle) -> Result<Running<'_>> {
         match image.system {
             System::Firn => {
-                let mode = ["--mode", "locality"];
-                self.lab.firn().restore(&image.file, VM, &mode, throttle)?;
+                self.lab.firn().restore(&image.file, VM, &[], throttle)?;
                 Ok(Running::Firn(self.lab))
             }
             System::Qemu(way) => {

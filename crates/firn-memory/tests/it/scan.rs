@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use firn_memory::{Event, FaultKind, PageFaultError, PageFaults, PageScan, ScanError, Trace};
+use firn_memory::{
+    Event, FaultKind, PageFaultError, PageFaults, PageScan, ScanError, Trace, mapped_pages,
+};
 use firn_types::Page;
 
 use crate::child::pattern;
@@ -38,6 +40,18 @@ fn armed(child: &Child) -> Option<PageScan> {
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+#[test]
+fn what_the_hypervisor_maps_is_told() {
+    let mut child = Child::spawn(&[100, 64]);
+    child.ask(Who::First, "fill 3 6 1");
+    child.ask(Who::Second, "fill 112 114 2");
+    let mapped = mapped_pages(&child.memory).unwrap();
+    let has = |page: u32| mapped.iter().any(|run| run.contains(&Page(page)));
+    assert!([3, 4, 5, 112, 113].into_iter().all(has), "{mapped:?}");
+    // The kernel may map neighbours of what is touched, as far as they have memory. Others have none.
+    assert!([50, 99, 150].into_iter().all(|page| !has(page)), "{mapped:?}");
 }
 
 #[test]

@@ -133,6 +133,8 @@ pub struct Counts {
     pub ahead_pages: u64,
     /// Pages installed by the background fill.
     pub fill_pages: u64,
+    /// Whether reading ahead ended because the guest went elsewhere.
+    pub diverged: bool,
     /// Pages the guest gave back before they were installed.
     pub removed_pages: u64,
     /// With [`super::Rules::account_use`]: pages of `beside` and `ahead` units that are in reach of the guest.

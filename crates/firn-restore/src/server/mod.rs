@@ -44,6 +44,7 @@ use std::time::Duration;
 use firn_types::{Block, BlockSize, Page};
 
 mod actions;
+mod divergence;
 mod pace;
 mod plan;
 mod progress;
@@ -60,6 +61,7 @@ pub use plan::{Plan, Unit};
 pub(crate) use rest::LULL;
 pub use settled::{PageMask, Settled};
 
+use divergence::Divergence;
 use pace::Pace;
 use reading::Ahead;
 use rest::Rest;
@@ -95,6 +97,7 @@ pub struct Server<B> {
     spared: Vec<Unit>,
     damaged: Vec<Block>,
     ahead: Ahead,
+    divergence: Divergence,
     fill_from: u32,
     wants_room: bool,
     version: u32,
@@ -134,6 +137,7 @@ impl<B: Clone> Server<B> {
             spared: Vec::new(),
             damaged: Vec::new(),
             ahead: Ahead::nothing(),
+            divergence: Divergence::default(),
             fill_from: 0,
             wants_room: false,
             version: 0,
@@ -145,6 +149,11 @@ impl<B: Clone> Server<B> {
     /// What has happened so far.
     pub fn counts(&self) -> &Counts {
         &self.counts
+    }
+
+    /// These many pages were in place before this server was made.
+    pub fn count_prefilled(&mut self, pages: u64) {
+        self.counts.ahead_pages += pages;
     }
 
     /// The settled pages.

@@ -28,6 +28,8 @@ pub struct Rules {
     pub held_max: u32,
     /// Whether memory is filled in the background at all.
     pub fill: bool,
+    /// Whether reading ahead ends when the guest goes elsewhere.
+    pub may_diverge: bool,
     /// Install nothing but the very page that faulted, so that each first touch of a prefetched page is seen.
     pub account_use: bool,
 }
@@ -40,6 +42,7 @@ impl Default for Rules {
             run_max: 16,
             held_max: 256,
             fill: true,
+            may_diverge: false,
             account_use: false,
         }
     }

@@ -13,6 +13,8 @@ use super::{Server, Waiting};
 #[derive(Debug)]
 pub(super) struct Ahead {
     units: Vec<Unit>,
+    /// Whether each unit is one of them.
+    listed: Vec<bool>,
     next: usize,
     done: usize,
     /// That all are in place has been told.
@@ -21,7 +23,11 @@ pub(super) struct Ahead {
 
 impl Ahead {
     pub(super) fn nothing() -> Self {
-        Self { units: Vec::new(), next: 0, done: 0, is_over: true }
+        Self { units: Vec::new(), listed: Vec::new(), next: 0, done: 0, is_over: true }
+    }
+
+    fn has(&self, unit: Unit) -> bool {
+        self.listed.get(unit.index()).copied().unwrap_or(false)
     }
 }
 
@@ -29,7 +35,9 @@ impl<B: Clone> Server<B> {
     /// Has these units read as fast as storage allows, in this order, before any background fill.
     /// [`Stir::ahead`] tells when all of them are in place.
     pub fn read_ahead(&mut self, units: Vec<Unit>) -> Stir {
-        self.ahead = Ahead { units, next: 0, done: 0, is_over: false };
+        let mut listed = vec![false; self.plan.units() as usize];
+        units.iter().for_each(|unit| listed[unit.index()] = true);
+        self.ahead = Ahead { units, listed, next: 0, done: 0, is_over: false };
         self.stir(Stir { background: true, ..Stir::default() })
     }
 
@@ -178,6 +186,7 @@ impl<B: Clone> Server<B> {
             State::Done => self.urgent.push_back(waiting),
             State::Reading | State::Asked => self.waiting.push(waiting),
             _ => {
+                self.watch_divergence(unit);
                 self.units.set(unit, State::Asked);
                 self.asked.push_back(unit);
                 self.reads_on_demand += 1;
@@ -186,6 +195,15 @@ impl<B: Clone> Server<B> {
         }
         let workers = !self.urgent.is_empty();
         self.stir(Stir { demand: true, workers, ..Stir::default() })
+    }
+
+    /// The guest waits for storage.
+    fn watch_divergence(&mut self, unit: Unit) {
+        let is_expected = self.ahead.has(unit);
+        if self.rules.may_diverge && !self.ahead.is_over && self.divergence.read(is_expected) {
+            self.ahead = Ahead::nothing();
+            self.counts.diverged = true;
+        }
     }
 
     /// A unit was read.

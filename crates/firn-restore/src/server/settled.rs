@@ -97,6 +97,15 @@ impl Settled {
         }
     }
 
+    /// Takes a settled page back.
+    pub fn remove(&mut self, page: Page) {
+        let at = page.index() / 64;
+        if self.contains(page) && at < self.words.len() {
+            self.clear(page);
+            self.note_change(at);
+        }
+    }
+
     fn note_change(&mut self, at: usize) {
         if !std::mem::replace(&mut self.is_changed[at], true) {
             self.changed.push(at as u32);
@@ -177,6 +186,15 @@ mod tests {
         changed.clear();
         settled.take_changed(&mut changed);
         assert!(changed.is_empty());
+    }
+
+    #[test]
+    fn what_was_settled_can_be_taken_back() {
+        let mut settled = Settled::new(&ram(200), BlockSize::default());
+        settled.insert_in(Block(3), PageMask(0b11));
+        settled.remove(Page(7));
+        settled.remove(Page(100_000));
+        assert_eq!(settled.missing(Block(3)), PageMask(0b10));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use firn_image::{Codec, HEADER_BYTES};
-use firn_restore::{Fill, Mode, RestoreOptions};
+use firn_restore::{Fill, Mode, Prefill, RestoreOptions};
 use firn_types::Block;
 
 use crate::driver::PATIENCE;
@@ -56,6 +56,21 @@ fn a_damaged_block_that_is_not_compressed() {
 #[test]
 fn a_damaged_block_in_a_lazy_restore() {
     a_damaged_block_is_never_seen(Mode::Lazy, Codec::Lz4);
+}
+
+#[test]
+fn a_damaged_block_is_not_filled_in_beforehand() {
+    let mut scene = Scene::new(&[1024], 2, Codec::None);
+    flip(&scene, Block(33));
+    let filling = Prefill::start(scene.image.clone(), Mode::Eager, scene.guest.files());
+    std::thread::sleep(Duration::from_millis(300));
+    let prefilled = filling.finish();
+    let restore = scene.begin_prefilled(nothing_in_the_background(Mode::Locality), &prefilled);
+    scene.guest.send(0, "sum 67 68");
+    assert!(scene.fatal_within(PATIENCE).is_some());
+    assert_eq!(scene.guest.result_within(0, Duration::from_millis(300)), None);
+    scene.check(1, 700..720);
+    drop(restore);
 }
 
 #[test]

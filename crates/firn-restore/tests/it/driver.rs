@@ -79,6 +79,21 @@ impl Guest {
         faults.close(&mut Tracee::seize(&self.process, &self.tids).unwrap()).unwrap();
     }
 
+    /// The files behind its memory, in the order of its regions.
+    pub fn files(&self) -> Vec<std::fs::File> {
+        let fds = format!("/proc/{}/fd", self.process.pid());
+        let entries = std::fs::read_dir(fds).unwrap().map(|entry| entry.unwrap().path());
+        let is_ram = |path: &std::path::PathBuf| {
+            std::fs::read_link(path).is_ok_and(|to| to.to_string_lossy().starts_with("/memfd:ram"))
+        };
+        let mut paths: Vec<_> = entries.filter(is_ram).collect();
+        paths.sort_by_key(|path| {
+            path.file_name().unwrap().to_str().unwrap().parse::<u32>().unwrap()
+        });
+        let open = |path| std::fs::File::options().read(true).write(true).open(path).unwrap();
+        paths.into_iter().map(open).collect()
+    }
+
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();

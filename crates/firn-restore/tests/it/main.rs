@@ -11,6 +11,7 @@ mod damage;
 mod driver;
 mod guest;
 mod modes;
+mod prefilled;
 mod scene;
 mod successor;
 mod use_of_prefetched;

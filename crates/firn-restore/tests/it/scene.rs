@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use firn_image::{Codec, Image};
 use firn_memory::{PageFaults, Tracee};
-use firn_restore::{OnFatal, Presence, Restore, RestoreOptions};
+use firn_restore::{OnFatal, Prefilled, Presence, Restore, RestoreOptions};
 use firn_types::Block;
 use tempfile::TempDir;
 
@@ -66,10 +66,15 @@ impl Scene {
     }
 
     pub fn begin(&self, options: RestoreOptions) -> Restore {
+        self.begin_prefilled(options, &Prefilled::default())
+    }
+
+    pub fn begin_prefilled(&self, options: RestoreOptions, prefilled: &Prefilled) -> Restore {
         let presence = Presence::create(&self.presence_path(), self.pages()).unwrap();
         let (image, memory) = (self.image.clone(), self.guest.memory.clone());
-        let faults = self.guest.attach();
-        Restore::begin(image, memory, faults, options, presence, self.on_fatal()).unwrap()
+        let (faults, fatal) = (self.guest.attach(), self.on_fatal());
+        Restore::begin_prefilled(image, memory, faults, options, presence, prefilled, fatal)
+            .unwrap()
     }
 
     /// Takes up what somebody left.

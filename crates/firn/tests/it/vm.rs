@@ -125,7 +125,7 @@ fn from_run_to_restore_in_each_mode() {
     assert_eq!(facts["meta"]["name"], "web");
     session.firn(&["stop", "web"]).succeeds();
     assert_eq!(session.ls(), []);
-    for mode in ["eager", "lazy", "locality", "working-set"] {
+    for mode in ["eager", "lazy", "locality", "working-set", "auto"] {
         let restored = session.json(&["restore", "web.firn", "--mode", mode]);
         eprintln!("{mode}: {}", restored["timings_ms"]);
         for step in ["spawn", "qmp", "image_open", "attach", "device_state", "cont", "total"] {

@@ -1,0 +1,277 @@
+//! Memory that comes back while the hypervisor is still starting.
+//!
+//! To start QEMU takes longer than to read a working set that is cached. The RAM files are Firn's own, so it fills them
+//! before anybody is there to fault:
+//!
+//! ```text
+//!   Firn         RAM files made | read, decode, write ............. | stop | register | keep or empty | serve the rest
+//!   hypervisor                  | starts, maps them, resets the machine .. | stands still
+//! ```
+//!
+//! Resetting the machine, the hypervisor may write to guest RAM, before or after Firn wrote there. So a page is kept only
+//! if its page tables do not map it: it has not been written to through them. Should the kernel have gone through
+//! anonymous memory meanwhile for want of it (it unmaps pages then), nothing is kept. Whatever else the files hold is
+//! emptied, and that is checked: what is missing must be missing, or the guest would see zeros.
+//!
+//! Errors end the prefill, quietly: who serves the page faults meets them again, and tells.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use firn_fault::point;
+use firn_image::{Image, LocalityBlockId};
+use firn_memory::{GuestMemory, mapped_pages};
+use firn_types::{Block, PAGE_SIZE, Page, RamRegion};
+
+use crate::error::RestoreError;
+use crate::options::{Mode, RestoreOptions};
+use crate::server::Settled;
+use crate::storage::Storage;
+
+/// Threads that fill. One processor is the hypervisor's, which is starting.
+const THREADS: usize = 2;
+
+/// Their priority: the hypervisor goes first.
+const NICE: i32 = 10;
+
+/// Memory being filled. Dropping it ends its threads.
+pub struct Prefill {
+    job: Arc<Job>,
+    threads: Vec<JoinHandle<()>>,
+    scanned_before: Option<u64>,
+}
+
+/// What was filled.
+#[derive(Debug, Default)]
+pub struct Prefilled {
+    blocks: Vec<Block>,
+    is_trusted: bool,
+}
+
+/// What the threads share.
+struct Job {
+    storage: Storage,
+    files: Vec<(RamRegion, File)>,
+    runs: Vec<Range<u32>>,
+    next: AtomicUsize,
+    stop: AtomicBool,
+    filled: Mutex<Vec<Block>>,
+}
+
+impl Prefill {
+    /// Begins to fill RAM files with what this mode wants early. There must be one for each region of the image, in
+    /// order, and nobody else may write to them before the hypervisor does.
+    pub fn start(image: Arc<Image>, mode: Mode, files: Vec<File>) -> Self {
+        let files = image.regions().regions().iter().cloned().zip(files).collect();
+        let storage = Storage::new(image, mode);
+        let runs = runs(&storage, mode);
+        let job = Job {
+            storage,
+            files,
+            runs,
+            next: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            filled: Mutex::default(),
+        };
+        let job = Arc::new(job);
+        let wanted = if job.runs.is_empty() { 0 } else { THREADS };
+        let threads = (0..wanted).filter_map(|_| spawn(&job)).collect();
+        Self { job, threads, scanned_before: anonymous_pages_scanned() }
+    }
+
+    /// Ends the filling, wherever it is.
+    pub fn finish(mut self) -> Prefilled {
+        self.end();
+        let scanned = anonymous_pages_scanned();
+        let blocks = std::mem::take(&mut *self.job.filled());
+        Prefilled { blocks, is_trusted: scanned.is_some() && scanned == self.scanned_before }
+    }
+
+    fn end(&mut self) {
+        self.job.stop.store(true, Ordering::Release);
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread that filled memory has died (this is a bug in Firn)");
+                self.job.filled().clear();
+            }
+        }
+    }
+}
+
+impl Drop for Prefill {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl std::fmt::Debug for Prefill {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Prefill").field("runs", &self.job.runs.len()).finish_non_exhaustive()
+    }
+}
+
+impl Prefilled {
+    /// Empties the RAM files of all that can't be kept, and settles the rest. The range must be registered already, and
+    /// the vCPUs stand still.
+    pub(crate) fn keep(
+        &self,
+        memory: &GuestMemory,
+        settled: &mut Settled,
+    ) -> Result<u64, RestoreError> {
+        let nothing = settled.clone();
+        if self.is_trusted && !self.blocks.is_empty() {
+            self.settle(memory, settled)?;
+            for run in unsettled(&memory.backed_runs()?, settled) {
+                memory.punch_out(run)?;
+            }
+            if unsettled(&memory.backed_runs()?, settled).is_empty() {
+                return Ok(u64::from(count(&nothing, memory) - count(settled, memory)));
+            }
+        }
+        *settled = nothing;
+        memory.punch_out(Page(0)..Page(memory.map().total_pages()))?;
+        Ok(0)
+    }
+
+    fn settle(&self, memory: &GuestMemory, settled: &mut Settled) -> Result<(), RestoreError> {
+        for &block in &self.blocks {
+            settled.insert_in(block, settled.missing(block));
+        }
+        // Pages between regions are settled for good, and never mapped as RAM.
+        for run in mapped_pages(memory)? {
+            Page::each(run).for_each(|page| settled.remove(page));
+        }
+        Ok(())
+    }
+}
+
+/// Pages of RAM that are not settled.
+fn count(settled: &Settled, memory: &GuestMemory) -> u32 {
+    let pages = memory.map().regions().iter().flat_map(|region| Page::each(region.range()));
+    pages.filter(|&page| !settled.contains(page)).count() as u32
+}
+
+/// The pages of these runs that are not settled, in runs.
+fn unsettled(runs: &[Range<Page>], settled: &Settled) -> Vec<Range<Page>> {
+    let mut out: Vec<Range<Page>> = Vec::new();
+    let pages = runs.iter().flat_map(|run| Page::each(run.clone()));
+    for page in pages.filter(|&page| !settled.contains(page)) {
+        match out.last_mut() {
+            Some(last) if last.end == page => last.end = Page(page.0 + 1),
+            _ => out.push(page..Page(page.0 + 1)),
+        }
+    }
+    out
+}
+
+/// What to read at once, in order.
+fn runs(storage: &Storage, mode: Mode) -> Vec<Range<u32>> {
+    let image = storage.image();
+    let units: Vec<u32> = match mode {
+        Mode::Lazy | Mode::Locality => Vec::new(),
+        Mode::Eager => (0..image.locality_blocks()).collect(),
+        Mode::WorkingSet | Mode::Auto => units_of(image),
+    };
+    let longest =
+        RestoreOptions { mode, ..RestoreOptions::default() }.run_max(storage.unit_bytes());
+    let mut runs: Vec<Range<u32>> = Vec::new();
+    for unit in units {
+        match runs.last_mut() {
+            Some(last) if last.end == unit && last.len() < longest as usize => last.end += 1,
+            _ => runs.push(unit..unit + 1),
+        }
+    }
+    runs
+}
+
+/// The locality blocks that hold the working set, in the order in which they are first mentioned.
+fn units_of(image: &Image) -> Vec<u32> {
+    let mut seen = vec![false; image.locality_blocks() as usize];
+    let blocks = image.working_set().iter();
+    let units = blocks.filter_map(|&block| image.entry_of(block).map(|(id, _)| id.0));
+    units.filter(|&unit| !std::mem::replace(&mut seen[unit as usize], true)).collect()
+}
+
+fn spawn(job: &Arc<Job>) -> Option<JoinHandle<()>> {
+    let job = Arc::clone(job);
+    let named = std::thread::Builder::new().name("prefill".into());
+    // Without it memory comes back later, that is all.
+    named.spawn(move || job.run()).ok()
+}
+
+impl Job {
+    fn filled(&self) -> std::sync::MutexGuard<'_, Vec<Block>> {
+        self.filled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self) {
+        // Of this thread alone. Without it everything works the same, only less smoothly.
+        let _ = rustix::process::setpriority_process(None, NICE);
+        let mut raw = vec![0; self.storage.image().geometry().block_size.bytes()];
+        while !self.stop.load(Ordering::Acquire) {
+            let Some(run) = self.runs.get(self.next.fetch_add(1, Ordering::Relaxed)) else { break };
+            point("restore.prefill");
+            if self.fill(run, &mut raw).is_none() {
+                self.stop.store(true, Ordering::Release);
+            }
+        }
+    }
+
+    /// `None` if something is wrong.
+    fn fill(&self, run: &Range<u32>, raw: &mut [u8]) -> Option<()> {
+        let (image, units) = (self.storage.image(), self.storage.read(run).ok()?);
+        for (unit, bytes) in run.clone().zip(units) {
+            for entry in image.entries(LocalityBlockId(unit)) {
+                if self.stop.load(Ordering::Acquire) {
+                    return None;
+                }
+                image.decode(entry, self.storage.stored_in(&bytes, entry), raw).ok()?;
+                self.write(entry.block, raw)?;
+                self.filled().push(entry.block);
+            }
+        }
+        Some(())
+    }
+
+    /// A block lies in one region, and may reach past its end.
+    fn write(&self, block: Block, raw: &[u8]) -> Option<()> {
+        let first = self.storage.image().geometry().block_size.first_page(block);
+        let inside = |(region, _): &&(RamRegion, File)| region.range().contains(&first);
+        let (region, file) = self.files.iter().find(inside)?;
+        let room = Page::count(&(first..region.range().end)) * PAGE_SIZE;
+        file.write_all_at(&raw[..raw.len().min(room)], region.offset_of(first)).ok()
+    }
+}
+
+/// How many pages of anonymous and shared memory the kernel has looked at to take them back, since it started
+/// (`pgscan_anon` of `/proc/vmstat`). `None` if it does not say.
+fn anonymous_pages_scanned() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/vmstat").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("pgscan_anon "))?;
+    line.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_types::{BlockSize, RegionMap};
+
+    #[test]
+    fn this_kernel_tells_what_it_has_scanned() {
+        assert!(anonymous_pages_scanned().is_some());
+    }
+
+    #[test]
+    fn what_is_backed_and_not_settled_is_told_in_runs() {
+        let ram = RegionMap::lay_out([("ram", 64 * 4096)]).unwrap();
+        let mut settled = Settled::new(&ram, BlockSize::default());
+        [3, 4, 9].into_iter().for_each(|page| settled.insert(Page(page)));
+        let backed = [Page(1)..Page(6), Page(8)..Page(10)];
+        let found = unsettled(&backed, &settled);
+        assert_eq!(found, [Page(1)..Page(3), Page(5)..Page(6), Page(8)..Page(9)]);
+    }
+}

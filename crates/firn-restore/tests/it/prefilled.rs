@@ -1,0 +1,62 @@
+//! Memory that came back before the hypervisor stood still is right, or is thrown away.
+
+use std::thread::sleep;
+use std::time::Duration;
+
+use firn_image::Codec;
+use firn_restore::{Fill, Mode, Prefill, Prefilled, RestoreOptions};
+use firn_types::Block;
+
+use crate::scene::Scene;
+
+fn options(mode: Mode) -> RestoreOptions {
+    RestoreOptions { mode, fill: Fill::Off, ..RestoreOptions::default() }
+}
+
+/// Fills memory until nothing more is wanted, or this test has waited long enough: any amount must do.
+fn prefill(scene: &Scene, mode: Mode) -> Prefilled {
+    let prefill = Prefill::start(scene.image.clone(), mode, scene.guest.files());
+    sleep(Duration::from_millis(300));
+    prefill.finish()
+}
+
+#[test]
+fn all_of_memory_can_be_there_before() {
+    let mut scene = Scene::new(&[1003, 517], 16, Codec::Lz4);
+    let prefilled = prefill(&scene, Mode::Eager);
+    let restore = scene.begin_prefilled(options(Mode::Eager), &prefilled);
+    restore.prefill().unwrap();
+    assert!(restore.record().counts.ahead_pages > 0);
+    scene.check_all();
+    restore.fill(Fill::Quiet);
+    scene.finish(restore);
+}
+
+#[test]
+fn what_the_hypervisor_has_written_is_not_kept() {
+    let working_set: Vec<Block> = (0..512).map(Block).collect();
+    let mut scene = Scene::with(&[4096], 2, Codec::Lz4, working_set);
+    // Before and after Firn wrote there, inside the working set and outside.
+    scene.guest.ask(0, "write 4 9");
+    scene.guest.ask(0, "write 3000 9");
+    let filling = Prefill::start(scene.image.clone(), Mode::Auto, scene.guest.files());
+    sleep(Duration::from_millis(300));
+    scene.guest.ask(1, "write 700 9");
+    scene.guest.ask(1, "write 4000 9");
+    let prefilled = filling.finish();
+    let restore = scene.begin_prefilled(options(Mode::Auto), &prefilled);
+    restore.prefill().unwrap();
+    assert!(restore.record().counts.ahead_pages > 0);
+    for pages in [0..16, 690..710, 2990..3010, 3990..4010] {
+        scene.check(2, pages);
+    }
+    scene.check_all();
+    restore.fill(Fill::Quiet);
+    scene.finish(restore);
+}
+
+#[test]
+fn a_prefill_that_is_given_up_leaves_its_threads_ended() {
+    let scene = Scene::new(&[4096], 2, Codec::Lz4);
+    drop(Prefill::start(scene.image.clone(), Mode::Eager, scene.guest.files()));
+}
