@@ -106,7 +106,7 @@ pub(crate) fn restore(
     timings.spawn = watch.lap();
     let load = Load { place, wanted, image, identity, meta, child: &child };
     let loaded = load.run(args, mismatches, (&mut watch, &mut timings), tell);
-    let (work, mut facts) = loaded.map_err(|failure| child.explain(failure, place.vm))?;
+    let (work, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
     Ok(Started { hypervisor: child.keep()?, restoring: Some(work.boxed()), facts })
 }
@@ -136,26 +136,19 @@ impl Load<'_> {
         let differs = self.meta.qemu_mismatch(&vm.version().to_string());
         refuse(differs.as_slice(), wanted.force)?;
         mismatches.extend(differs);
-        let layout = vm.layout().doing("finding the guest's memory")?;
-        let machine = describe(place, &self.meta, child, args, &mut vm, &layout)?;
-        journal(place.journal, |journal| {
-            journal.machine = Some(machine.clone());
-            journal.phase = self.phase();
-        })?;
-        firn_fault::point("restore.journaled");
-        let memory = qemu::open_memory(machine.process.pid, &layout)?;
+        let explain = |failure| child.explain(failure, place.vm);
+        let (machine, memory) = self.get_to_know(args, &mut vm).map_err(explain)?;
         let process = Arc::clone(&memory.process);
-        let restore = self.begin(memory, &machine, watch.since)?;
+        let restore = self.begin(memory, &machine, watch.since).map_err(explain)?;
         timings.attach = watch.lap();
-        self.devices(&mut vm, &process).map_err(|failure| damage(&restore).unwrap_or(failure))?;
+        let why = |failure| self.why(&restore, failure);
+        self.devices(&mut vm, &process).map_err(why)?;
         timings.device_state = watch.lap();
-        prefill(&restore, tell)?;
+        prefill(&restore, tell).map_err(why)?;
         timings.prefill = watch.lap();
         firn_fault::point("restore.device-state");
         journal(place.journal, started)?;
-        vm.cont()
-            .doing("letting the VM run")
-            .map_err(|failure| damage(&restore).unwrap_or(failure))?;
+        vm.cont().doing("letting the VM run").map_err(why)?;
         timings.cont = watch.lap();
         timings.total = milliseconds(watch.since.elapsed());
         firn_fault::point("restore.resumed");
@@ -164,6 +157,19 @@ impl Load<'_> {
         facts["image"] = json!(wanted.image);
         let (hypervisor, journal) = (Arc::clone(child.handle()?), place.journal_handle());
         Ok((Work { restore, process, vcpus: machine.vcpus, journal, hypervisor }, facts))
+    }
+
+    /// From here on a successor knows the QEMU.
+    fn get_to_know(&self, args: Vec<String>, vm: &mut Vm) -> Result<(Machine, Memory), Failure> {
+        let layout = vm.layout().doing("finding the guest's memory")?;
+        let machine = describe(self.place, &self.meta, self.child, args, vm, &layout)?;
+        journal(self.place.journal, |journal| {
+            journal.machine = Some(machine.clone());
+            journal.phase = self.phase();
+        })?;
+        firn_fault::point("restore.journaled");
+        let memory = qemu::open_memory(machine.process.pid, &layout)?;
+        Ok((machine, memory))
     }
 
     fn phase(&self) -> Phase {
@@ -195,13 +201,13 @@ impl Load<'_> {
             .map_err(|failure| start::with_output(failure, self.place.vm))?;
         write_aux(vm, process, &self.image)
     }
-}
 
-/// Why memory can't be brought back, if that is so: it makes QEMU end, and everything else fail.
-fn damage(restore: &Restore) -> Option<Failure> {
-    match restore.wait_timeout(Duration::ZERO) {
-        Err(error) if !error.is_hypervisor_gone() => Some(restore_failure(&error)),
-        _ => None,
+    /// Why a step failed. Memory that can't be brought back makes everything else fail, and QEMU end.
+    fn why(&self, restore: &Restore, failure: Failure) -> Failure {
+        match restore.wait_timeout(Duration::ZERO) {
+            Err(error) if !error.is_hypervisor_gone() => restore_failure(&error),
+            _ => self.child.explain(failure, self.place.vm),
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use firn_types::PAGE_SIZE;
 use firn_vmm::command_line::{self, Augmented, CommandLineError, Paths, RamPlan};
-use firn_vmm::{Launched, log_tail};
+use firn_vmm::{Launched, Vm, log_tail};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::json;
 
@@ -69,10 +69,10 @@ impl Child {
         self.handle.take().ok_or_else(gone)
     }
 
-    /// Why a step failed: if QEMU has ended, nothing else counts.
+    /// Why a step failed: if QEMU has ended by itself, nothing else counts.
     pub(crate) fn explain(&self, failure: Failure, vm: &VmDir) -> Failure {
-        use FailureKind::{Damaged, Ended, Refused, Usage};
-        let is_explained = matches!(failure.kind, Damaged | Ended | Refused | Usage);
+        use FailureKind::{Damaged, Refused, Usage};
+        let is_explained = matches!(failure.kind, Damaged | Refused | Usage);
         match &self.handle {
             Some(handle) if !is_explained && matches!(handle.wait_gone(DYING_WAIT), Ok(true)) => {
                 with_output(qemu::died(handle.exit()), vm)
@@ -98,7 +98,9 @@ pub(crate) fn run(place: &Place<'_>, args: &[String]) -> Result<Started, Failure
     let ram = ram_files(plan.ram()).doing("making the VM's memory")?;
     let augmented = plan.augment(&paths(place.vm, &ram)).map_err(refused)?;
     let child = launch(place.vm, &augmented, ram)?;
-    let machine = get_to_know(place, args, &augmented, &child)
+    let qemu_log = |failure| with_output(failure, place.vm);
+    let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp()).map_err(qemu_log)?;
+    let machine = get_to_know(place, args, &augmented, &child, &mut vm)
         .map_err(|failure| child.explain(failure, place.vm))?;
     let facts = facts(&machine, &augmented.notes);
     running(place.journal, machine)?;
@@ -110,9 +112,8 @@ fn get_to_know(
     args: &[String],
     augmented: &Augmented,
     child: &Child,
+    vm: &mut Vm,
 ) -> Result<Machine, Failure> {
-    let qemu_log = |failure| with_output(failure, place.vm);
-    let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp()).map_err(qemu_log)?;
     let layout = vm.layout().doing("finding the guest's memory")?;
     qemu::open_memory(child.identity.pid, &layout)?;
     let known = Known {
@@ -123,7 +124,7 @@ fn get_to_know(
         args: augmented.args.clone(),
         directory: place.directory.clone(),
     };
-    qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())
+    qemu::describe(vm, known, &layout, place.vm.name().as_str())
 }
 
 /// `firn attach`. `before` is what the journal said of a VM that Firn had let go of.
