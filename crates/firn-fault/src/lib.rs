@@ -10,6 +10,8 @@
 //!   FIRN_FAULT=image.write=ENOSPC     the I/O step fails with that error (ENOSPC, EIO), as if the disk had said so
 //!   FIRN_FAULT=image.write@5=EIO      ... from the fifth time on
 //!   FIRN_FAULT=save.retraced=HOLD     the thread that gets there stays for HOLD_FOR: a test can look at what is half done
+//!   FIRN_FAULT=save.armed=WAIT:/a/file  the thread that gets there makes that file, and goes on when it is gone: a test
+//!                                     can break something else just then (kill the hypervisor), however slow it all is
 //! ```
 //!
 //! [`POINTS`] lists every name, so that a test can walk them all; a name that is not listed is a bug and panics in
@@ -17,7 +19,9 @@
 
 #![forbid(unsafe_code)]
 
+use std::fs;
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -32,12 +36,16 @@ pub const VARIABLE: &str = "FIRN_FAULT";
 /// How long `HOLD` holds. Long enough for whatever a test does meanwhile on a busy machine.
 pub const HOLD_FOR: Duration = Duration::from_secs(8);
 
+/// How often `WAIT` looks whether its file is still there.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
 /// What an armed fault point does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Action {
     Kill,
     Fail(rustix::io::Errno),
     Hold,
+    Wait(PathBuf),
 }
 
 /// One armed fault point.
@@ -54,8 +62,8 @@ static PASSES: AtomicU32 = AtomicU32::new(0);
 pub fn point(name: &'static str) {
     match hit(name) {
         Some(Action::Kill) => die(),
-        Some(Action::Hold) => std::thread::sleep(HOLD_FOR),
         Some(Action::Fail(_)) | None => {}
+        Some(action) => stay(action),
     }
 }
 
@@ -63,23 +71,44 @@ pub fn point(name: &'static str) {
 pub fn io(name: &'static str) -> io::Result<()> {
     match hit(name) {
         Some(Action::Kill) => die(),
-        Some(Action::Fail(errno)) => Err(errno.into()),
-        Some(Action::Hold) => {
-            std::thread::sleep(HOLD_FOR);
+        Some(Action::Fail(errno)) => Err((*errno).into()),
+        Some(action) => {
+            stay(action);
             Ok(())
         }
         None => Ok(()),
     }
 }
 
-fn hit(name: &'static str) -> Option<Action> {
+fn stay(action: &Action) {
+    match action {
+        Action::Hold => std::thread::sleep(HOLD_FOR),
+        Action::Wait(file) => wait_for_removal(file),
+        Action::Kill | Action::Fail(_) => {}
+    }
+}
+
+/// A file that can't be made is told by a test that waits for it in vain.
+fn wait_for_removal(file: &Path) {
+    let _ = fs::write(file, "");
+    while file.exists() {
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+fn hit(name: &'static str) -> Option<&'static Action> {
     debug_assert!(POINTS.contains(&name), "fault point {name} is not listed in POINTS");
     let armed = armed()?;
     if armed.name != name {
         return None;
     }
     let pass = PASSES.fetch_add(1, Ordering::Relaxed) + 1;
-    (pass >= armed.from).then_some(armed.action)
+    let acts = match armed.action {
+        // Whoever removes the file does so once.
+        Action::Wait(_) => pass == armed.from,
+        _ => pass >= armed.from,
+    };
+    acts.then_some(&armed.action)
 }
 
 fn armed() -> Option<&'static Armed> {
@@ -89,8 +118,7 @@ fn armed() -> Option<&'static Armed> {
 
 fn parse(text: &str) -> Option<Armed> {
     let (place, action) = match text.split_once('=') {
-        Some((place, "HOLD")) => (place, Action::Hold),
-        Some((place, errno)) => (place, Action::Fail(errno_named(errno)?)),
+        Some((place, action)) => (place, action_named(action)?),
         None => (text, Action::Kill),
     };
     let (name, from) = match place.split_once('@') {
@@ -98,6 +126,14 @@ fn parse(text: &str) -> Option<Armed> {
         None => (place, 1),
     };
     Some(Armed { name: name.to_owned(), from, action })
+}
+
+fn action_named(text: &str) -> Option<Action> {
+    match text.split_once(':') {
+        Some(("WAIT", file)) => Some(Action::Wait(file.into())),
+        _ if text == "HOLD" => Some(Action::Hold),
+        _ => errno_named(text).map(Action::Fail),
+    }
 }
 
 fn errno_named(name: &str) -> Option<rustix::io::Errno> {
@@ -133,7 +169,24 @@ mod tests {
         assert_eq!(parse("save.armed@5=EIO"), Some(Armed { name: name(), from: 5, action: fail }));
         let hold = Armed { name: name(), from: 1, action: Action::Hold };
         assert_eq!(parse("save.armed=HOLD"), Some(hold));
+        let wait = Armed { name: name(), from: 2, action: Action::Wait("/a/file".into()) };
+        assert_eq!(parse("save.armed@2=WAIT:/a/file"), Some(wait));
         assert_eq!(parse("save.armed=EWHAT"), None);
+    }
+
+    #[test]
+    fn a_thread_waits_until_the_file_is_removed() {
+        let file = std::env::temp_dir().join(format!("firn-fault-{}", std::process::id()));
+        let waiting = std::thread::spawn({
+            let file = file.clone();
+            move || wait_for_removal(&file)
+        });
+        while !file.exists() {
+            std::thread::yield_now();
+        }
+        assert!(!waiting.is_finished());
+        fs::remove_file(&file).unwrap();
+        waiting.join().unwrap();
     }
 
     #[test]

@@ -20,16 +20,16 @@ use crate::threads;
 pub struct Sha {
     /// Chooses the computation.
     #[arg(long, default_value_t = 1)]
-    seed: u64,
+    pub seed: u64,
     /// Memory of each thread.
     #[arg(long, default_value_t = 16)]
-    mib: usize,
+    pub mib: usize,
     /// Pages each thread hashes.
     #[arg(long, default_value_t = 20_000)]
-    rounds: u64,
+    pub rounds: u64,
     /// Threads. Part of the question: another number gives another digest.
     #[arg(long, default_value_t = 1)]
-    threads: usize,
+    pub threads: usize,
 }
 
 /// Prints the digest.
@@ -38,7 +38,8 @@ pub fn run(args: &Sha) -> Result<()> {
     Ok(())
 }
 
-fn digest(args: &Sha) -> Result<String> {
+/// The digest: what a guest that was never interrupted prints.
+pub fn digest(args: &Sha) -> Result<String> {
     let workers: Vec<_> = (0..args.threads.max(1))
         .map(|number| {
             let args = args.clone();

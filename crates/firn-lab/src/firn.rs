@@ -170,6 +170,18 @@ impl Firn {
         self.finish(&format!("image {verb}"), command)
     }
 
+    /// `firn image compare`: what it found, also if that is differences.
+    pub fn compare(&self, image: &Path, reference: &Path) -> Result<Value, FirnError> {
+        let mut command = self.command("image");
+        command.arg("compare").args([image, reference]);
+        let output = self.output(command)?;
+        // Which fails in any other way prints no facts.
+        match serde_json::from_slice(&output.stdout) {
+            Ok(facts) => Ok(facts),
+            Err(_) => facts_of("image compare", &output),
+        }
+    }
+
     fn command(&self, verb: &str) -> Command {
         self.prepared(Command::new(&self.program), verb)
     }
@@ -184,10 +196,13 @@ impl Firn {
         command
     }
 
-    fn finish(&self, verb: &str, mut command: Command) -> Result<Said, FirnError> {
+    fn output(&self, mut command: Command) -> Result<Output, FirnError> {
+        command.output().map_err(|error| FirnError::Start(self.program.clone(), error))
+    }
+
+    fn finish(&self, verb: &str, command: Command) -> Result<Said, FirnError> {
         let started = Instant::now();
-        let output =
-            command.output().map_err(|error| FirnError::Start(self.program.clone(), error))?;
+        let output = self.output(command)?;
         let took = started.elapsed();
         let facts = facts_of(verb, &output)?;
         Ok(Said { facts, started, took })

@@ -56,6 +56,7 @@ pub struct Report {
     repetitions: Vec<Value>,
     drawings: Vec<Drawing>,
     host: BTreeMap<String, Value>,
+    failed: bool,
 }
 
 impl Report {
@@ -111,6 +112,12 @@ impl Report {
         self.notes.push(note.into());
     }
 
+    /// Says that something came out wrong: the report is not a success, whatever its figures say.
+    pub fn fail(&mut self, why: impl Into<String>) {
+        self.failed = true;
+        self.note(why);
+    }
+
     /// Records one run as it was measured.
     pub fn repetition(&mut self, run: Value) {
         self.repetitions.push(run);
@@ -135,9 +142,9 @@ impl Report {
         }
     }
 
-    /// Whether every figure was measured.
+    /// Whether every figure was measured, and nothing came out wrong.
     pub fn is_complete(&self) -> bool {
-        self.missing_figures().next().is_none()
+        !self.failed && self.missing_figures().next().is_none()
     }
 
     fn missing_figures(&self) -> impl Iterator<Item = (&str, &str)> {

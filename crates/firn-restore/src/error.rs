@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use firn_image::{BlockError, ImageError};
-use firn_memory::{MemoryError, PageFaultError};
+use firn_memory::{MemoryError, PageFaultError, ProcessError};
 use firn_types::Block;
 use thiserror::Error;
 
@@ -83,4 +83,30 @@ pub enum RestoreError {
     /// The restore was stopped before all memory was there.
     #[error("the restore was stopped")]
     Stopped,
+}
+
+impl RestoreError {
+    /// Whether it only says that the hypervisor has ended: there is no memory any more to be brought back.
+    pub fn is_hypervisor_gone(&self) -> bool {
+        let process = match self {
+            Self::PageFaults(PageFaultError::Process(process))
+            | Self::Memory(MemoryError::Process(process)) => process,
+            _ => return false,
+        };
+        matches!(process, ProcessError::Gone { .. })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hypervisor_that_is_gone_is_told_from_other_trouble() {
+        let gone = PageFaultError::from(ProcessError::Gone { pid: 1 });
+        assert!(RestoreError::PageFaults(gone).is_hypervisor_gone());
+        let own = PageFaultError::from(ProcessError::Own { pid: 1 });
+        assert!(!RestoreError::PageFaults(own).is_hypervisor_gone());
+        assert!(!RestoreError::Stopped.is_hypervisor_gone());
+    }
 }

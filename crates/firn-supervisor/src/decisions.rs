@@ -44,7 +44,7 @@ pub enum Event {
     StopFailed(Failure),
     /// The hypervisor process is gone.
     HypervisorGone(Exit),
-    /// A save that lost its hypervisor had time enough to end.
+    /// A save or restore that lost its hypervisor had time enough to end.
     GraceOver,
     /// The guard process is gone.
     GuardGone,
@@ -104,8 +104,10 @@ pub struct Core {
     watchers: BTreeSet<ClientId>,
     /// Commands that wait for the hypervisor's end. `Some` once it was asked to end.
     stopping: Option<Vec<(ClientId, serde_json::Value)>>,
-    /// The hypervisor ended while a save still has to be wound up.
+    /// The hypervisor ended while a save or restore still has to be wound up.
     gone: Option<Exit>,
+    /// A save or restore has ended because the hypervisor has; how that ended is still to be known before that is told.
+    lost: Option<Failure>,
     /// Let go once idle.
     leaving: bool,
     /// Why the hypervisor is being killed.
@@ -122,6 +124,7 @@ impl Core {
             watchers: BTreeSet::new(),
             stopping: None,
             gone: None,
+            lost: None,
             leaving: false,
             reason: None,
         }
@@ -246,36 +249,58 @@ impl Core {
     }
 
     fn save_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
-        let Activity::Saving { then_stop, .. } = self.activity else { return Vec::new() };
-        let suspended = then_stop && result.is_ok() && self.gone.is_none();
-        if let (true, Ok(facts)) = (suspended, &result) {
-            let waiting = self.listeners().into_iter().map(|client| (client, facts.clone()));
-            self.stopping.get_or_insert_default().extend(waiting);
-            self.idle();
-            return vec![Action::EndHypervisor(StopRequest::default())];
+        match (self.activity.clone(), result) {
+            (Activity::Saving { .. }, Err(failure)) => self.failed(failure),
+            (Activity::Saving { then_stop: true, .. }, Ok(facts)) if self.gone.is_none() => {
+                self.suspended(&facts)
+            }
+            (Activity::Saving { .. }, Ok(facts)) => self.over(Ok(facts)),
+            _ => Vec::new(),
         }
-        let mut actions = self.tell_listeners(result);
+    }
+
+    fn suspended(&mut self, facts: &serde_json::Value) -> Vec<Action> {
+        let waiting = self.listeners().into_iter().map(|client| (client, facts.clone()));
+        self.stopping.get_or_insert_default().extend(waiting);
         self.idle();
-        actions.extend(self.after_activity());
-        actions
+        vec![Action::EndHypervisor(StopRequest::default())]
     }
 
     fn restore_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
-        if self.activity != Activity::Restoring {
-            return Vec::new();
-        }
-        let failure = result.as_ref().err().map(ToString::to_string);
-        let mut actions = self.tell_listeners(result);
-        self.idle();
-        match failure {
-            // vCPUs wait for pages that nobody will bring: better no VM than one that hangs.
-            Some(reason) if self.gone.is_none() => {
-                self.reason = Some(format!("the restore failed: {reason}"));
-                actions.push(Action::KillHypervisor);
+        match result {
+            _ if self.activity != Activity::Restoring => Vec::new(),
+            Ok(facts) => self.over(Ok(facts)),
+            Err(failure) if failure.kind.is_cut_short() => self.failed(failure),
+            Err(failure) => {
+                self.reason = Some(format!("the restore failed: {failure}"));
+                if self.gone.is_some() {
+                    return self.over(Err(failure));
+                }
+                // vCPUs wait for pages that nobody will bring: better no VM than one that hangs.
+                self.lost = Some(failure);
+                vec![Action::KillHypervisor]
             }
-            _ => actions.extend(self.after_activity()),
         }
-        actions
+    }
+
+    /// What was going on has failed: by itself, or because the hypervisor has ended. That is told with how it ended, which
+    /// may be known only later.
+    fn failed(&mut self, failure: Failure) -> Vec<Action> {
+        match self.gone {
+            Some(exit) if failure.kind.is_cut_short() => self.ended_during(exit),
+            None if failure.kind == FailureKind::Ended => {
+                self.lost = Some(failure);
+                Vec::new()
+            }
+            _ => self.over(Err(failure)),
+        }
+    }
+
+    /// Nothing is going on any more.
+    fn over(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
+        let told = self.tell_listeners(result);
+        self.idle();
+        self.after_activity(told)
     }
 
     fn tell_listeners(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
@@ -292,58 +317,66 @@ impl Core {
         self.watchers.clear();
     }
 
-    fn after_activity(&mut self) -> Vec<Action> {
+    /// What follows once nothing is going on any more, and these have been told so.
+    fn after_activity(&mut self, mut told: Vec<Action>) -> Vec<Action> {
         match self.gone {
-            Some(exit) => self.end(exit),
-            None if self.leaving && self.stopping.is_none() => vec![Action::LetGo],
-            None => Vec::new(),
+            Some(exit) => return self.end(exit, told),
+            None if self.leaving && self.stopping.is_none() => told.push(Action::LetGo),
+            None => {}
         }
+        told
     }
 
     fn stop_failed(&mut self, failure: Failure) -> Vec<Action> {
         let waiting = self.stopping.take().unwrap_or_default();
-        let mut actions: Vec<_> =
+        let told: Vec<_> =
             waiting.into_iter().map(|(client, _)| failed(client, failure.clone())).collect();
-        if self.activity == Activity::Idle {
-            actions.extend(self.after_activity());
+        match self.activity {
+            Activity::Idle => self.after_activity(told),
+            _ => told,
         }
-        actions
     }
 
+    /// What is going on notices by itself, and says whether there is more to it.
     fn hypervisor_gone(&mut self, exit: Exit) -> Vec<Action> {
-        match self.activity {
-            Activity::Saving { .. } => {
-                self.gone = Some(exit);
-                vec![Action::CancelSave, Action::StartGrace]
-            }
-            Activity::Restoring => {
-                let ended = format!("the VM ended while it was being restored ({exit})");
-                let ended = Failure::new(FailureKind::Interrupted, ended);
-                let mut actions = self.tell_listeners(Err(ended));
-                actions.extend(self.end(exit));
-                actions
-            }
-            Activity::Idle => self.end(exit),
+        self.gone = Some(exit);
+        match (&self.activity, self.lost.take()) {
+            (Activity::Idle, _) => self.end(exit, Vec::new()),
+            (_, Some(failure)) => self.failed(failure),
+            (_, None) => vec![Action::CancelSave, Action::StartGrace],
         }
     }
 
     fn grace_over(&mut self) -> Vec<Action> {
         let Some(exit) = self.gone else { return Vec::new() };
-        let ended = format!("the VM ended while it was being saved ({exit})");
-        let mut actions = self.tell_listeners(Err(Failure::new(FailureKind::Interrupted, ended)));
-        actions.extend(self.end(exit));
-        actions
+        self.ended_during(exit)
     }
 
-    fn end(&mut self, exit: Exit) -> Vec<Action> {
+    /// What the VM was being, in a sentence.
+    fn verb(&self) -> &'static str {
+        match self.activity {
+            Activity::Restoring => "restored",
+            _ => "saved",
+        }
+    }
+
+    /// The VM ended while something was going on, which has come to nothing by that.
+    fn ended_during(&mut self, exit: Exit) -> Vec<Action> {
+        let what = self.verb();
+        let shown = if self.stopping.is_some() { Exit::Stopped } else { exit };
+        let ended = format!("the VM ended while it was being {what} ({shown})");
+        let told = self.tell_listeners(Err(Failure::new(FailureKind::Ended, ended)));
+        self.end(exit, told)
+    }
+
+    fn end(&mut self, exit: Exit, told: Vec<Action>) -> Vec<Action> {
         let asked = self.stopping.is_some();
         let waiting = self.stopping.take().unwrap_or_default();
         let exit = if asked { Exit::Stopped } else { exit };
-        let mut actions: Vec<_> =
-            waiting.into_iter().map(|(client, facts)| done(client, facts)).collect();
         // Written down first: whoever is told finds it so.
-        actions.insert(0, Action::RecordEnd { exit, reason: self.reason.take() });
-        actions
+        let record = Action::RecordEnd { exit, reason: self.reason.take() };
+        let waiting = waiting.into_iter().map(|(client, facts)| done(client, facts));
+        std::iter::once(record).chain(told).chain(waiting).collect()
     }
 
     fn terminate(&mut self) -> Vec<Action> {

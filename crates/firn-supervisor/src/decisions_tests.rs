@@ -94,7 +94,7 @@ fn stopping_during_a_checkpoint_needs_force() {
     core.on(Event::HypervisorGone(Exit::Signal(9)));
     let ended = core.on(Event::SaveEnded(Err(fail())));
     let record = Action::RecordEnd { exit: Exit::Stopped, reason: None };
-    assert_eq!(ended, [failed(A, fail()), record, done(B, serde_json::Value::Null)]);
+    assert_eq!(ended, [record, failed(A, fail()), done(B, serde_json::Value::Null)]);
 }
 
 #[test]
@@ -120,7 +120,53 @@ fn a_hypervisor_that_dies_during_a_save_is_recorded_once_the_save_is_wound_up() 
     let gone = core.on(Event::HypervisorGone(Exit::Signal(11)));
     assert_eq!(gone, [Action::CancelSave, Action::StartGrace]);
     let record = Action::RecordEnd { exit: Exit::Signal(11), reason: None };
-    assert_eq!(core.on(Event::SaveEnded(Err(fail()))), [failed(A, fail()), record]);
+    assert_eq!(core.on(Event::SaveEnded(Err(fail()))), [record, failed(A, fail())]);
+}
+
+#[test]
+fn what_a_hypervisor_that_dies_cuts_short_is_told_with_how_it_died() {
+    let exit = Exit::Signal(9);
+    let record = Action::RecordEnd { exit, reason: None };
+    let told = |what: &str| {
+        let text = format!("the VM ended while it was being {what} (killed by signal 9)");
+        failed(A, Failure::new(FailureKind::Ended, text))
+    };
+    for cut_short in [cancelled(), ended()] {
+        let mut core = saving(false);
+        core.on(Event::HypervisorGone(exit));
+        let over = core.on(Event::SaveEnded(Err(cut_short)));
+        assert_eq!(over, [record.clone(), told("saved")]);
+    }
+    let mut core = saving(false);
+    assert_eq!(core.on(Event::SaveEnded(Err(ended()))), []);
+    assert_eq!(core.on(Event::HypervisorGone(exit)), [record.clone(), told("saved")]);
+    let mut core = Core::new(true);
+    core.on(Event::Request(A, Request::Watch));
+    assert_eq!(core.on(Event::RestoreEnded(Err(ended()))), []);
+    assert_eq!(core.on(Event::HypervisorGone(exit)), [record.clone(), told("restored")]);
+    let mut core = Core::new(true);
+    core.on(Event::Request(A, Request::Watch));
+    core.on(Event::HypervisorGone(exit));
+    assert_eq!(core.on(Event::RestoreEnded(Err(ended()))), [record, told("restored")]);
+}
+
+#[test]
+fn a_restore_that_failed_says_why_also_if_its_hypervisor_went_first() {
+    let mut core = Core::new(true);
+    core.on(Event::Request(A, Request::Watch));
+    let exit = Exit::Signal(9);
+    assert_eq!(core.on(Event::HypervisorGone(exit)), [Action::CancelSave, Action::StartGrace]);
+    let reason = Some("the restore failed: no space left".to_owned());
+    let record = Action::RecordEnd { exit, reason };
+    assert_eq!(core.on(Event::RestoreEnded(Err(fail()))), [record, failed(A, fail())]);
+}
+
+fn cancelled() -> Failure {
+    Failure::new(FailureKind::Interrupted, "the save was cancelled")
+}
+
+fn ended() -> Failure {
+    Failure::new(FailureKind::Ended, "no such process")
 }
 
 #[test]
@@ -129,18 +175,18 @@ fn a_save_that_hangs_without_its_hypervisor_is_not_waited_for() {
     assert_eq!(core.on(Event::GraceOver), []);
     core.on(Event::HypervisorGone(Exit::Signal(11)));
     let over = core.on(Event::GraceOver);
-    assert_eq!(kinds(&over), [Some(FailureKind::Interrupted), None]);
+    assert_eq!(kinds(&over), [None, Some(FailureKind::Ended)]);
 }
 
 #[test]
 fn a_restore_that_can_not_go_on_takes_its_vm_down_and_says_why() {
     let mut core = Core::new(true);
     assert_eq!(core.on(Event::Request(A, Request::Watch)), []);
-    let failed = core.on(Event::RestoreEnded(Err(fail())));
-    assert!(matches!(failed[..], [Action::Reply(A, Reply::Failed(_)), Action::KillHypervisor]));
+    assert_eq!(core.on(Event::RestoreEnded(Err(fail()))), [Action::KillHypervisor]);
     let reason = Some("the restore failed: no space left".to_owned());
     let exit = Exit::Signal(9);
-    assert_eq!(core.on(Event::HypervisorGone(exit)), [Action::RecordEnd { exit, reason }]);
+    let record = Action::RecordEnd { exit, reason };
+    assert_eq!(core.on(Event::HypervisorGone(exit)), [record, failed(A, fail())]);
 }
 
 #[test]
@@ -175,8 +221,10 @@ fn any_event() -> impl Strategy<Value = Event> {
         3 => request.prop_map(move |request| Event::Request(nobody, request)),
         1 => Just(Event::SaveEnded(Ok(json!(1)))),
         1 => Just(Event::SaveEnded(Err(fail()))),
+        1 => Just(Event::SaveEnded(Err(ended()))),
         1 => Just(Event::RestoreEnded(Ok(json!(1)))),
         1 => Just(Event::RestoreEnded(Err(fail()))),
+        1 => Just(Event::RestoreEnded(Err(ended()))),
         1 => Just(Event::StopFailed(fail())),
         1 => Just(Event::GuardGone),
         1 => Just(Event::Terminate),

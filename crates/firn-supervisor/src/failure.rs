@@ -39,11 +39,18 @@ pub enum FailureKind {
     Damaged,
     /// The host, or this user's permissions, lack something.
     Host,
-    /// The VM ended, or the checkpoint was cancelled, before it was done.
+    /// It was cancelled, or its supervisor died, before it was done.
     Interrupted,
+    /// The VM ended before it was done.
+    Ended,
 }
 
 impl FailureKind {
+    /// Whether nothing else was wrong than that it could not go on.
+    pub fn is_cut_short(self) -> bool {
+        matches!(self, Self::Interrupted | Self::Ended)
+    }
+
     /// The exit code of a command that fails this way.
     pub fn exit_code(self) -> u8 {
         match self {
@@ -54,7 +61,7 @@ impl FailureKind {
             Self::Refused => 5,
             Self::Damaged => 6,
             Self::Host => 7,
-            Self::Interrupted => 8,
+            Self::Interrupted | Self::Ended => 8,
         }
     }
 }
@@ -157,10 +164,10 @@ mod tests {
     }
 
     #[test]
-    fn exit_codes_differ_and_stay() {
+    fn exit_codes_stay() {
         use FailureKind::*;
-        let codes = [Other, Usage, NoSuchVm, Busy, Refused, Damaged, Host, Interrupted]
+        let codes = [Other, Usage, NoSuchVm, Busy, Refused, Damaged, Host, Interrupted, Ended]
             .map(FailureKind::exit_code);
-        assert_eq!(codes, [1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(codes, [1, 2, 3, 4, 5, 6, 7, 8, 8]);
     }
 }

@@ -42,9 +42,7 @@ impl Operations for Qemu {
         firn_fault::point("save.journaled");
         let save = Save { operations: self, request, then_stop, was_running, cancel };
         let report = save.run(&mut vm, machine.meta, &layout, memory, progress);
-        if report.is_err() && was_running {
-            run_on(&mut vm);
-        }
+        let report = report.map_err(|failure| self.wind_up(failure, &mut vm, was_running));
         self.ended(request, then_stop, &report)?;
         report.map(|report| facts(request, &report))
     }
@@ -90,6 +88,19 @@ impl Qemu {
             journal.phase = phase;
         };
         self.journal.update(change).doing("writing the journal")
+    }
+
+    /// After a failure: lets a VM run on that stands still by it. What fails because the VM has ended says only that.
+    fn wind_up(&self, failure: Failure, vm: &mut Vm, was_running: bool) -> Failure {
+        match vm.status() {
+            Ok(state) if was_running && !state.running => run_on(vm),
+            Ok(_) => {}
+            Err(_) if matches!(self.hypervisor.wait_gone(qemu::SHORT_WAIT), Ok(true)) => {
+                return Failure::new(FailureKind::Ended, "the VM ended while it was being saved");
+            }
+            Err(error) => tracing::error!("{}", Failure::from_error(FailureKind::Other, &error)),
+        }
+        failure
     }
 
     /// A suspend stays in the journal until the VM has ended.
@@ -225,8 +236,7 @@ fn refuse_blocked(vm: &mut Vm) -> Result<(), Failure> {
 }
 
 fn run_on(vm: &mut Vm) {
-    let running = vm.status().is_ok_and(|state| state.running);
-    if !running && let Err(error) = vm.cont() {
+    if let Err(error) = vm.cont() {
         tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
     }
 }

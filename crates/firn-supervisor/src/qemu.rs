@@ -24,7 +24,7 @@ use crate::protocol::StopRequest;
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
 /// How long QEMU may take to answer when the answer is wanted at once, or when it is about to be killed anyway.
-const SHORT_WAIT: Duration = Duration::from_secs(2);
+pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(2);
 
 /// How long a QEMU that was told to quit may take to do so: it flushes its disks.
 const QUIT_WAIT: Duration = Duration::from_secs(10);
@@ -63,8 +63,8 @@ pub(crate) fn connect_new(hypervisor: &ProcessHandle, qmp: &Path) -> Result<Vm, 
     }
 }
 
-fn died(exit: Exit) -> Failure {
-    Failure::new(FailureKind::Interrupted, format!("QEMU ended while it was starting ({exit})"))
+pub(crate) fn died(exit: Exit) -> Failure {
+    Failure::new(FailureKind::Ended, format!("QEMU ended while it was starting ({exit})"))
 }
 
 /// Connects to the monitor of a QEMU that runs.

@@ -20,7 +20,9 @@ use std::time::{Duration, Instant};
 
 use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults, Process, Trace, Tracee, process_memory};
-use firn_restore::{Mode, OnFatal, Prefill, Presence, Restore, RestoreOptions};
+use firn_restore::{
+    Mode, OnFatal, Prefill, Prefilled, Presence, Restore, RestoreError, RestoreOptions,
+};
 use firn_types::{PAGE_SIZE, RamRegion, Tid, VcpuId};
 use firn_vmm::command_line::{self, RamPlan};
 use firn_vmm::{FileIdentity as DiskIdentity, Layout, Vm};
@@ -33,11 +35,14 @@ use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
 use crate::meta::{self, Meta, Mismatch};
 use crate::protocol::Progress;
-use crate::qemu::{self, Known};
+use crate::qemu::{self, Known, Memory};
 use crate::start::{self, Child, Place, Started};
 
 /// How often progress is told.
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
+
+/// What fails when memory can't be brought back.
+const RESTORING: &str = "bringing memory back";
 
 /// What `firn restore` asks for.
 pub(crate) struct Wanted<'a> {
@@ -96,74 +101,137 @@ pub(crate) fn restore(
     let mut watch = Watch { since, lap: Instant::now() };
     let mut timings = Timings::default();
     let (image, identity, meta) = open(wanted.image)?;
-    let mut mismatches = meta.disk_mismatches(|disk| look(&meta, &disk.file));
+    let mismatches = meta.disk_mismatches(|disk| look(&meta, &disk.file));
     timings.image_open = watch.lap();
     refuse(&mismatches, wanted.force)?;
-    let phase = Phase::Restoring {
-        image: wanted.image.to_owned(),
-        identity,
-        mode: wanted.mode,
-        started: false,
-    };
     let (child, args, early) = launch(place, &meta, &image, wanted.mode)?;
     firn_fault::point("restore.spawned");
     timings.spawn = watch.lap();
-    let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp())
-        .map_err(|failure| start::with_output(failure, place.vm))?;
-    timings.qmp = watch.lap();
-    let differs = meta.qemu_mismatch(&vm.version().to_string());
-    refuse(differs.as_slice(), wanted.force)?;
-    mismatches.extend(differs);
-    let layout = vm.layout().doing("finding the guest's memory")?;
-    let machine = describe(place, &meta, &child, args, &mut vm, &layout)?;
-    journal(place.journal, |journal| {
-        journal.machine = Some(machine.clone());
-        journal.phase = phase;
-    })?;
-    firn_fault::point("restore.journaled");
-    let memory = qemu::open_memory(machine.process.pid, &layout)?;
-    let options = options(wanted.mode, watch.since, &machine);
-    let presence = Presence::create(&place.vm.presence(), memory.guest.map().total_pages())
-        .doing("making the presence file")?;
-    let faults = attach(&memory.process, &memory.guest, &machine.vcpus)?;
-    firn_fault::point("restore.attached");
-    let on_fatal = on_fatal(place.journal_handle(), child.handle()?);
-    let prefilled = early.map(Prefill::finish).unwrap_or_default();
-    let restore = Restore::begin_prefilled(
-        image.clone(),
-        memory.guest,
-        faults,
-        options,
-        presence,
-        &prefilled,
-        on_fatal,
-    )
-    .doing("bringing memory back")?;
-    timings.attach = watch.lap();
-    vm.load_device_state(image.device_state())
-        .doing("loading the VM's devices")
-        .map_err(|failure| start::with_output(failure, place.vm))?;
-    write_aux(&mut vm, &memory.process, &image)?;
-    timings.device_state = watch.lap();
-    prefill(&restore, tell)?;
-    timings.prefill = watch.lap();
-    firn_fault::point("restore.device-state");
-    journal(place.journal, started)?;
-    vm.cont().doing("letting the VM run")?;
-    timings.cont = watch.lap();
-    timings.total = milliseconds(watch.since.elapsed());
-    firn_fault::point("restore.resumed");
-    let mut facts = start::facts(&machine, &warnings(&mismatches));
-    facts["mode"] = json!(wanted.mode);
-    facts["image"] = json!(wanted.image);
+    let load = Load { place, wanted, image, identity, meta, child: &child };
+    let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
+    let (work, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
-    let work = Work {
-        restore,
-        process: memory.process,
-        vcpus: machine.vcpus,
-        journal: place.journal_handle(),
-    };
     Ok(Started { hypervisor: child.keep()?, restoring: Some(work.boxed()), facts })
+}
+
+/// What goes into a QEMU that has been started, up to its first instruction.
+struct Load<'a> {
+    place: &'a Place<'a>,
+    wanted: &'a Wanted<'a>,
+    image: Arc<Image>,
+    identity: FileIdentity,
+    meta: Meta,
+    child: &'a Child,
+}
+
+impl Load<'_> {
+    fn run(
+        self,
+        args: Vec<String>,
+        early: Option<Prefill>,
+        mut mismatches: Vec<Mismatch>,
+        (watch, timings): (&mut Watch, &mut Timings),
+        tell: &mut dyn FnMut(Progress),
+    ) -> Result<(Work, serde_json::Value), Failure> {
+        let Self { place, wanted, child, .. } = self;
+        let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp())
+            .map_err(|failure| start::with_output(failure, place.vm))?;
+        timings.qmp = watch.lap();
+        let differs = self.meta.qemu_mismatch(&vm.version().to_string());
+        refuse(differs.as_slice(), wanted.force)?;
+        mismatches.extend(differs);
+        let explain = |failure| child.explain(failure, place.vm);
+        let (machine, memory) = self.get_to_know(args, &mut vm).map_err(explain)?;
+        let process = Arc::clone(&memory.process);
+        let prefilled = early.map(Prefill::finish).unwrap_or_default();
+        let restore = self.begin(memory, &prefilled, &machine, watch.since).map_err(explain)?;
+        timings.attach = watch.lap();
+        let why = |failure| self.why(&restore, failure);
+        self.devices(&mut vm, &process).map_err(why)?;
+        timings.device_state = watch.lap();
+        prefill(&restore, tell).map_err(why)?;
+        timings.prefill = watch.lap();
+        firn_fault::point("restore.device-state");
+        journal(place.journal, started)?;
+        vm.cont().doing("letting the VM run").map_err(why)?;
+        timings.cont = watch.lap();
+        timings.total = milliseconds(watch.since.elapsed());
+        firn_fault::point("restore.resumed");
+        let mut facts = start::facts(&machine, &warnings(&mismatches));
+        facts["mode"] = json!(wanted.mode);
+        facts["image"] = json!(wanted.image);
+        let (hypervisor, journal) = (Arc::clone(child.handle()?), place.journal_handle());
+        Ok((Work { restore, process, vcpus: machine.vcpus, journal, hypervisor }, facts))
+    }
+
+    /// From here on a successor knows the QEMU.
+    fn get_to_know(&self, args: Vec<String>, vm: &mut Vm) -> Result<(Machine, Memory), Failure> {
+        let layout = vm.layout().doing("finding the guest's memory")?;
+        let machine = describe(self.place, &self.meta, self.child, args, vm, &layout)?;
+        journal(self.place.journal, |journal| {
+            journal.machine = Some(machine.clone());
+            journal.phase = self.phase();
+        })?;
+        firn_fault::point("restore.journaled");
+        let memory = qemu::open_memory(machine.process.pid, &layout)?;
+        Ok((machine, memory))
+    }
+
+    fn phase(&self) -> Phase {
+        Phase::Restoring {
+            image: self.wanted.image.to_owned(),
+            identity: self.identity,
+            mode: self.wanted.mode,
+            started: false,
+        }
+    }
+
+    /// From here on page faults are answered.
+    fn begin(
+        &self,
+        memory: Memory,
+        prefilled: &Prefilled,
+        machine: &Machine,
+        since: Instant,
+    ) -> Result<Restore, Failure> {
+        let Self { place, child, .. } = self;
+        let options = options(self.wanted.mode, since, machine);
+        let pages = memory.guest.map().total_pages();
+        let presence =
+            Presence::create(&place.vm.presence(), pages).doing("making the presence file")?;
+        let faults = attach(&memory.process, &memory.guest, &machine.vcpus)?;
+        firn_fault::point("restore.attached");
+        let on_fatal = on_fatal(place.journal_handle(), child.handle()?);
+        let (image, guest) = (Arc::clone(&self.image), memory.guest);
+        Restore::begin_prefilled(image, guest, faults, options, presence, prefilled, on_fatal)
+            .map_err(|error| restore_failure(&error))
+    }
+
+    fn devices(&self, vm: &mut Vm, process: &Process) -> Result<(), Failure> {
+        vm.load_device_state(self.image.device_state())
+            .doing("loading the VM's devices")
+            .map_err(|failure| start::with_output(failure, self.place.vm))?;
+        write_aux(vm, process, &self.image)
+    }
+
+    /// Why a step failed. Memory that can't be brought back makes everything else fail, and QEMU end.
+    fn why(&self, restore: &Restore, failure: Failure) -> Failure {
+        match restore.wait_timeout(Duration::ZERO) {
+            Err(error) if !error.is_hypervisor_gone() => restore_failure(&error),
+            _ => self.child.explain(failure, self.place.vm),
+        }
+    }
+}
+
+fn restore_failure(error: &RestoreError) -> Failure {
+    let kind = match error {
+        error if error.is_hypervisor_gone() => FailureKind::Ended,
+        RestoreError::Image(error) => image_failure(error).kind,
+        RestoreError::Block(_) | RestoreError::NoEntry { .. } => FailureKind::Damaged,
+        RestoreError::Regions { .. } => FailureKind::Refused,
+        _ => FailureKind::Other,
+    };
+    Failure::from_error(kind, error).while_doing(RESTORING)
 }
 
 fn open(path: &Path) -> Result<(Arc<Image>, FileIdentity, Meta), Failure> {
@@ -275,7 +343,10 @@ fn attach(
 fn on_fatal(journal: Arc<JournalFile>, hypervisor: &Arc<ProcessHandle>) -> OnFatal {
     let hypervisor = Arc::clone(hypervisor);
     Box::new(move |error| {
-        let failure = Failure::from_error(FailureKind::Damaged, error);
+        if error.is_hypervisor_gone() {
+            return;
+        }
+        let failure = restore_failure(error);
         tracing::error!("{failure}");
         let note = format!("the restore failed: {failure}");
         let _ = journal.update(|journal| journal.note_failure(note));
@@ -322,7 +393,7 @@ fn prefill(restore: &Restore, tell: &mut dyn FnMut(Progress)) -> Result<(), Fail
         filling.join()
     });
     match filled {
-        Ok(filled) => filled.doing_or(FailureKind::Damaged, "bringing memory back"),
+        Ok(filled) => filled.map_err(|error| restore_failure(&error)),
         Err(_) => Err(Failure::new(FailureKind::Other, "bringing memory back failed by a bug")),
     }
 }
@@ -371,7 +442,8 @@ pub(crate) fn resume(
     let restore =
         Restore::resume(image, memory, faults, options, presence, on_fatal).doing(RESUMING)?;
     let journal = Arc::clone(journal);
-    let work = Work { restore, process, vcpus: machine.vcpus.clone(), journal };
+    let (vcpus, hypervisor) = (machine.vcpus.clone(), Arc::clone(hypervisor));
+    let work = Work { restore, process, vcpus, journal, hypervisor };
     Ok(Some(work.boxed()))
 }
 
@@ -381,6 +453,7 @@ struct Work {
     process: Arc<Process>,
     vcpus: Vec<Tid>,
     journal: Arc<JournalFile>,
+    hypervisor: Arc<ProcessHandle>,
 }
 
 impl Work {
@@ -390,22 +463,29 @@ impl Work {
 
     /// Waits until all memory is there, then leaves the VM as if it had never been restored.
     fn finish(self, tell: &dyn Fn(Progress)) -> Result<serde_json::Value, Failure> {
-        const RESTORING: &str = "bringing memory back";
+        self.wait(tell).map_err(|error| restore_failure(&error))?;
+        let (hypervisor, journal_file) = (Arc::clone(&self.hypervisor), Arc::clone(&self.journal));
+        let counts = self.restore.record().counts;
+        self.let_go().map_err(|failure| match hypervisor.wait_gone(qemu::SHORT_WAIT) {
+            Ok(true) => Failure { kind: FailureKind::Ended, ..failure },
+            _ => failure,
+        })?;
+        firn_fault::point("restore.finished");
+        journal(&journal_file, |journal| journal.phase = Phase::Running)?;
+        Ok(json!({ "restored": counts }))
+    }
+
+    fn wait(&self, tell: &dyn Fn(Progress)) -> Result<(), Arc<RestoreError>> {
         tell(progress(&self.restore));
-        while !self
-            .restore
-            .wait_timeout(PROGRESS_EVERY)
-            .doing_or(FailureKind::Damaged, RESTORING)?
-        {
+        while !self.restore.wait_timeout(PROGRESS_EVERY)? {
             tell(progress(&self.restore));
         }
-        let counts = self.restore.record().counts;
+        Ok(())
+    }
+
+    fn let_go(self) -> Result<(), Failure> {
         let stopped = self.restore.stop().doing(RESTORING)?;
         let mut tracee = Tracee::seize(&self.process, &self.vcpus).doing(RESTORING)?;
-        stopped.faults.close(&mut tracee).doing(RESTORING)?;
-        drop(tracee);
-        firn_fault::point("restore.finished");
-        journal(&self.journal, |journal| journal.phase = Phase::Running)?;
-        Ok(json!({ "restored": counts }))
+        stopped.faults.close(&mut tracee).doing(RESTORING)
     }
 }

@@ -5,10 +5,11 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use firn_types::PAGE_SIZE;
 use firn_vmm::command_line::{self, Augmented, CommandLineError, Paths, RamPlan};
-use firn_vmm::{Launched, log_tail};
+use firn_vmm::{Launched, Vm, log_tail};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::json;
 
@@ -21,6 +22,9 @@ use crate::runtime::VmDir;
 
 /// How much of QEMU's own output goes into an error, in bytes.
 const TAIL_BYTES: u64 = 2000;
+
+/// How long a QEMU that fails at something may take to be dead, if that is why.
+const DYING_WAIT: Duration = Duration::from_millis(500);
 
 /// Where a VM is being started.
 pub(crate) struct Place<'a> {
@@ -55,14 +59,26 @@ pub(crate) struct Child {
 
 impl Child {
     pub(crate) fn handle(&self) -> Result<&Arc<ProcessHandle>, Failure> {
-        let gone = || Failure::new(FailureKind::Interrupted, "QEMU has ended");
+        let gone = || Failure::new(FailureKind::Ended, "QEMU has ended");
         self.handle.as_ref().ok_or_else(gone)
     }
 
     /// Lets it live.
     pub(crate) fn keep(mut self) -> Result<Arc<ProcessHandle>, Failure> {
-        let gone = || Failure::new(FailureKind::Interrupted, "QEMU has ended");
+        let gone = || Failure::new(FailureKind::Ended, "QEMU has ended");
         self.handle.take().ok_or_else(gone)
+    }
+
+    /// Why a step failed: if QEMU has ended by itself, nothing else counts.
+    pub(crate) fn explain(&self, failure: Failure, vm: &VmDir) -> Failure {
+        use FailureKind::{Damaged, Refused, Usage};
+        let is_explained = matches!(failure.kind, Damaged | Refused | Usage);
+        match &self.handle {
+            Some(handle) if !is_explained && matches!(handle.wait_gone(DYING_WAIT), Ok(true)) => {
+                with_output(qemu::died(handle.exit()), vm)
+            }
+            _ => failure,
+        }
     }
 }
 
@@ -84,6 +100,20 @@ pub(crate) fn run(place: &Place<'_>, args: &[String]) -> Result<Started, Failure
     let child = launch(place.vm, &augmented, ram)?;
     let qemu_log = |failure| with_output(failure, place.vm);
     let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp()).map_err(qemu_log)?;
+    let machine = get_to_know(place, args, &augmented, &child, &mut vm)
+        .map_err(|failure| child.explain(failure, place.vm))?;
+    let facts = facts(&machine, &augmented.notes);
+    running(place.journal, machine)?;
+    Ok(Started { hypervisor: child.keep()?, restoring: None, facts })
+}
+
+fn get_to_know(
+    place: &Place<'_>,
+    args: &[String],
+    augmented: &Augmented,
+    child: &Child,
+    vm: &mut Vm,
+) -> Result<Machine, Failure> {
     let layout = vm.layout().doing("finding the guest's memory")?;
     qemu::open_memory(child.identity.pid, &layout)?;
     let known = Known {
@@ -94,10 +124,7 @@ pub(crate) fn run(place: &Place<'_>, args: &[String]) -> Result<Started, Failure
         args: augmented.args.clone(),
         directory: place.directory.clone(),
     };
-    let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
-    let facts = facts(&machine, &augmented.notes);
-    running(place.journal, machine)?;
-    Ok(Started { hypervisor: child.keep()?, restoring: None, facts })
+    qemu::describe(vm, known, &layout, place.vm.name().as_str())
 }
 
 /// `firn attach`. `before` is what the journal said of a VM that Firn had let go of.
@@ -205,8 +232,7 @@ fn identify(
         _ => {
             let how =
                 launched.kill().map_or_else(|error| error.to_string(), |exit| exit.to_string());
-            let failure =
-                Failure::new(FailureKind::Interrupted, format!("QEMU ended at once: {how}"));
+            let failure = Failure::new(FailureKind::Ended, format!("QEMU ended at once: {how}"));
             Err(with_output(failure, vm))
         }
     }

@@ -12,7 +12,7 @@ use signal_hook::iterator::Signals;
 use crate::decisions::Event;
 use crate::identity::ProcessHandle;
 
-/// How long a save that has lost its hypervisor may take to wind up.
+/// How long a save or restore that has lost its hypervisor may take to wind up.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Reports when the hypervisor is gone, and how it went.
@@ -44,7 +44,7 @@ pub(crate) fn signals(events: Sender<Event>) -> io::Result<()> {
     })
 }
 
-/// Reports that a save has had time enough.
+/// Reports that a save or restore has had time enough.
 pub(crate) fn grace(events: Sender<Event>) -> io::Result<()> {
     spawn("grace", move || {
         thread::sleep(GRACE);

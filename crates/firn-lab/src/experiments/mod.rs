@@ -4,6 +4,7 @@
 //! them use Firn as its users do, through the `firn` program, except where a floor or a single page fault is measured.
 //! Ratios are computed inside one run, from systems that took turns on the same machine.
 
+mod exactness;
 mod fault_latency;
 mod halite_organization;
 mod peers_restore;
@@ -26,6 +27,11 @@ pub struct Experiment {
 
 /// All of them.
 pub const ALL: &[Experiment] = &[
+    Experiment {
+        name: "exactness",
+        about: "randomized saves and restores, compared byte for byte",
+        run: exactness::run,
+    },
     Experiment {
         name: "fault-latency",
         about: "time from a page fault to the page, image cached, against a bare floor",

@@ -58,7 +58,7 @@ pub struct QemuArgs {
     program: OsString,
     accel: Accel,
     machine: String,
-    memory_mib: u32,
+    memory_kib: u64,
     vcpus: u32,
     kernel: PathBuf,
     initrd: PathBuf,
@@ -77,7 +77,7 @@ impl QemuArgs {
             program: std::env::var_os(QEMU_VARIABLE).unwrap_or_else(|| "qemu-system-x86_64".into()),
             accel,
             machine: MACHINE.to_owned(),
-            memory_mib: 512,
+            memory_kib: 512 << 10,
             vcpus: 2,
             kernel: image.kernel.clone(),
             initrd: image.initrd.clone(),
@@ -103,8 +103,13 @@ impl QemuArgs {
     }
 
     /// Guest memory.
-    pub fn memory_mib(mut self, mib: u32) -> Self {
-        self.memory_mib = mib;
+    pub fn memory_mib(self, mib: u32) -> Self {
+        self.memory_kib(u64::from(mib) << 10)
+    }
+
+    /// Guest memory; QEMU rounds it up to a multiple of 8 KiB.
+    pub fn memory_kib(mut self, kib: u64) -> Self {
+        self.memory_kib = kib;
         self
     }
 
@@ -201,7 +206,7 @@ impl QemuArgs {
             "-cpu",
             self.accel.cpu(),
             "-m",
-            &format!("{}M", self.memory_mib),
+            &size(self.memory_kib),
             "-smp",
             &self.vcpus.to_string(),
             "-kernel",
@@ -228,6 +233,14 @@ impl QemuArgs {
             args.extend(words(&["-chardev", &socket, "-device", &port]));
         }
         args
+    }
+}
+
+/// A size as QEMU reads it: in MiB where that is exact.
+fn size(kib: u64) -> String {
+    match kib % 1024 {
+        0 => format!("{}M", kib / 1024),
+        _ => format!("{kib}K"),
     }
 }
 
@@ -277,6 +290,8 @@ mod tests {
         let plain = QemuArgs::new(&image(), Accel::Tcg).memory_mib(256).args().join(" ");
         assert!(plain.contains("-m 256M -smp 2 -kernel /k -initrd /i"), "{plain}");
         assert!(!plain.contains("virtio"), "{plain}");
+        let odd = QemuArgs::new(&image(), Accel::Tcg).memory_kib(262_152).args().join(" ");
+        assert!(odd.contains("-m 262152K "), "{odd}");
     }
 
     #[test]

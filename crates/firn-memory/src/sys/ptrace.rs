@@ -7,6 +7,7 @@ use nix::errno::Errno;
 use nix::libc;
 use nix::sys::ptrace;
 use nix::unistd::Pid;
+use rustix::process::{WaitId, WaitIdOptions, WaitIdStatus, waitid};
 
 pub(crate) use libc::user_regs_struct as Registers;
 
@@ -130,7 +131,8 @@ pub(crate) fn restartable_sequences(tid: Tid) -> Option<u64> {
 /// Waits for a stop of the thread.
 pub(crate) fn wait(tid: Tid) -> Result<Stop, Errno> {
     loop {
-        match wait_with(tid, libc::__WALL) {
+        let _ = look(tid, WaitIdOptions::EXITED | WaitIdOptions::STOPPED);
+        match poll(tid) {
             Ok(Some(stop)) => return Ok(stop),
             Ok(None) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error),
@@ -140,19 +142,36 @@ pub(crate) fn wait(tid: Tid) -> Result<Stop, Errno> {
 
 /// Takes a stop of the thread, if there is one.
 pub(crate) fn poll(tid: Tid) -> Result<Option<Stop>, Errno> {
-    wait_with(tid, libc::__WALL | libc::WNOHANG)
-}
-
-fn wait_with(tid: Tid, flags: i32) -> Result<Option<Stop>, Errno> {
+    if is_dead_process(tid) {
+        return Ok(Some(Stop::Gone));
+    }
     let mut status = 0;
     // SAFETY: waitpid writes one int at `status`, which outlives the call.
-    let waited = unsafe { libc::waitpid(tid.0, &raw mut status, flags) };
+    let waited = unsafe { libc::waitpid(tid.0, &raw mut status, libc::__WALL | libc::WNOHANG) };
     match Errno::result(waited) {
         Ok(0) => Ok(None),
         Ok(_) => Ok(Some(decode(status))),
         Err(Errno::ECHILD) => Ok(Some(Stop::Gone)),
         Err(error) => Err(error),
     }
+}
+
+/// Whether the thread is the main one of a process that has ended. How it ended is for its parent to take, which may be
+/// Firn, elsewhere: a tracer that takes it too leaves nothing.
+fn is_dead_process(tid: Tid) -> bool {
+    let ended = look(tid, WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
+    matches!(ended, Ok(Some(_))) && is_main_thread(tid)
+}
+
+/// Looks at what there is to be waited for, and leaves it there.
+fn look(tid: Tid, options: WaitIdOptions) -> rustix::io::Result<Option<WaitIdStatus>> {
+    let Some(tid) = rustix::process::Pid::from_raw(tid.0) else { return Ok(None) };
+    waitid(WaitId::Pid(tid), options | WaitIdOptions::NOWAIT)
+}
+
+fn is_main_thread(tid: Tid) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", tid.0)).unwrap_or_default();
+    status.lines().any(|line| line == format!("Tgid:\t{}", tid.0))
 }
 
 fn decode(status: i32) -> Stop {
@@ -169,6 +188,31 @@ fn decode(status: i32) -> Stop {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn how_a_process_ended_is_left_to_its_parent() {
+        let mut child = std::process::Command::new("cat")
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        let tid = Tid(child.id() as i32);
+        seize(tid, false).unwrap();
+        interrupt(tid).unwrap();
+        assert_eq!(wait(tid).unwrap(), Stop::Interrupted);
+        child.kill().unwrap();
+        assert_eq!(wait(tid).unwrap(), Stop::Gone);
+        assert_eq!(poll(tid).unwrap(), Some(Stop::Gone));
+        let status = child.wait().unwrap();
+        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGKILL));
+    }
+
+    #[test]
+    fn the_main_thread_is_told_from_others() {
+        let own = || Tid(rustix::thread::gettid().as_raw_nonzero().get());
+        assert!(is_main_thread(Tid(std::process::id() as i32)));
+        assert!(!is_main_thread(std::thread::spawn(own).join().unwrap()));
+    }
 
     #[test]
     fn stops_are_told_apart() {

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use firn_image::Mismatch;
 use firn_supervisor::Failure;
+use firn_types::BlockSize;
 use serde_json::json;
 
 use crate::output::Output;
@@ -41,6 +42,7 @@ impl Args {
             "reference": self.reference,
             "pages": pages,
             "differing_pages": differing.len(),
+            "differing_blocks": blocks(&differing, image.geometry().block_size),
             "first": differing.iter().take(SHOWN_MAX).map(facts).collect::<Vec<_>>(),
         });
         out.facts(&facts, || describe(&differing, pages))?;
@@ -49,6 +51,13 @@ impl Args {
             count => Err(super::damaged(format!("{count} of {pages} pages differ"))),
         }
     }
+}
+
+/// Memory blocks that hold these pages, which are in order.
+fn blocks(differing: &[Mismatch], size: BlockSize) -> usize {
+    let mut blocks: Vec<_> = differing.iter().map(|page| size.block_of(page.page)).collect();
+    blocks.dedup();
+    blocks.len()
 }
 
 fn facts(page: &Mismatch) -> serde_json::Value {

@@ -27,14 +27,14 @@ const LATER: &[&str] = &[
     "restore.fill@3",
 ];
 
-fn points(beginnings: &[&str]) -> Vec<&'static str> {
+pub fn points(beginnings: &[&str]) -> Vec<&'static str> {
     let wanted = |point: &&str| beginnings.iter().any(|beginning| point.starts_with(beginning));
     let all = POINTS.iter().chain(LATER).copied();
     all.filter(|point| wanted(point) && *point != TWICE).collect()
 }
 
 /// A guest saved while it worked, to start each try from.
-fn base() -> Vm {
+pub fn base() -> Vm {
     let vm = Vm::boot();
     vm.session.firn(&["checkpoint", "web", "-o", "base.firn"]).succeeds();
     vm.session.firn(&["stop", "web"]).succeeds();

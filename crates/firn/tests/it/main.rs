@@ -7,8 +7,10 @@
 
 mod attribution;
 mod completions;
+mod damaged_image;
 mod faults;
 mod help;
+mod hypervisor_dies;
 mod input;
 mod session;
 mod vm;

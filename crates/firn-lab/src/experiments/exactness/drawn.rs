@@ -1,0 +1,253 @@
+//! One randomized run: everything about it is drawn from its seed, so that the seed repeats it.
+//!
+//! ```text
+//!   seed % 3         vCPUs: 1, 2, 4                          in turn, so that few runs have all of them
+//!   seed / 3 % 3     RAM: small, middle, split               (split: above 2.75 GiB q35 has a part of it above 4 GiB)
+//!   dice(seed)       sizes to the page, backends, load, how it is saved, how it is restored
+//! ```
+
+use std::fmt::Display;
+
+use firn_guest::sha::Sha;
+use firn_guest::stamp::mix;
+use firn_restore::Mode;
+use serde_json::{Value, json};
+
+use crate::firn::SaveArgs;
+use crate::guest::QemuArgs;
+
+/// RAM, in MiB: from, up to.
+const RAM_MIB: [(u64, u64); 3] = [(256, 1024), (1024, 2816), (2816, 4608)];
+/// From here on part of RAM lies above the PCI hole.
+const SPLIT_KIB: u64 = 2816 << 10;
+/// What QEMU rounds RAM up to.
+const RAM_ALIGN_KIB: u64 = 8;
+const PAGE_KIB: u64 = 4;
+/// Writers fill no more than this: a guest under TCG takes long to fill memory.
+const WRITERS_MIB_MAX: u64 = 192;
+const KINDS: [&str; 3] = ["memory-backend-memfd", "memory-backend-ram", "memory-backend-shm"];
+
+/// A generator that a seed determines.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = mix(self.0);
+        self.0 % end.max(1)
+    }
+
+    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len() as u64) as usize]
+    }
+}
+
+/// What RAM is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Ram {
+    /// `-m` alone.
+    Plain(u64),
+    /// `-object` backends of one kind, of so many KiB each; several are a NUMA node each.
+    Backends(&'static str, Vec<u64>),
+}
+
+/// Everything about one run.
+#[derive(Clone, Debug)]
+pub(super) struct Drawn {
+    pub(super) seed: u64,
+    pub(super) vcpus: u32,
+    pub(super) ram: Ram,
+    /// Arguments of `firn-guest writers`.
+    pub(super) writers: Vec<String>,
+    /// The computation that is interrupted.
+    pub(super) sha: Sha,
+    pub(super) disk_block_kib: u64,
+    pub(super) udp: bool,
+    pub(super) echo_bytes: usize,
+    /// How long the load runs before the save.
+    pub(super) lead_ms: u64,
+    pub(super) block_pages: u8,
+    pub(super) locality_kib: u32,
+    pub(super) codec: &'static str,
+    pub(super) throttled: bool,
+    pub(super) mode: Mode,
+}
+
+impl Drawn {
+    pub(super) fn from(seed: u64) -> Self {
+        let mut dice = Dice(mix(seed));
+        let vcpus = [1, 2, 4][(seed % 3) as usize];
+        let ram = Ram::drawn(RAM_MIB[(seed / 3 % 3) as usize], &mut dice);
+        let udp = dice.below(2) == 0;
+        Self {
+            seed,
+            vcpus,
+            writers: writers(ram.kib() >> 10, &mut dice),
+            ram,
+            sha: Sha {
+                seed,
+                mib: 4 + dice.below(5) as usize,
+                rounds: 10_000 + dice.below(10_000),
+                threads: 1 + dice.below(u64::from(vcpus)) as usize,
+            },
+            disk_block_kib: dice.pick(&[4, 16, 64, 256]),
+            udp,
+            echo_bytes: 64 + dice.below(if udp { 1400 } else { 30_000 }) as usize,
+            lead_ms: dice.below(1000),
+            block_pages: dice.pick(&[1, 2, 4, 16]),
+            locality_kib: dice.pick(&[16, 64, 256, 1024]),
+            codec: dice.pick(&["none", "lz4", "zstd", "zlib"]),
+            throttled: dice.below(2) == 0,
+            mode: dice.pick(&[Mode::Eager, Mode::Lazy, Mode::Locality, Mode::WorkingSet]),
+        }
+    }
+
+    /// How `firn checkpoint` is told.
+    pub(super) fn save_args(&self) -> SaveArgs {
+        // A memory block of 16 pages needs a locality block that holds it.
+        let locality_kib = self.locality_kib.max(u32::from(self.block_pages) * PAGE_KIB as u32);
+        let args = SaveArgs::default()
+            .with("--codec", self.codec)
+            .with("--block-pages", self.block_pages.to_string())
+            .with("--locality-block", format!("{locality_kib}K"));
+        if self.throttled { args } else { args.flag("--no-throttle") }
+    }
+
+    /// What it is counted under.
+    pub(super) fn labels(&self) -> Vec<String> {
+        let label = |what: &str, value: &dyn Display| format!("drawn.{what}.{value}");
+        let kib = self.ram.kib();
+        let split = if kib > SPLIT_KIB { "split" } else { "in_one_piece" };
+        let multiple = if kib.is_multiple_of(1024) { "whole_mib" } else { "odd" };
+        vec![
+            label("vcpus", &self.vcpus),
+            label("ram", &split),
+            label("ram", &multiple),
+            label("backends", &self.ram.backends()),
+            label("block_pages", &self.block_pages),
+            label("locality_kib", &self.locality_kib),
+            label("codec", &self.codec),
+            label("sweep", if self.throttled { &"throttled" } else { &"unthrottled" }),
+            label("mode", &self.mode),
+        ]
+    }
+
+    pub(super) fn facts(&self) -> Value {
+        json!({
+            "seed": self.seed, "vcpus": self.vcpus, "ram_kib": self.ram.parts(),
+            "backends": self.ram.backends(), "writers": self.writers.join(" "),
+            "disk_block_kib": self.disk_block_kib, "udp": self.udp, "echo_bytes": self.echo_bytes,
+            "sha_rounds": self.sha.rounds, "sha_threads": self.sha.threads,
+            "block_pages": self.block_pages, "locality_kib": self.locality_kib,
+            "codec": self.codec, "throttled": self.throttled, "mode": self.mode,
+        })
+    }
+}
+
+/// In a random share of memory, in a random manner.
+fn writers(ram_mib: u64, dice: &mut Dice) -> Vec<String> {
+    let mib = (ram_mib * (5 + dice.below(31)) / 100).clamp(8, WRITERS_MIB_MAX);
+    let rate = dice.pick(&[0, 500, 5000]);
+    let compresses_to = dice.pick(&[10, 50, 100]);
+    let order = dice.pick(&["sequential", "random"]);
+    let light = dice.pick(&["", " --light"]);
+    let line =
+        format!("--mib {mib} --rate {rate} --compresses-to {compresses_to} --order {order}{light}");
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+impl Ram {
+    fn drawn((from, to): (u64, u64), dice: &mut Dice) -> Self {
+        let kib = (from << 10) + dice.below((to - from) << 10);
+        let align = dice.pick(&[RAM_ALIGN_KIB, RAM_ALIGN_KIB, 1024]);
+        let kib = kib.next_multiple_of(align);
+        match dice.below(4) {
+            0 => Self::Plain(kib),
+            count => Self::Backends(dice.pick(&KINDS), parts(kib, count, dice)),
+        }
+    }
+
+    fn parts(&self) -> &[u64] {
+        match self {
+            Self::Plain(kib) => std::slice::from_ref(kib),
+            Self::Backends(_, parts) => parts,
+        }
+    }
+
+    pub(super) fn kib(&self) -> u64 {
+        self.parts().iter().sum()
+    }
+
+    fn backends(&self) -> usize {
+        match self {
+            Self::Plain(_) => 0,
+            Self::Backends(_, parts) => parts.len(),
+        }
+    }
+
+    /// Adds it to a guest's command line.
+    pub(super) fn add_to(&self, mut args: QemuArgs) -> QemuArgs {
+        args = args.memory_kib(self.kib());
+        let Self::Backends(kind, parts) = self else { return args };
+        for (number, kib) in parts.iter().enumerate() {
+            let object = format!("{kind},id=part{number},size={kib}K,share=on");
+            args = args.more(&["-object", &object]);
+            args = match parts.len() {
+                1 => args.more(&["-machine", "memory-backend=part0"]),
+                _ => args.more(&["-numa", &format!("node,nodeid={number},memdev=part{number}")]),
+            };
+        }
+        args
+    }
+}
+
+/// Cuts `kib` into `count` parts of whole pages, none of them tiny.
+fn parts(kib: u64, count: u64, dice: &mut Dice) -> Vec<u64> {
+    let least = kib / (2 * count);
+    let mut parts: Vec<u64> =
+        (1..count).map(|_| (least + dice.below(least)).next_multiple_of(PAGE_KIB)).collect();
+    parts.push(kib - parts.iter().sum::<u64>());
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn a_seed_repeats_its_run() {
+        for seed in 0..100 {
+            assert_eq!(Drawn::from(seed).facts(), Drawn::from(seed).facts());
+        }
+    }
+
+    #[test]
+    fn nine_runs_have_every_number_of_vcpus_with_every_size() {
+        let both = |seed| {
+            let drawn = Drawn::from(seed);
+            (drawn.vcpus, RAM_MIB.iter().position(|(_, to)| drawn.ram.kib() <= to << 10))
+        };
+        assert_eq!((1..10).map(both).collect::<BTreeSet<_>>().len(), 9);
+    }
+
+    #[test]
+    fn backends_are_whole_pages_and_make_up_what_qemu_takes() {
+        for seed in 0..1000 {
+            let ram = Drawn::from(seed).ram;
+            assert!(
+                ram.parts().iter().all(|kib| kib % PAGE_KIB == 0 && *kib > 16 << 10),
+                "{ram:?}"
+            );
+            assert_eq!(ram.kib() % RAM_ALIGN_KIB, 0, "{ram:?}");
+            assert!((256 << 10..=4608 << 10).contains(&ram.kib()), "{ram:?}");
+        }
+    }
+
+    #[test]
+    fn some_run_has_each_kind_of_ram() {
+        let kinds: BTreeSet<_> = (0..100).map(|seed| Drawn::from(seed).ram.backends()).collect();
+        assert_eq!(kinds, BTreeSet::from([0, 1, 2, 3]));
+        let odd = (0..100).any(|seed| Drawn::from(seed).ram.parts().iter().any(|kib| kib % 8 == 4));
+        assert!(odd, "backends that end at an odd page");
+    }
+}

@@ -1,0 +1,277 @@
+//! One run: a guest under load is saved, compared with the copy, followed to its end, restored, followed again.
+//!
+//! ```text
+//!   boot -> load: writers, disk DMA, network DMA, a computation -> checkpoint + reference copy
+//!                                                                     |            \
+//!          the saved guest goes on: its memory right? its result?  <--'             '--> compare, verify
+//!          the restored one: the same questions, at once and when all of its memory is there
+//! ```
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use firn_guest::net::load::{EchoLoad, EchoReport};
+use firn_guest::net::{self};
+use firn_guest::stamp::{self, PageWords, Stamp, Style, WORDS};
+use firn_guest::{disk, sha};
+use serde_json::{Value, json};
+
+use super::drawn::Drawn;
+use crate::disk_profile::{DiskProfile, Throttle};
+use crate::experiments::synthetic::{last_line, words};
+use crate::guest::{
+    Control, Disk, GuestImage, HostForward, JobState, QemuArgs, accel, free_tcp_port,
+};
+use crate::lab::{Lab, wait_for};
+
+/// How long a guest may take to boot, to fill its memory, or to check it.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// Name of the VM under Firn.
+const VM: &str = "exact";
+const WRITERS: &str = "writers";
+const DISK: &str = "disk";
+const ECHO: &str = "echo";
+const SHA: &str = "sha";
+const DISK_MIB: u64 = 16;
+/// Messages that a guest must echo rightly after a save or a restore.
+const ECHOES: u64 = 20;
+
+/// What came of a run.
+#[derive(Debug, Default)]
+pub(super) struct Outcome {
+    pub(super) differing_blocks: u64,
+    /// Pages of guest memory or of the disk that the guests found wrong.
+    pub(super) wrong_pages: u64,
+    pub(super) wrong_echoes: u64,
+    /// Both guests came to the result of one never interrupted.
+    pub(super) results_equal: bool,
+    /// The restored guest had not come to its result yet.
+    pub(super) in_the_middle: bool,
+    pub(super) facts: Value,
+}
+
+impl Outcome {
+    pub(super) fn is_exact(&self) -> bool {
+        self.differing_blocks + self.wrong_pages + self.wrong_echoes == 0 && self.results_equal
+    }
+}
+
+/// What a guest says of itself.
+struct Checked {
+    wrong_pages: u64,
+    wrong_echoes: u64,
+    result: String,
+    was_computing: bool,
+}
+
+/// Where runs take place, one after another.
+pub(super) struct Bench<'a> {
+    lab: &'a Lab,
+    image: GuestImage,
+    disk: PathBuf,
+    throttle: Throttle,
+}
+
+impl<'a> Bench<'a> {
+    pub(super) fn new(lab: &'a Lab) -> Result<Self> {
+        let disk = lab.file("disk.raw");
+        prepare(&disk).context("cannot prepare the disk")?;
+        let throttle = Throttle::new(DiskProfile::None, lab.dir())?;
+        Ok(Self { lab, image: GuestImage::small()?, disk, throttle })
+    }
+
+    /// One run; whatever comes of it, no guest is left.
+    pub(super) fn run(&self, drawn: &Drawn) -> Result<Outcome> {
+        let outcome = Trial::new(self, drawn).and_then(|trial| trial.run());
+        self.lab.firn().stop(VM);
+        for file in ["exact.firn", "exact.ram"] {
+            let _ = std::fs::remove_file(self.lab.file(file));
+        }
+        outcome
+    }
+}
+
+/// Writes what `firn-guest disk-dma prepare` would: every run reads the same disk.
+fn prepare(disk: &Path) -> std::io::Result<()> {
+    let style = Style::compressing_to(50, false);
+    let mut bytes = Vec::new();
+    for index in 0..DISK_MIB * 256 {
+        let mut page: PageWords = [0; WORDS];
+        stamp::fill(&mut page, Stamp { region: disk::REGION, index, sequence: 0 }, style);
+        bytes.extend(page.iter().flat_map(|word| word.to_le_bytes()));
+    }
+    std::fs::write(disk, bytes)
+}
+
+struct Trial<'a> {
+    bench: &'a Bench<'a>,
+    drawn: &'a Drawn,
+    agent: PathBuf,
+    port: u16,
+}
+
+impl<'a> Trial<'a> {
+    fn new(bench: &'a Bench<'a>, drawn: &'a Drawn) -> Result<Self> {
+        let agent = bench.lab.file("agent");
+        Ok(Self { bench, drawn, agent, port: free_tcp_port()? })
+    }
+
+    fn run(&self) -> Result<Outcome> {
+        let lab = self.bench.lab;
+        let expected = sha::digest(&self.drawn.sha)?;
+        self.boot_under_load()?;
+        let saved = self.save()?;
+        let differences = self.compare()?;
+        let went_on = self.check(false).context("the guest that was saved")?;
+        lab.firn().stop(VM);
+        self.restore()?;
+        let restored = self.check(true).context("the restored guest")?;
+        Ok(Outcome {
+            differing_blocks: differences["differing_blocks"].as_u64().context("no count")?,
+            wrong_pages: went_on.wrong_pages + restored.wrong_pages,
+            wrong_echoes: went_on.wrong_echoes + restored.wrong_echoes,
+            results_equal: went_on.result == expected && restored.result == expected,
+            in_the_middle: restored.was_computing,
+            facts: json!({ "save": saved, "differences": differences, "expected": expected,
+                "result_saved": went_on.result, "result_restored": restored.result }),
+        })
+    }
+
+    fn qemu_args(&self) -> QemuArgs {
+        let forward = match self.drawn.udp {
+            true => HostForward::udp(self.port, net::PORT),
+            false => HostForward::tcp(self.port, net::PORT),
+        };
+        let disk = Disk { file: self.bench.disk.clone(), format: "raw", read_only: true };
+        let args = QemuArgs::new(&self.bench.image, accel::decide().accel)
+            .vcpus(self.drawn.vcpus)
+            .append("no_timer_check")
+            .console(&self.bench.lab.file("console"))
+            .agent(&self.agent)
+            .disk(disk)
+            .network(&[forward]);
+        self.drawn.ram.add_to(args)
+    }
+
+    fn control(&self) -> Result<Control> {
+        Ok(Control::connect(&self.agent, PATIENCE)?)
+    }
+
+    fn boot_under_load(&self) -> Result<()> {
+        self.bench.lab.firn().run(VM, &self.qemu_args())?;
+        let mut control = self.control()?;
+        let given: Vec<&str> = self.drawn.writers.iter().map(String::as_str).collect();
+        control.spawn(WRITERS, &[&["firn-guest", "writers"], &given[..]].concat())?;
+        control.wait_output(WRITERS, "\"ready\":true", PATIENCE)?;
+        let (mib, kib) = (DISK_MIB, self.drawn.disk_block_kib);
+        let read = format!("firn-guest disk-dma read --mib {mib} --block-kib {kib}");
+        for (job, line) in [(DISK, &*read), (ECHO, "firn-guest net-dma echo")] {
+            control.spawn(job, &words(line))?;
+            control.wait_output(job, "\"ready\":true", PATIENCE)?;
+        }
+        let sha::Sha { seed, mib, rounds, threads } = self.drawn.sha;
+        let compute = format!(
+            "firn-guest sha --seed {seed} --mib {mib} --rounds {rounds} --threads {threads}"
+        );
+        Ok(control.spawn(SHA, &words(&compute))?)
+    }
+
+    /// `firn checkpoint`, with the network card at work.
+    fn save(&self) -> Result<Value> {
+        let lab = self.bench.lab;
+        let args = self.drawn.save_args().with("--reference", lab.file("exact.ram"));
+        let before = disk_report(&mut self.control()?)?["progress"].as_u64().unwrap_or(0);
+        let (said, echoes) = self.under_network_load(|| {
+            std::thread::sleep(Duration::from_millis(self.drawn.lead_ms));
+            Ok(lab.firn().checkpoint(VM, &lab.file("exact.firn"), &args)?)
+        })?;
+        ensure!(echoes.wrong == 0, "{} echoes were wrong during the save", echoes.wrong);
+        let requests =
+            disk_report(&mut self.control()?)?["progress"].as_u64().unwrap_or(0) - before;
+        Ok(json!({ "report": said.facts["report"], "took_s": said.took.as_secs_f64(),
+            "echoes": echoes.echoed, "disk_requests": requests }))
+    }
+
+    fn under_network_load<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<(T, EchoReport)> {
+        let is_done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let echoes = scope.spawn(|| self.exchange_until(&|_| is_done.load(Ordering::Relaxed)));
+            let done = work();
+            is_done.store(true, Ordering::Relaxed);
+            let report = echoes.join().map_err(|_| anyhow!("the network load panicked"))?;
+            Ok((done?, report))
+        })
+    }
+
+    fn exchange_until(&self, enough: &dyn Fn(EchoReport) -> bool) -> EchoReport {
+        let to = ([127, 0, 0, 1], self.port).into();
+        let mut load = EchoLoad::new(to, self.drawn.udp, self.drawn.echo_bytes);
+        loop {
+            load.exchange();
+            let report = load.run_for(Duration::ZERO, 0.0);
+            if enough(report) {
+                return report;
+            }
+        }
+    }
+
+    fn compare(&self) -> Result<Value> {
+        let (image, copy) = (self.bench.lab.file("exact.firn"), self.bench.lab.file("exact.ram"));
+        let firn = self.bench.lab.firn();
+        firn.image("verify", &[image.as_os_str()])?;
+        Ok(firn.compare(&image, &copy)?)
+    }
+
+    fn restore(&self) -> Result<()> {
+        let lab = self.bench.lab;
+        let mode = self.drawn.mode.to_string();
+        let image = lab.file("exact.firn");
+        lab.firn().restore(&image, VM, &["--mode", &mode], &self.bench.throttle)?;
+        Ok(())
+    }
+
+    /// Asks a guest for everything it can tell of its memory, and for its result. A restored one is asked at once, and
+    /// again when all of its memory is there.
+    fn check(&self, is_restored: bool) -> Result<Checked> {
+        let mut control = self.control()?;
+        let was_computing = matches!(control.poll(SHA)?, JobState::Running { .. });
+        let mut wrong_pages = 0;
+        if is_restored {
+            wrong_pages += verify(&mut control)?;
+            self.wait_for_memory()?;
+        }
+        control.run_within(&words("firn-guest verify stop"), "", PATIENCE)?;
+        // The writers' last words are about all of their memory, from the start.
+        let writers = last_line(&control.wait(WRITERS, PATIENCE)?.stdout)?;
+        wrong_pages = wrong_pages.max(writers["wrong"].as_u64().context("no count")?);
+        let result = control.wait(SHA, PATIENCE)?.stdout.trim().to_owned();
+        wrong_pages += disk_report(&mut control)?["wrong"].as_u64().unwrap_or(0);
+        let echoes = self.exchange_until(&|report| report.echoed + report.wrong >= ECHOES);
+        Ok(Checked { wrong_pages, wrong_echoes: echoes.wrong, result, was_computing })
+    }
+
+    fn wait_for_memory(&self) -> Result<()> {
+        wait_for("the end of the restore", PATIENCE, || {
+            let status = self.bench.lab.firn().status(VM)?;
+            ensure!(status["state"] != "ended", "the VM has ended: {status}");
+            Ok((status["state"] == "running").then_some(()))
+        })
+    }
+}
+
+/// The last line of progress of the guest's disk load.
+fn disk_report(control: &mut Control) -> Result<Value> {
+    match control.poll(DISK)? {
+        JobState::Running { stdout, .. } => last_line(&stdout),
+        JobState::Ended(ended) => Err(anyhow!("disk-dma has ended: {ended:?}")),
+    }
+}
+
+/// Pages that running writers have found wrong so far; they check all of them first.
+fn verify(control: &mut Control) -> Result<u64> {
+    let ended = control.run_within(&words("firn-guest verify"), "", PATIENCE)?;
+    let report = last_line(&ended.stdout).with_context(|| format!("{ended:?}"))?;
+    report["wrong"].as_u64().context("no count")
+}
