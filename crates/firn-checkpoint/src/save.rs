@@ -187,6 +187,7 @@ struct Copying<'c, 'a> {
 
 impl Copying<'_, '_> {
     fn run(mut self) -> Result<Copied, SaveError> {
+        self.context.memory.open_window()?;
         match self.options.strategy {
             Strategy::Trace => self.trace(),
             Strategy::Stop => self.stop(),
