@@ -5,6 +5,7 @@
 //! Ratios are computed inside one run, from systems that took turns on the same machine.
 
 mod fault_latency;
+mod halite_compression;
 mod halite_organization;
 mod peers_restore;
 mod synthetic;
@@ -30,6 +31,11 @@ pub const ALL: &[Experiment] = &[
         name: "fault-latency",
         about: "time from a page fault to the page, image cached, against a bare floor",
         run: fault_latency::run,
+    },
+    Experiment {
+        name: "halite-compression",
+        about: "Figure 4: restore with and without compression, by how well memory compresses",
+        run: halite_compression::run,
     },
     Experiment {
         name: "halite-organization",
