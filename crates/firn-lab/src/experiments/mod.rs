@@ -7,6 +7,7 @@
 mod fault_latency;
 mod halite_compression;
 mod halite_organization;
+mod halite_save;
 mod peers_restore;
 mod synthetic;
 
@@ -41,6 +42,11 @@ pub const ALL: &[Experiment] = &[
         name: "halite-organization",
         about: "Table 1, Figures 2 and 3: random, physical and locality blocks, and the lazy baseline",
         run: halite_organization::run,
+    },
+    Experiment {
+        name: "halite-save",
+        about: "Table 3: the pause by RAM size against its floor, and what a save costs a running guest",
+        run: halite_save::run,
     },
     Experiment {
         name: "peers-restore",
