@@ -54,13 +54,18 @@ impl Armed {
         Ok(armed)
     }
 
-    /// Write-protects all RAM while the guest runs, then what it wrote meanwhile, until little is left. Returns the
-    /// number of rounds.
-    pub(crate) fn arm(&self) -> Result<u32, PageFaultError> {
+    /// Write-protects all RAM while the guest runs.
+    pub(crate) fn arm(&self) -> Result<(), PageFaultError> {
         for chunk in self.chunks(PROTECT_PAGES) {
             self.protect(&[chunk])?;
         }
         firn_fault::point("save.armed");
+        Ok(())
+    }
+
+    /// Protects again what the guest wrote meanwhile, until little is left. The pause should follow at once. Returns the
+    /// number of rounds.
+    pub(crate) fn settle(&self) -> Result<u32, PageFaultError> {
         let mut rounds = Rounds::new();
         while rounds.another(self.trace.written().len()) {
             self.protect_round()?;

@@ -37,6 +37,22 @@ impl Steps for NoSteps {
     }
 }
 
+/// What is done ahead of the pause, so that nothing is written by the guest between the last round and the pause for
+/// want of it.
+pub(crate) struct Ready {
+    was_running: bool,
+}
+
+impl Ready {
+    /// Gives the hypervisor the file for its device state, and tells the caller that a pause is coming.
+    pub(crate) fn make(context: &mut SaveContext<'_>) -> Result<Self, SaveError> {
+        context.vm.prepare_save()?;
+        let was_running = context.vm.status()?.running;
+        context.steps.about_to_stop().map_err(SaveError::Step)?;
+        Ok(Self { was_running })
+    }
+}
+
 /// What was taken during the pause.
 pub(crate) struct Cut {
     pub(crate) device_state: Vec<u8>,
@@ -52,15 +68,13 @@ impl Cut {
     pub(crate) fn make(
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
+        ready: Ready,
         fix: impl FnOnce() -> Result<u64, SaveError>,
     ) -> Result<Self, SaveError> {
-        let was_running = context.vm.status()?.running;
-        context.vm.prepare_save()?;
-        context.steps.about_to_stop().map_err(SaveError::Step)?;
         let started = Instant::now();
         let cut = Self::stopped(context, options, fix);
         let cont_started = Instant::now();
-        let go_on = was_running && !(options.leave_stopped && cut.is_ok());
+        let go_on = ready.was_running && !(options.leave_stopped && cut.is_ok());
         let continued = if go_on { context.vm.cont() } else { Ok(()) };
         let mut cut = cut?;
         continued?;

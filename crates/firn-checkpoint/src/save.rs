@@ -1,7 +1,8 @@
 //! A save from beginning to end.
 //!
 //! ```text
-//!   create image file -> attach, register -> write-protect all of RAM, rounds        guest runs
+//!   create image file -> attach, register -> write-protect all of RAM                guest runs
+//!                     -> make ready for the pause -> rounds: protect what was written
 //!                     -> stop, device state, protect what was written last           guest stands still
 //!                     -> cont -> drop page-table entries                             guest runs, first touches fault
 //!                     -> sweep until every block is copied -> unregister, close      guest runs free
@@ -24,7 +25,7 @@ use firn_vmm::{AuxRam, DeviceStateError, QmpError, Vm};
 use thiserror::Error;
 
 use crate::armed::Armed;
-use crate::cut::{Cut, Steps};
+use crate::cut::{Cut, Ready, Steps};
 use crate::lane::Lanes;
 use crate::options::{SaveOptions, Strategy};
 use crate::order::{self, Order};
@@ -186,6 +187,7 @@ struct Copying<'c, 'a> {
 
 impl Copying<'_, '_> {
     fn run(mut self) -> Result<Copied, SaveError> {
+        self.context.memory.open_window()?;
         match self.options.strategy {
             Strategy::Trace => self.trace(),
             Strategy::Stop => self.stop(),
@@ -216,9 +218,11 @@ impl Copying<'_, '_> {
     }
 
     fn trace_armed(&mut self, armed: &Armed) -> Result<Copied, SaveError> {
-        let rounds = armed.arm()?;
+        armed.arm()?;
+        let ready = Ready::make(self.context)?;
+        let rounds = armed.settle()?;
         let arm_ms = ms(self.started.elapsed());
-        let cut = Cut::make(self.context, self.options, || armed.cut())?;
+        let cut = Cut::make(self.context, self.options, ready, || armed.cut())?;
         firn_fault::point("save.resumed");
         armed.retrace()?;
         firn_fault::point("save.retraced");
@@ -246,7 +250,8 @@ impl Copying<'_, '_> {
         let spaces = order::address_spaces(self.context.vm, &memory)?;
         let Self { options, intake, progress, .. } = *self;
         let still = Still { memory: &memory, spaces: &spaces, options, intake, progress };
-        let cut = Cut::make(self.context, options, || still.copy_all())?;
+        let ready = Ready::make(self.context)?;
+        let cut = Cut::make(self.context, options, ready, || still.copy_all())?;
         let report = self.report(&cut);
         let roots = spaces.roots;
         Ok(Copied { cut, log: FaultLog::default(), roots, report })

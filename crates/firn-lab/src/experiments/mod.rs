@@ -6,7 +6,9 @@
 
 mod exactness;
 mod fault_latency;
+mod halite_compression;
 mod halite_organization;
+mod halite_save;
 mod peers_restore;
 mod synthetic;
 
@@ -38,9 +40,19 @@ pub const ALL: &[Experiment] = &[
         run: fault_latency::run,
     },
     Experiment {
+        name: "halite-compression",
+        about: "Figure 4: restore with and without compression, by how well memory compresses",
+        run: halite_compression::run,
+    },
+    Experiment {
         name: "halite-organization",
         about: "Table 1, Figures 2 and 3: random, physical and locality blocks, and the lazy baseline",
         run: halite_organization::run,
+    },
+    Experiment {
+        name: "halite-save",
+        about: "Table 3: the pause by RAM size against its floor, and what a save costs a running guest",
+        run: halite_save::run,
     },
     Experiment {
         name: "peers-restore",

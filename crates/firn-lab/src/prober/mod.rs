@@ -8,10 +8,13 @@
 //! ```
 //!
 //! [`Prober`] asks all the time and writes down when replies came; [`Timeline`] says what that means.
+//! [`GuestClock`] tells how long the guest stood still.
 
+mod guest_clock;
 mod source;
 mod timeline;
 
+pub use guest_clock::GuestClock;
 pub use source::{Heartbeats, HttpGets, RedisPings, Source};
 pub use timeline::Timeline;
 

@@ -1,0 +1,287 @@
+//! How much longer work takes while the guest is being saved.
+
+use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::experiments::synthetic::{last_line, words};
+use crate::firn::{Said, SaveArgs};
+use crate::guest::{Control, GuestImage, JobState, QemuArgs, accel};
+use crate::lab::{Lab, interleaved};
+use crate::report::Report;
+
+const VM: &str = "overhead";
+const JOB: &str = "work";
+const VCPUS: u32 = 2;
+/// How long a guest may take to boot, and to fill memory.
+const BOOT: Duration = Duration::from_secs(120);
+/// How long the work may take.
+const LIMIT: Duration = Duration::from_secs(600);
+/// From the start of the work proper to the save.
+const LEAD: Duration = Duration::from_millis(1000);
+
+/// How large a run is.
+#[derive(Clone, Copy, Debug)]
+struct Scale {
+    /// Memory that the synthetic workload allocates.
+    mib: u32,
+    /// About how long the work takes without a save.
+    seconds: f64,
+}
+
+/// Rounds of all systems, in quick and in full runs. What the user asks for is pauses, which are many more.
+const ROUNDS: (usize, usize) = (1, 3);
+const QUICK: Scale = Scale { mib: 256, seconds: 5.0 };
+const FULL: Scale = Scale { mib: 1024, seconds: 10.0 };
+
+/// How much computation the synthetic workload does with each page.
+const WORK: u32 = 16;
+
+/// Work of a fixed amount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Workload {
+    /// The paper's: reads pages in order, each with a good deal of computation.
+    Synthetic,
+    /// Reads and writes pages at random, flat out.
+    Writers,
+    /// A long computation over a little memory.
+    Sha,
+    /// `redis-benchmark` in the guest: SETs and GETs.
+    Redis,
+}
+
+impl Workload {
+    const ALL: [Self; 4] = [Self::Synthetic, Self::Writers, Self::Sha, Self::Redis];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Synthetic => "synthetic",
+            Self::Writers => "writers",
+            Self::Sha => "sha",
+            Self::Redis => "redis",
+        }
+    }
+
+    /// The command line, for so many units of work. It says when it has begun, and how long it took.
+    fn command(self, mib: u32, units: u64) -> Vec<String> {
+        let quarter = mib / 4;
+        let line = match self {
+            Self::Synthetic => format!(
+                "firn-guest synthetic --mib {mib} --working-set-mib {quarter} --work {WORK} --count {units} \
+                 --progress-ms 0"
+            ),
+            Self::Writers => format!(
+                "firn-guest random --mib {mib} --percent 100 --write-every 1 --count {units} --progress-ms 0"
+            ),
+            Self::Sha => {
+                let program = format!("firn-guest sha --mib 16 --threads {VCPUS} --rounds {units}");
+                return timed(&program);
+            }
+            Self::Redis => {
+                let program =
+                    format!("redis-benchmark -q -t set,get -r 20000 -d 1000 -P 8 -n {units}");
+                return timed(&program);
+            }
+        };
+        words(&line).into_iter().map(str::to_owned).collect()
+    }
+
+    /// Units to find out with how fast it is.
+    fn trial(self) -> u64 {
+        match self {
+            Self::Synthetic => 4_000,
+            Self::Writers => 100_000,
+            Self::Sha => 10_000,
+            Self::Redis => 10_000,
+        }
+    }
+}
+
+/// Whether there is a save, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum System {
+    Without,
+    Throttled,
+    Unthrottled,
+}
+
+impl System {
+    const ALL: [Self; 3] = [Self::Without, Self::Throttled, Self::Unthrottled];
+    const SAVES: [Self; 2] = [Self::Throttled, Self::Unthrottled];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Without => "without",
+            Self::Throttled => "throttled",
+            Self::Unthrottled => "unthrottled",
+        }
+    }
+
+    fn args(self) -> Option<SaveArgs> {
+        match self {
+            Self::Without => None,
+            Self::Throttled => Some(SaveArgs::default()),
+            Self::Unthrottled => Some(SaveArgs::default().flag("--no-throttle")),
+        }
+    }
+}
+
+/// Measures every workload, and says what came of it.
+pub(super) fn run(lab: &Lab, report: &mut Report) -> Result<()> {
+    let bench = Bench::boot(lab, lab.extent.pick(QUICK, FULL))?;
+    let rounds = lab.extent.pick(ROUNDS.0, ROUNDS.1);
+    for workload in Workload::ALL {
+        let units = bench.calibrate(workload)?;
+        interleaved(rounds, &System::ALL, |round, &system| {
+            bench.round(round, workload, units, system, report)
+        })?;
+        System::SAVES.iter().for_each(|&system| figures(workload, system, report));
+    }
+    lab.firn().stop(VM);
+    Ok(())
+}
+
+/// The guest.
+struct Bench<'a> {
+    lab: &'a Lab,
+    scale: Scale,
+    agent: PathBuf,
+    image: PathBuf,
+}
+
+impl<'a> Bench<'a> {
+    fn boot(lab: &'a Lab, scale: Scale) -> Result<Self> {
+        let agent = lab.file("agent");
+        let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+            .memory_mib(scale.mib + 384)
+            .vcpus(VCPUS)
+            .console(&lab.file("console"))
+            .agent(&agent);
+        lab.firn().run(VM, &args)?;
+        Control::connect(&agent, BOOT)?;
+        Ok(Self { lab, scale, agent, image: lab.file("overhead.firn") })
+    }
+
+    /// So many units that the work takes about as long as it should.
+    fn calibrate(&self, workload: Workload) -> Result<u64> {
+        let trial = workload.trial();
+        let (seconds, _) = self.work(workload, trial, System::Without)?;
+        let units = trial as f64 * self.scale.seconds / seconds.max(0.1);
+        self.lab.say(&format!("{}: {units:.0} units of work", workload.name()));
+        Ok(units.round() as u64)
+    }
+
+    fn round(
+        &self,
+        round: usize,
+        workload: Workload,
+        units: u64,
+        system: System,
+        report: &mut Report,
+    ) -> Result<()> {
+        let (seconds, save) = self.work(workload, units, system)?;
+        self.lab.say(&format!("{} {}: {seconds:.2} s", workload.name(), system.name()));
+        let facts = save.as_ref().map(|save| &save.said.facts["report"]);
+        let within = save.as_ref().map(|save| save.within);
+        if within == Some(false) {
+            report.note(format!(
+                "{} {}: the work ended before the save did",
+                workload.name(),
+                system.name()
+            ));
+        }
+        report.repetition(json!({ "workload": workload.name(), "system": system.name(),
+            "round": round, "seconds": seconds, "within": within, "facts": facts }));
+        Ok(())
+    }
+
+    /// Does the work, with a save in its midst or without; how long it took by the guest's clock.
+    fn work(&self, workload: Workload, units: u64, system: System) -> Result<(f64, Option<Save>)> {
+        let mut control = Control::connect(&self.agent, BOOT)?;
+        let command = workload.command(self.scale.mib, units);
+        let argv: Vec<&str> = command.iter().map(String::as_str).collect();
+        control.spawn(JOB, &argv)?;
+        control.wait_output(JOB, "\"ready\":true", BOOT)?;
+        let save = system.args().map(|how| self.save(&mut control, &how)).transpose()?;
+        let ended = control.wait(JOB, LIMIT)?;
+        ensure!(ended.exit == 0, "{}: {}{}", workload.name(), ended.stdout, ended.stderr);
+        Ok((seconds(&ended.stdout)?, save))
+    }
+
+    fn save(&self, control: &mut Control, how: &SaveArgs) -> Result<Save> {
+        thread::sleep(LEAD);
+        let said = self.lab.firn().checkpoint(VM, &self.image, how)?;
+        let within = matches!(control.poll(JOB)?, JobState::Running { .. });
+        Ok(Save { said, within })
+    }
+}
+
+/// A save in the midst of work.
+struct Save {
+    said: Said,
+    /// Whether it ended before the work did.
+    within: bool,
+}
+
+/// A program that says nothing about its time, timed by the guest's shell.
+fn timed(program: &str) -> Vec<String> {
+    let now = "$(cut -d' ' -f1 /proc/uptime)";
+    let script = format!(
+        r#"from={now}; echo '{{"ready":true}}'; {program} >/dev/null || exit 1; echo "{{\"from\":$from,\"until\":{now}}}""#
+    );
+    ["sh", "-c", &script].map(str::to_owned).into()
+}
+
+/// How long the work took, by its last line.
+fn seconds(said: &str) -> Result<f64> {
+    let line = last_line(said)?;
+    let took = line["seconds"].as_f64();
+    let span = || Some(line["until"].as_f64()? - line["from"].as_f64()?);
+    took.or_else(span).with_context(|| format!("{line} tells no time"))
+}
+
+/// Each run with a save against the one without in the same round.
+fn figures(workload: Workload, system: System, report: &mut Report) {
+    let times = |of: System| -> Vec<f64> {
+        let is_it = |run: &&Value| run["workload"] == workload.name() && run["system"] == of.name();
+        report
+            .repetitions()
+            .iter()
+            .filter(is_it)
+            .filter_map(|run| run["seconds"].as_f64())
+            .collect()
+    };
+    let pairs: Vec<_> = times(system).into_iter().zip(times(System::Without)).collect();
+    let name = match system {
+        System::Unthrottled => format!("{}.unthrottled", workload.name()),
+        _ => workload.name().to_owned(),
+    };
+    let seconds = pairs.iter().map(|(with, without)| with - without);
+    report.sample(format!("save_overhead.{name}"), seconds);
+    let percent = pairs.iter().map(|(with, without)| 100.0 * (with / without - 1.0));
+    report.sample(format!("save_overhead_percent.{name}"), percent);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn either_kind_of_program_tells_its_time() {
+        assert_eq!(seconds("{\"ready\":true}\n{\"done\":true,\"seconds\":2.5}\n").unwrap(), 2.5);
+        assert_eq!(seconds("{\"from\":10.5,\"until\":12.0}\n").unwrap(), 1.5);
+        assert!(seconds("{\"ready\":true}\n").is_err());
+    }
+
+    #[test]
+    fn a_timed_program_says_when_it_began_and_ended() {
+        let command = timed("true");
+        let output = std::process::Command::new(&command[0]).args(&command[1..]).output().unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(said.starts_with("{\"ready\":true}\n"), "{said}");
+        assert!((0.0..60.0).contains(&seconds(&said).unwrap()));
+    }
+}

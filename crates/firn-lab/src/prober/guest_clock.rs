@@ -1,0 +1,146 @@
+//! How long a guest stood still, told by its own clock.
+//!
+//! The guest's clock stops with its vCPUs, the host's does not. Each heartbeat carries the guest's time; written down
+//! with the host's time at which it came, the difference of the two jumps by exactly as long as the guest stood still:
+//!
+//! ```text
+//!   host - guest          o  o                     o = a beat; above its line: it was late
+//!        |                 oo oo__oo_o__
+//!        |  o      o               ^
+//!        |__oo_oo_oo_oo    jump ---+
+//!        +-------------X------------------> host's time
+//!                      pause
+//! ```
+//!
+//! A beat may be late, for a guest has other things to do, but never early. So the earliest beats on either side of an
+//! instant are compared, and a guest that is merely slow does not count as standing still.
+
+use std::io::{self, BufRead as _, BufReader};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Beats this far from an instant are looked at, by the guest's time: so many that some are prompt.
+const NEAR_NS: u64 = 250_000_000;
+/// With fewer than these on a side, nothing is said.
+const BEATS_MIN: usize = 5;
+
+/// A heartbeat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Beat {
+    /// When it came, in the host's time since the clock was started.
+    host_ns: u64,
+    /// When the guest sent it, by its own clock.
+    guest_ns: u64,
+}
+
+impl Beat {
+    fn offset_ns(self) -> i64 {
+        self.host_ns as i64 - self.guest_ns as i64
+    }
+}
+
+/// Listens to a guest's heartbeats, in a thread that ends when the guest does.
+#[derive(Debug)]
+pub struct GuestClock {
+    started: Instant,
+    beats: Arc<Mutex<Vec<Beat>>>,
+}
+
+impl GuestClock {
+    /// Of the guest whose heartbeat port is this socket. Start it before `firn-guest heartbeat`.
+    pub fn start(socket: &Path) -> io::Result<Self> {
+        let lines = BufReader::new(UnixStream::connect(socket)?).lines();
+        let (started, beats) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
+        let seen = Arc::clone(&beats);
+        thread::Builder::new().name("guest clock".into()).spawn(move || {
+            for line in lines.map_while(Result::ok) {
+                let host_ns = started.elapsed().as_nanos() as u64;
+                let beat = guest_time(&line).map(|guest_ns| Beat { host_ns, guest_ns });
+                seen.lock().unwrap_or_else(PoisonError::into_inner).extend(beat);
+            }
+        })?;
+        Ok(Self { started, beats })
+    }
+
+    /// The longest time for which the guest stood still since then. `None` if there were too few beats to tell.
+    pub fn stood_still_since(&self, since: Instant) -> Option<Duration> {
+        let since_ns = since.saturating_duration_since(self.started).as_nanos() as u64;
+        let beats = self.beats.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = beats.partition_point(|beat| beat.host_ns < since_ns);
+        largest_jump(&beats[first..])
+    }
+}
+
+/// The second number of a heartbeat line.
+fn guest_time(line: &str) -> Option<u64> {
+    line.split(' ').nth(1)?.parse().ok()
+}
+
+/// The largest jump between two neighbouring beats, each with its earliest neighbours.
+fn largest_jump(beats: &[Beat]) -> Option<Duration> {
+    let jumps = (1..beats.len()).filter_map(|at| jump(&beats[..at], &beats[at..]));
+    jumps.max().map(|ns| Duration::from_nanos(ns.max(0).unsigned_abs()))
+}
+
+fn jump(before: &[Beat], after: &[Beat]) -> Option<i64> {
+    let (last, first) = (before.last()?.guest_ns, after.first()?.guest_ns);
+    let near = before.partition_point(|beat| beat.guest_ns + NEAR_NS < last)..;
+    let until = after.partition_point(|beat| beat.guest_ns < first + NEAR_NS);
+    Some(earliest(&after[..until])? - earliest(&before[near])?)
+}
+
+/// By how much the most prompt of some beats is behind.
+fn earliest(beats: &[Beat]) -> Option<i64> {
+    let enough = beats.len() >= BEATS_MIN;
+    beats.iter().map(|beat| beat.offset_ns()).min().filter(|_| enough)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    /// A beat every 2 ms for a second, some late, with a pause of 5 ms after half of it.
+    fn beats() -> Vec<Beat> {
+        let beat = |number: u64| {
+            let pause = if number >= 250 { 5 * MS } else { 0 };
+            let late = if number % 3 == 0 { number % 2 * MS } else { 0 };
+            Beat { host_ns: number * 2 * MS + pause + late, guest_ns: 77 * MS + number * 2 * MS }
+        };
+        (0..500).map(beat).collect()
+    }
+
+    #[test]
+    fn a_pause_is_found_among_late_beats() {
+        assert_eq!(largest_jump(&beats()), Some(Duration::from_millis(5)));
+    }
+
+    #[test]
+    fn a_slow_guest_did_not_stand_still() {
+        assert_eq!(largest_jump(&beats()[..240]), Some(Duration::ZERO));
+    }
+
+    #[test]
+    fn beats_that_were_held_up_together_are_no_pause() {
+        let mut beats = beats();
+        beats[100..140].iter_mut().for_each(|beat| beat.host_ns = 300 * MS);
+        assert_eq!(largest_jump(&beats), Some(Duration::from_millis(5)));
+    }
+
+    #[test]
+    fn a_few_beats_tell_nothing() {
+        assert_eq!(largest_jump(&beats()[..6]), None);
+        assert_eq!(largest_jump(&[]), None);
+    }
+
+    #[test]
+    fn lines_that_are_no_beats_are_skipped() {
+        assert_eq!(guest_time("17 123456 9"), Some(123_456));
+        assert_eq!(guest_time("17"), None);
+        assert_eq!(guest_time("a b c"), None);
+    }
+}
