@@ -11,20 +11,20 @@
 //!                     middle: checkpoint; every restore goes on here
 //! ```
 //!
-//! **What varies**: how the same checkpoint is arranged in its file and read back. `locality` is Firn as it is shipped;
-//! `physical` reads blocks of the same size in physical order; `lazy` is the ESXi baseline: one page of 4 KiB per
-//! fault, from an image in physical order.
+//! **What varies**: how the same checkpoint is arranged in its file and read back, in the paper's four ways. `lazy` is the
+//! ESXi baseline: one page of 4 KiB per fault, in physical order, not compressed. `physical` reads a block of 64 KiB per
+//! fault instead, still in physical order and not compressed; `locality_uncompressed` the same in locality order.
+//! `locality` is Firn as it is shipped: in locality order, compressed.
 //!
-//! **What is held equal**: the checkpoint, its compression, the guest, its work, the disk (image cold), background fill. The
-//! guest's own disk is only read, and its contents are in the guest's page cache by the time of the checkpoint; QEMU and
-//! the guest's kernel are warm.
+//! **What is held equal**: the checkpoint, the guest, its work, the disk (image cold), background fill. The guest's own
+//! disk is only read, and what the work reads of it is in the guest's page cache by the time of the checkpoint; QEMU and the
+//! guest's kernel are warm.
 
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use firn_image::{Image, Organization, Reorder, reorder};
+use firn_image::{Codec, Image, Organization, Reorder, reorder};
 use firn_restore::Mode;
 use firn_types::BlockSize;
 use serde_json::{Value, json};
@@ -65,23 +65,58 @@ pub(super) struct Application {
 
 /// A way of arranging and reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct System {
-    name: &'static str,
-    mode: Mode,
+enum System {
+    /// All memory there before the guest runs.
+    Baseline,
+    Lazy,
+    Physical,
+    LocalityUncompressed,
+    Locality,
 }
 
-/// All memory there before the guest runs.
-const BASELINE: System = System { name: "baseline", mode: Mode::Eager };
-const LAZY: System = System { name: "lazy", mode: Mode::Lazy };
-const PHYSICAL: System = System { name: "physical", mode: Mode::Locality };
-const LOCALITY: System = System { name: "locality", mode: Mode::Locality };
-const SYSTEMS: [System; 4] = [BASELINE, LAZY, PHYSICAL, LOCALITY];
-const COMPARED: [System; 3] = [LAZY, PHYSICAL, LOCALITY];
+/// What has an overhead.
+const COMPARED: [System; 4] =
+    [System::Lazy, System::Physical, System::LocalityUncompressed, System::Locality];
 
 impl System {
+    const ALL: [Self; 5] =
+        [Self::Baseline, Self::Lazy, Self::Physical, Self::LocalityUncompressed, Self::Locality];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Baseline => "baseline",
+            Self::Lazy => "lazy",
+            Self::Physical => "physical",
+            Self::LocalityUncompressed => "locality_uncompressed",
+            Self::Locality => "locality",
+        }
+    }
+
+    fn mode(self) -> Mode {
+        match self {
+            Self::Baseline => Mode::Eager,
+            Self::Lazy => Mode::Lazy,
+            _ => Mode::Locality,
+        }
+    }
+
+    /// How its image is made out of the checkpoint, unless it is the checkpoint itself.
+    fn arrangement(self) -> Result<Option<Reorder>> {
+        let plain = |by| Reorder { codec: Some(Codec::None), ..Reorder::by(by) };
+        Ok(match self {
+            Self::Baseline | Self::Locality => None,
+            Self::Lazy => {
+                let block_size = Some(BlockSize::new(1)?);
+                Some(Reorder { block_size, ..plain(Organization::Physical) })
+            }
+            Self::Physical => Some(plain(Organization::Physical)),
+            Self::LocalityUncompressed => Some(plain(Organization::Access)),
+        })
+    }
+
     fn image(self, lab: &Lab) -> PathBuf {
-        let arranged = if self == BASELINE { LOCALITY.name } else { self.name };
-        lab.file(&format!("{arranged}.firn"))
+        let made = if self == Self::Baseline { Self::Locality } else { self };
+        lab.file(&format!("{}.firn", made.name()))
     }
 }
 
@@ -98,7 +133,9 @@ impl Application {
         checkpoint(lab, &mut report)?;
         arrange(lab)?;
         let mut bench = Bench { lab, agent, throttle, report };
-        interleaved(lab.extent.runs(1, 3), &SYSTEMS, |round, system| bench.round(round, *system))?;
+        interleaved(lab.extent.runs(1, 3), &System::ALL, |round, system| {
+            bench.round(round, *system)
+        })?;
         bench.figures();
         let drawing = bench.drawing(self.figure)?;
         bench.report.drawing(self.drawing, drawing);
@@ -126,13 +163,13 @@ impl Application {
 
 fn missing(report: &mut Report) {
     for system in COMPARED {
-        let key = format!("overhead.{}", system.name);
+        let key = format!("overhead.{}", system.name());
         report.missing(key, "needs a disk that can be throttled");
     }
 }
 
 fn checkpoint(lab: &Lab, report: &mut Report) -> Result<()> {
-    let said = lab.firn().checkpoint(VM, &LOCALITY.image(lab), &SaveArgs::default())?;
+    let said = lab.firn().checkpoint(VM, &System::Locality.image(lab), &SaveArgs::default())?;
     lab.firn().stop(VM);
     lab.say(&format!("checkpointed in {:.1} s", said.took.as_secs_f64()));
     report.repetition(json!({ "system": "save", "facts": said.facts }));
@@ -141,15 +178,12 @@ fn checkpoint(lab: &Lab, report: &mut Report) -> Result<()> {
 
 /// Makes the other images out of the checkpoint.
 fn arrange(lab: &Lab) -> Result<()> {
-    let (source, out) = (LOCALITY.image(lab), PHYSICAL.image(lab));
-    let by = OsStr::new(PHYSICAL.name);
-    lab.firn().image(
-        "reorder",
-        &[source.as_os_str(), "--by".as_ref(), by, "-o".as_ref(), out.as_os_str()],
-    )?;
-    let single =
-        Reorder { block_size: Some(BlockSize::new(1)?), ..Reorder::by(Organization::Physical) };
-    reorder(&Image::open(&source)?, &single, &LAZY.image(lab), &|_, _| ())?;
+    let source = Image::open(&System::Locality.image(lab))?;
+    for system in COMPARED {
+        if let Some(how) = system.arrangement()? {
+            reorder(&source, &how, &system.image(lab), &|_, _| ())?;
+        }
+    }
     lab.say("the checkpoint is there in every arrangement");
     Ok(())
 }
@@ -165,18 +199,18 @@ impl Bench<'_> {
     fn round(&mut self, round: usize, system: System) -> Result<()> {
         let image = system.image(self.lab);
         let (clock_s, restore_ms) = match system {
-            BASELINE => {
+            System::Baseline => {
                 warm(&image)?;
                 let none = Throttle::new(DiskProfile::None, self.lab.dir())?;
-                self.restore(&image, system.mode, &none)?
+                self.restore(&image, system.mode(), &none)?
             }
             _ => {
                 make_cold([image.as_path()])?;
-                self.restore(&image, system.mode, &self.throttle)?
+                self.restore(&image, system.mode(), &self.throttle)?
             }
         };
-        self.lab.say(&format!("{}: done at {clock_s:.2} s", system.name));
-        self.report.repetition(json!({ "system": system.name, "round": round,
+        self.lab.say(&format!("{}: done at {clock_s:.2} s", system.name()));
+        self.report.repetition(json!({ "system": system.name(), "round": round,
             "clock_s": clock_s, "restore_ms": restore_ms }));
         Ok(())
     }
@@ -202,29 +236,29 @@ impl Bench<'_> {
 
     fn figures(&mut self) {
         let clocks = |system: System| clocks(&self.report, system);
-        let baseline = clocks(BASELINE);
+        let baseline = clocks(System::Baseline);
         let overheads = COMPARED.map(|system| (system, clocks(system)));
         self.report.sample("baseline_clock_s", baseline);
         let base_s = self.report.value("baseline_clock_s").unwrap_or(f64::NAN);
         for (system, clocks) in overheads {
             let overheads = clocks.into_iter().map(|clock_s| clock_s - base_s);
-            self.report.sample(format!("overhead.{}", system.name), overheads);
+            self.report.sample(format!("overhead.{}", system.name()), overheads);
         }
-        for other in [LAZY, PHYSICAL] {
-            let ratio = self.overhead(LOCALITY) / self.overhead(other);
-            self.report.number(format!("overhead.locality_to_{}", other.name), ratio);
+        for other in [System::Lazy, System::Physical] {
+            let ratio = self.overhead(System::Locality) / self.overhead(other);
+            self.report.number(format!("overhead.locality_to_{}", other.name()), ratio);
         }
     }
 
     fn overhead(&self, system: System) -> f64 {
-        self.report.value(&format!("overhead.{}", system.name)).unwrap_or(f64::NAN)
+        self.report.value(&format!("overhead.{}", system.name())).unwrap_or(f64::NAN)
     }
 
     fn drawing(&self, title: &str) -> Result<String> {
         let plot = BarPlot {
             title: title.to_owned(),
             y: "seconds longer than with all memory there".into(),
-            groups: COMPARED.map(|system| system.name.to_owned()).into(),
+            groups: COMPARED.map(|system| system.name().to_owned()).into(),
             series: vec![(
                 PROFILE.to_string(),
                 COMPARED.map(|system| self.overhead(system)).into(),
@@ -235,7 +269,7 @@ impl Bench<'_> {
 }
 
 fn clocks(report: &Report, system: System) -> Vec<f64> {
-    let runs = report.repetitions().iter().filter(|run| run["system"] == system.name);
+    let runs = report.repetitions().iter().filter(|run| run["system"] == system.name());
     runs.filter_map(|run| run["clock_s"].as_f64()).collect()
 }
 
@@ -261,6 +295,6 @@ mod tests {
         let mut all = Report::new("x", true);
         all.repetition(report("lazy", 9.0));
         all.repetition(report("baseline", 5.0));
-        assert_eq!(clocks(&all, BASELINE), [5.0]);
+        assert_eq!(clocks(&all, System::Baseline), [5.0]);
     }
 }

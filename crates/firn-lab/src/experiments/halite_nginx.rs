@@ -4,7 +4,7 @@
 //! place of Apache and 10,000 pages of an encyclopedia.
 //!
 //! **What varies**: where the server comes from. `boot`: QEMU boots the guest. `lazy`: restored as ESXi did, one page of 4
-//! KiB per fault from an image in physical order. `locality`: restored as Firn does.
+//! KiB per fault from an image in physical order that is not compressed. `locality`: restored as Firn does.
 //!
 //! **What is held equal**: the guest, its memory, the disk (`hdd15k`): what is booted from and the image, both cold, are on it, and
 //! QEMU or `firn` with all it starts reads through the throttle. QEMU and the guest's kernel are warm, as on a host that has
@@ -26,7 +26,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use firn_image::{Image, Organization, Reorder, reorder};
+use firn_image::{Codec, Image, Organization, Reorder, reorder};
 use firn_types::BlockSize;
 use serde_json::{Value, json};
 
@@ -154,8 +154,8 @@ impl<'a> Guest<'a> {
     }
 
     fn arrange(&self) -> Result<()> {
-        let single =
-            Reorder { block_size: Some(BlockSize::new(1)?), ..Reorder::by(Organization::Physical) };
+        let (codec, block_size) = (Some(Codec::None), Some(BlockSize::new(1)?));
+        let single = Reorder { codec, block_size, ..Reorder::by(Organization::Physical) };
         let source = Image::open(&self.file(System::Locality))?;
         reorder(&source, &single, &self.file(System::Lazy), &|_, _| ())?;
         Ok(())
