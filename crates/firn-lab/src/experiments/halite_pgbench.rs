@@ -16,8 +16,8 @@ use crate::report::Report;
 /// Transactions of each client before the checkpoint.
 const BEFORE: u32 = 2000;
 /// Transactions of each client after it, but for those of about a second.
-const QUICK: u32 = 4000;
-const FULL: u32 = 10_000;
+const QUICK: u32 = 2000;
+const FULL: u32 = 4000;
 
 /// Runs it.
 pub fn run(lab: &Lab) -> Result<Report> {
@@ -32,22 +32,6 @@ pub fn run(lab: &Lab) -> Result<Report> {
     application.run(lab)
 }
 
-/// Reads the database into memory, then has clients ask it. They have just begun anew at the checkpoint, so that how fast
-/// they were until then does not change how much is left.
-fn script(transactions: u32) -> String {
-    format!(
-        r#"
-        set -e
-        in=/usr/lib/firn/in-postgres
-        until $in pg_isready -q -h /run/postgresql; do sleep 0.1; done
-        cat /var/lib/firn/postgres/data/base/*/* > /dev/null
-        bench() {{ $in pgbench -h /run/postgresql -S -n -c 2 -j 2 -t $1 bench; }}
-        bench {BEFORE}
-        bench {transactions} &
-        sleep 1
-        echo middle
-        wait $!
-        echo done $(cut -d' ' -f1 /proc/uptime)
-        "#
-    )
+fn script(after: u32) -> String {
+    format!("before={BEFORE} after={after}\n{}", include_str!("halite_pgbench.sh"))
 }
