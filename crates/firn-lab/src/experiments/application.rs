@@ -57,6 +57,8 @@ pub(super) struct Application {
     pub(super) services: &'static str,
     /// A bash script that says `middle`, and nothing after it until it is done.
     pub(super) script: String,
+    /// Rounds of a quick run: more where they are short.
+    pub(super) quick_rounds: usize,
     /// Title of the figure.
     pub(super) figure: &'static str,
     /// Its file name.
@@ -133,9 +135,8 @@ impl Application {
         checkpoint(lab, &mut report)?;
         arrange(lab)?;
         let mut bench = Bench { lab, agent, throttle, report };
-        interleaved(lab.extent.runs(1, 3), &System::ALL, |round, system| {
-            bench.round(round, *system)
-        })?;
+        let rounds = lab.extent.runs(self.quick_rounds, 3);
+        interleaved(rounds, &System::ALL, |round, system| bench.round(round, *system))?;
         bench.figures();
         let drawing = bench.drawing(self.figure)?;
         bench.report.drawing(self.drawing, drawing);

@@ -26,8 +26,8 @@ struct Scale {
     after: u32,
 }
 
-const QUICK: Scale = Scale { before: 2, after: 4 };
-const FULL: Scale = Scale { before: 2, after: 8 };
+const QUICK: Scale = Scale { before: 2, after: 2 };
+const FULL: Scale = Scale { before: 2, after: 6 };
 
 /// Runs it.
 pub fn run(lab: &Lab) -> Result<Report> {
@@ -36,6 +36,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         memory_mib: 1024,
         services: "nginx",
         script: script(lab.extent.pick(QUICK, FULL)),
+        quick_rounds: 2,
         figure: "Restore overhead of a desktop mix (Halite, Figure 5)",
         drawing: "halite-figure-5",
     };

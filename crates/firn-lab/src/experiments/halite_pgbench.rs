@@ -17,7 +17,7 @@ use crate::report::Report;
 const BEFORE: u32 = 2000;
 /// Transactions of each client after it, but for those of about a second.
 const QUICK: u32 = 2000;
-const FULL: u32 = 4000;
+const FULL: u32 = 3000;
 
 /// Runs it.
 pub fn run(lab: &Lab) -> Result<Report> {
@@ -26,6 +26,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         memory_mib: 1536,
         services: "postgres",
         script: script(lab.extent.pick(QUICK, FULL)),
+        quick_rounds: 1,
         figure: "Restore overhead of pgbench (Halite, Figure 6)",
         drawing: "halite-figure-6",
     };
