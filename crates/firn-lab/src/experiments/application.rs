@@ -55,7 +55,7 @@ pub(super) struct Application {
     pub(super) memory_mib: u32,
     /// What the guest starts: `postgres`, `nginx`, both with a comma.
     pub(super) services: &'static str,
-    /// A bash script that says `middle`, and nothing after it until it is done.
+    /// A bash script that says `middle` when it is to be checkpointed, and `done` with the guest's clock at its end.
     pub(super) script: String,
     /// Rounds of a quick run: more where they are short.
     pub(super) quick_rounds: usize,
@@ -216,8 +216,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Restores with `firn`, waits for the end of the work: the guest's clock then, and how long the
-    /// steps of the restore took.
+    /// Restores with `firn` and waits for the end of the work: the guest's clock then, and how long each step of the
+    /// restore took.
     fn restore(&self, image: &Path, mode: Mode, throttle: &Throttle) -> Result<(f64, Value)> {
         let firn = self.lab.firn();
         let said = firn.restore(image, VM, &["--mode", &mode.to_string()], throttle)?;

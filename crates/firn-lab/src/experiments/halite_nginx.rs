@@ -82,10 +82,8 @@ impl System {
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("halite-nginx");
     let Some(throttle) = lab.disk(PROFILE, &mut report) else {
-        for system in System::ALL {
-            let key = format!("first_response_s.{}", system.name());
-            report.missing(key, "needs a disk that can be throttled");
-        }
+        let why = "needs a disk that can be throttled";
+        each_key(|_, _, key| report.missing(key, why));
         return Ok(report);
     };
     let guest = Guest::new(lab)?;
@@ -250,14 +248,21 @@ impl Drop for Running<'_> {
     }
 }
 
-fn figures(report: &mut Report) -> Result<()> {
-    for key in ["first_response_s", "pages_s", "response_avg_ms", "response_max_s"] {
+/// Goes through the keys of every system: what is measured, where, and what the key is called.
+fn each_key(mut visit: impl FnMut(&str, System, String)) {
+    for measured in ["first_response_s", "pages_s", "response_avg_ms", "response_max_s"] {
         for system in System::ALL {
-            let runs = report.repetitions().iter().filter(|run| run["system"] == system.name());
-            let values: Vec<f64> = runs.filter_map(|run| run[key].as_f64()).collect();
-            report.sample(format!("{key}.{}", system.name()), values);
+            visit(measured, system, format!("{measured}.{}", system.name()));
         }
     }
+}
+
+fn figures(report: &mut Report) -> Result<()> {
+    each_key(|measured, system, key| {
+        let runs = report.repetitions().iter().filter(|run| run["system"] == system.name());
+        let values: Vec<f64> = runs.filter_map(|run| run[measured].as_f64()).collect();
+        report.sample(key, values);
+    });
     let first = |system: System| {
         report.value(&format!("first_response_s.{}", system.name())).unwrap_or(f64::NAN)
     };
