@@ -121,23 +121,24 @@ fn line(stream: &mut BufReader<TcpStream>) -> io::Result<String> {
     }
 }
 
-/// Asks until a page is answered, on a new connection whenever `patience` is over; the client that was answered. `None` if
-/// there is none within `limit`.
+/// Asks until a page is answered, on a new connection whenever `patience` is over.
+///
+/// # Errors
+/// The last one, if no page was answered within `limit`.
 pub fn first_page(
     address: SocketAddr,
     page: u32,
     patience: Duration,
     limit: Duration,
-) -> Option<WebClient> {
+) -> io::Result<()> {
     let start = Instant::now();
-    while start.elapsed() < limit {
-        let mut client = WebClient::new(address, patience);
-        match client.get(page) {
-            Ok(()) => return Some(client),
+    loop {
+        match WebClient::new(address, patience).get(page) {
+            Ok(()) => return Ok(()),
+            Err(error) if start.elapsed() >= limit => return Err(error),
             Err(_) => thread::sleep(MOMENT),
         }
     }
-    None
 }
 
 /// Clients that ask as fast as they are answered. Dropped, they stop.
@@ -210,7 +211,8 @@ mod tests {
     #[test]
     fn a_page_is_read_to_its_end() {
         let (address, thread) = server("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello");
-        let client = first_page(address, 1, SOON, SOON).unwrap();
+        let mut client = WebClient::new(address, SOON);
+        client.get(1).unwrap();
         assert!(client.stream.is_some(), "the connection is kept");
         thread.join().unwrap();
     }
@@ -219,7 +221,9 @@ mod tests {
     fn a_server_that_closes_is_asked_on_a_new_connection() {
         let close = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
         let (address, thread) = server(close);
-        assert!(first_page(address, 1, SOON, SOON).unwrap().stream.is_none());
+        let mut client = WebClient::new(address, SOON);
+        client.get(1).unwrap();
+        assert!(client.stream.is_none());
         thread.join().unwrap();
     }
 
@@ -239,6 +243,6 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         drop(listener);
-        assert!(first_page(address, 1, SOON, Duration::from_millis(20)).is_none());
+        assert!(first_page(address, 1, SOON, Duration::from_millis(20)).is_err());
     }
 }
