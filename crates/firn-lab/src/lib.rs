@@ -18,3 +18,4 @@ pub mod report;
 pub mod stats;
 pub mod toucher;
 pub mod traffic;
+pub mod web;

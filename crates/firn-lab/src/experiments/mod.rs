@@ -4,10 +4,14 @@
 //! them use Firn as its users do, through the `firn` program, except where a floor or a single page fault is measured.
 //! Ratios are computed inside one run, from systems that took turns on the same machine.
 
+mod application;
 mod exactness;
 mod fault_latency;
 mod halite_compression;
+mod halite_desktop;
+mod halite_nginx;
 mod halite_organization;
+mod halite_pgbench;
 mod halite_save;
 mod peers_restore;
 mod synthetic;
@@ -45,6 +49,16 @@ pub const ALL: &[Experiment] = &[
         run: halite_compression::run,
     },
     Experiment {
+        name: "halite-desktop",
+        about: "Figure 5: editing, browsing and a film at once; lazy, physical and locality restore",
+        run: halite_desktop::run,
+    },
+    Experiment {
+        name: "halite-nginx",
+        about: "Figure 7, Table 2: a web server's first page after a boot, a lazy and a locality restore",
+        run: halite_nginx::run,
+    },
+    Experiment {
         name: "halite-organization",
         about: "Table 1, Figures 2 and 3: random, physical and locality blocks, and the lazy baseline",
         run: halite_organization::run,
@@ -53,6 +67,11 @@ pub const ALL: &[Experiment] = &[
         name: "halite-save",
         about: "Table 3: the pause by RAM size against its floor, and what a save costs a running guest",
         run: halite_save::run,
+    },
+    Experiment {
+        name: "halite-pgbench",
+        about: "Figure 6: a database in memory; lazy, physical and locality restore",
+        run: halite_pgbench::run,
     },
     Experiment {
         name: "peers-restore",

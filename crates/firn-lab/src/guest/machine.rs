@@ -11,6 +11,7 @@ use tempfile::TempDir;
 use thiserror::Error;
 
 use super::qemu_args::QemuArgs;
+use crate::disk_profile::Throttle;
 
 /// What a guest prints on its console once its services answer.
 pub const READY: &str = "firn: ready";
@@ -55,6 +56,17 @@ pub struct Machine {
 impl Machine {
     /// Starts QEMU. The console goes to a temporary file unless the arguments name one.
     pub fn start(args: QemuArgs) -> Result<Self, MachineError> {
+        let command = Command::new(args.program_name());
+        Self::start_by(command, args)
+    }
+
+    /// The same under a disk profile.
+    pub fn start_under(args: QemuArgs, throttle: &Throttle) -> Result<Self, MachineError> {
+        let command = throttle.command(args.program_name());
+        Self::start_by(command, args)
+    }
+
+    fn start_by(mut command: Command, args: QemuArgs) -> Result<Self, MachineError> {
         let directory = tempfile::tempdir().map_err(MachineError::Directory)?;
         let console = args.console_file().map(Path::to_owned);
         let (args, console) = match console {
@@ -68,7 +80,7 @@ impl Machine {
         let _ = fs::remove_file(&console);
         let log = directory.path().join("qemu.log");
         let program = args.program_name().to_string_lossy().into_owned();
-        let child = Command::new(args.program_name())
+        let child = command
             .args(args.args())
             .stdin(Stdio::null())
             .stdout(Stdio::null())

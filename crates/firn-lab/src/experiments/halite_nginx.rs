@@ -1,0 +1,284 @@
+//! `halite-nginx`: how soon a web server answers that was booted, or restored.
+//!
+//! Reproduces Figure 7 and Table 2 of Halite (section 8.2.3), with nginx and the full guest's 5000 generated pages in the
+//! place of Apache and 10,000 pages of an encyclopedia.
+//!
+//! **What varies**: where the server comes from. `boot`: QEMU boots the guest. `lazy`: restored as ESXi did, one page of 4
+//! KiB per fault from an image in physical order that is not compressed. `locality`: restored as Firn does.
+//!
+//! **What is held equal**: the guest, its memory, the disk (`hdd15k`): what is booted from and the image, both cold, are on it, and
+//! QEMU or `firn` with all it starts reads through the throttle. QEMU and the guest's kernel are warm, as on a host that has
+//! just run other guests. Both images are of the same checkpoint, taken while two clients ask, after a client had
+//! asked for so many pages that the guest's page cache was warm.
+//!
+//! **What is measured**: a client asks for pages at random with a Gaussian distribution, the same ones in each system of
+//! a round. `first_response_s`: from the command (QEMU, or `firn restore`) until the first page was read. `pages_s`: until
+//! all pages were read, the others on one connection. `response_avg_ms` and `response_max_s` (Table 2): over all but the first page.
+//!
+//! What a guest is asked before its network is up is lost, and QEMU's user networking repeats it only after seconds. So
+//! the client of a restored guest asks when `firn restore` returns, which is once the guest runs; the client of a booting
+//! guest, of which nobody says when it is up, asks anew after [`BOOT_PATIENCE`].
+
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use firn_image::{Codec, Image, Organization, Reorder, reorder};
+use firn_types::BlockSize;
+use serde_json::{Value, json};
+
+use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
+use crate::firn::SaveArgs;
+use crate::guest::{GuestImage, HostForward, Machine, QemuArgs, accel, free_tcp_port};
+use crate::lab::{Lab, interleaved};
+use crate::plot::BarPlot;
+use crate::report::Report;
+use crate::stats::Sample;
+use crate::web::{Gaussian, WebClient, WebLoad, first_page};
+
+const PROFILE: DiskProfile = DiskProfile::Hdd15k;
+/// Name of the VM under Firn.
+const VM: &str = "web";
+const HTTP: u16 = 80;
+/// Clients at the time of the checkpoint.
+const CLIENTS: u64 = 2;
+/// How long they have asked by then.
+const LOADED: Duration = Duration::from_secs(2);
+/// After how long a client of a booting guest asks anew.
+const BOOT_PATIENCE: Duration = Duration::from_millis(250);
+/// How long a client waits for a page otherwise.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How long a guest may take until its first page.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// Where the server comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum System {
+    Boot,
+    Lazy,
+    Locality,
+}
+
+impl System {
+    const ALL: [Self; 3] = [Self::Boot, Self::Lazy, Self::Locality];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Boot => "boot",
+            Self::Lazy => "lazy",
+            Self::Locality => "locality",
+        }
+    }
+
+    fn patience(self) -> Duration {
+        if self == Self::Boot { BOOT_PATIENCE } else { PATIENCE }
+    }
+}
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("halite-nginx");
+    let Some(throttle) = lab.disk(PROFILE, &mut report) else {
+        let why = "needs a disk that can be throttled";
+        each_key(|_, _, key| report.missing(key, why));
+        return Ok(report);
+    };
+    let guest = Guest::new(lab)?;
+    guest.checkpoint(&mut report)?;
+    guest.arrange()?;
+    interleaved(lab.extent.runs(1, 5), &System::ALL, |round, system| {
+        guest.measure(*system, &throttle, round, &mut report)
+    })?;
+    figures(&mut report)?;
+    Ok(report)
+}
+
+/// The guest, and where it is reached.
+struct Guest<'a> {
+    lab: &'a Lab,
+    image: GuestImage,
+    disk: PathBuf,
+    args: QemuArgs,
+    address: SocketAddr,
+    /// Pages that are asked for in each run.
+    pages: usize,
+}
+
+impl<'a> Guest<'a> {
+    /// Its disk is a copy: the one in the cache may be on a device that is not throttled.
+    fn new(lab: &'a Lab) -> Result<Self> {
+        let mut image = GuestImage::full()?;
+        let disk = lab.file("disk.qcow2");
+        fs::copy(image.disk.as_ref().context("the guest has no disk")?, &disk)?;
+        image.disk = Some(disk.clone());
+        let port = free_tcp_port()?;
+        let args = QemuArgs::new(&image, accel::decide().accel)
+            .memory_mib(1024)
+            .vcpus(2)
+            .append("firn.services=nginx")
+            .root_in_memory(&image)
+            .console(&lab.file("console"))
+            .network(&[HostForward::tcp(port, HTTP)]);
+        let pages = lab.extent.pick(2000, 10_000);
+        Ok(Self { lab, image, disk, args, address: (Ipv4Addr::LOCALHOST, port).into(), pages })
+    }
+
+    /// Checkpoints the guest while clients ask.
+    fn checkpoint(&self, report: &mut Report) -> Result<()> {
+        self.lab.firn().run(VM, &self.args)?;
+        let mut pages = Gaussian::new(self.lab.extent.seed);
+        let first = pages.next().unwrap_or_default();
+        first_page(self.address, first, BOOT_PATIENCE, LIMIT).context("no page")?;
+        ask(WebClient::new(self.address, PATIENCE), pages.take(self.pages))?;
+        self.lab.say("the guest's page cache is warm");
+        let load = WebLoad::start(self.address, CLIENTS, self.lab.extent.seed + 1, PATIENCE);
+        thread::sleep(LOADED);
+        let said =
+            self.lab.firn().checkpoint(VM, &self.file(System::Locality), &SaveArgs::default())?;
+        self.lab.firn().stop(VM);
+        drop(load);
+        self.lab.say(&format!("checkpointed in {:.1} s", said.took.as_secs_f64()));
+        report.repetition(json!({ "system": "save", "facts": said.facts }));
+        Ok(())
+    }
+
+    fn file(&self, system: System) -> PathBuf {
+        self.lab.file(&format!("{}.firn", system.name()))
+    }
+
+    fn arrange(&self) -> Result<()> {
+        let (codec, block_size) = (Some(Codec::None), Some(BlockSize::new(1)?));
+        let single = Reorder { codec, block_size, ..Reorder::by(Organization::Physical) };
+        let source = Image::open(&self.file(System::Locality))?;
+        reorder(&source, &single, &self.file(System::Lazy), &|_, _| ())?;
+        Ok(())
+    }
+
+    /// One system's turn.
+    fn measure(
+        &self,
+        system: System,
+        throttle: &Throttle,
+        round: usize,
+        report: &mut Report,
+    ) -> Result<()> {
+        self.prepare(system)?;
+        let mut pages = Gaussian::new(self.lab.extent.seed + 100 + round as u64);
+        let first = pages.next().unwrap_or_default();
+        let start = Instant::now();
+        let running = self.start(system, throttle)?;
+        first_page(self.address, first, system.patience(), LIMIT)
+            .with_context(|| format!("{}: no page", system.name()))?;
+        let first_response = start.elapsed();
+        let client = WebClient::new(self.address, PATIENCE);
+        let responses = ask(client, pages.take(self.pages - 1))?;
+        let pages_s = start.elapsed().as_secs_f64();
+        let first_response_s = first_response.as_secs_f64();
+        let name = system.name();
+        self.lab.say(&format!("{name}: first page {first_response_s:.2} s, all {pages_s:.1} s"));
+        report.repetition(json!({ "system": name, "round": round,
+            "first_response_s": first_response_s, "pages_s": pages_s,
+            "response_avg_ms": responses.mean() * 1e3, "response_max_s": responses.max(),
+            "restore_ms": running.timings_ms() }));
+        Ok(())
+    }
+
+    /// The guest's disk and the image cold, everything else warm.
+    fn prepare(&self, system: System) -> Result<()> {
+        make_cold([self.disk.as_path()])?;
+        if system != System::Boot {
+            make_cold([self.file(system).as_path()])?;
+        }
+        [&self.image.kernel, &self.image.initrd].into_iter().try_for_each(|file| warm(file))?;
+        Ok(())
+    }
+
+    fn start(&self, system: System, throttle: &Throttle) -> Result<Running<'_>> {
+        let restore = |mode: &str| {
+            let image: &Path = &self.file(system);
+            self.lab.firn().restore(image, VM, &["--mode", mode], throttle)
+        };
+        let said = match system {
+            System::Boot => {
+                return Ok(Running::Booted(Machine::start_under(self.args.clone(), throttle)?));
+            }
+            System::Lazy => restore("lazy")?,
+            System::Locality => restore("locality")?,
+        };
+        Ok(Running::Restored(self.lab, said.facts["timings_ms"].clone()))
+    }
+}
+
+/// Asks for pages one after another: how long each took, in seconds.
+fn ask(mut client: WebClient, pages: impl Iterator<Item = u32>) -> Result<Sample> {
+    let mut responses = Vec::new();
+    for page in pages {
+        let start = Instant::now();
+        client.get(page)?;
+        responses.push(start.elapsed().as_secs_f64());
+    }
+    Sample::new(responses).context("no page was asked for")
+}
+
+/// A running server; dropped, it ends.
+enum Running<'a> {
+    Booted(#[expect(dead_code, reason = "it is held to be dropped")] Machine),
+    Restored(&'a Lab, Value),
+}
+
+impl Running<'_> {
+    /// How long the steps of the restore took, by `firn restore`.
+    fn timings_ms(&self) -> &Value {
+        match self {
+            Self::Booted(_) => &Value::Null,
+            Self::Restored(_, timings_ms) => timings_ms,
+        }
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if let Self::Restored(lab, _) = self {
+            lab.firn().stop(VM);
+        }
+    }
+}
+
+/// Goes through the keys of every system: what is measured, where, and what the key is called.
+fn each_key(mut visit: impl FnMut(&str, System, String)) {
+    for measured in ["first_response_s", "pages_s", "response_avg_ms", "response_max_s"] {
+        for system in System::ALL {
+            visit(measured, system, format!("{measured}.{}", system.name()));
+        }
+    }
+}
+
+fn figures(report: &mut Report) -> Result<()> {
+    each_key(|measured, system, key| {
+        let runs = report.repetitions().iter().filter(|run| run["system"] == system.name());
+        let values: Vec<f64> = runs.filter_map(|run| run[measured].as_f64()).collect();
+        report.sample(key, values);
+    });
+    let first = |system: System| {
+        report.value(&format!("first_response_s.{}", system.name())).unwrap_or(f64::NAN)
+    };
+    let [boot, lazy, locality] = System::ALL.map(first);
+    let drawing = figure_7([boot, lazy, locality])?;
+    report.number("first_response_s.boot_to_locality", boot / locality);
+    report.number("first_response_s.lazy_to_locality", lazy / locality);
+    report.drawing("halite-figure-7", drawing);
+    Ok(())
+}
+
+fn figure_7(first_response_s: [f64; 3]) -> Result<String> {
+    let plot = BarPlot {
+        title: "Time until the first page (Halite, Figure 7)".into(),
+        y: "seconds from the command".into(),
+        groups: System::ALL.map(|system| system.name().to_owned()).into(),
+        series: vec![(PROFILE.to_string(), first_response_s.into())],
+    };
+    plot.svg().context("Figure 7")
+}

@@ -1,0 +1,248 @@
+//! Clients of the full guest's web server.
+//!
+//! Pages are chosen as in Halite, section 8.2.3: at random with a Gaussian distribution, so that pages in the middle are
+//! asked for often and those at the ends hardly ever. A connection is kept for the next page, as browsers do.
+
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use firn_guest::stamp::mix;
+
+/// Pages of the full guest: `/page/N.html` for N below it.
+pub const PAGES: u32 = 5000;
+/// Standard deviations from the middle to either end.
+const DEVIATIONS: f64 = 5.0;
+/// How long to wait before asking again where nobody listens yet.
+const MOMENT: Duration = Duration::from_millis(1);
+
+/// Page numbers with a Gaussian distribution around the middle, from a seed.
+#[derive(Clone, Debug)]
+pub struct Gaussian {
+    state: u64,
+}
+
+impl Gaussian {
+    /// The same seed gives the same pages.
+    pub fn new(seed: u64) -> Self {
+        Self { state: mix(seed) }
+    }
+
+    fn uniform(&mut self) -> f64 {
+        self.state = self.state.wrapping_add(1);
+        (mix(self.state) >> 11) as f64 / (1_u64 << 53) as f64
+    }
+}
+
+impl Iterator for Gaussian {
+    type Item = u32;
+
+    /// The sum of twelve uniform numbers is close to a normal one, with a variance of 1.
+    fn next(&mut self) -> Option<u32> {
+        let normal = (0..12).map(|_| self.uniform()).sum::<f64>() - 6.0;
+        let middle = f64::from(PAGES) / 2.0;
+        let page = middle + normal * middle / DEVIATIONS;
+        Some(page.clamp(0.0, f64::from(PAGES - 1)) as u32)
+    }
+}
+
+/// A client of the web server, on one connection as long as the server keeps it.
+#[derive(Debug)]
+pub struct WebClient {
+    address: SocketAddr,
+    patience: Duration,
+    stream: Option<BufReader<TcpStream>>,
+}
+
+/// What the head of an answer says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Head {
+    length: u64,
+    closes: bool,
+}
+
+impl WebClient {
+    /// Nothing may take longer than `patience`.
+    pub fn new(address: SocketAddr, patience: Duration) -> Self {
+        Self { address, patience, stream: None }
+    }
+
+    /// Asks for a page and reads all of it. Connects first where there is no connection.
+    pub fn get(&mut self, page: u32) -> io::Result<()> {
+        let mut stream = match self.stream.take() {
+            Some(stream) => stream,
+            None => self.connect()?,
+        };
+        let request = format!("GET /page/{page}.html HTTP/1.1\r\nHost: guest\r\n\r\n");
+        stream.get_mut().write_all(request.as_bytes())?;
+        let head = head(&mut stream)?;
+        let read = io::copy(&mut (&mut stream).take(head.length), &mut io::sink())?;
+        if read != head.length {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.stream = Some(stream).filter(|_| !head.closes);
+        Ok(())
+    }
+
+    fn connect(&self) -> io::Result<BufReader<TcpStream>> {
+        let stream = TcpStream::connect_timeout(&self.address, self.patience)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(self.patience))?;
+        stream.set_write_timeout(Some(self.patience))?;
+        Ok(BufReader::new(stream))
+    }
+}
+
+/// The head of an answer that must be a page.
+fn head(stream: &mut BufReader<TcpStream>) -> io::Result<Head> {
+    if !line(stream)?.starts_with("http/1.1 200") {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let (mut length, mut closes) = (None, false);
+    loop {
+        let line = line(stream)?;
+        if line.trim().is_empty() {
+            let length = length.ok_or(io::ErrorKind::InvalidData)?;
+            return Ok(Head { length, closes });
+        }
+        length = line.strip_prefix("content-length:").map_or(length, |n| n.trim().parse().ok());
+        closes |= line.starts_with("connection: close");
+    }
+}
+
+fn line(stream: &mut BufReader<TcpStream>) -> io::Result<String> {
+    let mut line = String::new();
+    match stream.read_line(&mut line)? {
+        0 => Err(io::ErrorKind::UnexpectedEof.into()),
+        _ => Ok(line.to_ascii_lowercase()),
+    }
+}
+
+/// Asks until a page is answered, on a new connection whenever `patience` is over.
+///
+/// # Errors
+/// The last one, if no page was answered within `limit`.
+pub fn first_page(
+    address: SocketAddr,
+    page: u32,
+    patience: Duration,
+    limit: Duration,
+) -> io::Result<()> {
+    let start = Instant::now();
+    loop {
+        match WebClient::new(address, patience).get(page) {
+            Ok(()) => return Ok(()),
+            Err(error) if start.elapsed() >= limit => return Err(error),
+            Err(_) => thread::sleep(MOMENT),
+        }
+    }
+}
+
+/// Clients that ask as fast as they are answered. Dropped, they stop.
+#[derive(Debug)]
+pub struct WebLoad {
+    stop: Arc<AtomicBool>,
+    clients: Vec<JoinHandle<()>>,
+}
+
+impl WebLoad {
+    /// Starts `clients` of them; more than two stall in QEMU's user networking.
+    pub fn start(address: SocketAddr, clients: u64, seed: u64, patience: Duration) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let start = |number| {
+            let (stop, pages) = (Arc::clone(&stop), Gaussian::new(seed + number));
+            thread::spawn(move || ask(address, pages, patience, &stop))
+        };
+        let clients = (0..clients).map(start).collect();
+        Self { stop, clients }
+    }
+}
+
+fn ask(address: SocketAddr, pages: Gaussian, patience: Duration, stop: &AtomicBool) {
+    let mut client = WebClient::new(address, patience);
+    for page in pages.take_while(|_| !stop.load(Ordering::Relaxed)) {
+        if client.get(page).is_err() {
+            thread::sleep(MOMENT);
+        }
+    }
+}
+
+impl Drop for WebLoad {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        // A client that panicked asks no more.
+        self.clients.drain(..).for_each(|client| drop(client.join()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    const SOON: Duration = Duration::from_secs(5);
+
+    /// Answers one connection with these bytes, whatever it asks.
+    fn server(answer: &'static str) -> (SocketAddr, JoinHandle<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let thread = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 1024];
+            let _ = stream.read(&mut request).unwrap();
+            stream.write_all(answer.as_bytes()).unwrap();
+        });
+        (address, thread)
+    }
+
+    #[test]
+    fn pages_crowd_in_the_middle() {
+        let pages: Vec<u32> = Gaussian::new(3).take(20_000).collect();
+        let near = pages.iter().filter(|&&page| page.abs_diff(PAGES / 2) < PAGES / 10).count();
+        assert!((12_000..15_500).contains(&near), "{near} within a standard deviation");
+        assert!(pages.iter().all(|&page| page < PAGES));
+        assert_eq!(Gaussian::new(3).next(), Some(pages[0]));
+        assert_ne!(Gaussian::new(4).take(5).collect::<Vec<_>>(), pages[..5]);
+    }
+
+    #[test]
+    fn a_page_is_read_to_its_end() {
+        let (address, thread) = server("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello");
+        let mut client = WebClient::new(address, SOON);
+        client.get(1).unwrap();
+        assert!(client.stream.is_some(), "the connection is kept");
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_server_that_closes_is_asked_on_a_new_connection() {
+        let close = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
+        let (address, thread) = server(close);
+        let mut client = WebClient::new(address, SOON);
+        client.get(1).unwrap();
+        assert!(client.stream.is_none());
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn what_is_no_page_is_an_error() {
+        for answer in
+            ["HTTP/1.1 404 Not Found\r\n\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx"]
+        {
+            let (address, thread) = server(answer);
+            assert!(WebClient::new(address, SOON).get(1).is_err());
+            thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn nobody_there_is_no_page() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        drop(listener);
+        assert!(first_page(address, 1, SOON, Duration::from_millis(20)).is_err());
+    }
+}
