@@ -239,7 +239,7 @@ impl PageFaults {
 
     fn error(&self, what: &'static str, part: &Range<Page>, errno: Errno) -> PageFaultError {
         let process = self.memory.process();
-        if errno == Errno::SRCH || !process.is_alive() {
+        if errno == Errno::SRCH || process.is_dying() {
             return ProcessError::Gone { pid: process.pid() }.into();
         }
         PageFaultError::refused(what, part, errno)

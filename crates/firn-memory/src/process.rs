@@ -125,6 +125,13 @@ impl Process {
         matches!(poll(&mut fds, Some(&now)), Ok(0))
     }
 
+    /// Whether it has ended or is about to: it has given up its memory, and what is asked of that fails in odd ways
+    /// (unregistering a userfaultfd with "out of memory", for one).
+    pub(crate) fn is_dying(&self) -> bool {
+        let no_memory = || self.read("statm").is_ok_and(|pages| pages.starts_with("0 "));
+        !self.is_alive() || no_memory()
+    }
+
     /// Its threads, the first one first.
     pub fn threads(&self) -> Result<Vec<Tid>, ProcessError> {
         self.list("task").map(|tids| tids.into_iter().map(Tid).collect())
@@ -189,10 +196,10 @@ impl Process {
     pub(crate) fn error(&self, what: &'static str, source: impl Into<io::Error>) -> ProcessError {
         let pid = self.pid();
         let source = source.into();
-        if self.is_alive() {
-            ProcessError::new(pid, what, source)
-        } else {
+        if self.is_dying() {
             ProcessError::Gone { pid }
+        } else {
+            ProcessError::new(pid, what, source)
         }
     }
 }
@@ -226,11 +233,11 @@ mod tests {
     fn a_process_is_seen_to_end() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let process = Process::open(child.id() as i32).unwrap();
-        assert!(process.is_alive());
+        assert!(process.is_alive() && !process.is_dying());
         assert_eq!(process.threads().unwrap(), [Tid(child.id() as i32)]);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(!process.is_alive());
+        assert!(!process.is_alive() && process.is_dying());
         assert!(matches!(process.threads(), Err(ProcessError::Gone { .. })));
     }
 }

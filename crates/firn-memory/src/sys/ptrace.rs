@@ -159,8 +159,9 @@ pub(crate) fn poll(tid: Tid) -> Result<Option<Stop>, Errno> {
 /// Whether the thread is the main one of a process that has ended. How it ended is for its parent to take, which may be
 /// Firn, elsewhere: a tracer that takes it too leaves nothing.
 fn is_dead_process(tid: Tid) -> bool {
-    let ended = look(tid, WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
-    matches!(ended, Ok(Some(_))) && is_main_thread(tid)
+    // A tracer is shown stops too, asked for or not.
+    let seen = look(tid, WaitIdOptions::EXITED | WaitIdOptions::NOHANG).ok().flatten();
+    seen.is_some_and(|seen| seen.exited() || seen.killed() || seen.dumped()) && is_main_thread(tid)
 }
 
 /// Looks at what there is to be waited for, and leaves it there.
