@@ -100,6 +100,8 @@ impl Restore {
         point("restore.punched");
         let restore = Self::start(image, &memory, faults, options, presence, settled, on_fatal)?;
         restore.shared.lock().server.count_prefilled(kept);
+        // Until the vCPUs run nothing but the hypervisor's own work faults, and all of it is waited for.
+        restore.fill(Fill::Off);
         Ok(restore)
     }
 
@@ -159,7 +161,8 @@ impl Restore {
         Ok(Self { crew, shared, ram_pages: memory.map().total_pages(), stored_pages })
     }
 
-    /// Waits until what the mode wants in place before the guest runs is there: the guest may run then.
+    /// Waits until what the mode wants in place before the guest runs is there: the guest may run then, and what it does
+    /// not ask for follows in the background.
     ///
     /// # Errors
     /// The error because of which memory can't be brought back.
@@ -168,6 +171,7 @@ impl Restore {
             self.shared.wait_until(|inner| inner.server.is_ahead_done(), None)?;
         }
         self.shared.lock().recorder.prefilled(self.shared.now());
+        self.fill(self.shared.options.fill);
         Ok(())
     }
 

@@ -87,6 +87,7 @@ fn damage_that_the_guest_does_not_touch_is_found_in_the_background() {
     let scene = Scene::new(&[1024], 2, Codec::Lz4);
     flip(&scene, Block(100));
     let restore = scene.begin(RestoreOptions::default());
+    restore.prefill().unwrap();
     let error = restore.wait().unwrap_err().to_string();
     assert!(error.contains("memory block 100 "), "{error}");
     assert!(!restore.progress().finished);

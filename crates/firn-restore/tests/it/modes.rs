@@ -98,6 +98,7 @@ fn pages_given_back_are_zeros() {
 fn pages_are_given_back_while_others_are_touched() {
     let mut scene = Scene::new(&[8192], 2, Codec::Lz4);
     let restore = scene.begin(options(Mode::Locality));
+    restore.prefill().unwrap();
     for round in 0..40 {
         let (start, end) = (4096 + round * 64, 4096 + round * 64 + 50);
         scene.guest.send(1, &format!("give-back {start} {end}"));

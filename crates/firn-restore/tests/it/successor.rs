@@ -38,6 +38,7 @@ pub fn run_if_asked() {
     let options = RestoreOptions { fill, ..RestoreOptions::default() };
     let on_fatal = Box::new(|error: &firn_restore::RestoreError| panic!("{error}"));
     let restore = Restore::begin(image, memory, faults, options, presence, on_fatal).unwrap();
+    restore.prefill().unwrap();
     println!("\nbegun");
     restore.wait().unwrap();
     drop(restore);
