@@ -117,7 +117,7 @@ impl Drawn {
         let label = |what: &str, value: &dyn Display| format!("drawn.{what}.{value}");
         let kib = self.ram.kib();
         let split = if kib > SPLIT_KIB { "split" } else { "in_one_piece" };
-        let multiple = if kib.is_multiple_of(1024) { "whole_mib" } else { "odd" };
+        let multiple = if kib % 1024 == 0 { "whole_mib" } else { "odd" };
         vec![
             label("vcpus", &self.vcpus),
             label("ram", &split),
