@@ -33,12 +33,11 @@ impl Operations for Qemu {
     ) -> Result<serde_json::Value, Failure> {
         firn_fault::point("save.asked");
         let machine = self.machine()?;
-        let mut vm = qemu::connect(&machine.qmp)?;
-        refuse_blocked(&mut vm)?;
-        let was_running = vm.status().doing("asking whether the VM runs")?.running;
-        let layout = vm.layout().doing("finding the guest's memory")?;
-        let memory = qemu::open_memory(machine.process.pid, &layout)?;
-        self.begin(request, then_stop, was_running, &mut vm, &layout)?;
+        let explain = |failure| self.unless_ended(failure);
+        let Prepared { mut vm, blockers, was_running, layout, memory } =
+            prepare(&machine).map_err(explain)?;
+        refuse_blocked(blockers)?;
+        self.begin(request, then_stop, was_running, &mut vm, &layout).map_err(explain)?;
         firn_fault::point("save.journaled");
         let save = Save { operations: self, request, then_stop, was_running, cancel };
         let report = save.run(&mut vm, machine.meta, &layout, memory, progress);
@@ -90,15 +89,23 @@ impl Qemu {
         self.journal.update(change).doing("writing the journal")
     }
 
-    /// After a failure: lets a VM run on that stands still by it. What fails because the VM has ended says only that.
+    /// What fails because the VM has ended says only that.
+    fn unless_ended(&self, failure: Failure) -> Failure {
+        match self.hypervisor.wait_gone(qemu::SHORT_WAIT) {
+            Ok(true) => Failure::new(FailureKind::Ended, "the VM ended while it was being saved"),
+            _ => failure,
+        }
+    }
+
+    /// After a failure: lets a VM run on that stands still by it.
     fn wind_up(&self, failure: Failure, vm: &mut Vm, was_running: bool) -> Failure {
         match vm.status() {
             Ok(state) if was_running && !state.running => run_on(vm),
             Ok(_) => {}
-            Err(_) if matches!(self.hypervisor.wait_gone(qemu::SHORT_WAIT), Ok(true)) => {
-                return Failure::new(FailureKind::Ended, "the VM ended while it was being saved");
+            Err(error) => {
+                tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
+                return self.unless_ended(failure);
             }
-            Err(error) => tracing::error!("{}", Failure::from_error(FailureKind::Other, &error)),
         }
         failure
     }
@@ -124,6 +131,25 @@ impl Qemu {
         };
         self.journal.update(change).doing("writing the journal")
     }
+}
+
+/// A VM that is to be saved.
+struct Prepared {
+    vm: Vm,
+    blockers: Vec<String>,
+    was_running: bool,
+    layout: Layout,
+    memory: Memory,
+}
+
+/// Looks at a VM, and leaves it as it is.
+fn prepare(machine: &Machine) -> Result<Prepared, Failure> {
+    let mut vm = qemu::connect(&machine.qmp)?;
+    let blockers = vm.blockers().doing("asking what can't be saved")?;
+    let was_running = vm.status().doing("asking whether the VM runs")?.running;
+    let layout = vm.layout().doing("finding the guest's memory")?;
+    let memory = qemu::open_memory(machine.process.pid, &layout)?;
+    Ok(Prepared { vm, blockers, was_running, layout, memory })
 }
 
 /// One save.
@@ -225,8 +251,7 @@ fn save_failure(error: &SaveError) -> Failure {
 }
 
 /// What QEMU could not migrate can't be saved either, even if saving it seems to work.
-fn refuse_blocked(vm: &mut Vm) -> Result<(), Failure> {
-    let blockers = vm.blockers().doing("asking what can't be saved")?;
+fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
     if blockers.is_empty() {
         return Ok(());
     }

@@ -52,8 +52,18 @@ fn answer(command: Child) -> Answer {
     Answer::of(command.wait_with_output().unwrap())
 }
 
-/// The VM's QEMU, also of one that is only being started.
-fn qemu(vm: &Vm) -> Option<i64> {
+/// The VM's QEMU, also of one that is only being started: it has to become QEMU first.
+#[track_caller]
+fn qemu(vm: &Vm) -> i64 {
+    let mut found = None;
+    eventually("QEMU", PATIENCE, || {
+        found = find_qemu(vm);
+        found.is_some()
+    });
+    found.unwrap()
+}
+
+fn find_qemu(vm: &Vm) -> Option<i64> {
     let socket = vm.session.runtime_dir().join("web/qmp.sock");
     let is_it = |line: &[u8]| {
         let line = String::from_utf8_lossy(line);
@@ -120,7 +130,7 @@ fn qemu_killed_anywhere_in_a_save() {
             vm.session.firn(&["stop", "web"]).succeeds();
             continue;
         }
-        kill(qemu(&vm).unwrap());
+        kill(qemu(&vm));
         stop.go_on();
         let saved = answer(saving);
         eprintln!("{point}: exit {}: {}", saved.code, saved.err.trim());
@@ -151,7 +161,7 @@ fn qemu_killed_while_the_disk_hangs() {
     vm.session.arm(None);
     let mut saving = start(&vm, &["checkpoint", "web", "-o", "new.firn"]);
     assert!(_never_goes_on.is_reached(&mut saving));
-    kill(qemu(&vm).unwrap());
+    kill(qemu(&vm));
     answer(saving).fails(8, "the VM ended while it was being saved (killed by signal 9)");
     is_shown_dead_and_goes(&vm, "image.sync");
     assert_eq!(vm.session.files(".new.firn"), Vec::<String>::new());
@@ -173,7 +183,7 @@ fn qemu_killed_anywhere_in_a_restore() {
             vm.session.firn(&["stop", "web"]).succeeds();
             continue;
         }
-        kill(qemu(&vm).unwrap());
+        kill(qemu(&vm));
         stop.go_on();
         let restored = answer(restoring);
         eprintln!("{point}: exit {}: {}", restored.code, restored.err.trim());
@@ -236,7 +246,7 @@ fn qemu_standing_still_in_a_restore() {
 }
 
 fn stall(vm: &Vm, stop: &Stop) {
-    let qemu = qemu(vm).unwrap();
+    let qemu = qemu(vm);
     signal(qemu, Signal::STOP);
     stop.go_on();
     std::thread::sleep(STALL);
