@@ -93,6 +93,7 @@ impl<'a> Boot<'a> {
     fn args(&self, payload: &Path) -> Vec<String> {
         let at = |name: &str| self.place(name).display().to_string();
         let mut args: Vec<String> = machine().iter().map(|&word| word.to_owned()).collect();
+        args.extend(["-smp".to_owned(), self.host.cpus.to_string()]);
         let mut add = |option: &str, value: String| args.extend([option.to_owned(), value]);
         add("-kernel", self.host.image.kernel.display().to_string());
         add("-initrd", self.host.image.initrd.display().to_string());
@@ -113,7 +114,7 @@ impl<'a> Boot<'a> {
         let version = Command::new(QEMU).arg("--version").output();
         let version = version.map_err(KvmHostError::file(format!("run {QEMU}")))?;
         let mut hasher = DefaultHasher::new();
-        (version.stdout, machine(), super::task::PORTS).hash(&mut hasher);
+        (version.stdout, machine(), self.host.cpus, super::task::PORTS).hash(&mut hasher);
         Ok(hasher.finish())
     }
 }
@@ -134,8 +135,6 @@ fn machine() -> &'static [&'static str] {
         "max,-mpx,-pku",
         "-m",
         "2048M",
-        "-smp",
-        "2",
         "-append",
         "console=ttyS0 quiet panic=-1",
         "-serial",

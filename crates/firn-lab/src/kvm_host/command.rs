@@ -24,6 +24,10 @@ pub struct Command {
     /// Gives up after so many seconds.
     #[arg(long, default_value_t = 600)]
     limit_s: u64,
+    /// Processors of the first-level guest. More than one are quicker, and not to be relied on: the emulation is at
+    /// fault then when a busy second-level guest ends by itself.
+    #[arg(long, default_value_t = 1)]
+    cpus: u32,
     /// A shell command line.
     #[arg(last = true, required = true)]
     command: Vec<String>,
@@ -34,7 +38,7 @@ impl Command {
     pub fn run(&self) -> Result<i32, KvmHostError> {
         let payload = self.payload(&GuestImage::small()?);
         let limit = Duration::from_secs(self.limit_s);
-        KvmHost::new()?.run(&payload, limit, &mut io::stdout(), &mut io::stderr())
+        KvmHost::new()?.cpus(self.cpus).run(&payload, limit, &mut io::stdout(), &mut io::stderr())
     }
 
     fn payload(&self, small: &GuestImage) -> Payload {
