@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use firn_image::Codec;
 use firn_types::BlockSize;
@@ -52,6 +53,9 @@ pub struct SaveOptions {
     pub compressors: usize,
     /// Whether the sweep yields to the guest.
     pub throttle: bool,
+    /// How long the guest is watched after the cut at least, though everything may be copied sooner: what it touches
+    /// is what a restore brings in first.
+    pub watch: Duration,
     /// Bytes of copied, not yet compressed memory blocks held at most. A guest that touches memory faster than it can
     /// be written waits for a buffer.
     pub buffer_bytes_max: usize,
@@ -71,6 +75,7 @@ impl Default for SaveOptions {
             locality_block_bytes: 64 << 10,
             compressors: default_compressors(),
             throttle: true,
+            watch: Duration::from_secs(1),
             buffer_bytes_max: 64 << 20,
             leave_stopped: false,
             reference: None,

@@ -223,6 +223,7 @@ impl Copying<'_, '_> {
         let rounds = armed.settle()?;
         let arm_ms = ms(self.started.elapsed());
         let cut = Cut::make(self.context, self.options, ready, || armed.cut())?;
+        let watch_until = armed.trace.now() + self.options.watch;
         firn_fault::point("save.resumed");
         armed.retrace()?;
         firn_fault::point("save.retraced");
@@ -230,7 +231,8 @@ impl Copying<'_, '_> {
         armed.skip(&order.unbacked);
         let pace = Pace::new(self.options.throttle, armed.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
-        Sweep { trace: &armed.trace, intake, pace, progress, steps }.run(order.blocks)?;
+        Sweep { trace: &armed.trace, intake, pace, progress, steps, watch_until }
+            .run(order.blocks)?;
         firn_fault::point("save.swept");
         let report = SaveReport { rounds, arm_ms, ..self.report(&cut) };
         Ok(Copied { cut, log: FaultLog::default(), roots, report })

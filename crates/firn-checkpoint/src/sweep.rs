@@ -20,6 +20,9 @@ use crate::trace::Trace;
 /// How long the sweep waits for compressors to catch up.
 const WAIT_FOR_ROOM: Duration = Duration::from_millis(1);
 
+/// How often it looks whether the save was cancelled once everything is copied.
+const LOOK: Duration = Duration::from_millis(10);
+
 /// A sweep over the blocks of one save.
 pub(crate) struct Sweep<'a> {
     pub(crate) trace: &'a Arc<Trace>,
@@ -27,6 +30,8 @@ pub(crate) struct Sweep<'a> {
     pub(crate) pace: Pace,
     pub(crate) progress: &'a dyn Fn(Progress),
     pub(crate) steps: &'a dyn Steps,
+    /// Until when, on the clock of [`Trace::now`], the guest is watched at least.
+    pub(crate) watch_until: Duration,
 }
 
 impl Sweep<'_> {
@@ -41,11 +46,22 @@ impl Sweep<'_> {
                 Step::Wait(wait) => thread::sleep(wait),
                 Step::Copy(blocks) => {
                     if !self.copy_some(&mut order, blocks)? || self.intake.failed() {
-                        return Ok(());
+                        return self.watch();
                     }
                 }
             }
         }
+    }
+
+    /// Leaves the traces in place for a while: the fault handler notes what the guest touches.
+    fn watch(&self) -> Result<(), SaveError> {
+        while self.trace.now() < self.watch_until && !self.intake.failed() {
+            if self.steps.cancelled() {
+                return Err(SaveError::Cancelled);
+            }
+            thread::sleep(LOOK);
+        }
+        Ok(())
     }
 
     /// Copies up to `blocks` blocks; `false` when the order is at its end.
