@@ -136,8 +136,7 @@ impl Recoverer<'_> {
     ) -> Result<Found, Failure> {
         let machine = self.machine()?;
         let hypervisor = Arc::new(hypervisor);
-        let presence = self.vm.presence();
-        let restoring = restore::resume(&machine, &self.journal, &presence, &hypervisor, what)?;
+        let restoring = restore::resume(&machine, &self.journal, self.vm, &hypervisor, what)?;
         resume(&machine, true)?;
         if restoring.is_none() {
             self.journal

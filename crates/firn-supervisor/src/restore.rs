@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use firn_image::Image;
 use firn_memory::{GuestMemory, PageFaults, Process, Trace, Tracee, process_memory};
 use firn_restore::{
-    Mode, OnFatal, Prefill, Prefilled, Presence, Restore, RestoreError, RestoreOptions,
+    Mode, OnFatal, Prefill, Prefilled, Presence, Restore, RestoreError, RestoreOptions, RunCounts,
 };
 use firn_types::{PAGE_SIZE, RamRegion, Tid, VcpuId};
 use firn_vmm::command_line::{self, RamPlan};
@@ -36,6 +36,7 @@ use crate::keep::Restoring;
 use crate::meta::{self, Meta, Mismatch};
 use crate::protocol::Progress;
 use crate::qemu::{self, Known, Memory};
+use crate::runtime::VmDir;
 use crate::start::{self, Child, Place, Started};
 
 /// How often progress is told.
@@ -161,7 +162,8 @@ impl Load<'_> {
         facts["mode"] = json!(wanted.mode);
         facts["image"] = json!(wanted.image);
         let (hypervisor, journal) = (Arc::clone(child.handle()?), place.journal_handle());
-        Ok((Work { restore, process, vcpus: machine.vcpus, journal, hypervisor }, facts))
+        let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
+        Ok((Work { restore, process, vcpus, journal, hypervisor, run_record }, facts))
     }
 
     /// From here on a successor knows the QEMU.
@@ -421,7 +423,7 @@ fn progress(restore: &Restore) -> Progress {
 pub(crate) fn resume(
     machine: &Machine,
     journal: &Arc<JournalFile>,
-    presence: &Path,
+    vm: &VmDir,
     hypervisor: &Arc<ProcessHandle>,
     (image, identity, mode): (&PathBuf, FileIdentity, Mode),
 ) -> Result<Option<Restoring>, Failure> {
@@ -435,15 +437,16 @@ pub(crate) fn resume(
         return Err(Failure::new(FailureKind::Refused, text));
     }
     let (image, ..) = open(image)?;
-    let presence =
-        Presence::open(presence, memory.map().total_pages()).doing("reading the presence file")?;
+    let presence = Presence::open(&vm.presence(), memory.map().total_pages())
+        .doing("reading the presence file")?;
     let options = options(mode, Instant::now(), machine);
     let on_fatal = on_fatal(Arc::clone(journal), hypervisor);
     let restore =
         Restore::resume(image, memory, faults, options, presence, on_fatal).doing(RESUMING)?;
     let journal = Arc::clone(journal);
     let (vcpus, hypervisor) = (machine.vcpus.clone(), Arc::clone(hypervisor));
-    let work = Work { restore, process, vcpus, journal, hypervisor };
+    let run_record = vm.run_record();
+    let work = Work { restore, process, vcpus, journal, hypervisor, run_record };
     Ok(Some(work.boxed()))
 }
 
@@ -454,6 +457,7 @@ struct Work {
     vcpus: Vec<Tid>,
     journal: Arc<JournalFile>,
     hypervisor: Arc<ProcessHandle>,
+    run_record: PathBuf,
 }
 
 impl Work {
@@ -465,7 +469,7 @@ impl Work {
     fn finish(self, tell: &dyn Fn(Progress)) -> Result<serde_json::Value, Failure> {
         self.wait(tell).map_err(|error| restore_failure(&error))?;
         let (hypervisor, journal_file) = (Arc::clone(&self.hypervisor), Arc::clone(&self.journal));
-        let counts = self.restore.record().counts;
+        let counts = self.keep_record();
         self.let_go().map_err(|failure| match hypervisor.wait_gone(qemu::SHORT_WAIT) {
             Ok(true) => Failure { kind: FailureKind::Ended, ..failure },
             _ => failure,
@@ -473,6 +477,18 @@ impl Work {
         firn_fault::point("restore.finished");
         journal(&journal_file, |journal| journal.phase = Phase::Running)?;
         Ok(json!({ "restored": counts }))
+    }
+
+    /// Writes the run record down. The guest does not depend on it.
+    fn keep_record(&self) -> RunCounts {
+        let record = self.restore.record();
+        let written = serde_json::to_vec(&record)
+            .map_err(std::io::Error::from)
+            .and_then(|json| std::fs::write(&self.run_record, json));
+        if let Err(error) = written {
+            tracing::warn!("no run record in {}: {error}", self.run_record.display());
+        }
+        record.counts
     }
 
     fn wait(&self, tell: &dyn Fn(Progress)) -> Result<(), Arc<RestoreError>> {

@@ -9,6 +9,7 @@
 //!       control.sock                  requests of `firn` commands (protocol.rs)
 //!       qmp.sock                      QEMU's monitor, for Firn alone; only of VMs that Firn started
 //!       presence                      which pages a restore has installed
+//!       restore.json                  the run record of the last restore, once all memory is there
 //!       log                           the supervisor's; nothing of the guest
 //!       qemu.log                      QEMU's own standard output and error
 //! ```
@@ -149,6 +150,11 @@ impl VmDir {
     /// Which pages a restore has installed.
     pub fn presence(&self) -> PathBuf {
         self.path.join("presence")
+    }
+
+    /// The run record of the last restore, a [`firn_restore::RunRecord`] as JSON.
+    pub fn run_record(&self) -> PathBuf {
+        self.path.join("restore.json")
     }
 
     /// The supervisor's log.
