@@ -133,6 +133,7 @@ impl RestoreOptions {
             held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
             fill: self.fill == Fill::Quiet,
             account_use: self.account_use,
+            may_widen: self.mode == Mode::Auto,
             may_diverge: self.mode == Mode::Auto,
             ..Rules::default()
         }

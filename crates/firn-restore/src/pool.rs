@@ -62,6 +62,8 @@ pub(crate) fn read(shared: &Shared, who: Waiter) {
                 drop(inner);
                 reader.read(&read);
                 inner = shared.lock();
+                let took = shared.now().saturating_sub(now);
+                inner.server.read_done(read.why, read.units.len() as u32, took);
                 continue;
             }
             Take::At(then) => Some(then),
@@ -91,8 +93,8 @@ impl<'a> Reader<'a> {
             Ok(units) => self.arrived(read, units, began),
             Err(error) if read.units.len() == 1 => self.failed(read, error),
             // One of them is to blame, and the others are not lost.
-            Err(_) => read.units.clone().for_each(|unit| {
-                self.read(&Read { units: unit..unit + 1, why: read.why });
+            Err(_) => read.each().for_each(|(unit, why)| {
+                self.read(&Read { units: unit.0..unit.0 + 1, why });
             }),
         }
         self.serve_urgent();
@@ -115,9 +117,9 @@ impl<'a> Reader<'a> {
         let now = self.shared.now();
         let mut inner = self.shared.lock();
         let mut stir = Stir::default();
-        for (unit, bytes) in read.units.clone().map(Unit).zip(units) {
+        for ((unit, why), bytes) in read.each().zip(units) {
             let source = self.shared.source(bytes);
-            stir = stir.or(inner.server.arrived(now, unit, source, read.why));
+            stir = stir.or(inner.server.arrived(now, unit, source, why));
         }
         let (offset, _) = self.shared.storage.place(Unit(read.units.start));
         let (last, len) = self.shared.storage.place(Unit(read.units.end.saturating_sub(1)));

@@ -29,7 +29,7 @@ use firn_types::{Block, PAGE_SIZE, Page, RamRegion};
 
 use crate::error::RestoreError;
 use crate::options::{Mode, RestoreOptions};
-use crate::server::Settled;
+use crate::server::{Settled, sequence};
 use crate::storage::Storage;
 
 /// Threads that fill. One processor is the hypervisor's, which is starting.
@@ -176,16 +176,8 @@ fn runs(storage: &Storage, mode: Mode) -> Vec<Range<u32>> {
         Mode::Eager => (0..image.locality_blocks()).collect(),
         Mode::WorkingSet | Mode::Auto => units_of(image),
     };
-    let longest =
-        RestoreOptions { mode, ..RestoreOptions::default() }.run_max(storage.unit_bytes());
-    let mut runs: Vec<Range<u32>> = Vec::new();
-    for unit in units {
-        match runs.last_mut() {
-            Some(last) if last.end == unit && last.len() < longest as usize => last.end += 1,
-            _ => runs.push(unit..unit + 1),
-        }
-    }
-    runs
+    let options = RestoreOptions { mode, ..RestoreOptions::default() };
+    sequence(&units, image.locality_blocks(), options.run_max(storage.unit_bytes()))
 }
 
 /// The locality blocks that hold the working set, in the order in which they are first mentioned.

@@ -68,6 +68,18 @@ pub struct Read {
     pub why: Why,
 }
 
+impl Read {
+    /// Each unit, and why it is read: of a read on demand the guest waits for the first, and the others come along.
+    pub fn each(&self) -> impl Iterator<Item = (Unit, Why)> + use<> {
+        let beside = match self.why {
+            Why::Demand => Why::Fill,
+            why => why,
+        };
+        let (first, why) = (self.units.start, self.why);
+        self.units.clone().map(move |unit| (Unit(unit), if unit == first { why } else { beside }))
+    }
+}
+
 /// Why a unit is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {

@@ -50,6 +50,7 @@ mod plan;
 mod progress;
 mod reading;
 mod rest;
+mod sequence;
 mod settled;
 #[cfg(test)]
 mod simulation;
@@ -59,6 +60,7 @@ pub use actions::{Answer, Counts, Install, Read, Source, Stir, Take, Why, Work};
 pub use pace::Rules;
 pub use plan::{Plan, Unit};
 pub(crate) use rest::LULL;
+pub(crate) use sequence::sequence;
 pub use settled::{PageMask, Settled};
 
 use divergence::Divergence;

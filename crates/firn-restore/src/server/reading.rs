@@ -1,21 +1,30 @@
 //! What is read next, and what comes of it.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Duration;
 
 use super::actions::{Install, Read, Source, Stir, Take, Why};
 use super::pace::Leave;
 use super::plan::Unit;
+use super::sequence::sequence;
 use super::units::State;
 use super::{Server, Waiting};
 
-/// What is to be read ahead, in this order.
+/// Readers that read ahead at once: enough that storage never waits for us, and no more, since what the guest waits for
+/// waits behind them.
+const AHEAD_MAX: u32 = 2;
+
+/// What is to be read ahead.
 #[derive(Debug)]
 pub(super) struct Ahead {
     units: Vec<Unit>,
     /// Whether each unit is one of them.
     listed: Vec<bool>,
-    next: usize,
+    /// Requests that are still to be made.
+    requests: VecDeque<Range<u32>>,
+    /// Requests that readers are at.
+    running: u32,
     done: usize,
     /// That all are in place has been told.
     pub(super) is_over: bool,
@@ -23,7 +32,21 @@ pub(super) struct Ahead {
 
 impl Ahead {
     pub(super) fn nothing() -> Self {
-        Self { units: Vec::new(), listed: Vec::new(), next: 0, done: 0, is_over: true }
+        Self::of(Vec::new(), 0, 1, 0)
+    }
+
+    /// These units of `0..end`, with requests of at most `longest`, while so many others are still `running`.
+    fn of(units: Vec<Unit>, end: u32, longest: u32, running: u32) -> Self {
+        let mut listed = vec![false; end as usize];
+        units.iter().for_each(|unit| listed[unit.index()] = true);
+        let numbers: Vec<u32> = units.iter().map(|unit| unit.0).collect();
+        let requests = sequence(&numbers, end, longest).into();
+        Self { is_over: units.is_empty(), units, listed, requests, running, done: 0 }
+    }
+
+    /// Nothing more, beside what is running.
+    fn ended(&self) -> Self {
+        Self { running: self.running, ..Self::nothing() }
     }
 
     fn has(&self, unit: Unit) -> bool {
@@ -32,18 +55,20 @@ impl Ahead {
 }
 
 impl<B: Clone> Server<B> {
-    /// Has these units read as fast as storage allows, in this order, before any background fill.
+    /// Has these units read as fast as storage allows, roughly in this order, before any background fill.
     /// [`Stir::ahead`] tells when all of them are in place.
     pub fn read_ahead(&mut self, units: Vec<Unit>) -> Stir {
-        let mut listed = vec![false; self.plan.units() as usize];
-        units.iter().for_each(|unit| listed[unit.index()] = true);
-        self.ahead = Ahead { units, listed, next: 0, done: 0, is_over: false };
+        let longest = self.rules.run_max.max(1);
+        self.ahead = Ahead {
+            is_over: false,
+            ..Ahead::of(units, self.plan.units(), longest, self.ahead.running)
+        };
         self.stir(Stir { background: true, ..Stir::default() })
     }
 
     /// Reads nothing any more that the guest does not wait for.
     pub fn stop_background(&mut self) {
-        self.ahead = Ahead::nothing();
+        self.ahead = self.ahead.ended();
         self.rules.fill = false;
     }
 
@@ -92,7 +117,12 @@ impl<B: Clone> Server<B> {
         while let Some(unit) = self.asked.pop_front() {
             if matches!(self.units.state(unit), State::Asked) {
                 self.units.set(unit, State::Reading);
-                return Some(Read { units: unit.0..unit.0 + 1, why: Why::Demand });
+                let len = match self.rules.may_widen && self.units.held() < self.rules.held_max {
+                    true => self.pace.run_on_demand(&self.rules),
+                    false => 1,
+                };
+                let beside = self.start_run(Unit(unit.0 + 1), len - 1);
+                return Some(Read { units: unit.0..beside.end, why: Why::Demand });
             }
             self.reads_on_demand -= 1;
         }
@@ -100,19 +130,29 @@ impl<B: Clone> Server<B> {
     }
 
     fn take_ahead(&mut self) -> Option<Read> {
-        while let Some(&first) = self.ahead.units.get(self.ahead.next) {
-            if self.units.is_stored(first) {
-                let rest = &self.ahead.units[self.ahead.next..];
-                let limit = self.rules.run_max.max(1) as usize;
-                let listed = (first.0..).zip(rest).take(limit);
-                let len = listed.take_while(|(want, unit)| *want == unit.0).count() as u32;
-                let units = self.start_run(first, len);
-                self.ahead.next += units.len();
-                return Some(Read { units, why: Why::Ahead });
+        if self.ahead.running >= AHEAD_MAX {
+            return None;
+        }
+        while let Some(request) = self.ahead.requests.pop_front() {
+            let mut units = request.clone();
+            let stored = units.find(|&unit| self.units.is_stored(Unit(unit)));
+            let Some(first) = stored else { continue };
+            let run = self.start_run(Unit(first), request.end - first);
+            if run.end < request.end {
+                self.ahead.requests.push_front(run.end..request.end);
             }
-            self.ahead.next += 1;
+            self.ahead.running += 1;
+            return Some(Read { units: run, why: Why::Ahead });
         }
         None
+    }
+
+    /// A reader is done with a [`Read`] of so many units, whatever came of it.
+    pub fn read_done(&mut self, why: Why, units: u32, took: Duration) {
+        if why == Why::Ahead {
+            self.ahead.running -= 1;
+        }
+        self.pace.took(units, took);
     }
 
     fn take_fill(&mut self, now: Duration) -> Take {
@@ -201,7 +241,7 @@ impl<B: Clone> Server<B> {
     fn watch_divergence(&mut self, unit: Unit) {
         let is_expected = self.ahead.has(unit);
         if self.rules.may_diverge && !self.ahead.is_over && self.divergence.read(is_expected) {
-            self.ahead = Ahead::nothing();
+            self.ahead = self.ahead.ended();
             self.counts.diverged = true;
         }
     }

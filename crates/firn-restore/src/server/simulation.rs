@@ -121,6 +121,7 @@ impl World {
         let plan = plan_of(&mut dice, block_size.blocks_in(pages), lazy);
         let rules = Rules {
             run_max: 1 + dice.roll(8),
+            may_widen: dice.roll(2) == 0,
             held_max: 1 + dice.roll(6),
             account_use: dice.chance(25),
             ..Rules::default()
@@ -357,13 +358,15 @@ impl World {
     }
 
     fn arrive(&mut self, read: Read) -> Reader {
-        for unit in read.units {
-            self.cached[unit as usize] = true;
+        let took = Duration::from_micros(u64::from(self.dice.roll(8000)));
+        self.server.read_done(read.why, read.units.len() as u32, took);
+        for (unit, why) in read.each() {
+            self.cached[unit.index()] = true;
             let source = match self.rules.account_use {
                 true => Source::PageCache,
-                false => Source::Held(self.bytes_of(Unit(unit))),
+                false => Source::Held(self.bytes_of(unit)),
             };
-            let stir = self.server.arrived(self.now, Unit(unit), source, read.why);
+            let stir = self.server.arrived(self.now, unit, source, why);
             self.note(stir);
         }
         Reader::Serves
@@ -453,6 +456,7 @@ fn a_guest_that_only_touches_zeros_does_not_stop_the_fill() {
         assert!(matches!(server.fault(now, Page(40)), Answer::Zero(_)));
         if let Take::Read(read) = server.take_read(now, true) {
             units += read.units.len();
+            server.read_done(read.why, read.units.len() as u32, Duration::ZERO);
             let _ = server.arrived(now, Unit(read.units.start), Source::PageCache, read.why);
         }
     }
