@@ -21,12 +21,7 @@ pub fn percent_per_second(record: &RunRecord, seconds: usize) -> Vec<f64> {
 }
 
 fn stalls(record: &RunRecord) -> Stalls {
-    let vcpu_of = |tid| record.vcpus.iter().find(|thread| thread.tid == tid);
-    let stall = |fault: &firn_restore::FaultRecord| {
-        let end_us = fault.t_us + u64::from(fault.wait_us);
-        vcpu_of(fault.tid).map(|thread| Stall { vcpu: thread.vcpu.0, start_us: fault.t_us, end_us })
-    };
-    let waits: Vec<Stall> = record.faults.iter().filter_map(stall).collect();
+    let waits: Vec<Stall> = firn_report::waits(record).collect();
     Stalls::new(record.vcpus.len() as u16, &waits)
 }
 

@@ -11,7 +11,6 @@ pub mod guest_time;
 pub mod kvm_host;
 pub mod lab;
 pub mod peer;
-pub mod plot;
 pub mod prober;
 pub mod recorder;
 pub mod report;

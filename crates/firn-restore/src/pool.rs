@@ -121,10 +121,8 @@ impl<'a> Reader<'a> {
             let source = self.shared.source(bytes);
             stir = stir.or(inner.server.arrived(now, unit, source, why));
         }
-        let (offset, _) = self.shared.storage.place(Unit(read.units.start));
-        let (last, len) = self.shared.storage.place(Unit(read.units.end.saturating_sub(1)));
-        let len = (last + u64::from(len)).saturating_sub(offset) as u32;
-        inner.recorder.read(began, now, (offset, len), read.why);
+        let place = self.shared.storage.place_of(&read.units);
+        inner.recorder.read(began, now, place, read.why);
         self.shared.act(inner, stir);
     }
 

@@ -21,12 +21,14 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use firn_fault::point;
 use firn_image::{Image, LocalityBlockId};
 use firn_memory::{GuestMemory, mapped_pages};
 use firn_types::{Block, PAGE_SIZE, Page, RamRegion};
 
+use crate::bytes::Bytes;
 use crate::error::RestoreError;
 use crate::options::{Mode, RestoreOptions};
 use crate::server::{Settled, sequence};
@@ -49,7 +51,17 @@ pub struct Prefill {
 #[derive(Debug, Default)]
 pub struct Prefilled {
     blocks: Vec<Block>,
+    reads: Vec<PrefillRead>,
     is_trusted: bool,
+}
+
+/// One read from storage.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PrefillRead {
+    pub(crate) began: Instant,
+    pub(crate) ended: Instant,
+    /// Where in the image, and how much: both in bytes.
+    pub(crate) place: (u64, u32),
 }
 
 /// What the threads share.
@@ -60,6 +72,7 @@ struct Job {
     next: AtomicUsize,
     stop: AtomicBool,
     filled: Mutex<Vec<Block>>,
+    reads: Mutex<Vec<PrefillRead>>,
 }
 
 impl Prefill {
@@ -76,6 +89,7 @@ impl Prefill {
             next: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             filled: Mutex::default(),
+            reads: Mutex::default(),
         };
         let job = Arc::new(job);
         let wanted = if job.runs.is_empty() { 0 } else { THREADS };
@@ -88,7 +102,9 @@ impl Prefill {
         self.end();
         let scanned = anonymous_pages_scanned();
         let blocks = std::mem::take(&mut *self.job.filled());
-        Prefilled { blocks, is_trusted: scanned.is_some() && scanned == self.scanned_before }
+        let mut reads = std::mem::take(&mut *self.job.reads());
+        reads.sort_by_key(|read| read.ended);
+        Prefilled { blocks, reads, is_trusted: scanned.is_some() && scanned == self.scanned_before }
     }
 
     fn end(&mut self) {
@@ -115,6 +131,16 @@ impl std::fmt::Debug for Prefill {
 }
 
 impl Prefilled {
+    /// What was read for it, by the time it ended.
+    pub(crate) fn reads(&self) -> &[PrefillRead] {
+        &self.reads
+    }
+
+    /// The memory blocks that were filled, kept or not.
+    pub(crate) fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
     /// Empties the RAM files of all that can't be kept, and settles the rest. The range must be registered already, and
     /// the vCPUs stand still.
     pub(crate) fn keep(
@@ -200,6 +226,10 @@ impl Job {
         self.filled.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn reads(&self) -> std::sync::MutexGuard<'_, Vec<PrefillRead>> {
+        self.reads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn run(&self) {
         // Of this thread alone. Without it everything works the same, only less smoothly.
         let _ = rustix::process::setpriority_process(None, NICE);
@@ -215,7 +245,7 @@ impl Job {
 
     /// `None` if something is wrong.
     fn fill(&self, run: &Range<u32>, raw: &mut [u8]) -> Option<()> {
-        let (image, units) = (self.storage.image(), self.storage.read(run).ok()?);
+        let (image, units) = (self.storage.image(), self.read(run)?);
         for (unit, bytes) in run.clone().zip(units) {
             for entry in image.entries(LocalityBlockId(unit)) {
                 if self.stop.load(Ordering::Acquire) {
@@ -227,6 +257,14 @@ impl Job {
             }
         }
         Some(())
+    }
+
+    fn read(&self, run: &Range<u32>) -> Option<Vec<Bytes>> {
+        let began = Instant::now();
+        let units = self.storage.read(run).ok()?;
+        let place = self.storage.place_of(run);
+        self.reads().push(PrefillRead { began, ended: Instant::now(), place });
+        Some(units)
     }
 
     /// A block lies in one region, and may reach past its end.

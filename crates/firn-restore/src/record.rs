@@ -40,8 +40,15 @@ pub struct RunRecord {
     pub vcpus: Vec<VcpuThread>,
     /// When everything to be read before the guest runs was in place.
     pub prefilled_us: Option<u64>,
+    /// When the vCPUs began to run.
+    #[serde(default)]
+    pub resumed_us: Option<u64>,
     /// When all memory was present.
     pub finished_us: Option<u64>,
+    /// Pages installed because the guest was expected to ask for them: runs in the order of addresses, each as its first
+    /// page and its length.
+    #[serde(default)]
+    pub prefetched: Vec<(u32, u32)>,
     /// Sums.
     pub counts: RunCounts,
     /// Each page fault, by the time it was answered.
@@ -219,6 +226,7 @@ pub(crate) struct Recorder {
     reads_left_out: u64,
     waiting: Vec<Fault>,
     prefilled: Option<Duration>,
+    resumed: Option<Duration>,
     finished: Option<Duration>,
 }
 
@@ -231,6 +239,7 @@ impl Recorder {
             reads_left_out: 0,
             waiting: Vec::with_capacity(64),
             prefilled: None,
+            resumed: None,
             finished: None,
         }
     }
@@ -280,6 +289,10 @@ impl Recorder {
         self.prefilled = Some(now);
     }
 
+    pub(crate) fn resumed(&mut self, now: Duration) {
+        self.resumed = Some(now);
+    }
+
     pub(crate) fn finished(&mut self, now: Duration) {
         self.finished = Some(now);
     }
@@ -288,6 +301,7 @@ impl Recorder {
     pub(crate) fn record(&self, about: RunRecord) -> RunRecord {
         RunRecord {
             prefilled_us: self.prefilled.map(micros),
+            resumed_us: self.resumed.map(micros),
             finished_us: self.finished.map(micros),
             faults: self.faults.clone(),
             faults_left_out: self.faults_left_out,

@@ -14,7 +14,7 @@ use crate::options::{Fill, Mode, RestoreOptions};
 use crate::prefill::Prefilled;
 use crate::presence::Presence;
 use crate::record::{RUN_RECORD_VERSION, RunCounts, RunRecord, VcpuThread};
-use crate::server::{Server, Settled, Stir};
+use crate::server::{Server, Settled, Stir, Why};
 use crate::shared::{OnFatal, Shared};
 use crate::storage::Storage;
 
@@ -99,10 +99,21 @@ impl Restore {
         let kept = prefilled.keep(&memory, &mut settled)?;
         point("restore.punched");
         let restore = Self::start(image, &memory, faults, options, presence, settled, on_fatal)?;
-        restore.shared.lock().server.count_prefilled(kept);
+        restore.take_over(prefilled, kept);
         // Until the vCPUs run nothing but the hypervisor's own work faults, and all of it is waited for.
         restore.fill(Fill::Off);
         Ok(restore)
+    }
+
+    /// Counts what was done before it began.
+    fn take_over(&self, prefilled: &Prefilled, kept: u64) {
+        let since = self.shared.options.since;
+        let mut inner = self.shared.lock();
+        inner.server.count_prefilled(kept, prefilled.blocks());
+        for read in prefilled.reads() {
+            let (began, ended) = (read.began - since, read.ended - since);
+            inner.recorder.read(began, ended, read.place, Why::Ahead);
+        }
     }
 
     /// Goes on where another Firn was killed: with the descriptor it left ([`PageFaults::adopt`]), and the presence file
@@ -173,6 +184,11 @@ impl Restore {
         self.shared.lock().recorder.prefilled(self.shared.now());
         self.fill(self.shared.options.fill);
         Ok(())
+    }
+
+    /// The vCPUs run, since just now.
+    pub fn resumed(&self) {
+        self.shared.lock().recorder.resumed(self.shared.now());
     }
 
     /// Turns the background fill on or off.
@@ -257,7 +273,9 @@ fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
         stored_pages,
         vcpus,
         prefilled_us: None,
+        resumed_us: None,
         finished_us: None,
+        prefetched: inner.server.prefetched(),
         counts: RunCounts::new(inner.server.counts(), options.account_use),
         faults: Vec::new(),
         faults_left_out: 0,

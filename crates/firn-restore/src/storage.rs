@@ -151,6 +151,13 @@ impl Storage {
         }
     }
 
+    /// Where neighbouring units are in the file, and how long they are together.
+    pub(crate) fn place_of(&self, units: &Range<u32>) -> (u64, u32) {
+        let (offset, _) = self.place(Unit(units.start));
+        let (last, len) = self.place(Unit(units.end.saturating_sub(1)));
+        (offset, (last + u64::from(len)).saturating_sub(offset) as u32)
+    }
+
     fn single(&self, unit: Unit) -> Block {
         let blocks = self.singles.as_deref().unwrap_or_default();
         blocks.get(unit.index()).copied().unwrap_or(Block(u32::MAX))

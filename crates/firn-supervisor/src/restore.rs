@@ -155,6 +155,7 @@ impl Load<'_> {
         firn_fault::point("restore.device-state");
         journal(place.journal, started)?;
         vm.cont().doing("letting the VM run").map_err(why)?;
+        restore.resumed();
         timings.cont = watch.lap();
         timings.total = milliseconds(watch.since.elapsed());
         firn_fault::point("restore.resumed");

@@ -115,6 +115,8 @@ impl Begun {
     ) -> Result<Started, Failure> {
         let directory = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("/"));
         let place = Place { vm: &self.vm, journal: &self.journal, directory };
+        // Of an earlier VM of this name.
+        let _ = std::fs::remove_file(self.vm.run_record());
         // The guard is started while QEMU is: it does not have to wait for anything.
         spawn::guard(base, &self.vm).doing("starting the guard")?;
         match plan {

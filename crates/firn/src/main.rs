@@ -23,6 +23,7 @@ mod hidden;
 mod image;
 mod ls;
 mod output;
+mod report;
 mod restore;
 mod rm;
 mod run;
@@ -80,6 +81,7 @@ enum Verb {
     Stop(stop::Args),
     Rm(rm::Args),
     Image(image::Args),
+    Report(report::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
     #[command(name = firn_supervisor::SUPERVISE, hide = true)]
@@ -102,6 +104,7 @@ impl Verb {
             Self::Stop(args) => args.run(out),
             Self::Rm(args) => args.run(out),
             Self::Image(args) => args.run(out),
+            Self::Report(args) => args.run(out),
             Self::Doctor(args) => args.run(out),
             Self::Completions(args) => args.run(out),
             Self::Supervise(args) => args.run(),

@@ -26,6 +26,8 @@ use crate::units;
 ///   working-set  what the guest used last before it runs, then as locality
 ///   eager        all of it before the guest runs
 ///
+/// Once all of it is there, the VM's run record says how it went: `firn report` draws it.
+///
 /// An image of another version of QEMU, or of disks that were written to since, is refused: the guest would find them
 /// in contradiction to its memory. --force goes on all the same.
 ///

@@ -33,8 +33,8 @@ use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
 use crate::firn::SaveArgs;
 use crate::guest::{Control, GuestImage, QemuArgs, accel};
 use crate::lab::{Lab, interleaved};
-use crate::plot::BarPlot;
 use crate::report::Report;
+use firn_report::plot::BarPlot;
 
 const PROFILE: DiskProfile = DiskProfile::Hdd15k;
 /// Name of the VM under Firn.

@@ -26,8 +26,8 @@ use super::synthetic::{Done, Scale, Synthetic, VM};
 use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
 use crate::firn::SaveArgs;
 use crate::lab::Lab;
-use crate::plot::LinePlot;
 use crate::report::Report;
+use firn_report::plot::LinePlot;
 
 const QUICK: Scale = Scale { mib: 256, working_set_mib: 64, before: 4000, after: 8000 };
 const FULL: Scale = Scale { mib: 1024, working_set_mib: 256, before: 12_500, after: 15_000 };

@@ -34,10 +34,10 @@ use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
 use crate::firn::SaveArgs;
 use crate::guest::{GuestImage, HostForward, Machine, QemuArgs, accel, free_tcp_port};
 use crate::lab::{Lab, interleaved};
-use crate::plot::BarPlot;
 use crate::report::Report;
 use crate::stats::Sample;
 use crate::web::{Gaussian, WebClient, WebLoad, first_page};
+use firn_report::plot::BarPlot;
 
 const PROFILE: DiskProfile = DiskProfile::Hdd15k;
 /// Name of the VM under Firn.

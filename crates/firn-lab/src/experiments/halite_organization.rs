@@ -31,10 +31,10 @@ use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
 use crate::firn::SaveArgs;
 use crate::guest_time::percent_per_second;
 use crate::lab::{Lab, interleaved};
-use crate::plot::{BarPlot, LinePlot};
 use crate::recorder::{Recorded, Recording};
 use crate::report::{Figure, Report};
 use crate::stats::Sample;
+use firn_report::plot::{BarPlot, LinePlot};
 
 const QUICK: Scale = Scale { mib: 256, working_set_mib: 64, before: 4000, after: 8000 };
 const FULL: Scale = Scale { mib: 1024, working_set_mib: 256, before: 12_500, after: 15_000 };

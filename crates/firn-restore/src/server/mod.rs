@@ -98,6 +98,8 @@ pub struct Server<B> {
     ready: VecDeque<Unit>,
     spared: Vec<Unit>,
     damaged: Vec<Block>,
+    /// Memory blocks that were read ahead and are in place, once or more.
+    prefetched: Vec<Block>,
     ahead: Ahead,
     divergence: Divergence,
     fill_from: u32,
@@ -138,6 +140,7 @@ impl<B: Clone> Server<B> {
             ready: VecDeque::with_capacity(1024),
             spared: Vec::new(),
             damaged: Vec::new(),
+            prefetched: Vec::new(),
             ahead: Ahead::nothing(),
             divergence: Divergence::default(),
             fill_from: 0,
@@ -153,9 +156,28 @@ impl<B: Clone> Server<B> {
         &self.counts
     }
 
-    /// These many pages were in place before this server was made.
-    pub fn count_prefilled(&mut self, pages: u64) {
+    /// So many pages were in place before this server was made; they are of these memory blocks, of which some may be
+    /// missing all the same.
+    pub fn count_prefilled(&mut self, pages: u64, blocks: &[Block]) {
         self.counts.ahead_pages += pages;
+        let complete = |block: &&Block| self.settled.missing(**block).is_empty();
+        self.prefetched = blocks.iter().filter(complete).copied().collect();
+    }
+
+    /// Pages that were expected to be asked for, in runs: the first page, and how many.
+    pub fn prefetched(&self) -> Vec<(u32, u32)> {
+        let mut blocks = self.prefetched.clone();
+        blocks.sort_unstable();
+        blocks.dedup();
+        let mut runs: Vec<(u32, u32)> = Vec::new();
+        for pages in blocks.into_iter().map(|block| self.block_size.pages_of(block)) {
+            let len = pages.end.0 - pages.start.0;
+            match runs.last_mut() {
+                Some((first, count)) if *first + *count == pages.start.0 => *count += len,
+                _ => runs.push((pages.start.0, len)),
+            }
+        }
+        runs
     }
 
     /// The settled pages.

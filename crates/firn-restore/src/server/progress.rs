@@ -133,6 +133,11 @@ impl<B: Clone> Server<B> {
         self.settled.insert_in(block, pages);
         let complete = self.settled.missing(block).is_empty();
         let unit = self.plan.unit_of(block);
+        let is_ahead =
+            |unit| matches!(self.units.state(unit), State::Memory { why: Why::Ahead, .. });
+        if unit.is_some_and(is_ahead) {
+            self.prefetched.push(block);
+        }
         self.missing_pages -= unit.map_or(0, |_| pages.count());
         match unit {
             Some(unit) if complete && self.units.block_complete(unit) => {

@@ -136,8 +136,29 @@ fn from_run_to_restore_in_each_mode() {
         assert_eq!(session.status("web")["state"], "running");
         assert_eq!(userfaultfds(vm.pid()), 0, "{mode}");
         vm.is_well();
+        is_reported(session, mode);
         session.firn(&["stop", "web"]).succeeds();
     }
+}
+
+/// The run record of the restore, the numbers about it and the page agree.
+#[track_caller]
+fn is_reported(session: &Session, mode: &str) {
+    let report = session.json(&["report", "web", "-o", "report.html"]);
+    let run = &report["runs"][0];
+    let kept = std::fs::read(session.path("run/web/restore.json")).unwrap();
+    let record: serde_json::Value = serde_json::from_slice(&kept).unwrap();
+    assert_eq!((&run["name"], &run["mode"]), (&"web".into(), &mode.into()), "{report}");
+    assert_eq!(run["faults"], record["counts"]["faults"]);
+    let seconds = |us: &str| record[us].as_u64().unwrap() as f64 / 1e6;
+    assert_eq!(run["running_s"], seconds("resumed_us"));
+    assert_eq!(run["complete_s"], seconds("finished_us"));
+    let expects = mode != "lazy" && mode != "locality";
+    assert_eq!(!record["prefetched"].as_array().unwrap().is_empty(), expects, "{mode}");
+    let page = std::fs::read_to_string(session.path("report.html")).unwrap();
+    let (_, facts) = page.split_once("type=\"application/json\">").unwrap();
+    let (facts, _) = facts.split_once("</script>").unwrap();
+    assert_eq!(serde_json::from_str::<serde_json::Value>(facts).unwrap(), report["runs"]);
 }
 
 #[test]

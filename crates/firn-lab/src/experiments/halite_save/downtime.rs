@@ -11,10 +11,10 @@ use crate::experiments::synthetic::{last_line, words};
 use crate::firn::SaveArgs;
 use crate::guest::{Control, GuestImage, QemuArgs, accel};
 use crate::lab::{Lab, interleaved};
-use crate::plot::BarPlot;
 use crate::prober::GuestClock;
 use crate::report::Report;
 use crate::stats::Sample;
+use firn_report::plot::BarPlot;
 
 /// A guest.
 #[derive(Clone, Copy, Debug)]

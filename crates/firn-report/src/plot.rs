@@ -52,6 +52,21 @@ pub struct LinePlot {
     pub lines: Vec<(String, Vec<(f64, f64)>)>,
 }
 
+/// Dots at places, one color per series; later series lie on earlier ones.
+#[derive(Clone, Debug, Default)]
+pub struct DotPlot {
+    /// Above the figure.
+    pub title: String,
+    /// What runs to the right.
+    pub x: String,
+    /// What runs upwards.
+    pub y: String,
+    /// Where the upward axis ends.
+    pub top: f64,
+    /// Name and places of each series.
+    pub series: Vec<(String, Vec<(f64, f64)>)>,
+}
+
 /// A value per group, one bar per series side by side.
 #[derive(Clone, Debug, Default)]
 pub struct BarPlot {
@@ -86,6 +101,31 @@ impl LinePlot {
                 .draw_series(line)?
                 .label(name)
                 .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], style));
+        }
+        chart.configure_series_labels().label_font(text(13)).border_style(FAINT).draw()?;
+        Ok(())
+    }
+}
+
+impl DotPlot {
+    /// The figure as the text of an SVG file.
+    pub fn svg(&self) -> Result<String, PlotError> {
+        draw(&self.title, |root| self.draw(root))
+    }
+
+    fn draw(&self, root: &Root<'_>) -> Result<(), Box<dyn Error>> {
+        let right = upper(self.series.iter().flat_map(|(_, dots)| dots).map(|dot| dot.0));
+        let top = upper([self.top].into_iter());
+        let mut chart = builder(root, &self.title).build_cartesian_2d(0.0..right, 0.0..top)?;
+        let mut mesh = chart.configure_mesh();
+        mesh.x_desc(&self.x).y_desc(&self.y).axis_style(INK).label_style(text(13));
+        mesh.bold_line_style(FAINT).light_line_style(TRANSPARENT).draw()?;
+        for (number, (name, dots)) in self.series.iter().enumerate() {
+            let style = color(number).filled();
+            chart
+                .draw_series(dots.iter().map(|&dot| Circle::new(dot, 1.5, style)))?
+                .label(name)
+                .legend(move |(x, y)| Circle::new((x + 8, y), 4, style));
         }
         chart.configure_series_labels().label_font(text(13)).border_style(FAINT).draw()?;
         Ok(())

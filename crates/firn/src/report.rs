@@ -1,0 +1,99 @@
+//! `firn report`
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use clap::Args as ClapArgs;
+use firn_report::{Facts, Run};
+use firn_supervisor::{Failure, FailureKind, VmName};
+
+use crate::output::Output;
+
+/// Draw what restores were like, from their run records.
+///
+/// A run record is kept with the VM once all its memory is there: `restore.json` in its runtime directory. It can be given
+/// by the VM's name, or as a file, which may have been copied and renamed: its name is what the run is called.
+///
+/// The page compares the runs: utilization over time, TTR curves, where pages were prefetched and asked for, reads from
+/// storage, and the numbers. It is one file that loads nothing.
+///
+/// Examples:
+///   firn report web -o report.html
+///   firn report lazy.json locality.json auto.json -o report.html
+///   firn report web --json | jq '.runs[0].ttr_s."1"."0.9"'
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// Run records, or names of VMs.
+    #[arg(required = true, value_name = "RUN")]
+    runs: Vec<PathBuf>,
+    /// The page to write; without it only the numbers are printed.
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let runs: Vec<Run> = self.runs.iter().map(|run| read(run)).collect::<Result<_, _>>()?;
+        if let Some(file) = &self.output {
+            write(file, &runs)?;
+        }
+        let facts: Vec<Facts> = runs.iter().map(Run::facts).collect();
+        let json = serde_json::json!({ "report": self.output, "runs": facts });
+        out.facts(&json, || describe(&facts, self.output.as_deref()))
+    }
+}
+
+/// By file; or else by the name of a VM.
+fn read(run: &Path) -> Result<Run, Failure> {
+    let name = run.to_str().and_then(|name| VmName::new(name.to_owned()).ok());
+    let Some(name) = name.filter(|_| !run.exists()) else { return load(run) };
+    let kept = crate::hidden::runtime_dir()?.vm(&name).run_record();
+    if !kept.exists() {
+        let text =
+            format!("there is neither a file nor a run record of a VM called {}", run.display());
+        return Err(Failure::new(FailureKind::NoSuchVm, text)
+            .hint("a restored VM has one once all its memory is there: `firn status NAME --watch` waits for that"));
+    }
+    load(&kept).map(|run| Run { name: name.to_string(), ..run })
+}
+
+fn load(path: &Path) -> Result<Run, Failure> {
+    Run::read(path).map_err(|error| Failure::from_error(FailureKind::Usage, &error))
+}
+
+fn write(file: &Path, runs: &[Run]) -> Result<(), Failure> {
+    let doing = || format!("writing {}", file.display());
+    let page = firn_report::html(runs)
+        .map_err(|error| Failure::from_error(FailureKind::Other, &error).while_doing(doing()))?;
+    std::fs::write(file, page)
+        .map_err(|error| Failure::from_error(FailureKind::Other, &error).while_doing(doing()))
+}
+
+fn describe(facts: &[Facts], page: Option<&Path>) -> String {
+    let mut text = format!(
+        "{:<16} {:<12} {:>9} {:>13} {:>11} {:>11} {:>10}\n",
+        "RUN", "MODE", "RUNNING", "TTR(0.1,0.9)", "TTR(1,0.8)", "TTR(1,0.9)", "COMPLETE"
+    );
+    let time = |seconds: Option<f64>| seconds.map_or("-".to_owned(), |it| format!("{it:.3} s"));
+    for run in facts {
+        let ttr =
+            |window: &str, utilization: &str| time(run.ttr_s[window].get(utilization).copied());
+        let _ = writeln!(
+            text,
+            "{:<16} {:<12} {:>9} {:>13} {:>11} {:>11} {:>10}",
+            run.name,
+            run.mode.to_string(),
+            time(run.running_s),
+            ttr("0.1", "0.9"),
+            ttr("1", "0.8"),
+            ttr("1", "0.9"),
+            time(run.complete_s)
+        );
+    }
+    if let Some(page) = page {
+        let _ = writeln!(text, "wrote {}", page.display());
+    }
+    text
+}
