@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
-use crate::journal::{JournalFile, Machine, Phase};
+use crate::journal::{Exit, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
 use crate::qemu::{self, Known};
 use crate::runtime::VmDir;
@@ -230,10 +230,8 @@ fn identify(
     match (identity, handle) {
         (Ok(identity), Some(handle)) => Ok((identity, handle)),
         _ => {
-            let how =
-                launched.kill().map_or_else(|error| error.to_string(), |exit| exit.to_string());
-            let failure = Failure::new(FailureKind::Ended, format!("QEMU ended at once: {how}"));
-            Err(with_output(failure, vm))
+            let exit = launched.kill().map_or(Exit::Unknown, Exit::from);
+            Err(with_output(qemu::died(exit), vm))
         }
     }
 }
