@@ -97,7 +97,13 @@ impl Drawn {
             locality_kib: dice.pick(&[16, 64, 256, 1024]),
             codec: dice.pick(&["none", "lz4", "zstd", "zlib"]),
             throttled: dice.below(2) == 0,
-            mode: dice.pick(&[Mode::Eager, Mode::Lazy, Mode::Locality, Mode::WorkingSet]),
+            mode: dice.pick(&[
+                Mode::Auto,
+                Mode::Eager,
+                Mode::Lazy,
+                Mode::Locality,
+                Mode::WorkingSet,
+            ]),
         }
     }
 
