@@ -14,10 +14,12 @@
 //! | `written` | what to protect again, and when that is little enough to pause |
 //! | `lane`, `worker` | which vCPU a first touch belongs to |
 //! | `order`, `pace`, `sweep`, `still` | what the sweep copies, in which order, how fast |
+//! | `access_bits` | what the guest used before the pause, for when nothing runs after it |
 //! | `pipeline` | compressing, packing, writing |
 
 #![forbid(unsafe_code)]
 
+mod access_bits;
 mod armed;
 mod cut;
 mod lane;
@@ -35,7 +37,8 @@ mod trace;
 mod worker;
 mod written;
 
+pub use access_bits::{Scanner, watch};
 pub use cut::{NoSteps, Steps};
-pub use options::{SaveOptions, Strategy, StrategyError};
+pub use options::{Estimator, EstimatorError, SaveOptions, Strategy, StrategyError};
 pub use report::{FaultCounts, Pause, Progress, SaveReport};
 pub use save::{SaveContext, SaveError, save};

@@ -38,6 +38,34 @@ impl FromStr for Strategy {
     }
 }
 
+/// How it is found out which memory a restore should bring in first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Estimator {
+    /// By what the guest touches after the cut, in that order (Zhang et al., VEE 2011, section 4.1.2).
+    #[default]
+    Trace,
+    /// By what it used before the cut (section 4.1.1 there): all there is to go by if it does not run afterwards.
+    AccessBits,
+}
+
+/// An estimator's name that is not one.
+#[derive(Debug, Error)]
+#[error("no working set estimator is called {0:?}; there are `trace` and `access-bits`")]
+pub struct EstimatorError(String);
+
+impl FromStr for Estimator {
+    type Err = EstimatorError;
+
+    fn from_str(name: &str) -> Result<Self, EstimatorError> {
+        match name {
+            "trace" => Ok(Self::Trace),
+            "access-bits" => Ok(Self::AccessBits),
+            other => Err(EstimatorError(other.to_owned())),
+        }
+    }
+}
+
 /// Options of one save.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SaveOptions {
@@ -54,7 +82,7 @@ pub struct SaveOptions {
     /// Whether the sweep yields to the guest.
     pub throttle: bool,
     /// How long the guest is watched after the cut at least, though everything may be copied sooner: what it touches
-    /// is what a restore brings in first.
+    /// is what a restore brings in first ([`Estimator::Trace`]).
     pub watch: Duration,
     /// Bytes of copied, not yet compressed memory blocks held at most. A guest that touches memory faster than it can
     /// be written waits for a buffer.

@@ -24,6 +24,24 @@ pub(crate) struct Order {
     pub(crate) unbacked: Vec<Block>,
 }
 
+impl Order {
+    /// Puts the blocks that hold any of these pages in front, and leaves the order among them, and among the others, as
+    /// it is. Gives those in front.
+    pub(crate) fn bring_forward(&mut self, used: &[Range<Page>], size: BlockSize) -> Vec<Block> {
+        if used.is_empty() {
+            return Vec::new();
+        }
+        let used: HashSet<Block> =
+            used.iter().flat_map(|run| blocks_of(size, run.clone())).collect();
+        let (mut front, rest): (Vec<_>, Vec<_>) =
+            self.blocks.drain(..).partition(|block| used.contains(block));
+        let in_front = front.clone();
+        front.extend(rest);
+        self.blocks = front;
+        in_front
+    }
+}
+
 /// The address spaces of the guest that were found.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AddressSpaces {
@@ -140,6 +158,18 @@ mod tests {
         let order = planner.finish();
         let first: Vec<_> = order.blocks.iter().take(4).map(|block| block.0).collect();
         assert_eq!(first, [4, 5, 1, 0]);
+    }
+
+    #[test]
+    fn what_was_used_comes_forward() {
+        let mut planner = planner(&[Page(0)..Page(12)]);
+        planner.take_pages(Page(8)..Page(10));
+        let mut order = planner.finish();
+        let used = [Page(1)..Page(3), Page(8)..Page(9), Page(40)..Page(41)];
+        let in_front = order.bring_forward(&used, BlockSize::default());
+        assert_eq!(in_front, [4, 0, 1].map(Block));
+        assert_eq!(order.blocks, [4, 0, 1, 2, 3, 5].map(Block));
+        assert_eq!(order.unbacked.len(), 26);
     }
 
     proptest! {

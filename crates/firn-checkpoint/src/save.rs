@@ -12,6 +12,7 @@
 //! Whatever fails, the range is unregistered (which lets every waiting thread go), the descriptor in the hypervisor is
 //! closed, a VM that was stopped here goes on, and the unfinished image file is removed.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,7 +21,7 @@ use firn_image::{Geometry, ImageError, Organization, Sections, Writer};
 use firn_memory::{
     DropError, GuestMemory, MemoryError, PageFaultError, Process, ProcessError, TraceError,
 };
-use firn_types::{GuestPhys, Tid};
+use firn_types::{Block, GuestPhys, Page, Tid};
 use firn_vmm::{AuxRam, DeviceStateError, QmpError, Vm};
 use thiserror::Error;
 
@@ -34,7 +35,6 @@ use crate::pipeline::{Intake, Limits, Pipeline};
 use crate::report::{Progress, SaveReport, ms};
 use crate::still::Still;
 use crate::sweep::Sweep;
-use crate::trace::FaultLog;
 use crate::worker::Workers;
 
 /// Why there is no checkpoint. The VM runs on (or, for a suspend, runs again).
@@ -99,6 +99,9 @@ pub struct SaveContext<'a> {
     pub memory: Arc<GuestMemory>,
     /// Small RAM blocks beside guest RAM.
     pub aux: &'a [AuxRam],
+    /// What the guest has used lately, if that is to be its working set ([`crate::Scanner`], [`crate::watch`]); else
+    /// it is what the guest touches after the cut.
+    pub used: Option<Vec<Range<Page>>>,
     /// What the caller wants told before and after the pause.
     pub steps: &'a dyn Steps,
 }
@@ -163,7 +166,7 @@ fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Cop
         regions: context.memory.map().clone(),
         device_state: std::mem::take(&mut copied.cut.device_state),
         aux_blocks: std::mem::take(&mut copied.cut.aux),
-        working_set: std::mem::take(&mut copied.log.first_touches),
+        working_set: std::mem::take(&mut copied.working_set),
         page_table_roots: std::mem::take(&mut copied.roots),
     }
 }
@@ -171,7 +174,7 @@ fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Cop
 /// All memory is with the pipeline; the guest runs free.
 struct Copied {
     cut: Cut,
-    log: FaultLog,
+    working_set: Vec<Block>,
     roots: Vec<GuestPhys>,
     report: SaveReport,
 }
@@ -214,7 +217,10 @@ impl Copying<'_, '_> {
         let (mut copied, log) = (copied?, log?);
         copied.report.faults = log.counts;
         copied.report.blocks_touched = log.first_touches.len() as u32;
-        Ok(Copied { log, ..copied })
+        if self.context.used.is_none() {
+            copied.working_set = log.first_touches;
+        }
+        Ok(copied)
     }
 
     fn trace_armed(&mut self, armed: &Armed) -> Result<Copied, SaveError> {
@@ -227,7 +233,7 @@ impl Copying<'_, '_> {
         firn_fault::point("save.resumed");
         armed.retrace()?;
         firn_fault::point("save.retraced");
-        let (roots, order) = self.plan()?;
+        let (roots, order, working_set) = self.plan()?;
         armed.skip(&order.unbacked);
         let pace = Pace::new(self.options.throttle, armed.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
@@ -235,15 +241,17 @@ impl Copying<'_, '_> {
             .run(order.blocks)?;
         firn_fault::point("save.swept");
         let report = SaveReport { rounds, arm_ms, ..self.report(&cut) };
-        Ok(Copied { cut, log: FaultLog::default(), roots, report })
+        Ok(Copied { cut, working_set, roots, report })
     }
 
-    /// What to sweep, in which order, and the page-table roots that say so.
-    fn plan(&mut self) -> Result<(Vec<GuestPhys>, Order), SaveError> {
+    /// What to sweep, in which order, the page-table roots that say so, and the working set as far as it is known.
+    fn plan(&mut self) -> Result<(Vec<GuestPhys>, Order, Vec<Block>), SaveError> {
         let memory = &self.context.memory;
         let spaces = order::address_spaces(self.context.vm, memory)?;
-        let order = order::blocks(memory, &spaces, self.options.block_size)?;
-        Ok((spaces.roots, order))
+        let mut order = order::blocks(memory, &spaces, self.options.block_size)?;
+        let used = self.context.used.as_deref().unwrap_or_default();
+        let working_set = order.bring_forward(used, self.options.block_size);
+        Ok((spaces.roots, order, working_set))
     }
 
     /// Stop, copy everything, go on.
@@ -251,12 +259,17 @@ impl Copying<'_, '_> {
         let memory = Arc::clone(&self.context.memory);
         let spaces = order::address_spaces(self.context.vm, &memory)?;
         let Self { options, intake, progress, .. } = *self;
-        let still = Still { memory: &memory, spaces: &spaces, options, intake, progress };
+        let used = self.context.used.take().unwrap_or_default();
+        let still = Still { memory: &memory, spaces: &spaces, used, options, intake, progress };
         let ready = Ready::make(self.context)?;
-        let cut = Cut::make(self.context, options, ready, || still.copy_all())?;
+        let mut working_set = Vec::new();
+        let cut = Cut::make(self.context, options, ready, || {
+            working_set = still.copy_all()?;
+            Ok(0)
+        })?;
         let report = self.report(&cut);
         let roots = spaces.roots;
-        Ok(Copied { cut, log: FaultLog::default(), roots, report })
+        Ok(Copied { cut, working_set, roots, report })
     }
 
     fn report(&self, cut: &Cut) -> SaveReport {

@@ -1,7 +1,9 @@
 //! Copying all of RAM while the vCPUs stand still.
 
+use std::ops::Range;
+
 use firn_memory::GuestMemory;
-use firn_types::Block;
+use firn_types::{Block, Page};
 
 use crate::lane::Lane;
 use crate::options::SaveOptions;
@@ -17,15 +19,20 @@ const REPORT_EVERY: usize = 1024;
 pub(crate) struct Still<'a> {
     pub(crate) memory: &'a GuestMemory,
     pub(crate) spaces: &'a AddressSpaces,
+    /// What the guest used before it was stopped.
+    pub(crate) used: Vec<Range<Page>>,
     pub(crate) options: &'a SaveOptions,
     pub(crate) intake: &'a Intake,
     pub(crate) progress: &'a dyn Fn(Progress),
 }
 
 impl Still<'_> {
-    /// Copies every backed block, in sweep order. Returns 0: nothing is protected.
-    pub(crate) fn copy_all(&self) -> Result<u64, SaveError> {
-        let blocks = order::blocks(self.memory, self.spaces, self.options.block_size)?.blocks;
+    /// Copies every backed block, those used lately first, in sweep order. Gives those.
+    pub(crate) fn copy_all(&self) -> Result<Vec<Block>, SaveError> {
+        let size = self.options.block_size;
+        let mut order = order::blocks(self.memory, self.spaces, size)?;
+        let working_set = order.bring_forward(&self.used, size);
+        let blocks = order.blocks;
         for (done, &block) in blocks.iter().enumerate() {
             self.copy(block)?;
             if done % REPORT_EVERY == 0 {
@@ -36,7 +43,7 @@ impl Still<'_> {
             }
         }
         self.report(blocks.len(), blocks.len());
-        Ok(0)
+        Ok(working_set)
     }
 
     fn copy(&self, block: Block) -> Result<(), SaveError> {

@@ -23,6 +23,11 @@ pub const POINTS: &[&str] = &[
     "save.disarmed",
     "save.sections",
     "save.finished",
+    // Finding out what a guest uses: all the time, or for a moment before a suspend.
+    "scan.begun",
+    "scan.visited",
+    "watch.begun",
+    "watch.forgotten",
     // Writing an image file.
     "image.create",
     "image.write",

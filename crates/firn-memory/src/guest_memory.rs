@@ -226,7 +226,7 @@ impl GuestMemory {
     }
 
     /// All pages, with those between regions.
-    pub(crate) fn all(&self) -> Range<Page> {
+    pub fn all(&self) -> Range<Page> {
         Page(0)..Page(self.map.total_pages())
     }
 

@@ -7,6 +7,7 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::str::FromStr;
+use std::time::Duration;
 
 use firn_types::Tid;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -135,6 +136,13 @@ impl Process {
     /// Its threads, the first one first.
     pub fn threads(&self) -> Result<Vec<Tid>, ProcessError> {
         self.list("task").map(|tids| tids.into_iter().map(Tid).collect())
+    }
+
+    /// How long one of its threads has run on a processor (`/proc/PID/task/TID/schedstat`, first field, in nanoseconds).
+    /// `None` if there is no such thread.
+    pub fn ran(&self, tid: Tid) -> Option<Duration> {
+        let line = self.read(&format!("task/{}/schedstat", tid.0)).ok()?;
+        line.split(' ').next()?.parse().ok().map(Duration::from_nanos)
     }
 
     /// The numbers that name the entries of a directory of `/proc/PID`, ascending.

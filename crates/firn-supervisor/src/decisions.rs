@@ -135,6 +135,12 @@ impl Core {
         self.progress.as_ref()
     }
 
+    /// Whether nothing is going on but the guest, nor about to.
+    pub fn is_idle(&self) -> bool {
+        let ends = self.stopping.is_some() || self.gone.is_some() || self.leaving;
+        self.activity == Activity::Idle && !ends
+    }
+
     /// Takes an event; returns what to do, in order.
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         match event {

@@ -108,6 +108,10 @@ pub struct Machine {
     pub meta: Meta,
     /// When Firn took charge of it, in seconds since 1970.
     pub since: u64,
+    /// At how many bytes a second its RAM is scanned for what the guest uses, if it is: then a dead supervisor may have left
+    /// it registered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub access_bits: Option<u64>,
 }
 
 /// What is going on.

@@ -44,6 +44,12 @@ pub(crate) trait Operations: Send + Sync + 'static {
         progress: &dyn Fn(Progress),
     ) -> Result<serde_json::Value, Failure>;
 
+    /// Nothing is going on but the guest: begins what is done meanwhile. May be called again.
+    fn rest(&self);
+
+    /// Ends what [`Self::rest`] began, because the VM is let go of.
+    fn leave(&self);
+
     /// Ends the hypervisor as asked. It is an error if it goes on.
     fn end(&self, request: StopRequest) -> Result<(), Failure>;
 
@@ -76,6 +82,7 @@ struct Loop {
     events: Receiver<Event>,
     cancel: Arc<AtomicBool>,
     guards: Restarts,
+    resting: bool,
 }
 
 impl Keeper {
@@ -95,12 +102,14 @@ impl Keeper {
         let clients = server::listen(&self.vm.control(), sender.clone())?;
         ready();
         let (cancel, guards) = (Arc::default(), Restarts::default());
-        Loop { keeper: self, core, clients, sender, events, cancel, guards }.run()
+        let resting = false;
+        Loop { keeper: self, core, clients, sender, events, cancel, guards, resting }.run()
     }
 }
 
 impl Loop {
     fn run(mut self) -> io::Result<()> {
+        self.rest();
         while let Ok(event) = self.events.recv() {
             let actions = self.core.on(event);
             let over = actions
@@ -112,8 +121,17 @@ impl Loop {
             if over {
                 break;
             }
+            self.rest();
         }
         Ok(())
+    }
+
+    /// Each time nothing is going on any more.
+    fn rest(&mut self) {
+        let was_resting = std::mem::replace(&mut self.resting, self.core.is_idle());
+        if self.resting && !was_resting {
+            self.keeper.operations.rest();
+        }
     }
 
     fn perform(&mut self, action: Action) -> io::Result<()> {
@@ -183,6 +201,7 @@ impl Loop {
     fn let_go(&self) -> io::Result<()> {
         tracing::info!("letting go of the VM");
         let keeper = &self.keeper;
+        keeper.operations.leave();
         keeper
             .journal
             .update(|journal| journal.phase = Phase::Detached)

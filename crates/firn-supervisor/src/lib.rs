@@ -46,6 +46,7 @@ mod status;
 mod supervise;
 #[cfg(test)]
 mod testing;
+mod usage;
 mod watch;
 
 pub use client::{OnProgress, absolute, ask, forget, look_after, start, status};

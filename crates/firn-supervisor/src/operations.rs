@@ -4,7 +4,9 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use firn_checkpoint::{SaveContext, SaveError, SaveOptions, SaveReport, Steps, Strategy};
+use firn_checkpoint::{
+    Estimator, SaveContext, SaveError, SaveOptions, SaveReport, Steps, Strategy,
+};
 use firn_types::PAGE_SIZE;
 use firn_vmm::{Layout, Vm};
 use serde_json::json;
@@ -16,11 +18,13 @@ use crate::keep::Operations;
 use crate::meta::Meta;
 use crate::protocol::{Progress, SaveChoices, SaveRequest, StopRequest};
 use crate::qemu::{self, Memory};
+use crate::usage::{self, Pages, Usage};
 
 /// A QEMU.
 pub(crate) struct Qemu {
-    pub(crate) journal: Arc<JournalFile>,
-    pub(crate) hypervisor: Arc<ProcessHandle>,
+    journal: Arc<JournalFile>,
+    hypervisor: Arc<ProcessHandle>,
+    usage: Usage,
 }
 
 impl Operations for Qemu {
@@ -37,13 +41,25 @@ impl Operations for Qemu {
         let Prepared { mut vm, blockers, was_running, layout, memory } =
             prepare(&machine).map_err(explain)?;
         refuse_blocked(blockers)?;
+        // One descriptor at a time can have the guest's memory.
+        let scanned = self.usage.finish();
         self.begin(request, then_stop, was_running, &mut vm, &layout).map_err(explain)?;
         firn_fault::point("save.journaled");
-        let save = Save { operations: self, request, then_stop, was_running, cancel };
+        let save = Save { operations: self, request, then_stop, was_running, cancel, scanned };
         let report = save.run(&mut vm, machine.meta, &layout, memory, progress);
         let report = report.map_err(|failure| self.wind_up(failure, &mut vm, was_running));
         self.ended(request, then_stop, &report)?;
         report.map(|report| facts(request, &report))
+    }
+
+    fn rest(&self) {
+        if let Ok(machine) = self.machine() {
+            self.usage.start(&machine);
+        }
+    }
+
+    fn leave(&self) {
+        self.usage.finish();
     }
 
     fn end(&self, request: StopRequest) -> Result<(), Failure> {
@@ -56,6 +72,10 @@ impl Operations for Qemu {
 }
 
 impl Qemu {
+    pub(crate) fn new(journal: Arc<JournalFile>, hypervisor: Arc<ProcessHandle>) -> Self {
+        Self { journal, hypervisor, usage: Usage::default() }
+    }
+
     fn machine(&self) -> Result<Machine, Failure> {
         let none = || Failure::new(FailureKind::Other, "the journal names no hypervisor");
         self.journal.read().machine.ok_or_else(none)
@@ -159,6 +179,8 @@ struct Save<'a> {
     then_stop: bool,
     was_running: bool,
     cancel: &'a AtomicBool,
+    /// What the guest used lately, if it was scanned.
+    scanned: Option<Pages>,
 }
 
 impl Save<'_> {
@@ -170,6 +192,8 @@ impl Save<'_> {
         memory: Memory,
         progress: &dyn Fn(Progress),
     ) -> Result<SaveReport, Failure> {
+        let options = options(&self.request.choices, self.then_stop);
+        let used = self.used(vm, &memory, options.strategy)?;
         if self.then_stop {
             // Before disks are looked at: a VM that runs may write to them after that.
             vm.stop().doing("stopping the VM")?;
@@ -182,7 +206,6 @@ impl Save<'_> {
         };
         firn_fault::point("save.disks");
         let meta = serde_json::to_value(meta).doing("describing the VM")?;
-        let options = options(&self.request.choices, self.then_stop);
         let journal = &self.operations.journal;
         let steps = JournalSteps { journal, paused: self.was_running, cancel: self.cancel };
         let mut context = SaveContext {
@@ -190,6 +213,7 @@ impl Save<'_> {
             process: memory.process,
             memory: memory.guest,
             aux: &layout.aux,
+            used,
             steps: &steps,
         };
         let image = &self.request.image;
@@ -204,6 +228,33 @@ impl Save<'_> {
         firn_checkpoint::save(&mut context, &self.request.image, meta, &options, &report)
             .map_err(|error| save_failure(&error))
             .map_err(|failure| failure.while_doing(format!("saving to {}", image.display())))
+    }
+}
+
+impl Save<'_> {
+    /// What the guest used before it is stopped: by the scan, or else by watching it for a moment. `None` if what counts is
+    /// what it touches afterwards.
+    fn used(
+        &self,
+        vm: &mut Vm,
+        memory: &Memory,
+        strategy: Strategy,
+    ) -> Result<Option<Pages>, Failure> {
+        let after = match strategy {
+            Strategy::Trace => Estimator::Trace,
+            Strategy::Stop => Estimator::AccessBits,
+        };
+        match self.request.choices.working_set.unwrap_or(after) {
+            Estimator::Trace => Ok(None),
+            Estimator::AccessBits if self.scanned.is_some() || !self.was_running => {
+                Ok(self.scanned.clone())
+            }
+            Estimator::AccessBits => {
+                let vcpus = vm.vcpus().doing("asking for the vCPUs")?;
+                let vcpus = vcpus.iter().map(|vcpu| vcpu.tid).collect();
+                Ok(usage::watch(memory, vcpus, &|| self.cancel.load(Ordering::Relaxed)))
+            }
+        }
     }
 }
 

@@ -15,6 +15,7 @@
 use std::io::{self, BufRead, Read, Write};
 use std::path::PathBuf;
 
+use firn_checkpoint::Estimator;
 use firn_image::Codec;
 use firn_restore::Mode;
 use firn_types::BlockSize;
@@ -85,6 +86,9 @@ pub struct SaveChoices {
     /// Stop the guest until all is copied, rather than follow it.
     #[serde(default)]
     pub stop: bool,
+    /// How its working set is found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub working_set: Option<Estimator>,
     /// For tests: also copy RAM to this file while the guest stands still.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reference: Option<PathBuf>,
@@ -109,6 +113,9 @@ pub enum Plan {
     Run {
         /// The user's command line, program first.
         args: Vec<String>,
+        /// Scan what the guest uses, at so many bytes of RAM a second.
+        #[serde(default)]
+        access_bits: Option<u64>,
     },
     /// Look after one that runs.
     Attach {
@@ -116,6 +123,9 @@ pub enum Plan {
         pid: i32,
         /// Its monitor socket; absolute.
         qmp: PathBuf,
+        /// As with `Run`.
+        #[serde(default)]
+        access_bits: Option<u64>,
     },
     /// Start a hypervisor and give it the state of an image.
     Restore {
@@ -125,7 +135,21 @@ pub enum Plan {
         mode: Mode,
         /// Go on where QEMU's version or a disk differs.
         force: bool,
+        /// As with `Run`.
+        #[serde(default)]
+        access_bits: Option<u64>,
     },
+}
+
+impl Plan {
+    /// At how many bytes a second RAM is to be scanned for what the guest uses, if it is.
+    pub fn access_bits(&self) -> Option<u64> {
+        match self {
+            Self::Run { access_bits, .. }
+            | Self::Attach { access_bits, .. }
+            | Self::Restore { access_bits, .. } => *access_bits,
+        }
+    }
 }
 
 /// What a supervisor answers.

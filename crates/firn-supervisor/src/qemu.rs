@@ -168,6 +168,7 @@ pub(crate) fn describe(
         vcpus,
         meta,
         since: now(),
+        access_bits: None,
     })
 }
 

@@ -123,6 +123,9 @@ impl Recoverer<'_> {
     }
 
     fn go_on(self, hypervisor: ProcessHandle) -> Result<Found, Failure> {
+        if let Some(machine) = self.journal.read().machine.filter(|it| it.access_bits.is_some()) {
+            let_go_of_memory(&machine)?;
+        }
         let hypervisor = Arc::new(hypervisor);
         let started = Started { hypervisor, restoring: None, facts: json!(null) };
         Ok(Some((self.journal, started)))

@@ -119,17 +119,32 @@ impl Begun {
         let _ = std::fs::remove_file(self.vm.run_record());
         // The guard is started while QEMU is: it does not have to wait for anything.
         spawn::guard(base, &self.vm).doing("starting the guard")?;
-        match plan {
-            Plan::Run { args } => start::run(&place, args),
-            Plan::Attach { pid, qmp } => {
+        let started = match plan {
+            Plan::Run { args, .. } => start::run(&place, args),
+            Plan::Attach { pid, qmp, .. } => {
                 let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
                 start::attach(&place, *pid, qmp, before)
             }
-            Plan::Restore { image, mode, force } => {
+            Plan::Restore { image, mode, force, .. } => {
                 let wanted = Wanted { image, mode: *mode, force: *force };
                 let mut tell = |progress| starter.tell(&Reply::Progress(progress));
                 restore::restore(&place, &wanted, since, &mut tell)
             }
+        };
+        self.note_scan(plan.access_bits())?;
+        started
+    }
+
+    /// Writes down that the guest's memory is to be scanned, before it is.
+    fn note_scan(&self, access_bits: Option<u64>) -> Result<(), Failure> {
+        let change = |journal: &mut Journal| {
+            if let Some(machine) = &mut journal.machine {
+                machine.access_bits = access_bits;
+            }
+        };
+        match access_bits {
+            Some(_) => self.journal.update(change).doing("writing the journal"),
+            None => Ok(()),
         }
     }
 
@@ -189,8 +204,7 @@ fn keep(
     ready: impl FnOnce(),
 ) -> io::Result<()> {
     let hypervisor = started.hypervisor;
-    let operations =
-        Arc::new(Qemu { journal: Arc::clone(&journal), hypervisor: Arc::clone(&hypervisor) });
+    let operations = Arc::new(Qemu::new(Arc::clone(&journal), Arc::clone(&hypervisor)));
     let keeper = Keeper {
         base: base.clone(),
         vm: vm.clone(),

@@ -17,5 +17,6 @@ pub fn machine(launched: bool) -> Machine {
         vcpus: vec![Tid(1)],
         meta: Meta::default(),
         since: 0,
+        access_bits: None,
     }
 }

@@ -7,6 +7,7 @@ use firn_supervisor::{Failure, FailureKind, Plan, RuntimeDir, VmName, absolute, 
 
 use crate::output::Output;
 use crate::run::summary;
+use crate::working_set::WorkingSetArgs;
 
 /// Look after a VM that runs already.
 ///
@@ -24,6 +25,8 @@ use crate::run::summary;
 pub struct Args {
     /// What the VM is to be called.
     name: VmName,
+    #[command(flatten)]
+    working_set: WorkingSetArgs,
     /// QEMU's process id.
     #[arg(long, requires = "qmp")]
     pid: Option<i32>,
@@ -37,7 +40,7 @@ impl Args {
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         let (pid, qmp) = self.target(&base)?;
-        let plan = Plan::Attach { pid, qmp };
+        let plan = Plan::Attach { pid, qmp, access_bits: self.working_set.access_bits() };
         let facts = start(&base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't attach {}", self.name)))?;
         out.facts(&facts, || format!("{}\n", summary(&facts)))

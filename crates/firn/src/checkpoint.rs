@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
+use firn_checkpoint::Estimator;
 use firn_image::Codec;
 use firn_supervisor::{
     Failure, Request, RuntimeDir, SaveChoices, SaveRequest, VmName, absolute, ask,
@@ -12,6 +13,7 @@ use firn_types::BlockSize;
 use crate::bar::Bar;
 use crate::output::Output;
 use crate::units;
+use crate::working_set::estimator;
 
 /// Save a VM to an image; the VM goes on.
 ///
@@ -41,6 +43,10 @@ pub struct Args {
     /// Stop the guest until all of its memory is copied.
     #[arg(long)]
     stop: bool,
+    /// What a restore is to bring in first: `trace`, what the guest touches after the checkpoint (the default), or
+    /// `access-bits`, what it used before (the default with --stop).
+    #[arg(long, value_name = "HOW", value_parser = estimator)]
+    working_set: Option<Estimator>,
     /// For tests: while the guest stands still, also copy its memory to this file.
     #[arg(long, value_name = "FILE", hide = true)]
     reference: Option<PathBuf>,
@@ -100,6 +106,7 @@ impl Args {
         let mut request = self.image.request()?;
         request.cancel_with_client = self.cancel;
         request.choices.stop = self.stop;
+        request.choices.working_set = self.working_set;
         request.choices.throttle = self.no_throttle.then_some(false);
         request.choices.reference = self.reference.as_deref().map(absolute).transpose()?;
         let base = crate::hidden::runtime_dir()?;

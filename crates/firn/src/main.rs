@@ -31,6 +31,7 @@ mod status;
 mod stop;
 mod suspend;
 mod units;
+mod working_set;
 
 use output::Output;
 

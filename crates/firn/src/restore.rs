@@ -13,6 +13,7 @@ use crate::output::Output;
 use crate::run::{notes, summary};
 use crate::status::watch;
 use crate::units;
+use crate::working_set::WorkingSetArgs;
 
 /// Start a VM from an image.
 ///
@@ -45,6 +46,8 @@ pub struct Args {
     /// How memory comes back: auto, locality, lazy, working-set or eager.
     #[arg(long, default_value_t)]
     mode: Mode,
+    #[command(flatten)]
+    working_set: WorkingSetArgs,
     /// Return only when all memory is there.
     #[arg(long)]
     wait: bool,
@@ -69,7 +72,12 @@ impl Args {
             Some(name) => name.clone(),
             None => name_in(&image)?,
         };
-        let plan = Plan::Restore { image, mode: self.mode, force: self.force };
+        let plan = Plan::Restore {
+            image,
+            mode: self.mode,
+            force: self.force,
+            access_bits: self.working_set.access_bits(),
+        };
         let facts = {
             let mut bar = Bar::new();
             start(base, &name, &plan, &mut |progress| bar.show(progress))?

@@ -7,6 +7,7 @@ use firn_supervisor::{Failure, Plan, RuntimeDir, VmName, start};
 
 use crate::output::Output;
 use crate::units;
+use crate::working_set::WorkingSetArgs;
 
 /// Start a VM from a QEMU command line.
 ///
@@ -16,12 +17,15 @@ use crate::units;
 ///
 /// Examples:
 ///   firn run web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
+///   firn run --working-set access-bits web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
 ///   firn run --quiet test -- qemu-system-x86_64 -accel kvm -m 512 -kernel vmlinuz -initrd initrd
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// What the VM is to be called.
     name: VmName,
+    #[command(flatten)]
+    working_set: WorkingSetArgs,
     /// Do not say what was added to the command line.
     #[arg(long, short)]
     quiet: bool,
@@ -39,7 +43,8 @@ impl Args {
     }
 
     fn start(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
-        let plan = Plan::Run { args: self.command.clone() };
+        let plan =
+            Plan::Run { args: self.command.clone(), access_bits: self.working_set.access_bits() };
         start(base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))
     }

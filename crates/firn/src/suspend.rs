@@ -9,8 +9,9 @@ use crate::units;
 
 /// Save a VM to an image and end it.
 ///
-/// The guest stands still from the beginning, so its disks are as it left them, and `firn restore` takes it up where
-/// it stopped. If the image can't be written the VM runs on.
+/// The guest is watched for a second, so that a restore knows what to bring in first (unless that is known from `firn run
+/// --working-set access-bits`). From then on it stands still, so its disks are as it left them, and `firn restore` takes
+/// it up where it stopped. If the image can't be written the VM runs on.
 ///
 /// Example:
 ///   firn suspend web -o web.firn

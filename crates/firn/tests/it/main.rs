@@ -14,3 +14,4 @@ mod hypervisor_dies;
 mod input;
 mod session;
 mod vm;
+mod working_set;

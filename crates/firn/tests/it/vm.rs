@@ -38,12 +38,27 @@ impl Vm {
         vm
     }
 
+    /// Boots a guest whose memory is scanned, all of it ten times a second.
+    pub fn boot_scanned() -> Self {
+        let vm = Self::new();
+        vm.run(&["--working-set", "access-bits", "--restore-speed", "2G"]);
+        vm.writing(&["--mib", "48", "--rate", "2000"])
+    }
+
     fn booted(self, how: &[&str]) -> Self {
-        let vm = self;
-        let args = vm.qemu_args();
+        self.run(&[]);
+        self.writing(how)
+    }
+
+    fn run(&self, options: &[&str]) {
+        let args = self.qemu_args();
         let command: Vec<&str> = args.iter().map(String::as_str).collect();
-        let run = [&["run", "web", "--quiet", "--"], &command[..]].concat();
-        vm.session.firn(&run).succeeds();
+        let run = [&["run", "web", "--quiet"], options, &["--"], &command[..]].concat();
+        self.session.firn(&run).succeeds();
+    }
+
+    fn writing(self, how: &[&str]) -> Self {
+        let vm = self;
         let mut control = vm.control();
         control.spawn("writers", &[&["firn-guest", "writers"], how].concat()).unwrap();
         eventually("writers", PATIENCE, || control.run(&["firn-guest", "verify"]).is_ok());
@@ -103,7 +118,7 @@ fn image() -> &'static GuestImage {
 }
 
 /// Descriptors of a process that are a userfaultfd.
-fn userfaultfds(pid: i64) -> usize {
+pub fn userfaultfds(pid: i64) -> usize {
     let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
     let targets = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
     targets.filter(|target| target.to_string_lossy().contains("userfaultfd")).count()

@@ -1,0 +1,215 @@
+//! The thread that goes round, and a single short round.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
+use firn_memory::{GuestMemory, PageFaultError, PageScan, Process, ScanError, Tracee};
+use firn_types::{PAGE_SIZE, Page, Tid};
+
+use super::clock::Clock;
+
+/// Pages looked at together: dropping their entries keeps an idle thread of the hypervisor for about a millisecond.
+const CHUNK_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
+
+/// A guest whose vCPUs ran for less between two visits stands still. Nothing is to be learned from that, and what was
+/// known before stays true.
+const STANDS_STILL: Duration = Duration::from_millis(1);
+
+/// How often a watch looks whether it is to end early.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// The hypervisor, as both need it.
+#[derive(Clone)]
+struct Target {
+    process: Arc<Process>,
+    memory: Arc<GuestMemory>,
+    vcpus: Vec<Tid>,
+}
+
+impl Target {
+    fn seize(&self) -> Result<Tracee<'_>, ScanError> {
+        Tracee::seize(&self.process, &self.vcpus).map_err(|error| ScanError::Drop(error.into()))
+    }
+
+    fn create(&self) -> Result<PageScan, ScanError> {
+        if !self.memory.is_shared() {
+            return Err(PageFaultError::Private.into());
+        }
+        PageScan::create(&mut self.seize()?, Arc::clone(&self.memory))
+    }
+
+    fn close(&self, scan: PageScan) -> Result<(), ScanError> {
+        scan.close(&mut self.seize()?)
+    }
+
+    /// How long the vCPUs have run in all.
+    fn ran(&self) -> Duration {
+        self.vcpus.iter().map(|&tid| self.process.ran(tid).unwrap_or_default()).sum()
+    }
+}
+
+/// Goes round over the memory of a running guest until it is asked what it found. Costs the guest a short fault inside
+/// the kernel for each page that it uses, once in a round; [`Scanner::finish`] leaves nothing behind.
+pub struct Scanner {
+    end: Sender<()>,
+    thread: JoinHandle<Result<Option<Vec<Range<Page>>>, ScanError>>,
+}
+
+impl Scanner {
+    /// Starts to scan `bytes_per_s` of RAM: as fast as memory is restored, so that a round takes as long as a restore.
+    ///
+    /// # Errors
+    /// If the hypervisor can't be attached to, or its memory is private or registered with somebody else's userfaultfd.
+    pub fn start(
+        process: Arc<Process>,
+        memory: Arc<GuestMemory>,
+        vcpus: Vec<Tid>,
+        bytes_per_s: u64,
+    ) -> Result<Self, ScanError> {
+        let target = Target { process, memory, vcpus };
+        let scan = target.create()?;
+        firn_fault::point("scan.begun");
+        let (end, ended) = bounded(0);
+        let every = interval(bytes_per_s);
+        let thread = std::thread::spawn(move || {
+            let mut round = Round::new(&target, &scan);
+            let mut result = Ok(());
+            while result.is_ok() && ended.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+                result = round.visit();
+            }
+            // Waits, after an error as well, for whoever has to be told.
+            let _ = ended.recv();
+            let found = result.and_then(|()| round.found());
+            target.close(scan)?;
+            found
+        });
+        Ok(Self { end, thread })
+    }
+
+    /// Ends the scan. Gives the pages that the guest used in the last round and since, in order; `None` if it did not
+    /// come round yet.
+    ///
+    /// # Errors
+    /// What ended the scan before.
+    pub fn finish(self) -> Result<Option<Vec<Range<Page>>>, ScanError> {
+        drop(self.end);
+        match self.thread.join() {
+            Ok(found) => found,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+}
+
+/// From one chunk to the next.
+fn interval(bytes_per_s: u64) -> Duration {
+    let chunk = f64::from(CHUNK_PAGES) * PAGE_SIZE as f64;
+    Duration::from_secs_f64(chunk / bytes_per_s.max(1) as f64)
+}
+
+/// What a scanner is at.
+struct Round<'a> {
+    target: &'a Target,
+    scan: &'a PageScan,
+    clock: Clock,
+    ran: Duration,
+}
+
+impl<'a> Round<'a> {
+    fn new(target: &'a Target, scan: &'a PageScan) -> Self {
+        let regions = target.memory.map().regions().iter().map(|region| region.range());
+        Self { target, scan, clock: Clock::new(regions, CHUNK_PAGES), ran: Duration::ZERO }
+    }
+
+    fn visit(&mut self) -> Result<(), ScanError> {
+        let ran = self.target.ran();
+        let since = ran.saturating_sub(std::mem::replace(&mut self.ran, ran));
+        let Some(chunk) = self.clock.hand().filter(|_| since >= STANDS_STILL) else {
+            return Ok(());
+        };
+        let mut touched = Vec::new();
+        self.scan.touched(chunk.clone(), &mut touched)?;
+        self.scan.forget_touches(&mut self.target.seize()?, chunk)?;
+        firn_fault::point("scan.visited");
+        self.clock.visited(touched);
+        Ok(())
+    }
+
+    fn found(&self) -> Result<Option<Vec<Range<Page>>>, ScanError> {
+        if !self.clock.has_gone_round() {
+            return Ok(None);
+        }
+        let mut found: Vec<_> = self.clock.used().collect();
+        self.scan.touched(self.target.memory.all(), &mut found)?;
+        Ok(Some(union(found)))
+    }
+}
+
+/// The pages of all runs, in order.
+fn union(mut runs: Vec<Range<Page>>) -> Vec<Range<Page>> {
+    runs.sort_unstable_by_key(|run| run.start);
+    let mut out: Vec<Range<Page>> = Vec::with_capacity(runs.len());
+    for run in runs {
+        match out.last_mut() {
+            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
+            _ => out.push(run),
+        }
+    }
+    out
+}
+
+/// The pages that a running guest uses in the next `time`, in order. Ends early when `cancelled` says so.
+///
+/// # Errors
+/// As [`Scanner::start`].
+pub fn watch(
+    process: Arc<Process>,
+    memory: Arc<GuestMemory>,
+    vcpus: Vec<Tid>,
+    time: Duration,
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Vec<Range<Page>>, ScanError> {
+    let target = Target { process, memory, vcpus };
+    let scan = target.create()?;
+    firn_fault::point("watch.begun");
+    let found = watch_with(&target, &scan, time, cancelled);
+    target.close(scan)?;
+    found
+}
+
+fn watch_with(
+    target: &Target,
+    scan: &PageScan,
+    time: Duration,
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Vec<Range<Page>>, ScanError> {
+    scan.forget_touches(&mut target.seize()?, target.memory.all())?;
+    firn_fault::point("watch.forgotten");
+    let until = Instant::now() + time;
+    while Instant::now() < until && !cancelled() {
+        std::thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
+    }
+    let mut found = Vec::new();
+    scan.touched(target.memory.all(), &mut found)?;
+    Ok(union(found))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_put_in_order_and_joined() {
+        let page = |range: Range<u32>| Page(range.start)..Page(range.end);
+        let runs = [5..6, 0..2, 1..3, 3..4, 9..10, 9..12].map(page).to_vec();
+        assert_eq!(union(runs), [0..4, 5..6, 9..12].map(page));
+    }
+
+    #[test]
+    fn a_round_takes_as_long_as_a_restore() {
+        assert_eq!(interval(64 << 20), Duration::from_secs(1));
+        assert_eq!(interval(640 << 20), Duration::from_millis(100));
+    }
+}

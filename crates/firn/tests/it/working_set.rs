@@ -1,0 +1,104 @@
+//! What a guest used before it was saved, and what comes of it.
+
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::faults::base;
+use crate::session::{Session, eventually, kill};
+use crate::vm::{Vm, userfaultfds};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Restores an image in the default mode, and looks whether it brought in what was expected to be used, and only that.
+#[track_caller]
+fn is_brought_in(vm: &Vm, image: &str) {
+    let session = &vm.session;
+    session.firn(&["restore", image, "--name", "web", "--wait"]).succeeds();
+    vm.is_well();
+    let record = std::fs::read(session.path("run/web/restore.json")).unwrap();
+    let record: Value = serde_json::from_slice(&record).unwrap();
+    let runs = record["prefetched"].as_array().unwrap();
+    let prefetched: u64 = runs.iter().map(|run| run[1].as_u64().unwrap()).sum();
+    let stored = record["stored_pages"].as_u64().unwrap();
+    eprintln!("{image}: {prefetched} of {stored} pages were expected to be used");
+    // The writers write 2000 pages a second, where a host is not too busy.
+    assert!(prefetched > 256, "{prefetched}");
+    assert!(prefetched < stored, "{prefetched} of {stored}");
+}
+
+fn recoveries(session: &Session) -> u64 {
+    session.status("web")["recoveries"].as_u64().unwrap()
+}
+
+#[test]
+fn a_suspend_watches_the_guest_first() {
+    let vm = Vm::boot();
+    vm.session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
+    is_brought_in(&vm, "web.firn");
+    assert_eq!(userfaultfds(vm.pid()), 0);
+}
+
+#[test]
+fn a_scanned_guest_can_be_saved_let_go_of_and_taken_up() {
+    let vm = Vm::boot_scanned();
+    let session = &vm.session;
+    eventually("a scan", PATIENCE, || userfaultfds(vm.pid()) == 1);
+    vm.is_well();
+    session.firn(&["checkpoint", "web", "-o", "trace.firn", "--reference", "web.ram"]).succeeds();
+    session.firn(&["image", "compare", "trace.firn", "web.ram"]).succeeds();
+    eventually("a scan again", PATIENCE, || userfaultfds(vm.pid()) == 1);
+    // Some rounds of a tenth of a second.
+    std::thread::sleep(Duration::from_secs(2));
+    let by_bits = ["checkpoint", "web", "-o", "bits.firn", "--working-set", "access-bits"];
+    session.firn(&by_bits).succeeds();
+    vm.is_well();
+    session.firn(&["detach", "web"]).succeeds();
+    assert_eq!(userfaultfds(vm.pid()), 0);
+    session.firn(&["attach", "web", "--working-set", "access-bits"]).succeeds();
+    eventually("a scan of the attached VM", PATIENCE, || userfaultfds(vm.pid()) == 1);
+    vm.is_well();
+    session.firn(&["stop", "web"]).succeeds();
+    for image in ["trace.firn", "bits.firn"] {
+        is_brought_in(&vm, image);
+        session.firn(&["stop", "web"]).succeeds();
+    }
+}
+
+#[test]
+fn a_supervisor_killed_while_it_scans_leaves_nothing_in_the_way() {
+    let vm = Vm::boot_scanned();
+    let session = &vm.session;
+    for delay_ms in [0, 30, 70] {
+        eventually("a scan", PATIENCE, || userfaultfds(vm.pid()) == 1);
+        std::thread::sleep(Duration::from_millis(delay_ms));
+        let before = recoveries(session);
+        kill(session.status("web")["supervisor_pid"].as_i64().unwrap());
+        eventually("another supervisor", PATIENCE, || recoveries(session) > before);
+        vm.is_well();
+        session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
+        vm.is_well();
+    }
+    session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
+    is_brought_in(&vm, "web.firn");
+}
+
+#[test]
+fn killed_while_it_watches_before_a_suspend() {
+    let mut vm = base();
+    for point in ["watch.begun", "watch.forgotten"] {
+        vm.session.arm(Some(point));
+        vm.session.firn(&["restore", "base.firn", "--mode", "eager", "--wait"]).succeeds();
+        vm.session.arm(None);
+        vm.session.firn(&["suspend", "web", "-o", "new.firn"]).fails(8, "aborted");
+        assert_eq!(recoveries(&vm.session), 1, "{point}");
+        vm.is_well();
+        assert_eq!(userfaultfds(vm.pid()), 0, "{point}");
+        assert!(vm.session.files("new.firn").is_empty(), "{point}");
+        vm.session.firn(&["suspend", "web", "-o", "new.firn"]).succeeds();
+        vm.session.firn(&["restore", "new.firn", "--wait"]).succeeds();
+        vm.is_well();
+        vm.session.firn(&["stop", "web"]).succeeds();
+        std::fs::remove_file(vm.image("new.firn")).unwrap();
+    }
+}
