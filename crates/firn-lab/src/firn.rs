@@ -163,6 +163,11 @@ impl Firn {
         Ok(self.finish("status", command)?.facts)
     }
 
+    /// Where a VM's run record is.
+    pub fn run_record(&self, name: &str) -> PathBuf {
+        self.runtime.join(name).join("restore.json")
+    }
+
     /// `firn image VERB`.
     pub fn image(&self, verb: &str, words: &[&OsStr]) -> Result<Said, FirnError> {
         let mut command = self.command("image");

@@ -12,7 +12,7 @@
 use std::fmt;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -191,6 +191,98 @@ impl Drop for Restored {
         // It may have ended by itself; either way it is reaped.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// A guest whose memory stays where it is, in a shared file, and whose device state alone was saved: what QEMU needs to start
+/// it is the least that anybody needs.
+#[derive(Debug)]
+pub struct SharedMemory {
+    guest: QemuArgs,
+    state: PathBuf,
+    dir: PathBuf,
+    ram: PathBuf,
+}
+
+impl SharedMemory {
+    /// Boots the guest with its memory in a file, and saves its device state.
+    pub fn save(guest: &QemuArgs, dir: &Path) -> Result<Self> {
+        let ram = PathBuf::from(format!("/dev/shm/firn-lab-{}.ram", std::process::id()));
+        let saved =
+            Self { guest: guest.clone(), state: dir.join("start.state"), dir: dir.to_owned(), ram };
+        let mut source = saved.spawn(&[])?;
+        let mut qmp = saved.monitor(&mut source)?;
+        std::thread::sleep(Duration::from_secs(3));
+        ignore_shared(&mut qmp)?;
+        qmp.execute("stop", Value::Null)?;
+        qmp.execute(
+            "migrate",
+            json!({ "uri": format!("exec:cat > '{}'", saved.state.display()) }),
+        )?;
+        finished(&mut qmp, "saving device state")?;
+        Ok(saved)
+    }
+
+    /// From starting QEMU until it says that the vCPUs run. The guest is ended then: its memory has gone on since.
+    pub fn start(&self) -> Result<Duration> {
+        let since = Instant::now();
+        let mut child = self.spawn(&["-incoming", "defer"])?;
+        let mut qmp = self.monitor(&mut child)?;
+        ignore_shared(&mut qmp)?;
+        let uri = format!("exec:cat '{}'", self.state.display());
+        qmp.execute("migrate-incoming", json!({ "uri": uri }))?;
+        finished(&mut qmp, "loading device state")?;
+        qmp.execute("cont", Value::Null)?;
+        Ok(since.elapsed())
+    }
+
+    fn spawn(&self, more: &[&str]) -> Result<Killed> {
+        let size = self.guest.memory_bytes();
+        let object = format!(
+            "memory-backend-file,id=lab.ram,size={size},mem-path={},share=on",
+            self.ram.display()
+        );
+        let monitor = format!("unix:{},server=on,wait=off", self.qmp().display());
+        let mut command = Command::new(self.guest.program_name());
+        command.args(self.guest.args());
+        command.args(["-object", &object, "-machine", "memory-backend=lab.ram", "-qmp", &monitor]);
+        command.args(more).stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(File::create(self.dir.join("start.log"))?);
+        Ok(Killed(command.spawn().context("cannot start QEMU")?))
+    }
+
+    fn qmp(&self) -> PathBuf {
+        self.dir.join("start.qmp")
+    }
+
+    fn monitor(&self, child: &mut Killed) -> Result<Qmp> {
+        let mut alive = || matches!(child.0.try_wait(), Ok(None));
+        Ok(Qmp::connect_started(&self.qmp(), Duration::from_secs(20), &mut alive)?)
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // What is left of it is only memory of this machine.
+        let _ = fs::remove_file(&self.ram);
+    }
+}
+
+fn ignore_shared(qmp: &mut Qmp) -> Result<()> {
+    let capability = json!({ "capability": "x-ignore-shared", "state": true });
+    qmp.execute("migrate-set-capabilities", json!({ "capabilities": [capability] }))?;
+    Ok(())
+}
+
+/// A process that ends when dropped.
+#[derive(Debug)]
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have ended by itself; either way it is reaped.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 

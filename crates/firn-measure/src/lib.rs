@@ -11,12 +11,17 @@
 //!   TTR(w, u): the earliest t with MMU(t, w) >= u
 //! ```
 //!
+//! Two sources tell of it: from inside, the waits of vCPUs ([`Stalls`]); from outside, the replies of a guest that is asked all
+//! the time ([`Replies`]), whoever restored it.
+//!
 //! Times are microseconds since the restore command was given.
 
 #![forbid(unsafe_code)]
 
+mod replies;
 mod stalls;
 mod ttr;
 
+pub use replies::Replies;
 pub use stalls::{Stall, Stalls};
 pub use ttr::{CurvePoint, minimum_utilization, responsiveness, responsiveness_curve};

@@ -14,6 +14,7 @@ mod halite_organization;
 mod halite_pgbench;
 mod halite_save;
 mod peers_restore;
+mod peers_ttr;
 mod synthetic;
 
 use anyhow::{Result, bail};
@@ -77,6 +78,11 @@ pub const ALL: &[Experiment] = &[
         name: "peers-restore",
         about: "restore by Firn and by QEMU itself, seen by a client, on three disks",
         run: peers_restore::run,
+    },
+    Experiment {
+        name: "peers-ttr",
+        about: "time to responsiveness seen by a client: Firn's modes and QEMU itself, on four disks",
+        run: peers_ttr::run,
     },
 ];
 

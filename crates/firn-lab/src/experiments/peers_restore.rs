@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
+use firn_restore::Mode;
 use firn_vmm::Qmp;
 use serde_json::json;
 
@@ -36,9 +37,9 @@ use crate::traffic::RedisGets;
 /// Questions per second.
 const RATE: f64 = 100.0;
 /// Share of the steady rate that counts as back.
-const BACK: f64 = 0.9;
+pub(super) const BACK: f64 = 0.9;
 /// Over so long.
-const WINDOW: Duration = Duration::from_secs(1);
+pub(super) const WINDOW: Duration = Duration::from_secs(1);
 /// How long the client asks before the save.
 const STEADY: Duration = Duration::from_secs(5);
 /// How long a restored guest may take to be back.
@@ -47,19 +48,19 @@ const LIMIT: Duration = Duration::from_secs(60);
 const BOOT: Duration = Duration::from_secs(120);
 const PROFILES: [DiskProfile; 3] = [DiskProfile::None, DiskProfile::NetSsd, DiskProfile::Hdd15k];
 /// Name of the VM under Firn.
-const VM: &str = "peer";
+pub(super) const VM: &str = "peer";
 const REDIS: u16 = 6379;
 const VALUE_BYTES: usize = 1000;
 
 /// Who saves and restores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum System {
+pub(super) enum System {
     Firn,
     Qemu(Way),
 }
 
 impl System {
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Firn => "firn",
             Self::Qemu(way) => way.name(),
@@ -68,11 +69,11 @@ impl System {
 }
 
 /// A saved guest.
-struct Image {
-    system: System,
-    file: PathBuf,
+pub(super) struct Image {
+    pub(super) system: System,
+    pub(super) file: PathBuf,
     /// Replies per second before the save.
-    steady: f64,
+    pub(super) steady: f64,
 }
 
 /// Runs it.
@@ -99,16 +100,16 @@ pub fn run(lab: &Lab) -> Result<Report> {
 }
 
 /// The guest that everybody saves, and where it is reached.
-struct Guest<'a> {
+pub(super) struct Guest<'a> {
     lab: &'a Lab,
     image: GuestImage,
-    args: QemuArgs,
+    pub(super) args: QemuArgs,
     address: SocketAddr,
     load: RedisLoad,
 }
 
 impl<'a> Guest<'a> {
-    fn new(lab: &'a Lab) -> Result<Self> {
+    pub(super) fn new(lab: &'a Lab) -> Result<Self> {
         let image = GuestImage::small()?;
         let port = free_tcp_port()?;
         let args = QemuArgs::new(&image, accel::decide().accel)
@@ -120,7 +121,7 @@ impl<'a> Guest<'a> {
         Ok(Self { lab, image, args, address: (Ipv4Addr::LOCALHOST, port).into(), load })
     }
 
-    fn client(&self, seed: u64) -> Prober {
+    pub(super) fn client(&self, seed: u64) -> Prober {
         Prober::start(RedisGets::new(self.address, self.load.keys.end, seed), RATE)
     }
 
@@ -135,7 +136,7 @@ impl<'a> Guest<'a> {
         Ok((client, steady))
     }
 
-    fn save_by_firn(&self, report: &mut Report) -> Result<Image> {
+    pub(super) fn save_by_firn(&self, report: &mut Report) -> Result<Image> {
         self.lab.say("saving by firn");
         let firn = self.lab.firn();
         firn.run(VM, &self.args)?;
@@ -148,7 +149,7 @@ impl<'a> Guest<'a> {
         Ok(Image { system: System::Firn, file, steady })
     }
 
-    fn save_by_qemu(&self, report: &mut Report) -> Result<Vec<Image>> {
+    pub(super) fn save_by_qemu(&self, report: &mut Report) -> Result<Vec<Image>> {
         let socket = self.lab.file("source.qmp");
         let monitor = format!("unix:{},server=on,wait=off", socket.display());
         let mut machine = Machine::start(self.args.clone().more(&["-qmp", &monitor]))?;
@@ -180,7 +181,7 @@ impl<'a> Guest<'a> {
         self.prepare(&image.file)?;
         let client = self.client(self.lab.extent.seed + 1 + round as u64);
         let (event, start) = (client.now(), Instant::now());
-        let _running = self.restore(image, throttle)?;
+        let _running = self.restore(image, None, throttle)?;
         let steady = self.wait_until_back(&client, event, image.steady, start)?;
         let first = client.timeline().first_after(event).context("no reply")?.as_secs_f64();
         let (system, profile) = (image.system.name(), throttle.profile());
@@ -191,16 +192,23 @@ impl<'a> Guest<'a> {
     }
 
     /// The image cold, everything else warm.
-    fn prepare(&self, file: &Path) -> Result<()> {
+    pub(super) fn prepare(&self, file: &Path) -> Result<()> {
         make_cold([file])?;
         [&self.image.kernel, &self.image.initrd].into_iter().try_for_each(|file| warm(file))?;
         Ok(())
     }
 
-    fn restore(&self, image: &Image, throttle: &Throttle) -> Result<Running<'_>> {
+    /// In Firn's default mode, or in this one.
+    pub(super) fn restore(
+        &self,
+        image: &Image,
+        mode: Option<Mode>,
+        throttle: &Throttle,
+    ) -> Result<Running<'_>> {
         match image.system {
             System::Firn => {
-                self.lab.firn().restore(&image.file, VM, &[], throttle)?;
+                let mode = mode.unwrap_or_default().to_string();
+                self.lab.firn().restore(&image.file, VM, &["--mode", &mode], throttle)?;
                 Ok(Running::Firn(self.lab))
             }
             System::Qemu(way) => {
@@ -229,7 +237,7 @@ impl<'a> Guest<'a> {
 }
 
 /// A restored guest; dropped, it ends.
-enum Running<'a> {
+pub(super) enum Running<'a> {
     Firn(&'a Lab),
     Qemu(#[expect(dead_code, reason = "it is held to be dropped")] Restored),
 }

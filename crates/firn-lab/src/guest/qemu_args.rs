@@ -113,6 +113,11 @@ impl QemuArgs {
         self
     }
 
+    /// Guest memory, in bytes.
+    pub fn memory_bytes(&self) -> u64 {
+        self.memory_kib << 10
+    }
+
     /// How many vCPUs.
     pub fn vcpus(mut self, vcpus: u32) -> Self {
         self.vcpus = vcpus;

@@ -1,0 +1,183 @@
+//! `peers-ttr`: time to responsiveness by one clock for everybody, seen by a client.
+//!
+//! Reproduces no figure of a paper; it asks the question of Zhang et al. (VEE 2011), section 2.3, of systems that keep no run
+//! record as well.
+//!
+//! **What varies**: who restores (`firn-MODE` for each of Firn's modes, and QEMU's own ways, as in `peers-restore`) and the
+//! disk (`none`, `netssd`, `hdd15k`, `hdd7200`).
+//!
+//! **What is held equal**: the guest, its Redis, the client, as in `peers-restore`. All of Firn's modes restore the same
+//! checkpoint.
+//!
+//! **What is measured**: `ttr_1s_90`: from the moment the command to restore is given, the earliest time from which on every
+//! window of a second has 90 % of the replies that came before the save; the client asks on for some seconds after that.
+//! For Firn's modes, `inside_ttr_1s_90` is the same from the waits of the vCPUs in the run record. `start_s` is what QEMU
+//! needs merely to load its device state and start, with all memory there already: the floor of everybody.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use firn_measure::Replies;
+use firn_report::Run;
+use firn_restore::Mode;
+use serde_json::{Value, json};
+
+use super::peers_restore::{BACK, Guest, Image, System, VM, WINDOW};
+use crate::disk_profile::{DiskProfile, Throttle};
+use crate::lab::{Lab, interleaved, wait_for};
+use crate::peer::SharedMemory;
+use crate::report::Report;
+use firn_report::plot::BarPlot;
+
+const PROFILES: [DiskProfile; 4] =
+    [DiskProfile::None, DiskProfile::NetSsd, DiskProfile::Hdd15k, DiskProfile::Hdd7200];
+const MODES: [Mode; 5] = [Mode::Auto, Mode::Eager, Mode::Lazy, Mode::Locality, Mode::WorkingSet];
+/// How long the client asks on once the guest is back: whatever slows it then still counts.
+const AFTER: Duration = Duration::from_secs(3);
+/// How long a restored guest may take to be back.
+const LIMIT: Duration = Duration::from_secs(90);
+/// How long a run record may take to be written.
+const RECORD: Duration = Duration::from_secs(120);
+const WINDOW_US: u64 = WINDOW.as_micros() as u64;
+
+/// Who restores.
+struct Row<'a> {
+    name: String,
+    image: &'a Image,
+    mode: Option<Mode>,
+}
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("peers-ttr");
+    let guest = Guest::new(lab)?;
+    let ours = guest.save_by_firn(&mut report)?;
+    let theirs = guest.save_by_qemu(&mut report)?;
+    start_alone(lab, &guest, &mut report)?;
+    let rows = rows(&ours, &theirs);
+    for profile in PROFILES {
+        if let Some(throttle) = lab.disk(profile, &mut report) {
+            interleaved(lab.extent.runs(1, 5), &rows, |round, row| {
+                measure(lab, &guest, row, &throttle, round, &mut report)
+            })?;
+        }
+        figures(profile, &rows, &mut report);
+    }
+    let drawing = drawing(&rows, &report)?;
+    report.drawing("peers-ttr", drawing);
+    Ok(report)
+}
+
+fn rows<'a>(ours: &'a Image, theirs: &'a [Image]) -> Vec<Row<'a>> {
+    let firn =
+        MODES.map(|mode| Row { name: format!("firn-{mode}"), image: ours, mode: Some(mode) });
+    let qemu =
+        theirs.iter().map(|image| Row { name: image.system.name().to_owned(), image, mode: None });
+    firn.into_iter().chain(qemu).collect()
+}
+
+/// What QEMU needs to load its device state and start.
+fn start_alone(lab: &Lab, guest: &Guest<'_>, report: &mut Report) -> Result<()> {
+    let saved = SharedMemory::save(&guest.args, lab.dir())?;
+    let starts = (0..lab.extent.runs(3, 9)).map(|_| saved.start());
+    let starts = starts.collect::<Result<Vec<Duration>>>()?;
+    report.sample("start_s", starts.iter().map(Duration::as_secs_f64));
+    Ok(())
+}
+
+fn measure(
+    lab: &Lab,
+    guest: &Guest<'_>,
+    row: &Row<'_>,
+    throttle: &Throttle,
+    round: usize,
+    report: &mut Report,
+) -> Result<()> {
+    guest.prepare(&row.image.file)?;
+    let client = guest.client(lab.extent.seed + 100 + round as u64);
+    let event = client.now();
+    let running = guest.restore(row.image, row.mode, throttle)?;
+    let outside = || {
+        let observed = client.now().saturating_sub(event);
+        let replies = client.timeline();
+        let after = replies.replies().iter().filter_map(|reply| reply.checked_sub(event));
+        let times = after.map(|time| time.as_micros() as u64).collect();
+        Replies::new(times, observed.as_micros() as u64, row.image.steady)
+    };
+    let since = Instant::now();
+    let is_settled = || {
+        let back = outside().responsiveness(WINDOW_US, BACK);
+        let settled = Duration::from_secs_f64(back.unwrap_or(f64::from(u16::MAX))) + WINDOW + AFTER;
+        since.elapsed() >= settled
+    };
+    while !is_settled() {
+        ensure!(since.elapsed() < LIMIT, "{}: not back within {} s", row.name, LIMIT.as_secs());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let ttr = outside().responsiveness(WINDOW_US, BACK).context("not back")?;
+    let inside = match row.image.system {
+        System::Firn => Some(inside(lab)?),
+        System::Qemu(_) => None,
+    };
+    drop(running);
+    let profile = throttle.profile();
+    let within = inside.map_or(String::new(), |inside| format!(", inside {inside:.2} s"));
+    lab.say(&format!("{} on {profile}: TTR {ttr:.2} s{within}", row.name));
+    report.repetition(json!({ "system": row.name, "profile": profile, "round": round,
+        "ttr_1s_90": ttr, "inside_ttr_1s_90": inside }));
+    Ok(())
+}
+
+/// TTR by the waits of the vCPUs, once all memory is there.
+fn inside(lab: &Lab) -> Result<f64> {
+    let record = lab.firn().run_record(VM);
+    let whole = || {
+        let run = Run::read(&record).ok();
+        Ok(run.filter(|run| run.record.finished_us.is_some()))
+    };
+    let run = wait_for("the run record", RECORD, whole)?;
+    Ok(firn_measure::responsiveness(&run.stalls(), WINDOW_US, BACK))
+}
+
+fn figures(profile: DiskProfile, rows: &[Row<'_>], report: &mut Report) {
+    for row in rows {
+        for key in ["ttr_1s_90", "inside_ttr_1s_90"] {
+            if key == "ttr_1s_90" || row.mode.is_some() {
+                let values = measured(report, &row.name, profile, key);
+                report.sample(format!("{key}.{profile}.{}", row.name), values);
+            }
+        }
+    }
+    let ttr = |name: &str| report.value(&format!("ttr_1s_90.{profile}.{name}"));
+    let best = |rows: &mut dyn Iterator<Item = &Row<'_>>| {
+        rows.filter_map(|row| ttr(&row.name)).fold(f64::INFINITY, f64::min)
+    };
+    let auto = ttr("firn-auto").unwrap_or(f64::NAN);
+    let peers = best(&mut rows.iter().filter(|row| row.mode.is_none()));
+    let others = best(&mut rows.iter().filter(|row| row.mode.is_some_and(|it| it != Mode::Auto)));
+    let to_start = auto / report.value("start_s").unwrap_or(f64::NAN);
+    report.number(format!("auto_ahead_of_peers.{profile}"), peers / auto);
+    report.number(format!("auto_to_best_mode.{profile}"), auto / others);
+    report.number(format!("auto_to_start.{profile}"), to_start);
+}
+
+fn measured(report: &Report, system: &str, profile: DiskProfile, key: &str) -> Vec<f64> {
+    let is_it = |run: &&Value| {
+        run["system"] == system && run["profile"] == profile.name() && run[key].is_number()
+    };
+    report.repetitions().iter().filter(is_it).filter_map(|run| run[key].as_f64()).collect()
+}
+
+fn drawing(rows: &[Row<'_>], report: &Report) -> Result<String> {
+    let of = |profile: DiskProfile| {
+        let ttr = |row: &Row<'_>| report.value(&format!("ttr_1s_90.{profile}.{}", row.name));
+        (profile.to_string(), rows.iter().map(|row| ttr(row).unwrap_or(0.0)).collect())
+    };
+    let plot = BarPlot {
+        title: "Time to responsiveness, seen by a client: TTR(1 s, 90 %)".into(),
+        y: "seconds since the command".into(),
+        groups: rows.iter().map(|row| row.name.clone()).collect(),
+        series: PROFILES.map(of).into(),
+    };
+    plot.svg().context("the figure")
+}
