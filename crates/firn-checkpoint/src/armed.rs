@@ -6,9 +6,10 @@ use std::sync::Arc;
 use firn_memory::{
     PageFaultError, PageFaults, Process, Trace as TraceFor, Tracee, drop_page_tables,
 };
-use firn_types::{Block, BlockSize, PAGE_SIZE, Page, Tid};
+use firn_types::{Block, PAGE_SIZE, Page, Tid};
 
 use crate::lane::Lanes;
+use crate::options::{SaveOptions, Strategy};
 use crate::pipeline::Intake;
 use crate::save::{SaveContext, SaveError};
 use crate::trace::{FaultLog, Handler, Trace};
@@ -32,7 +33,7 @@ impl Armed {
     /// Creates the descriptor in the hypervisor, starts answering faults, registers all RAM.
     pub(crate) fn attach(
         context: &SaveContext<'_>,
-        block_size: BlockSize,
+        options: &SaveOptions,
         vcpus: Vec<Tid>,
         lanes: Lanes,
         workers: Workers,
@@ -40,10 +41,18 @@ impl Armed {
     ) -> Result<Self, SaveError> {
         let faults = {
             let mut tracee = Tracee::seize(&context.process, &vcpus)?;
-            PageFaults::create(&mut tracee, Arc::clone(&context.memory), TraceFor::Save)?
+            PageFaults::create(
+                &mut tracee,
+                Arc::clone(&context.memory),
+                followed(options.strategy),
+            )?
         };
+        if !context.memory.is_shared() && !faults.features().write_protect_unpopulated {
+            faults.close(&mut Tracee::seize(&context.process, &vcpus)?)?;
+            return Err(SaveError::PrivateUnpopulated);
+        }
         firn_fault::point("save.attached");
-        let trace = Arc::new(Trace::new(Arc::clone(&context.memory), faults, block_size));
+        let trace = Arc::new(Trace::new(Arc::clone(&context.memory), faults, options.block_size));
         let handler = Handler::start(Arc::clone(&trace), lanes, workers, intake);
         let armed = Self { trace, handler, process: Arc::clone(&context.process), vcpus };
         if let Err(error) = armed.trace.faults.register() {
@@ -57,7 +66,7 @@ impl Armed {
     /// Write-protects all RAM while the guest runs.
     pub(crate) fn arm(&self) -> Result<(), PageFaultError> {
         for chunk in self.chunks(PROTECT_PAGES) {
-            self.protect(&[chunk])?;
+            self.trace.faults.protect(chunk)?;
         }
         firn_fault::point("save.armed");
         Ok(())
@@ -68,7 +77,8 @@ impl Armed {
     pub(crate) fn settle(&self) -> Result<u32, PageFaultError> {
         let mut rounds = Rounds::new();
         while rounds.another(self.trace.written().len()) {
-            self.protect_round()?;
+            let runs = self.trace.written().drain();
+            self.protect(&runs)?;
         }
         firn_fault::point("save.rounds");
         Ok(rounds.done())
@@ -79,24 +89,17 @@ impl Armed {
         map.regions().iter().flat_map(move |region| chunks_of(region.range(), pages))
     }
 
-    /// Protects a chunk. The lock keeps a fault from making a page writable, and noting it, halfway.
     fn protect(&self, runs: &[Range<Page>]) -> Result<(), PageFaultError> {
-        let _written = self.trace.written();
         runs.iter().try_for_each(|run| self.trace.faults.protect(run.clone()))
-    }
-
-    fn protect_round(&self) -> Result<u64, PageFaultError> {
-        let mut written = self.trace.written();
-        let runs = written.drain();
-        runs.iter().try_for_each(|run| self.trace.faults.protect(run.clone()))?;
-        Ok(runs.iter().map(|run| Page::count(run) as u64).sum())
     }
 
     /// With the vCPUs stopped: protects the rest and makes the cut. Returns the number of pages protected.
     pub(crate) fn cut(&self) -> Result<u64, SaveError> {
-        let pages = self.protect_round()?;
+        let mut written = self.trace.written();
+        let runs = written.drain();
+        self.protect(&runs)?;
         self.trace.cut();
-        Ok(pages)
+        Ok(runs.iter().map(|run| Page::count(run) as u64).sum())
     }
 
     /// Drops the page-table entries of all RAM while the guest runs, so that reads fault as well. Data stays where it
@@ -129,6 +132,14 @@ impl Armed {
         }
         unregistered?;
         log
+    }
+}
+
+/// What has to be seen.
+fn followed(strategy: Strategy) -> TraceFor {
+    match strategy {
+        Strategy::Trace => TraceFor::Save,
+        Strategy::Cow | Strategy::Stop => TraceFor::Writes,
     }
 }
 

@@ -17,13 +17,16 @@ pub enum Strategy {
     /// whichever comes first (Halite, section 7.1).
     #[default]
     Trace,
+    /// Copy-on-write: as [`Self::Trace`], but only writes are followed. The guest's reads cost nothing, and its memory may be
+    /// private to the hypervisor; what the guest uses is not learned (Sun, Blough, section 4.3).
+    Cow,
     /// The guest stands still until everything is copied.
     Stop,
 }
 
 /// A strategy's name that is not one.
 #[derive(Debug, Error)]
-#[error("no save strategy is called {0:?}; there are `trace` and `stop`")]
+#[error("no save strategy is called {0:?}; there are `trace`, `cow` and `stop`")]
 pub struct StrategyError(String);
 
 impl FromStr for Strategy {
@@ -32,6 +35,7 @@ impl FromStr for Strategy {
     fn from_str(name: &str) -> Result<Self, StrategyError> {
         match name {
             "trace" => Ok(Self::Trace),
+            "cow" => Ok(Self::Cow),
             "stop" => Ok(Self::Stop),
             other => Err(StrategyError(other.to_owned())),
         }

@@ -15,7 +15,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use firn_image::{Geometry, ImageError, Organization, Sections, Writer};
 use firn_memory::{
@@ -75,10 +75,22 @@ pub enum SaveError {
     /// A step of the caller's failed (its journal, for example).
     #[error("a step around the save failed")]
     Step(#[source] std::io::Error),
+    /// The kernel can't protect private memory that was never written.
+    #[error(
+        "the guest's memory is private to the hypervisor, and this kernel can't protect all of it (before Linux 6.4): save it \
+         standing still (firn checkpoint --strategy stop), or start it with shared memory (firn run does)"
+    )]
+    PrivateUnpopulated,
+    /// Another process writes to the guest's memory, and its writes can't be followed.
+    #[error(
+        "the guest's memory is also mapped by {0}, whose writes to it can't be followed: save it standing still \
+         (firn checkpoint --strategy stop), or start it without vhost-user devices"
+    )]
+    Foreign(String),
     /// The VM may give memory back while it is being copied.
     #[error(
         "the VM has a balloon device: memory that the guest gives back during the save could not be saved any more. \
-         Save it standing still (firn checkpoint --stop), or start it without the device"
+         Save it standing still (firn checkpoint --strategy stop), or start it without the device"
     )]
     Balloon,
     /// The caller gave it up.
@@ -192,16 +204,19 @@ impl Copying<'_, '_> {
     fn run(mut self) -> Result<Copied, SaveError> {
         self.context.memory.open_window()?;
         match self.options.strategy {
-            Strategy::Trace => self.trace(),
+            Strategy::Trace | Strategy::Cow => self.follow(),
             Strategy::Stop => self.stop(),
         }
     }
 
-    /// Copy-on-access.
-    fn trace(&mut self) -> Result<Copied, SaveError> {
+    /// Copy-on-access, or copy-on-write.
+    fn follow(&mut self) -> Result<Copied, SaveError> {
         // The hypervisor punches such pages out of the RAM file; no page fault tells of it beforehand.
         if self.context.vm.balloon()?.is_some() {
             return Err(SaveError::Balloon);
+        }
+        if let Some(other) = self.context.memory.other_users()?.first() {
+            return Err(SaveError::Foreign(other.to_string()));
         }
         let vcpus = self.context.vm.vcpus()?;
         let tids: Vec<Tid> = vcpus.iter().map(|vcpu| vcpu.tid).collect();
@@ -209,9 +224,8 @@ impl Copying<'_, '_> {
         let workers = Workers::of(self.context.process.pid(), threads.clone());
         let lanes = Lanes::new(threads, self.context.process.threads()?);
         let intake = self.intake.clone();
-        let armed =
-            Armed::attach(self.context, self.options.block_size, tids, lanes, workers, intake)?;
-        let copied = self.trace_armed(&armed);
+        let armed = Armed::attach(self.context, self.options, tids, lanes, workers, intake)?;
+        let copied = self.follow_armed(&armed);
         let log = armed.disarm();
         firn_fault::point("save.disarmed");
         let (mut copied, log) = (copied?, log?);
@@ -223,15 +237,21 @@ impl Copying<'_, '_> {
         Ok(copied)
     }
 
-    fn trace_armed(&mut self, armed: &Armed) -> Result<Copied, SaveError> {
+    fn follow_armed(&mut self, armed: &Armed) -> Result<Copied, SaveError> {
         armed.arm()?;
         let ready = Ready::make(self.context)?;
         let rounds = armed.settle()?;
         let arm_ms = ms(self.started.elapsed());
         let cut = Cut::make(self.context, self.options, ready, || armed.cut())?;
-        let watch_until = armed.trace.now() + self.options.watch;
         firn_fault::point("save.resumed");
-        armed.retrace()?;
+        let watch = match self.options.strategy {
+            Strategy::Trace => self.options.watch,
+            _ => Duration::ZERO,
+        };
+        let watch_until = armed.trace.now() + watch;
+        if self.options.strategy == Strategy::Trace {
+            armed.retrace()?;
+        }
         firn_fault::point("save.retraced");
         let (roots, order, working_set) = self.plan()?;
         armed.skip(&order.unbacked);

@@ -8,9 +8,15 @@
 //!            let the vCPU go             |  queue (lane, block)
 //! ```
 //!
-//! While arming, noting a page and making it writable must not fall between another thread's emptying of the written
-//! set and its protecting of those pages, or a writable page would be believed protected. One lock spans both; nobody
-//! takes it once the cut is made.
+//! While arming, noting a page and making it writable are one step under a lock, and so is the emptying of the written
+//! set; protecting is not, or vCPUs would wait for it. Of the two possible orders both are right:
+//!
+//! ```text
+//!   note P, make it writable | empty the set | protect P       P is protected
+//!   empty the set | note P, make it writable | protect P       P is protected, and in the set: protected once more
+//! ```
+//!
+//! The cut, too, is made under that lock: no page can become writable between the last protecting and the cut.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -66,7 +72,7 @@ impl Trace {
         }
     }
 
-    /// Locks the written set: no page becomes writable while the guard lives.
+    /// Locks the written set: while arming, no page becomes writable while the guard lives.
     pub(crate) fn written(&self) -> MutexGuard<'_, WrittenSet> {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }

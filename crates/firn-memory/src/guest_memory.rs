@@ -21,10 +21,12 @@ use crate::process::Process;
 mod backing;
 mod error;
 mod source;
+mod users;
 mod window;
 
 use backing::Backing;
 pub use error::MemoryError;
+pub use users::User;
 use window::Window;
 
 /// Where a region lies in the hypervisor's address space.
@@ -170,6 +172,19 @@ impl GuestMemory {
         // If somebody else has just opened one, that is as good.
         let _ = self.window.set(window);
         Ok(())
+    }
+
+    /// Other processes that map the guest's RAM files: back ends of its devices (vhost-user). What they write is seen by
+    /// no page-fault handler of the hypervisor's. Firn itself does not count, nor do processes that may not be looked at.
+    ///
+    /// # Errors
+    /// If the RAM files can't be looked at.
+    pub fn other_users(&self) -> Result<Vec<User>, MemoryError> {
+        let files = self.backings.iter().filter_map(|backing| backing.identity().transpose());
+        let files = files.collect::<Result<Vec<_>, _>>()?;
+        let is_ours = |pid: i32| pid == self.process.pid() || pid == std::process::id() as i32;
+        let others = users::processes().filter(|&pid| !files.is_empty() && !is_ours(pid));
+        Ok(others.filter_map(|pid| users::User::of(pid, &files)).collect())
     }
 
     /// Whether any page of the range has memory behind it.

@@ -33,7 +33,7 @@ pub mod process_memory;
 mod sys;
 mod tracee;
 
-pub use guest_memory::{GuestMemory, MemoryError, RegionLocation};
+pub use guest_memory::{GuestMemory, MemoryError, RegionLocation, User};
 pub use page_faults::{
     Attempt, Event, FaultKind, Features, Install, PageFaultError, PageFaults, Trace,
 };

@@ -45,6 +45,9 @@ pub struct RunRecord {
     pub resumed_us: Option<u64>,
     /// When all memory was present.
     pub finished_us: Option<u64>,
+    /// When this was written down. Of what comes later it says nothing.
+    #[serde(default)]
+    pub recorded_us: u64,
     /// Pages installed because the guest was expected to ask for them: runs in the order of addresses, each as its first
     /// page and its length.
     #[serde(default)]
@@ -225,14 +228,19 @@ pub(crate) struct Recorder {
     reads: Vec<ReadRecord>,
     reads_left_out: u64,
     waiting: Vec<Fault>,
+    vcpus: Vec<Tid>,
+    waited: Duration,
     prefilled: Option<Duration>,
     resumed: Option<Duration>,
     finished: Option<Duration>,
 }
 
 impl Recorder {
-    pub(crate) fn new() -> Self {
+    /// A recorder of what happens to a VM with these vCPU threads.
+    pub(crate) fn new(vcpus: Vec<Tid>) -> Self {
         Self {
+            vcpus,
+            waited: Duration::ZERO,
             faults: Vec::with_capacity(RESERVED),
             faults_left_out: 0,
             reads: Vec::with_capacity(RESERVED),
@@ -246,6 +254,9 @@ impl Recorder {
 
     /// A fault was answered.
     pub(crate) fn fault(&mut self, fault: FaultRecord) {
+        if self.vcpus.contains(&fault.tid) {
+            self.waited += Duration::from_micros(fault.wait_us.into());
+        }
         match self.faults.len() < FAULTS_MAX {
             true => self.faults.push(fault),
             false => self.faults_left_out += 1,
@@ -268,6 +279,11 @@ impl Recorder {
                 at += 1;
             }
         }
+    }
+
+    /// How long vCPUs have waited, all together, for what they have by now.
+    pub(crate) fn waited(&self) -> Duration {
+        self.waited
     }
 
     pub(crate) fn has_waiting(&self) -> bool {
@@ -329,7 +345,7 @@ mod tests {
 
     #[test]
     fn a_fault_that_waits_for_storage_is_recorded_when_its_page_is_there() {
-        let mut recorder = Recorder::new();
+        let mut recorder = Recorder::new(vec![Tid(2)]);
         recorder.waits(fault(7, 1, MS));
         recorder.waits(fault(9, 2, 2 * MS));
         recorder.settle(5 * MS, |page| page == Page(9));
@@ -342,11 +358,12 @@ mod tests {
         };
         assert_eq!(recorder.faults, [expected]);
         assert!(recorder.has_waiting());
+        assert_eq!(recorder.waited(), 3 * MS);
     }
 
     #[test]
     fn memory_is_bounded() {
-        let mut recorder = Recorder::new();
+        let mut recorder = Recorder::new(vec![Tid(2)]);
         for _ in 0..FAULTS_MAX + 3 {
             recorder.fault(FaultRecord::new(fault(0, 0, MS), MS, Answered::Zero));
         }

@@ -33,6 +33,8 @@ pub struct Progress {
     pub disk_reads: u64,
     /// Pages installed without the guest waiting for them, but not by the background fill.
     pub prefetched: u64,
+    /// How long the vCPUs waited for pages, all together.
+    pub waited: Duration,
     /// Share of prefetched pages that the guest used later, if use is accounted for.
     pub prefetched_used: Option<f64>,
 }
@@ -198,6 +200,11 @@ impl Restore {
         self.shared.act(inner, stir);
     }
 
+    /// Virtual CPUs.
+    pub fn vcpus(&self) -> u32 {
+        self.shared.options.vcpus.len() as u32
+    }
+
     /// How far it is.
     pub fn progress(&self) -> Progress {
         let inner = self.shared.lock();
@@ -210,6 +217,7 @@ impl Restore {
             demand_faults: counts.faults,
             disk_reads: counts.demand_reads,
             prefetched: counts.beside_pages + counts.ahead_pages,
+            waited: inner.recorder.waited(),
             prefetched_used: counts.prefetched_used(),
         }
     }
@@ -275,6 +283,7 @@ fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
         prefilled_us: None,
         resumed_us: None,
         finished_us: None,
+        recorded_us: shared.now().as_micros() as u64,
         prefetched: inner.server.prefetched(),
         counts: RunCounts::new(inner.server.counts(), options.account_use),
         faults: Vec::new(),

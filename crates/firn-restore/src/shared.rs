@@ -85,7 +85,7 @@ impl Shared {
         server: Server<Bytes>,
         on_fatal: OnFatal,
     ) -> Self {
-        let recorder = Recorder::new();
+        let recorder = Recorder::new(options.vcpus.iter().map(|&(tid, _)| tid).collect());
         let inner = Inner { server, recorder, ended: false, idle_workers: 0, idle_readers: 0 };
         Self {
             storage,

@@ -405,7 +405,7 @@ mod tests {
     #[test]
     fn replies_are_read_up_to_the_last() {
         let mut lines = Vec::new();
-        let now = Progress { stage: "saving".into(), done: 1, total: 2 };
+        let now = Progress::new("saving", 1, 2);
         protocol::write(&mut lines, &Reply::Progress(now.clone())).unwrap();
         protocol::write(&mut lines, &Reply::Done { facts: serde_json::json!(1) }).unwrap();
         let mut heard = Vec::new();

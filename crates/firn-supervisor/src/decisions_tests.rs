@@ -35,7 +35,7 @@ fn fail() -> Failure {
 #[test]
 fn a_checkpoint_is_reported_to_who_asked_and_who_watches() {
     let mut core = saving(false);
-    let now = Progress { stage: "saving".into(), done: 1, total: 2 };
+    let now = Progress::new("saving", 1, 2);
     assert_eq!(core.on(Event::Progress(now.clone())), [progress(A, &now)]);
     assert_eq!(core.on(Event::Request(B, Request::Watch)), [progress(B, &now)]);
     let ended = core.on(Event::SaveEnded(Ok(json!(7))));

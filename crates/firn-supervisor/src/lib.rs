@@ -56,7 +56,9 @@ pub use identity::{ProcessHandle, ProcessIdentity};
 pub use journal::{Exit, Journal, JournalError, Note, Phase};
 pub use meta::{Meta, Mismatch, Qemu};
 pub use name::{NAME_BYTES_MAX, VmName, VmNameError};
-pub use protocol::{Plan, Progress, Reply, Request, SaveChoices, SaveRequest, StopRequest};
+pub use protocol::{
+    Plan, Progress, Reply, Request, RestoreNow, SaveChoices, SaveRequest, StopRequest,
+};
 pub use restore::Timings;
 pub use runtime::{RuntimeDir, RuntimeError, VmDir};
 pub use spawn::{GUARD, RECOVER, SUPERVISE};

@@ -167,7 +167,7 @@ fn prepare(machine: &Machine) -> Result<Prepared, Failure> {
     let mut vm = qemu::connect(&machine.qmp)?;
     let blockers = vm.blockers().doing("asking what can't be saved")?;
     let was_running = vm.status().doing("asking whether the VM runs")?.running;
-    let layout = vm.layout().doing("finding the guest's memory")?;
+    let layout = qemu::layout(&mut vm, &machine.meta.qemu.user_args)?;
     let memory = qemu::open_memory(machine.process.pid, &layout)?;
     Ok(Prepared { vm, blockers, was_running, layout, memory })
 }
@@ -192,7 +192,7 @@ impl Save<'_> {
         memory: Memory,
         progress: &dyn Fn(Progress),
     ) -> Result<SaveReport, Failure> {
-        let options = options(&self.request.choices, self.then_stop);
+        let options = options(&self.request.choices, self.then_stop, memory.guest.is_shared());
         let used = self.used(vm, &memory, options.strategy)?;
         if self.then_stop {
             // Before disks are looked at: a VM that runs may write to them after that.
@@ -219,11 +219,9 @@ impl Save<'_> {
         let image = &self.request.image;
         let block_bytes = options.block_size.bytes() as u64;
         let report = |now: firn_checkpoint::Progress| {
-            progress(Progress {
-                stage: if self.then_stop { "suspending" } else { "saving" }.to_owned(),
-                done: u64::from(now.blocks_done) * block_bytes,
-                total: u64::from(now.blocks_total) * block_bytes,
-            });
+            let stage = if self.then_stop { "suspending" } else { "saving" };
+            let bytes = |blocks: u32| u64::from(blocks) * block_bytes;
+            progress(Progress::new(stage, bytes(now.blocks_done), bytes(now.blocks_total)));
         };
         firn_checkpoint::save(&mut context, &self.request.image, meta, &options, &report)
             .map_err(|error| save_failure(&error))
@@ -241,7 +239,7 @@ impl Save<'_> {
         strategy: Strategy,
     ) -> Result<Option<Pages>, Failure> {
         let after = match strategy {
-            Strategy::Trace => Estimator::Trace,
+            Strategy::Trace | Strategy::Cow => Estimator::Trace,
             Strategy::Stop => Estimator::AccessBits,
         };
         match self.request.choices.working_set.unwrap_or(after) {
@@ -317,14 +315,19 @@ fn run_on(vm: &mut Vm) {
     }
 }
 
-fn options(choices: &SaveChoices, then_stop: bool) -> SaveOptions {
-    let default = SaveOptions::default();
-    let strategy = match then_stop || choices.stop {
+/// Private memory can be followed for writes only.
+fn strategy(choices: &SaveChoices, then_stop: bool, is_shared: bool) -> Strategy {
+    let fitting = if is_shared { Strategy::Trace } else { Strategy::Cow };
+    match then_stop {
         true => Strategy::Stop,
-        false => Strategy::Trace,
-    };
+        false => choices.strategy.unwrap_or(fitting),
+    }
+}
+
+fn options(choices: &SaveChoices, then_stop: bool, is_shared: bool) -> SaveOptions {
+    let default = SaveOptions::default();
     SaveOptions {
-        strategy,
+        strategy: strategy(choices, then_stop, is_shared),
         codec: choices.codec.unwrap_or(default.codec),
         block_size: choices.block_size.unwrap_or(default.block_size),
         locality_block_bytes: choices.locality_block_bytes.unwrap_or(default.locality_block_bytes),

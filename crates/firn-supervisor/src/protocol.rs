@@ -15,7 +15,7 @@
 use std::io::{self, BufRead, Read, Write};
 use std::path::PathBuf;
 
-use firn_checkpoint::Estimator;
+use firn_checkpoint::{Estimator, Strategy};
 use firn_image::Codec;
 use firn_restore::Mode;
 use firn_types::BlockSize;
@@ -83,9 +83,9 @@ pub struct SaveChoices {
     /// The background sweep yields to the guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub throttle: Option<bool>,
-    /// Stop the guest until all is copied, rather than follow it.
-    #[serde(default)]
-    pub stop: bool,
+    /// How memory is kept as it was at the cut while it is copied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strategy: Option<Strategy>,
     /// How its working set is found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_set: Option<Estimator>,
@@ -176,6 +176,31 @@ pub struct Progress {
     pub done: u64,
     /// How much there is.
     pub total: u64,
+    /// Of a restore: what the guest had of it so far.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restore: Option<RestoreNow>,
+}
+
+impl Progress {
+    /// Of something that is no restore.
+    pub fn new(stage: &str, done: u64, total: u64) -> Self {
+        Self { stage: stage.to_owned(), done, total, restore: None }
+    }
+}
+
+/// What a guest has had of its restore so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestoreNow {
+    /// Virtual CPUs.
+    pub vcpus: u32,
+    /// How long they waited for pages, all together, in microseconds.
+    pub waited_us: u64,
+    /// Page faults.
+    pub faults: u64,
+    /// Reads from storage that the guest waited for.
+    pub demand_reads: u64,
+    /// Pages that were there before it asked, but for those of the background fill.
+    pub prefetched_pages: u64,
 }
 
 impl Reply {
@@ -284,7 +309,7 @@ mod tests {
 
     #[test]
     fn replies_survive_the_wire() {
-        let progress = Progress { stage: "saving".into(), done: 1, total: 2 };
+        let progress = Progress::new("saving", 1, 2);
         let failed = Failure::new(FailureKind::Busy, "a\nb").hint("c");
         let done = Reply::Done { facts: serde_json::json!([1]) };
         for reply in [Reply::Progress(progress), done, Reply::Failed(failed)] {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use firn_memory::{GuestMemory, Process, RegionLocation};
 use firn_types::Tid;
-use firn_vmm::{Accel, Layout, Qmp, QmpError, Vm};
+use firn_vmm::{Accel, Layout, Qmp, QmpError, Vm, command_line};
 use serde_json::Value;
 
 use crate::failure::{Context, Failure, FailureKind};
@@ -79,6 +79,16 @@ fn connect_within(qmp: &Path, timeout: Duration) -> Result<Vm, Failure> {
     })
 }
 
+/// Where a VM's memory is, by the names it would have after a restore.
+pub(crate) fn layout(vm: &mut Vm, user_args: &[String]) -> Result<Layout, Failure> {
+    let layout = vm.layout().doing("finding the guest's memory")?;
+    // A command line that can't be restored has names of its own.
+    Ok(match command_line::plan(user_args) {
+        Ok(plan) => layout.named_by(&plan),
+        Err(_) => layout,
+    })
+}
+
 /// Opens a VM's memory where the layout says it is.
 pub(crate) fn open_memory(pid: i32, layout: &Layout) -> Result<Memory, Failure> {
     let process = Process::open(pid)
@@ -87,7 +97,7 @@ pub(crate) fn open_memory(pid: i32, layout: &Layout) -> Result<Memory, Failure> 
     let process = Arc::new(process);
     let places = layout.locations.iter().map(|location| (location.id.clone(), location.hva));
     let locations = locate(layout.map.regions(), &places.collect::<Vec<_>>());
-    let guest = GuestMemory::open(Arc::clone(&process), layout.map.clone(), &locations)
+    let guest = GuestMemory::open_any(Arc::clone(&process), layout.map.clone(), &locations)
         .doing_or(FailureKind::Host, "opening the guest's memory")?;
     Ok(Memory { process, guest: Arc::new(guest) })
 }
@@ -99,7 +109,7 @@ pub(crate) fn open_journaled(
     let process = Process::open(machine.process.pid).doing("reaching the hypervisor process")?;
     let process = Arc::new(process);
     let locations = locate(machine.map.regions(), &machine.locations);
-    let memory = GuestMemory::open(Arc::clone(&process), machine.map.clone(), &locations)
+    let memory = GuestMemory::open_any(Arc::clone(&process), machine.map.clone(), &locations)
         .doing("opening the guest's memory")?;
     Ok((process, Arc::new(memory)))
 }

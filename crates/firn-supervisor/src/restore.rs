@@ -34,13 +34,16 @@ use crate::identity::ProcessHandle;
 use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
 use crate::meta::{self, Meta, Mismatch};
-use crate::protocol::Progress;
+use crate::protocol::{Progress, RestoreNow};
 use crate::qemu::{self, Known, Memory};
 use crate::runtime::VmDir;
 use crate::start::{self, Child, Place, Started};
 
 /// How often progress is told.
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
+
+/// When a run record is first written while memory is still coming.
+const FIRST_RECORD: Duration = Duration::from_secs(1);
 
 /// What fails when memory can't be brought back.
 const RESTORING: &str = "bringing memory back";
@@ -417,6 +420,13 @@ fn progress(restore: &Restore) -> Progress {
         stage: "restoring".to_owned(),
         done: now.present * PAGE_SIZE as u64,
         total: now.total * PAGE_SIZE as u64,
+        restore: Some(RestoreNow {
+            vcpus: restore.vcpus(),
+            waited_us: now.waited.as_micros() as u64,
+            faults: now.demand_faults,
+            demand_reads: now.disk_reads,
+            prefetched_pages: now.prefetched,
+        }),
     }
 }
 
@@ -451,6 +461,13 @@ pub(crate) fn resume(
     Ok(Some(work.boxed()))
 }
 
+/// Writes a file that a reader finds whole, before or after.
+fn replace(path: &Path, content: &[u8]) -> std::io::Result<()> {
+    let new = path.with_extension("new");
+    std::fs::write(&new, content)?;
+    std::fs::rename(&new, path)
+}
+
 /// A restore whose guest runs.
 struct Work {
     restore: Restore,
@@ -480,22 +497,30 @@ impl Work {
         Ok(json!({ "restored": counts }))
     }
 
-    /// Writes the run record down. The guest does not depend on it.
+    /// Writes down what happened so far. The guest does not depend on it.
     fn keep_record(&self) -> RunCounts {
         let record = self.restore.record();
         let written = serde_json::to_vec(&record)
             .map_err(std::io::Error::from)
-            .and_then(|json| std::fs::write(&self.run_record, json));
+            .and_then(|json| replace(&self.run_record, &json));
         if let Err(error) = written {
             tracing::warn!("no run record in {}: {error}", self.run_record.display());
         }
         record.counts
     }
 
+    /// Meanwhile the run record is kept up to date at growing intervals, so that a long restore can be looked at and its
+    /// record costs no more than twice what it costs in the end.
     fn wait(&self, tell: &dyn Fn(Progress)) -> Result<(), Arc<RestoreError>> {
+        let since = Instant::now();
+        let mut record_at = FIRST_RECORD;
         tell(progress(&self.restore));
         while !self.restore.wait_timeout(PROGRESS_EVERY)? {
             tell(progress(&self.restore));
+            if since.elapsed() >= record_at {
+                self.keep_record();
+                record_at *= 2;
+            }
         }
         Ok(())
     }

@@ -248,7 +248,7 @@ mod tests {
         let mut session = Session::open();
         session.say("{\"v\":1,\"request\":\"watch\"}\n");
         let Event::Request(client, _) = session.event() else { panic!() };
-        let progress = Progress { stage: "saving".into(), done: 1, total: 2 };
+        let progress = Progress::new("saving", 1, 2);
         for _ in 0..100_000 {
             session.clients.send(client, &Reply::Progress(progress.clone()));
         }

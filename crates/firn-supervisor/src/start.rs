@@ -142,14 +142,15 @@ pub(crate) fn attach(
     let hypervisor = process.open().doing("reaching the process")?.ok_or_else(no_process)?;
     let mut vm = qemu::connect(qmp)?;
     same_process(&mut vm, pid, qmp)?;
-    let layout = vm.layout().doing("finding the guest's memory")?;
-    qemu::open_memory(pid, &layout)?;
     let (args, directory) = qemu::command_line(pid).doing("reading QEMU's command line")?;
+    let user_args = before.map_or_else(|| args.clone(), |it| it.meta.qemu.user_args.clone());
+    let layout = qemu::layout(&mut vm, &user_args)?;
+    qemu::open_memory(pid, &layout)?;
     let known = Known {
         process,
         qmp: qmp.to_owned(),
         launched: before.is_some_and(|before| before.launched),
-        user_args: before.map_or_else(|| args.clone(), |it| it.meta.qemu.user_args.clone()),
+        user_args,
         args,
         directory: before.map_or(directory, |it| it.meta.qemu.directory.clone()),
     };

@@ -128,6 +128,13 @@ impl RegionMap {
         Ok(())
     }
 
+    /// The same map with another name for a region.
+    pub fn renamed(mut self, from: &str, to: &str) -> Self {
+        let named = self.regions.iter_mut().filter(|region| region.id == from);
+        named.for_each(|region| to.clone_into(&mut region.id));
+        self
+    }
+
     /// Adds what the guest sees where. Spans may overlap in RAM pages (the same RAM visible twice), not in addresses.
     pub fn with_spans(mut self, mut spans: Vec<GuestSpan>) -> Result<Self, RegionMapError> {
         spans.sort_by_key(|span| span.gpa);

@@ -22,6 +22,7 @@ use firn_types::{GuestPhys, GuestSpan, HostVirt, PAGE_SIZE, Page, RegionMap, Reg
 use serde::Deserialize;
 use thiserror::Error;
 
+use crate::command_line::{Plan, RAM_ID};
 use crate::hmp::{self, FlatRange, FlatView, RamBlock, RangeKind};
 use crate::qmp::{Qmp, QmpError};
 
@@ -58,6 +59,23 @@ pub struct AuxRam {
     pub hva: Option<HostVirt>,
     /// Whether QEMU fills it by itself when it starts and the guest cannot change it, so that no checkpoint needs it.
     pub rom: bool,
+}
+
+impl Layout {
+    /// With the names that a restore of this command line gives to RAM: there, RAM that the user left to QEMU has a name of
+    /// Firn's.
+    pub fn named_by(mut self, plan: &Plan) -> Self {
+        let is_planned = |id: &str| plan.ram().iter().any(|ram| ram.id == id);
+        let ids: Vec<_> = self.locations.iter().map(|location| location.id.clone()).collect();
+        let mut unplanned = ids.iter().filter(|id| !is_planned(id));
+        let (Some(id), None) = (unplanned.next(), unplanned.next()) else { return self };
+        if is_planned(RAM_ID) && !ids.iter().any(|id| id == RAM_ID) {
+            self.map = self.map.renamed(id, RAM_ID);
+            let at = self.locations.iter_mut().filter(|location| location.id == *id);
+            at.for_each(|location| RAM_ID.clone_into(&mut location.id));
+        }
+        self
+    }
 }
 
 /// Why the layout of guest RAM could not be found.

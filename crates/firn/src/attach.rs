@@ -11,9 +11,11 @@ use crate::working_set::WorkingSetArgs;
 
 /// Look after a VM that runs already.
 ///
-/// Its QEMU needs a QMP monitor on a unix socket (-qmp unix:PATH,server=on,wait=off) and guest memory in a shared file
-/// (a memory-backend-memfd or memory-backend-file with share=on). Nothing in it is changed. The monitor is used only
-/// while Firn has something to do there.
+/// Its QEMU needs a QMP monitor on a unix socket (-qmp unix:PATH,server=on,wait=off). Nothing in it is changed. The monitor
+/// is used only while Firn has something to do there.
+///
+/// Guest memory in a shared file (a memory-backend-memfd or memory-backend-file with share=on) can be followed for reads and
+/// writes, which makes restores quicker; memory that is private to QEMU, its default, for writes only.
 ///
 /// A VM that was started by `firn run` or `firn restore` and let go of by `firn detach` is found by its name alone.
 ///

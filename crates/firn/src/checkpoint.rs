@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_checkpoint::Estimator;
+use firn_checkpoint::{Estimator, Strategy, StrategyError};
 use firn_image::Codec;
 use firn_supervisor::{
     Failure, Request, RuntimeDir, SaveChoices, SaveRequest, VmName, absolute, ask,
@@ -22,11 +22,18 @@ use crate::working_set::estimator;
 /// `firn restore` needs except the disks. It appears under its name when it is whole; an image that had the name
 /// before is there until then.
 ///
+/// Strategies:
+///   trace  copy-on-access: what the guest touches is copied first, and noted: a restore brings it in first (the default)
+///   cow    copy-on-write: only what it writes is copied first. Costs it less, and works with memory that is private to
+///          QEMU; a restore does not know what to bring in first
+///   stop   the guest stands still until all of its memory is copied
+///
 /// If this command is interrupted the checkpoint goes on; `firn status` shows it.
 ///
 /// Examples:
 ///   firn checkpoint web -o web.firn
 ///   firn checkpoint web -o web.firn --codec zstd --json
+///   firn checkpoint web -o web.firn --strategy cow
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -40,11 +47,12 @@ pub struct Args {
     /// Abort the checkpoint if this command is interrupted.
     #[arg(long)]
     cancel: bool,
-    /// Stop the guest until all of its memory is copied.
-    #[arg(long)]
-    stop: bool,
+    /// How memory is kept as it was while it is copied: trace, cow or stop. By default trace, and cow where memory is private to
+    /// QEMU.
+    #[arg(long, value_name = "HOW", value_parser = strategy)]
+    strategy: Option<Strategy>,
     /// What a restore is to bring in first: `trace`, what the guest touches after the checkpoint (the default), or
-    /// `access-bits`, what it used before (the default with --stop).
+    /// `access-bits`, what it used before (the default with --strategy stop).
     #[arg(long, value_name = "HOW", value_parser = estimator)]
     working_set: Option<Estimator>,
     /// For tests: while the guest stands still, also copy its memory to this file.
@@ -70,6 +78,10 @@ pub struct ImageArgs {
     /// Threads that compress.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
+}
+
+fn strategy(text: &str) -> Result<Strategy, String> {
+    text.parse().map_err(|error: StrategyError| error.to_string())
 }
 
 fn block_size(text: &str) -> Result<BlockSize, String> {
@@ -105,7 +117,7 @@ impl Args {
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let mut request = self.image.request()?;
         request.cancel_with_client = self.cancel;
-        request.choices.stop = self.stop;
+        request.choices.strategy = self.strategy;
         request.choices.working_set = self.working_set;
         request.choices.throttle = self.no_throttle.then_some(false);
         request.choices.reference = self.reference.as_deref().map(absolute).transpose()?;

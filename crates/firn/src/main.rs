@@ -21,6 +21,7 @@ mod detach;
 mod doctor;
 mod hidden;
 mod image;
+mod live;
 mod ls;
 mod output;
 mod report;

@@ -4,11 +4,15 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
+use firn_report::Run;
 use firn_restore::Mode;
-use firn_supervisor::{Failure, FailureKind, Meta, Plan, RuntimeDir, VmName, absolute, start};
+use firn_supervisor::{
+    Failure, FailureKind, Meta, Plan, Request, RuntimeDir, VmName, absolute, ask, start,
+};
 
 use crate::bar::Bar;
 use crate::checkpoint::recovered;
+use crate::live::Live;
 use crate::output::Output;
 use crate::run::{notes, summary};
 use crate::status::watch;
@@ -18,7 +22,7 @@ use crate::working_set::WorkingSetArgs;
 /// Start a VM from an image.
 ///
 /// The command returns once the guest runs. Memory follows: what the guest touches comes at once, the rest when it is
-/// quiet. `firn status --watch` waits until all of it is there; so does --wait.
+/// quiet. `firn status --watch` waits until all of it is there; so does --wait, and says then how soon the guest was back.
 ///
 /// Modes:
 ///   auto         what the guest used last as fast as it comes, while it runs; the rest as locality (the default)
@@ -51,6 +55,9 @@ pub struct Args {
     /// Return only when all memory is there.
     #[arg(long)]
     wait: bool,
+    /// As --wait, and show on the terminal how the guest gets on meanwhile.
+    #[arg(long)]
+    watch: bool,
     /// Go on with another version of QEMU, or with changed disks.
     #[arg(long)]
     force: bool,
@@ -78,15 +85,28 @@ impl Args {
             force: self.force,
             access_bits: self.working_set.access_bits(),
         };
-        let facts = {
+        let mut facts = {
             let mut bar = Bar::new();
             start(base, &name, &plan, &mut |progress| bar.show(progress))?
         };
-        if self.wait {
-            watch(base, &name)?;
+        match (self.watch, self.wait) {
+            (true, _) => look_on(base, &name)?,
+            (false, true) => watch(base, &name)?,
+            (false, false) => return Ok(facts),
+        }
+        // A restore that was taken over may have lost its record.
+        if let Ok(run) = Run::read(&base.vm(&name).run_record()) {
+            let run = Run { name: name.to_string(), ..run };
+            facts["run"] = serde_json::to_value(run.facts()).unwrap_or_default();
         }
         Ok(facts)
     }
+}
+
+/// Shows how the guest gets on until all memory is there.
+fn look_on(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let mut live = Live::new();
+    ask(base, name, &Request::Watch, &mut |progress| live.show(progress)).map(drop)
 }
 
 fn name_in(image: &Path) -> Result<VmName, Failure> {
@@ -110,5 +130,14 @@ fn describe(facts: &serde_json::Value) -> String {
     let _ = writeln!(text, "{}", summary(facts));
     let total = facts["timings_ms"]["total"].as_f64().unwrap_or(0.0);
     let _ = writeln!(text, "running after {}", units::ms(total));
+    if let Some(run) = facts.get("run") {
+        let ms = |seconds: &serde_json::Value| units::ms(seconds.as_f64().unwrap_or(0.0) * 1e3);
+        let ttr = &run["ttr_s"]["1"]["0.9"];
+        let (ttr, complete) = (ms(ttr), ms(&run["complete_s"]));
+        let _ = writeln!(
+            text,
+            "back to 90 % of its speed after {ttr} (TTR(1 s, 0.9)), all memory there after {complete}"
+        );
+    }
     text
 }

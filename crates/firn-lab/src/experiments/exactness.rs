@@ -4,7 +4,7 @@
 //!
 //! **What varies**, drawn at random for each run from its seed: vCPUs (1, 2, 4), RAM (256 MiB to 4.5 GiB, to the page, in
 //! one or several backends, also split around the PCI hole), the load, the size of memory blocks and locality blocks,
-//! the codec, whether the sweep yields, the mode of the restore.
+//! the codec, copy-on-access or copy-on-write, whether the sweep yields, the mode of the restore.
 //!
 //! **What is held equal**: during every save writers run on each vCPU, a disk and a network card do DMA, a computation
 //! is under way.

@@ -9,6 +9,7 @@ use firn_types::{HostVirt, PAGE_SIZE, Page, RamRegion};
 use rustix::fs::{OFlags, Stat, fstat, fstatfs};
 
 use super::source::{Private, RamFile, Source};
+use super::users::FileId;
 use super::{MemoryError, RegionLocation};
 use crate::process::maps::{Mapping, covering};
 use crate::process::{Process, ProcessError};
@@ -69,6 +70,14 @@ impl Backing {
             Source::File(file) => Some((&file.file, file.start)),
             Source::Private(_) => None,
         }
+    }
+
+    /// Its file, as lists of mappings name it.
+    pub(super) fn identity(&self) -> Result<Option<FileId>, MemoryError> {
+        let Some((file, _)) = self.ram_file() else { return Ok(None) };
+        let status = fstat(file);
+        let status = status.map_err(|errno| MemoryError::io("looking at", &self.pages(), errno))?;
+        Ok(Some((device(&status), status.st_ino)))
     }
 
     /// Copies pages of the region.

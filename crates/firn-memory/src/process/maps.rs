@@ -14,6 +14,8 @@ pub(crate) struct Mapping {
     pub(crate) end: u64,
     /// Whether other processes see what is written to it.
     pub(crate) shared: bool,
+    /// Whether the process may write to it.
+    pub(crate) writable: bool,
     /// Whether it holds code.
     pub(crate) executable: bool,
     /// Where in the file it starts, in bytes.
@@ -42,6 +44,7 @@ fn parse_line(line: &str) -> Option<Mapping> {
     Some(Mapping {
         start: hex(start)?,
         end: hex(end)?,
+        writable: *permissions.get(1)? == b'w',
         executable: *permissions.get(2)? == b'x',
         shared: *permissions.get(3)? == b's',
         offset: hex(offset)?,

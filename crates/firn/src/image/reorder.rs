@@ -72,12 +72,8 @@ impl Args {
         let bytes = image.geometry().block_size.bytes() as u64;
         let bar = std::cell::RefCell::new(Bar::new());
         let show = |done: u32, total: u32| {
-            let progress = Progress {
-                stage: "reordering".to_owned(),
-                done: u64::from(done) * bytes,
-                total: u64::from(total) * bytes,
-            };
-            bar.borrow_mut().show(&progress);
+            let bytes = |blocks: u32| u64::from(blocks) * bytes;
+            bar.borrow_mut().show(&Progress::new("reordering", bytes(done), bytes(total)));
         };
         firn_image::reorder(image, &how, &self.output, &show)
             .map_err(|error| super::failure(&error))

@@ -70,11 +70,7 @@ fn verify(image: &Image) -> VerifyReport {
     let bytes = u64::from(image.geometry().locality_block_bytes);
     let bar = std::cell::RefCell::new(Bar::new());
     firn_image::verify(image, super::threads(), &|done, total| {
-        let progress = Progress {
-            stage: "verifying".to_owned(),
-            done: u64::from(done) * bytes,
-            total: u64::from(total) * bytes,
-        };
-        bar.borrow_mut().show(&progress);
+        let bytes = |blocks: u32| u64::from(blocks) * bytes;
+        bar.borrow_mut().show(&Progress::new("verifying", bytes(done), bytes(total)));
     })
 }

@@ -198,7 +198,11 @@ fn a_suspended_vm_is_gone_until_it_is_restored() {
     let session = &vm.session;
     session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
     assert_eq!(session.ls(), []);
-    session.firn(&["restore", "web.firn", "--name", "again", "--wait"]).succeeds();
+    let restored = session.json(&["restore", "web.firn", "--name", "again", "--watch"]);
+    let run = &restored["run"];
+    assert_eq!((&run["name"], &run["mode"]), (&"again".into(), &"auto".into()), "{restored}");
+    let seconds = |value: &serde_json::Value| value.as_f64().unwrap();
+    assert!(seconds(&run["ttr_s"]["1"]["0.9"]) <= seconds(&run["complete_s"]), "{restored}");
     assert_eq!(session.ls(), [("again".to_owned(), "running".to_owned())]);
     vm.is_well();
     session.firn(&["checkpoint", "again", "-o", "again.firn"]).succeeds();
@@ -232,6 +236,119 @@ fn a_vm_that_ran_before_firn_came() {
     qemu.wait().unwrap();
     session.firn(&["restore", "old.firn", "--wait"]).succeeds();
     vm.control().run(&["true"]).unwrap();
+}
+
+/// As most VMs are: memory is private to QEMU.
+#[test]
+fn a_vm_with_private_memory() {
+    let vm = Vm::new();
+    let session = &vm.session;
+    let qmp = session.path("qmp");
+    let monitor = format!("unix:{},server=on,wait=off", text(&qmp));
+    let mut args = vm.qemu_args();
+    args.extend(["-qmp", &monitor].map(str::to_owned));
+    let log = std::fs::File::create(session.path("qemu.log")).unwrap();
+    let mut qemu =
+        std::process::Command::new(&args[0]).args(&args[1..]).stderr(log).spawn().unwrap();
+    let pid = qemu.id().to_string();
+    vm.control();
+    let vm = {
+        session.firn(&["attach", "web", "--pid", &pid, "--qmp", text(&qmp)]).succeeds();
+        vm.writing(&["--mib", "48", "--rate", "2000"])
+    };
+    let session = &vm.session;
+    let trace = session.firn(&["checkpoint", "web", "-o", "web.firn", "--strategy", "trace"]);
+    trace.fails(1, "private");
+    assert!(session.files("web.firn").is_empty() && session.files(".web").is_empty());
+    for round in 0..3 {
+        session.firn(&["checkpoint", "web", "-o", "web.firn", "--reference", "web.ram"]).succeeds();
+        session.firn(&["image", "compare", "web.firn", "web.ram"]).succeeds();
+        assert_eq!(userfaultfds(qemu.id().into()), 0, "round {round}");
+        vm.is_well();
+    }
+    qemu.kill().unwrap();
+    qemu.wait().unwrap();
+    eventually("ended", PATIENCE, || session.status("web")["state"] == "ended");
+    session.firn(&["restore", "web.firn", "--wait"]).succeeds();
+    vm.is_well();
+    session.firn(&["checkpoint", "web", "-o", "again.firn"]).succeeds();
+    vm.is_well();
+}
+
+#[test]
+fn copy_on_write_is_exact() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    let cow =
+        ["checkpoint", "web", "-o", "cow.firn", "--strategy", "cow", "--reference", "web.ram"];
+    for _ in 0..3 {
+        let saved = session.json(&cow);
+        session.firn(&["image", "compare", "cow.firn", "web.ram"]).succeeds();
+        assert!(saved["report"]["blocks_touched"].as_u64().unwrap() > 0, "{saved}");
+        vm.is_well();
+    }
+    session.firn(&["stop", "web"]).succeeds();
+    session.firn(&["restore", "cow.firn", "--name", "web", "--wait"]).succeeds();
+    vm.is_well();
+}
+
+/// Another process writes to the guest's memory without any page fault of the hypervisor's.
+#[test]
+fn memory_that_somebody_else_maps_is_refused() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    let ram = mapped_ram(vm.pid());
+    let other = OtherUser::map(&ram);
+    let said = format!("process {} (python3)", other.0.id());
+    for strategy in ["trace", "cow"] {
+        let save = ["checkpoint", "web", "-o", "web.firn", "--strategy", strategy];
+        session.firn(&save).fails(1, &said);
+        assert!(session.files("web.firn").is_empty(), "{strategy}");
+    }
+    session.firn(&["checkpoint", "web", "-o", "web.firn", "--strategy", "stop"]).succeeds();
+    drop(other);
+    session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
+    vm.is_well();
+}
+
+/// The descriptor of a hypervisor's RAM file, as a path.
+fn mapped_ram(pid: i64) -> PathBuf {
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let mut paths = fds.map(|fd| fd.unwrap().path());
+    let is_ram = |path: &PathBuf| {
+        std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("firn-ram"))
+    };
+    paths.find(is_ram).unwrap()
+}
+
+/// A process that has mapped a file; ends when dropped.
+struct OtherUser(std::process::Child);
+
+impl OtherUser {
+    fn map(file: &std::path::Path) -> Self {
+        use std::io::BufRead as _;
+        let script = "import mmap, sys, time\n\
+            file = open(sys.argv[1], 'r+b')\n\
+            it = mmap.mmap(file.fileno(), 4096)\n\
+            print('mapped', flush=True)\n\
+            time.sleep(1000)";
+        let mut child = std::process::Command::new("python3")
+            .args(["-c", script, text(file)])
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        std::io::BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "mapped\n");
+        Self(child)
+    }
+}
+
+impl Drop for OtherUser {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
 }
 
 #[test]

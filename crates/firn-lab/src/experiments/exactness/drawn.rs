@@ -69,6 +69,7 @@ pub(super) struct Drawn {
     pub(super) locality_kib: u32,
     pub(super) codec: &'static str,
     pub(super) throttled: bool,
+    pub(super) strategy: &'static str,
     pub(super) mode: Mode,
 }
 
@@ -104,6 +105,7 @@ impl Drawn {
                 Mode::Locality,
                 Mode::WorkingSet,
             ]),
+            strategy: dice.pick(&["trace", "trace", "cow"]),
         }
     }
 
@@ -113,6 +115,7 @@ impl Drawn {
         let locality_kib = self.locality_kib.max(u32::from(self.block_pages) * PAGE_KIB as u32);
         let args = SaveArgs::default()
             .with("--codec", self.codec)
+            .with("--strategy", self.strategy)
             .with("--block-pages", self.block_pages.to_string())
             .with("--locality-block", format!("{locality_kib}K"));
         if self.throttled { args } else { args.flag("--no-throttle") }
@@ -133,6 +136,7 @@ impl Drawn {
             label("locality_kib", &self.locality_kib),
             label("codec", &self.codec),
             label("sweep", if self.throttled { &"throttled" } else { &"unthrottled" }),
+            label("strategy", &self.strategy),
             label("mode", &self.mode),
         ]
     }
@@ -144,7 +148,8 @@ impl Drawn {
             "disk_block_kib": self.disk_block_kib, "udp": self.udp, "echo_bytes": self.echo_bytes,
             "sha_rounds": self.sha.rounds, "sha_threads": self.sha.threads,
             "block_pages": self.block_pages, "locality_kib": self.locality_kib,
-            "codec": self.codec, "throttled": self.throttled, "mode": self.mode,
+            "codec": self.codec, "throttled": self.throttled, "strategy": self.strategy,
+            "mode": self.mode,
         })
     }
 }
