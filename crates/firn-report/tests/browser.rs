@@ -1,5 +1,7 @@
 //! The page as a browser shows it: `scripts/test-report` brings one and runs this.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test that fails says where")]
+
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
