@@ -5,9 +5,15 @@
 
 CARGO ?= cargo
 
+# What follows page faults or throttles disks needs root; only that gets it. Everything is built as who you are.
+ifneq ($(shell id -u),0)
+AS_ROOT := sudo -E env PATH=$(PATH) HOME=$(HOME)
+export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
+endif
+
 # Boots a real VM with Redis under load, checkpoints it live, kills it, restores it in each mode.
 demo: setup build guest
-	./target/release/firn-lab demo
+	$(AS_ROOT) ./target/release/firn-lab demo
 
 # Lints, unit tests, and end-to-end tests on real VMs.
 test: setup lint build guest
@@ -22,7 +28,8 @@ test-kvm test-qemu10: test-%: setup
 
 # Every experiment, with few repetitions. `firn-lab run NAME` runs one in full.
 bench: setup build guest
-	./target/release/firn-lab run all --quick
+	@mkdir -p target/lab
+	$(AS_ROOT) ./target/release/firn-lab run all --quick
 
 setup:
 	@scripts/setup
