@@ -127,7 +127,7 @@ impl Recoverer<'_> {
             let_go_of_memory(&machine)?;
         }
         let hypervisor = Arc::new(hypervisor);
-        let started = Started { hypervisor, restoring: None, facts: json!(null) };
+        let started = Started { hypervisor, restoring: None, facts: json!(null), guard: None };
         Ok(Some((self.journal, started)))
     }
 
@@ -146,7 +146,8 @@ impl Recoverer<'_> {
                 .update(|journal| journal.phase = Phase::Running)
                 .doing("writing the journal")?;
         }
-        Ok(Some((self.journal, Started { hypervisor, restoring, facts: json!(null) })))
+        let started = Started { hypervisor, restoring, facts: json!(null), guard: None };
+        Ok(Some((self.journal, started)))
     }
 
     /// The guest first: it may be waiting for a page, or stand still.

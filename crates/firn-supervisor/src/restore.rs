@@ -115,7 +115,8 @@ pub(crate) fn restore(
     let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
     let (work, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
-    Ok(Started { hypervisor: child.keep()?, restoring: Some(work.boxed()), facts })
+    let restoring = Some(work.boxed());
+    Ok(Started { hypervisor: child.keep()?, restoring, facts, guard: None })
 }
 
 /// What goes into a QEMU that has been started, up to its first instruction.

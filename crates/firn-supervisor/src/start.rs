@@ -47,6 +47,8 @@ pub(crate) struct Started {
     pub(crate) restoring: Option<Restoring>,
     /// What there is to say about it.
     pub(crate) facts: serde_json::Value,
+    /// Its guard, if that was started with it.
+    pub(crate) guard: Option<ProcessHandle>,
 }
 
 /// A hypervisor that Firn has started. Killed when dropped, unless it was kept.
@@ -104,7 +106,7 @@ pub(crate) fn run(place: &Place<'_>, args: &[String]) -> Result<Started, Failure
         .map_err(|failure| child.explain(failure, place.vm))?;
     let facts = facts(&machine, &augmented.notes);
     running(place.journal, machine)?;
-    Ok(Started { hypervisor: child.keep()?, restoring: None, facts })
+    Ok(Started { hypervisor: child.keep()?, restoring: None, facts, guard: None })
 }
 
 fn get_to_know(
@@ -157,7 +159,7 @@ pub(crate) fn attach(
     let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
     let facts = facts(&machine, &[]);
     running(place.journal, machine)?;
-    Ok(Started { hypervisor: Arc::new(hypervisor), restoring: None, facts })
+    Ok(Started { hypervisor: Arc::new(hypervisor), restoring: None, facts, guard: None })
 }
 
 fn same_process(vm: &mut firn_vmm::Vm, pid: i32, qmp: &Path) -> Result<(), Failure> {

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use crate::client::Starter;
 use crate::failure::{Context, Failure, FailureKind};
+use crate::guard;
 use crate::journal::{Journal, JournalFile, Phase};
 use crate::keep::Keeper;
 use crate::lock::{Role, RoleLock};
@@ -118,7 +119,8 @@ impl Begun {
         // Of an earlier VM of this name.
         let _ = std::fs::remove_file(self.vm.run_record());
         // The guard is started while QEMU is: it does not have to wait for anything.
-        spawn::guard(base, &self.vm).doing("starting the guard")?;
+        let guard = spawn::guard(base, &self.vm).doing("starting the guard")?;
+        let guard = guard::handle_of(&guard).doing("starting the guard")?;
         let started = match plan {
             Plan::Run { args, .. } => start::run(&place, args),
             Plan::Attach { pid, qmp, .. } => {
@@ -132,7 +134,7 @@ impl Begun {
             }
         };
         self.note_scan(plan.access_bits())?;
-        started
+        Ok(Started { guard, ..started? })
     }
 
     /// Writes down that the guest's memory is to be scanned, before it is.
@@ -212,7 +214,7 @@ fn keep(
         hypervisor,
         operations,
         restoring: started.restoring,
-        guard: None,
+        guard: started.guard,
     };
     keeper.keep(ready)
 }
