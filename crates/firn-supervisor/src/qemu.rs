@@ -74,9 +74,13 @@ pub(crate) fn connect(qmp: &Path) -> Result<Vm, Failure> {
 
 fn connect_within(qmp: &Path, timeout: Duration) -> Result<Vm, Failure> {
     let connected = Qmp::connect(qmp, timeout).and_then(Vm::with_qmp);
-    connected.doing("connecting to QEMU's monitor").map_err(|failure| {
-        failure.hint("a monitor serves one client at a time: is another one connected?")
-    })
+    let hint = match &connected {
+        Err(QmpError::Connect { .. }) => {
+            "is that the socket of QEMU's monitor (-qmp unix:PATH,server=on,wait=off), and QEMU up?"
+        }
+        _ => "a monitor serves one client at a time: is another one connected?",
+    };
+    connected.doing("connecting to QEMU's monitor").map_err(|failure| failure.hint(hint))
 }
 
 /// Where a VM's memory is, by the names it would have after a restore.
