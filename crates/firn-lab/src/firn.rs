@@ -141,6 +141,20 @@ impl Firn {
         self.finish("restore", command)
     }
 
+    /// `firn detach`: lets go of a guest, which goes on.
+    pub fn detach(&self, name: &str) -> Result<Said, FirnError> {
+        let mut command = self.command("detach");
+        command.arg(name);
+        self.finish("detach", command)
+    }
+
+    /// `firn attach`: takes a guest up again that was let go of.
+    pub fn attach(&self, name: &str, how: &[&str]) -> Result<Said, FirnError> {
+        let mut command = self.command("attach");
+        command.arg(name).args(how);
+        self.finish("attach", command)
+    }
+
     /// `firn stop --force`: ends a guest at once. That there is none is fine.
     pub fn stop(&self, name: &str) {
         let mut command = self.command("stop");

@@ -16,6 +16,8 @@ mod halite_save;
 mod peers_restore;
 mod peers_ttr;
 mod synthetic;
+mod workload;
+mod ws_overhead;
 
 use anyhow::{Result, bail};
 
@@ -83,6 +85,11 @@ pub const ALL: &[Experiment] = &[
         name: "peers-ttr",
         about: "time to responsiveness seen by a client: Firn's modes and QEMU itself, on four disks",
         run: peers_ttr::run,
+    },
+    Experiment {
+        name: "ws-overhead",
+        about: "Tables 4 to 6: what it costs a guest that its accesses are scanned all the time",
+        run: ws_overhead::run,
     },
 ];
 
