@@ -1,0 +1,174 @@
+//! The one that asks.
+//!
+//! ```text
+//!            due                all have answered            recorded
+//!   Idle ----------> Asking ----------------------> Recording ----------> Idle
+//!                     |   ^                             | refused
+//!                     +---+ given up: a higher number   v
+//!                                                    Retired       (another timeline; its own initiator goes on)
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::{Answer, GlobalCheckpoint};
+use crate::{Epoch, Generation, RequestNumber, Vm};
+
+/// How often to ask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Pace {
+    /// From one cut to the next.
+    pub every: Duration,
+    /// Until those who haven't answered are asked again.
+    pub again_after: Duration,
+    /// Until a request is given up for a new one: hosts that marked long ago hold up output for everybody.
+    pub give_up_after: Duration,
+}
+
+/// What the initiator's shell has to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Ask the hosts of these VMs.
+    Ask {
+        /// The timeline.
+        generation: Generation,
+        /// The request.
+        request: RequestNumber,
+        /// VMs without an answer.
+        vms: BTreeSet<Vm>,
+    },
+    /// Put the checkpoint into the register, if that is still in its generation; say [`Initiator::recorded`] (also if it was
+    /// there already) or [`Initiator::refused`]. It is asked for again until one of them is said.
+    Record(GlobalCheckpoint),
+    /// It is on record: tell everybody.
+    Announce(GlobalCheckpoint),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    Idle,
+    Asking { since: Duration, asked: Duration, marks: BTreeMap<Vm, Epoch> },
+    Recording { asked: Option<Duration>, checkpoint: GlobalCheckpoint },
+    Retired,
+}
+
+/// Makes global checkpoints of one generation.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Initiator {
+    generation: Generation,
+    vms: BTreeSet<Vm>,
+    pace: Pace,
+    request: RequestNumber,
+    number: u64,
+    phase: Phase,
+    due: Duration,
+}
+
+impl Initiator {
+    /// An initiator in a term of leadership that nobody had before it; `number` is that of the newest checkpoint.
+    pub fn new(
+        generation: Generation,
+        term: u32,
+        number: u64,
+        vms: impl IntoIterator<Item = Vm>,
+        pace: Pace,
+    ) -> Self {
+        Self {
+            generation,
+            vms: vms.into_iter().collect(),
+            pace,
+            request: RequestNumber { term, count: 0 },
+            number,
+            phase: Phase::Idle,
+            due: Duration::ZERO,
+        }
+    }
+
+    /// Time has passed.
+    pub fn tick(&mut self, now: Duration) -> Vec<Action> {
+        match &mut self.phase {
+            Phase::Idle if now >= self.due => self.begin(now),
+            Phase::Asking { since, .. } if now >= *since + self.pace.give_up_after => {
+                self.begin(now)
+            }
+            Phase::Asking { asked, .. } if now >= *asked + self.pace.again_after => {
+                *asked = now;
+                vec![self.ask()]
+            }
+            Phase::Recording { asked, checkpoint } => {
+                let late = asked.is_some_and(|asked| now >= asked + self.pace.again_after);
+                asked.get_or_insert(now);
+                if !late {
+                    return Vec::new();
+                }
+                *asked = Some(now);
+                vec![Action::Record(checkpoint.clone())]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Asks now, with a new number. A request that is being answered is given up.
+    pub fn begin(&mut self, now: Duration) -> Vec<Action> {
+        if !matches!(self.phase, Phase::Idle | Phase::Asking { .. }) {
+            return Vec::new();
+        }
+        self.request = self.request.next();
+        self.due = now + self.pace.every;
+        self.phase = Phase::Asking { since: now, asked: now, marks: BTreeMap::new() };
+        vec![self.ask()]
+    }
+
+    /// A host has answered, perhaps not for the first time, perhaps another request.
+    pub fn answered(&mut self, answer: &Answer) -> Option<Action> {
+        let current = (answer.generation, answer.request) == (self.generation, self.request);
+        let Phase::Asking { marks, .. } = &mut self.phase else { return None };
+        if !current {
+            return None;
+        }
+        marks.extend(answer.marks.iter().copied().filter(|(vm, _)| self.vms.contains(vm)));
+        if marks.len() < self.vms.len() {
+            return None;
+        }
+        let checkpoint = GlobalCheckpoint {
+            number: self.number + 1,
+            generation: self.generation,
+            request: self.request,
+            marks: std::mem::take(marks),
+        };
+        self.phase = Phase::Recording { asked: None, checkpoint: checkpoint.clone() };
+        Some(Action::Record(checkpoint))
+    }
+
+    /// The register has it.
+    pub fn recorded(&mut self) -> Option<Action> {
+        match std::mem::replace(&mut self.phase, Phase::Idle) {
+            Phase::Recording { checkpoint, .. } => {
+                self.number = checkpoint.number;
+                Some(Action::Announce(checkpoint))
+            }
+            other => {
+                self.phase = other;
+                None
+            }
+        }
+    }
+
+    /// The register is in another generation, or another initiator was there first: this one is done.
+    pub fn refused(&mut self) {
+        self.phase = Phase::Retired;
+    }
+
+    /// Whether it will never do anything again.
+    pub fn is_retired(&self) -> bool {
+        self.phase == Phase::Retired
+    }
+
+    fn ask(&self) -> Action {
+        let mut vms = self.vms.clone();
+        if let Phase::Asking { marks, .. } = &self.phase {
+            vms.retain(|vm| !marks.contains_key(vm));
+        }
+        Action::Ask { generation: self.generation, request: self.request, vms }
+    }
+}

@@ -1,0 +1,151 @@
+//! What the user allows, and the interval that is chosen within it.
+
+use std::time::Duration;
+
+use thiserror::Error;
+
+/// What the user allows of one VM's epochs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Limits {
+    /// The shortest interval between cuts.
+    pub interval_min: Duration,
+    /// The longest interval between cuts while the backup keeps up.
+    pub interval_max: Duration,
+    /// Pages per epoch to aim at: they are what the pause is spent on.
+    pub pages_per_epoch: u64,
+    /// How long a frame may be held, as far as the interval can help it.
+    pub output_delay_max: Duration,
+    /// How long an error may go unnoticed (T_e) and still never be in the state that is restored.
+    pub error_latency_max: Duration,
+    /// Pages held for transfer at most. One epoch with more than that is sent from within its pause.
+    pub buffer_pages: u64,
+    /// How long to wait for an acknowledgement before an epoch is sent again.
+    pub resend_after: Duration,
+}
+
+/// Limits that contradict each other.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum LimitsError {
+    /// The interval has no value.
+    #[error("the interval must lie between {min:?} and {max:?}: give a minimum above zero and no maximum below it")]
+    Interval {
+        /// The minimum.
+        min: Duration,
+        /// The maximum.
+        max: Duration,
+    },
+    /// An error could reach the state that is restored.
+    #[error("an interval of {min:?} is shorter than the {latency:?} an error may go unnoticed; raise the minimum")]
+    ErrorLatency {
+        /// The minimum interval.
+        min: Duration,
+        /// What was asked for.
+        latency: Duration,
+    },
+    /// Nothing could be buffered.
+    #[error("a buffer of {buffer} pages can't hold one epoch of {epoch} pages")]
+    Buffer {
+        /// The buffer.
+        buffer: u64,
+        /// The aim for one epoch.
+        epoch: u64,
+    },
+}
+
+impl Limits {
+    /// Whether they can be kept.
+    pub fn check(&self) -> Result<(), LimitsError> {
+        let Self { interval_min: min, interval_max: max, error_latency_max: latency, .. } = *self;
+        if min.is_zero() || max < min {
+            return Err(LimitsError::Interval { min, max });
+        }
+        if min < latency {
+            return Err(LimitsError::ErrorLatency { min, latency });
+        }
+        if self.buffer_pages < self.pages_per_epoch || self.pages_per_epoch == 0 {
+            let (buffer, epoch) = (self.buffer_pages, self.pages_per_epoch);
+            return Err(LimitsError::Buffer { buffer, epoch });
+        }
+        Ok(())
+    }
+
+    /// The interval after one that wrote `pages`; the last commit took `transfer` from its cut to the acknowledgement.
+    ///
+    /// A frame waits for the end of its epoch, then for the whole next one (the non-volatile copy is one behind), then for
+    /// a transfer: so the delay is two intervals and a transfer at worst.
+    pub(crate) fn next_interval(
+        &self,
+        interval: Duration,
+        pages: u64,
+        transfer: Duration,
+    ) -> Duration {
+        let by_pages = interval.as_nanos() * u128::from(self.pages_per_epoch);
+        let wanted = nanos(by_pages / u128::from(pages.max(1)));
+        let wanted = wanted.clamp(interval / 2, interval + interval / 4);
+        let by_delay = self.output_delay_max.saturating_sub(transfer) / 2;
+        wanted.min(by_delay).clamp(self.interval_min, self.interval_max)
+    }
+}
+
+fn nanos(nanos: u128) -> Duration {
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            interval_min: Duration::from_millis(50),
+            interval_max: Duration::from_millis(500),
+            pages_per_epoch: 4096,
+            output_delay_max: Duration::from_millis(500),
+            error_latency_max: Duration::from_millis(50),
+            buffer_pages: 16384,
+            resend_after: Duration::from_millis(500),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn limits_that_cannot_be_kept_are_refused() {
+        let good = Limits::default();
+        assert_eq!(good.check(), Ok(()));
+        let refused = |limits: Limits| limits.check().is_err();
+        assert!(refused(Limits { interval_min: Duration::ZERO, ..good }));
+        assert!(refused(Limits { interval_max: MS, ..good }));
+        assert!(refused(Limits { error_latency_max: 51 * MS, ..good }));
+        assert!(refused(Limits { buffer_pages: 10, ..good }));
+    }
+
+    #[test]
+    fn many_pages_shorten_the_interval_and_few_lengthen_it() {
+        let limits = Limits { output_delay_max: 5000 * MS, ..Limits::default() };
+        assert!(limits.next_interval(100 * MS, 8192, MS) < 100 * MS);
+        assert!(limits.next_interval(100 * MS, 100, MS) > 100 * MS);
+        assert_eq!(limits.next_interval(50 * MS, 1 << 30, MS), 50 * MS);
+        assert_eq!(limits.next_interval(500 * MS, 0, MS), 500 * MS);
+    }
+
+    #[test]
+    fn a_slow_transfer_shortens_the_interval() {
+        let limits = Limits::default();
+        assert_eq!(limits.next_interval(300 * MS, 1, 300 * MS), 100 * MS);
+        assert_eq!(limits.next_interval(300 * MS, 1, 3000 * MS), 50 * MS);
+    }
+
+    proptest! {
+        #[test]
+        fn it_stays_within_the_limits(interval_ms in 50..=500_u32, pages: u64, transfer_ms in 0..9999_u32) {
+            let limits = Limits::default();
+            let next = limits.next_interval(interval_ms * MS, pages, transfer_ms * MS);
+            prop_assert!(limits.interval_min <= next && next <= limits.interval_max);
+        }
+    }
+}

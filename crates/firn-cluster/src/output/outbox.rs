@@ -1,0 +1,173 @@
+//! The sender's half: a lane of numbered frames to each destination.
+//!
+//! ```text
+//!   lane to VM 2      | 4 | 5 | 6 | 7 | 8 |
+//!                   ^           ^       ^
+//!              trimmed = 3  released = 6   next = 9         7 and 8 are of an epoch that isn't committed
+//! ```
+
+use std::collections::{BTreeMap, VecDeque};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Epoch, Seq, Vm};
+
+/// Where a frame goes. The switch decides when the VM sends it, once: a frame to many is one to each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum To {
+    /// To another VM of the cluster.
+    Vm(Vm),
+    /// Through the uplink.
+    Outside,
+}
+
+/// A frame that may leave now.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Sent<F> {
+    /// Its destination.
+    pub to: To,
+    /// Its place on the way there.
+    pub seq: Seq,
+    /// The frame, or a handle to it.
+    pub frame: F,
+}
+
+/// Whether to go on reading from the VM's network socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Flow {
+    /// Read on.
+    Go,
+    /// The bound is reached: wait until half of it is free.
+    Stop,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Entry<F> {
+    epoch: Epoch,
+    bytes: usize,
+    frame: F,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Lane<F> {
+    trimmed: Seq,
+    released: Seq,
+    entries: VecDeque<Entry<F>>,
+}
+
+/// Frames that one VM has sent and that are held, or kept to be sent again.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Outbox<F> {
+    lanes: BTreeMap<To, Lane<F>>,
+    bytes: usize,
+    bytes_max: usize,
+    stopped: bool,
+}
+
+impl<F: Clone> Lane<F> {
+    fn new() -> Self {
+        Self { trimmed: Seq(0), released: Seq(0), entries: VecDeque::new() }
+    }
+
+    fn after(&self, after: Seq) -> impl Iterator<Item = (Seq, &Entry<F>)> {
+        let skip = after.0.saturating_sub(self.trimmed.0) as usize;
+        let first = self.trimmed.0 + 1;
+        let numbered = self.entries.iter().enumerate();
+        numbered.skip(skip).map(move |(index, entry)| (Seq(first + index as u64), entry))
+    }
+
+    fn release(&mut self, to: To, epoch: Epoch) -> Vec<Sent<F>> {
+        let ready = self.after(self.released).take_while(|(_, entry)| entry.epoch <= epoch);
+        let sent: Vec<_> =
+            ready.map(|(seq, entry)| Sent { to, seq, frame: entry.frame.clone() }).collect();
+        self.released = sent.last().map_or(self.released, |sent| sent.seq);
+        sent
+    }
+
+    /// Drops what is at or before `seq`; returns its bytes.
+    fn trim(&mut self, seq: Seq) -> usize {
+        let gone = seq.min(self.released).0.saturating_sub(self.trimmed.0);
+        self.trimmed.0 += gone;
+        self.entries.drain(..gone as usize).map(|entry| entry.bytes).sum()
+    }
+
+    /// Drops what a later epoch sent; returns its bytes. What remains may all be sent.
+    fn roll_back(&mut self, epoch: Epoch) -> usize {
+        let keep = self.entries.partition_point(|entry| entry.epoch <= epoch);
+        self.released = self.trimmed;
+        self.entries.drain(keep..).map(|entry| entry.bytes).sum()
+    }
+}
+
+impl<F: Clone> Outbox<F> {
+    /// An empty outbox that holds about `bytes_max` bytes.
+    pub fn new(bytes_max: usize) -> Self {
+        Self { lanes: BTreeMap::new(), bytes: 0, bytes_max, stopped: false }
+    }
+
+    /// The VM has sent a frame in an epoch. Its backup's copy is given the same frames when the epoch is sent there.
+    pub fn push(&mut self, epoch: Epoch, to: To, frame: F, bytes: usize) -> Seq {
+        let lane = self.lanes.entry(to).or_insert_with(Lane::new);
+        lane.entries.push_back(Entry { epoch, bytes, frame });
+        self.bytes += bytes;
+        self.stopped |= self.bytes >= self.bytes_max;
+        Seq(lane.trimmed.0 + lane.entries.len() as u64)
+    }
+
+    /// What the VM sent in an epoch, for its backup.
+    pub fn frames_of(&self, epoch: Epoch) -> Vec<Sent<F>> {
+        let of = |(&to, lane): (&To, &Lane<F>)| {
+            let entries = lane.after(lane.trimmed).filter(|(_, entry)| entry.epoch == epoch);
+            let sent = entries.map(|(seq, entry)| Sent { to, seq, frame: entry.frame.clone() });
+            sent.collect::<Vec<_>>()
+        };
+        self.lanes.iter().flat_map(of).collect()
+    }
+
+    /// The VM's epochs up to this one are committed: these frames may go to other VMs.
+    pub fn committed(&mut self, epoch: Epoch) -> Vec<Sent<F>> {
+        let inside = self.lanes.iter_mut().filter(|(to, _)| **to != To::Outside);
+        inside.flat_map(|(&to, lane)| lane.release(to, epoch)).collect()
+    }
+
+    /// A global checkpoint with this VM at `epoch` is on record: these frames may go outside.
+    pub fn globally(&mut self, epoch: Epoch) -> Vec<Sent<F>> {
+        let lane = self.lanes.get_mut(&To::Outside);
+        lane.map(|lane| lane.release(To::Outside, epoch)).unwrap_or_default()
+    }
+
+    /// Everything released to a destination after `after`, again: the connection broke, or the VM there is another now.
+    pub fn again(&self, to: To, after: Seq) -> Vec<Sent<F>> {
+        let Some(lane) = self.lanes.get(&to) else { return Vec::new() };
+        let out = lane.after(after).take_while(|(seq, _)| *seq <= lane.released);
+        out.map(|(seq, entry)| Sent { to, seq, frame: entry.frame.clone() }).collect()
+    }
+
+    /// Frames up to `seq` need not be kept: a global checkpoint includes their arrival, or the uplink has sent them.
+    pub fn trim(&mut self, to: To, seq: Seq) {
+        let freed = self.lanes.get_mut(&to).map_or(0, |lane| lane.trim(seq));
+        self.free(freed);
+    }
+
+    /// The VM runs again from the end of `epoch`. Follow with `committed(epoch)` and `globally(epoch)`, which then give
+    /// everything that may still be missing somewhere.
+    pub fn roll_back(&mut self, epoch: Epoch) {
+        let freed = self.lanes.values_mut().map(|lane| lane.roll_back(epoch)).sum();
+        self.free(freed);
+    }
+
+    /// Whether to go on reading from the VM's network socket.
+    pub fn flow(&self) -> Flow {
+        if self.stopped { Flow::Stop } else { Flow::Go }
+    }
+
+    /// Bytes held or kept.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn free(&mut self, bytes: usize) {
+        self.bytes -= bytes;
+        self.stopped &= self.bytes > self.bytes_max / 2;
+    }
+}
