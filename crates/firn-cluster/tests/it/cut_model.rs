@@ -1,0 +1,596 @@
+//! Epochs, output commit and the cut, in every order of everything, with the cores that ship.
+//!
+//! Three VMs, each on a host of its own. Messages are delayed, lost, doubled and reordered: what was sent once may arrive at
+//! any later time, any number of times, or never. A VM's host dies at any step, or the initiator does. A rollback is one
+//! step here; how hosts come to agree on it is the other model.
+//!
+//! Each frame remembers the timeline it was born in, so that one sent again is told from one that only has its number.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+use std::time::Duration;
+
+use firn_cluster::cut::{
+    Action as Cut, Answer, Arriving, GlobalCheckpoint, Initiator, Marker, Pace, Stamp,
+};
+use firn_cluster::epoch::{Action, Backup, Limits, Piece, Primary};
+use firn_cluster::output::{Accept, Inbox, Outbox, Sent, To};
+use firn_cluster::{Epoch, Generation, RequestNumber, Seq, Vm};
+
+use crate::explore::{Effort, Explored, Model, Wrong, explore};
+
+const VMS: usize = 3;
+/// No time passes: what time would bring about is a step by itself.
+const NOW: Duration = Duration::from_secs(1);
+
+/// What can be left out, to see what it is there for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Without {
+    Nothing,
+    /// Frames leave when they are sent.
+    OutputCommit,
+    /// Frames leave when their epoch is complete, though not yet in the non-volatile copy.
+    TheEpochBehind,
+    /// A frame may be delivered before its receiver has marked.
+    MarkingFirst,
+    /// Frames to the outside leave when their epoch is committed, as those inside do.
+    WaitingForTheCut,
+    /// Frames of an undone timeline are taken.
+    Generations,
+    /// After a rollback what was in flight is dropped.
+    InFlightFrames,
+}
+
+/// The bounds of an exploration.
+#[derive(Clone, Debug)]
+struct Bounds {
+    without: Without,
+    /// Who sends to whom; each once per timeline.
+    sends: Vec<(Vm, To)>,
+    epochs: u64,
+    requests: u32,
+    failures: u8,
+}
+
+/// A frame is known by the timeline it was born in; its ends and its place say the rest.
+type Born = Generation;
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Guest {
+    sent: BTreeMap<To, Vec<Born>>,
+    received: BTreeMap<Vm, Vec<Born>>,
+}
+
+/// What a backup has of an epoch.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Copy {
+    guest: Guest,
+    outbox: Outbox<Born>,
+    inbox: Inbox,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Node {
+    up: bool,
+    primary: Primary,
+    backup: Backup,
+    marker: Marker,
+    live: Copy,
+    copies: BTreeMap<Epoch, Copy>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Flying {
+    from: Vm,
+    to: Vm,
+    seq: Seq,
+    born: Born,
+    stamp: Stamp,
+}
+
+#[derive(Clone, Debug, Hash)]
+struct State {
+    nodes: Vec<Rc<Node>>,
+    initiator: Initiator,
+    term: u32,
+    generation: Generation,
+    register: GlobalCheckpoint,
+    /// Messages, for ever.
+    frames: BTreeSet<Flying>,
+    requests: BTreeSet<(Generation, RequestNumber)>,
+    answers: BTreeSet<Answer>,
+    records: BTreeSet<GlobalCheckpoint>,
+    /// What the outside has seen of each VM.
+    outside: Vec<Vec<Born>>,
+    failures: u8,
+    wrong: Option<&'static str>,
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Send(Vm, To),
+    Cut(Vm),
+    /// The oldest epoch that is not acknowledged arrives, and so does the answer.
+    Transfer(Vm),
+    Ask,
+    Request(Vm, Generation, RequestNumber),
+    Answer(Answer),
+    Record(GlobalCheckpoint),
+    /// A host learns what is in the register.
+    Hear(Vm),
+    Frame(Flying),
+    Fail(Vm),
+    FailInitiator,
+    RollBack,
+}
+
+fn vms() -> impl Iterator<Item = Vm> {
+    (0..VMS as u16).map(Vm)
+}
+
+fn limits() -> Limits {
+    Limits { error_latency_max: Duration::ZERO, ..Limits::default() }
+}
+
+fn initiator(generation: Generation, term: u32, number: u64) -> Initiator {
+    let pace = Pace { every: NOW, again_after: NOW, give_up_after: NOW };
+    Initiator::new(generation, term, number, vms(), pace)
+}
+
+impl Node {
+    fn new(vm: Vm, generation: Generation, epoch: Epoch, live: Copy) -> Self {
+        Self {
+            up: true,
+            primary: Primary::new(limits(), epoch, Duration::ZERO),
+            backup: Backup::new(epoch, 99),
+            marker: Marker::new(generation, [(vm, epoch)]),
+            copies: BTreeMap::from([(epoch, live.clone())]),
+            live,
+        }
+    }
+
+    fn in_transfer(&self) -> Option<Epoch> {
+        let next = self.backup.progress().complete.next();
+        (next < self.primary.epoch()).then_some(next)
+    }
+}
+
+impl State {
+    fn node(&mut self, vm: Vm) -> &mut Node {
+        Rc::make_mut(&mut self.nodes[vm.0 as usize])
+    }
+
+    fn fly(&mut self, from: Vm, sent: Vec<Sent<Born>>) {
+        let stamp = self.node(from).marker.stamp();
+        for Sent { to, seq, frame: born } in sent {
+            match to {
+                To::Vm(to) => drop(self.frames.insert(Flying { from, to, seq, born, stamp })),
+                To::Outside => self.seen_outside(from, seq, born),
+            }
+        }
+    }
+
+    fn seen_outside(&mut self, from: Vm, seq: Seq, born: Born) {
+        let seen = &mut self.outside[from.0 as usize];
+        match seen.get(seq.0 as usize - 1) {
+            Some(before) if *before != born => self.wrong = Some("output was replaced"),
+            Some(_) => {}
+            None if seen.len() as u64 + 1 == seq.0 => seen.push(born),
+            None => self.wrong = Some("output was lost"),
+        }
+    }
+}
+
+impl Bounds {
+    fn send(&self, state: &mut State, vm: Vm, to: To) {
+        let generation = state.generation;
+        let node = state.node(vm);
+        node.live.guest.sent.entry(to).or_default().push(generation);
+        let epoch = node.primary.epoch();
+        node.live.outbox.push(epoch, to, generation, 1);
+        if self.without == Without::OutputCommit {
+            self.release(state, vm, epoch, epoch);
+        }
+    }
+
+    fn release(&self, state: &mut State, vm: Vm, committed: Epoch, globally: Epoch) {
+        let outbox = &mut state.node(vm).live.outbox;
+        let mut sent = outbox.committed(committed);
+        sent.extend(outbox.globally(globally));
+        state.fly(vm, sent);
+    }
+
+    fn cut(&self, state: &mut State, vm: Vm) {
+        let node = state.node(vm);
+        let epoch = node.primary.epoch();
+        assert_eq!(node.primary.cut_now(NOW), [Action::Cut(epoch)]);
+        node.live.inbox.cut(epoch);
+        node.copies.insert(epoch, node.live.clone());
+        node.primary.copied(Duration::ZERO, 1);
+    }
+
+    fn transfer(&self, state: &mut State, vm: Vm) {
+        let node = state.node(vm);
+        let Some(epoch) = node.in_transfer() else { return };
+        node.backup.arrived(Piece { epoch, index: 0, of: 1, last: false });
+        let progress = node.backup.progress();
+        for action in node.primary.acknowledged(Duration::ZERO, progress) {
+            if let Action::Committed(epoch) = action {
+                node.marker.committed(vm, epoch);
+            }
+        }
+        let (complete, committed) = (progress.complete, node.primary.committed());
+        match self.without {
+            Without::TheEpochBehind => self.release(state, vm, complete, Epoch(0)),
+            Without::WaitingForTheCut => self.release(state, vm, committed, committed),
+            _ => self.release(state, vm, committed, Epoch(0)),
+        }
+    }
+
+    fn frame(&self, state: &mut State, frame: &Flying) {
+        let node = state.node(frame.to);
+        let mut stamp = frame.stamp;
+        match self.without {
+            Without::MarkingFirst => stamp.mark = RequestNumber::default(),
+            Without::Generations => stamp.generation = node.marker.stamp().generation,
+            _ => {}
+        }
+        let answer = match node.marker.arriving(stamp) {
+            Arriving::Deliver => None,
+            Arriving::DeliverMarked(answer) => Some(answer),
+            Arriving::Undone | Arriving::Early => return,
+        };
+        if node.live.inbox.accept(frame.from, frame.seq) == Accept::Deliver {
+            node.live.guest.received.entry(frame.from).or_default().push(frame.born);
+        }
+        state.answers.extend(answer);
+    }
+
+    fn record(&self, state: &mut State, checkpoint: &GlobalCheckpoint) {
+        let register = &state.register;
+        let next = register.number + 1 == checkpoint.number;
+        if checkpoint.generation == state.generation && next {
+            state.register = checkpoint.clone();
+            if state.initiator.recorded().is_none() {
+                // Another initiator's: whoever is in office now reads it and goes on from there.
+                state.term += 1;
+                let number = checkpoint.number;
+                state.initiator = initiator(state.generation, state.term, number);
+            }
+        }
+    }
+
+    fn hear(&self, state: &mut State, vm: Vm) {
+        let epoch = state.register.marks[&vm];
+        let node = state.node(vm);
+        if node.backup.globally(epoch).is_err() {
+            state.wrong = Some("a checkpoint isn't kept");
+            return;
+        }
+        node.copies = node.copies.split_off(&epoch);
+        let trims = node.live.inbox.globally(epoch);
+        for (from, seq) in trims {
+            let outbox = &mut state.node(from).live.outbox;
+            outbox.trim(To::Vm(vm), seq);
+        }
+        self.release(state, vm, Epoch(0), epoch);
+    }
+
+    fn roll_back(&self, state: &mut State) {
+        state.generation = state.generation.next();
+        state.term += 1;
+        let marks = state.register.marks.clone();
+        for vm in vms() {
+            let (epoch, generation) = (marks[&vm], state.generation);
+            let node = state.node(vm);
+            if node.backup.restore(epoch).is_err() {
+                state.wrong = Some("a checkpoint can't be restored");
+                return;
+            }
+            let mut live = node.copies[&epoch].clone();
+            live.outbox.roll_back(epoch);
+            live.inbox.roll_back(epoch);
+            *node = Node::new(vm, generation, epoch, live);
+        }
+        state.initiator = initiator(state.generation, state.term, state.register.number);
+        for vm in vms() {
+            match self.without {
+                Without::InFlightFrames => drop(state.node(vm).live.outbox.committed(marks[&vm])),
+                _ => self.release(state, vm, marks[&vm], marks[&vm]),
+            }
+        }
+    }
+
+    fn send_is_due(&self, state: &State, vm: Vm, to: To) -> bool {
+        let guest = &state.nodes[vm.0 as usize].live.guest;
+        let times = self.sends.iter().filter(|send| **send == (vm, to)).count();
+        guest.sent.get(&to).map_or(0, Vec::len) < times
+    }
+
+    fn steps_of(&self, state: &State, vm: Vm, steps: &mut Vec<Step>) {
+        let node = &state.nodes[vm.0 as usize];
+        if !node.up {
+            return;
+        }
+        let sends: BTreeSet<To> =
+            self.sends.iter().filter(|(from, _)| *from == vm).map(|(_, to)| *to).collect();
+        let due = sends.into_iter().filter(|&to| self.send_is_due(state, vm, to));
+        steps.extend(due.map(|to| Step::Send(vm, to)));
+        if node.primary.epoch() <= Epoch(self.epochs) {
+            steps.push(Step::Cut(vm));
+        }
+        steps.extend(node.in_transfer().map(|_| Step::Transfer(vm)));
+        let stamp = node.marker.stamp();
+        let news = |(of, request): &&(Generation, RequestNumber)| {
+            *of == stamp.generation && *request > stamp.mark
+        };
+        let requests = state.requests.iter().filter(news);
+        steps.extend(requests.map(|&(of, request)| Step::Request(vm, of, request)));
+        if node.backup.base() < state.register.marks[&vm] {
+            steps.push(Step::Hear(vm));
+        }
+        if state.failures < self.failures {
+            steps.push(Step::Fail(vm));
+        }
+    }
+
+    /// Whether a frame would change anything.
+    fn matters(&self, state: &State, frame: &Flying) -> bool {
+        let node = &state.nodes[frame.to.0 as usize];
+        let stamp = node.marker.stamp();
+        let (of_now, known) =
+            (frame.stamp.generation == stamp.generation, node.live.inbox.received(frame.from));
+        let of_now = of_now || self.without == Without::Generations;
+        node.up && of_now && (frame.seq > known || frame.stamp.mark > stamp.mark)
+    }
+
+    /// Nothing fails from here on: everything is delivered, epochs and cuts go on.
+    fn play_on(&self, state: &mut State) {
+        if state.nodes.iter().any(|node| !node.up) {
+            self.take(state, &Step::RollBack);
+        }
+        for _ in 0..6 {
+            for vm in vms() {
+                self.cut(state, vm);
+                self.transfer(state, vm);
+                self.transfer(state, vm);
+            }
+            self.take(state, &Step::Ask);
+            self.deliver_all(state);
+        }
+    }
+
+    fn deliver_all(&self, state: &mut State) {
+        for frame in state.frames.clone() {
+            self.frame(state, &frame);
+        }
+        for (generation, request) in state.requests.clone() {
+            vms().for_each(|vm| self.take(state, &Step::Request(vm, generation, request)));
+        }
+        for answer in state.answers.clone() {
+            self.take(state, &Step::Answer(answer));
+        }
+        for checkpoint in state.records.clone() {
+            self.record(state, &checkpoint);
+        }
+        vms().for_each(|vm| self.hear(state, vm));
+    }
+}
+
+fn is_prefix(shorter: &[Born], longer: &[Born]) -> bool {
+    longer.starts_with(shorter)
+}
+
+/// Whether one has received from another what the other hasn't sent.
+fn orphan(guests: &[&Guest]) -> bool {
+    let nothing = Vec::new();
+    vms().any(|to| {
+        guests[to.0 as usize].received.iter().any(|(from, received)| {
+            let sent = guests[from.0 as usize].sent.get(&To::Vm(to)).unwrap_or(&nothing);
+            !is_prefix(received, sent)
+        })
+    })
+}
+
+impl Model for Bounds {
+    type State = State;
+    type Step = Step;
+
+    fn start(&self) -> State {
+        let live =
+            Copy { guest: Guest::default(), outbox: Outbox::new(99), inbox: Inbox::new(Epoch(0)) };
+        let generation = Generation(1);
+        let register = GlobalCheckpoint {
+            number: 0,
+            generation,
+            request: RequestNumber::default(),
+            marks: vms().map(|vm| (vm, Epoch(0))).collect(),
+        };
+        let node = |vm| Rc::new(Node::new(vm, generation, Epoch(0), live.clone()));
+        State {
+            nodes: vms().map(node).collect(),
+            initiator: initiator(generation, 1, 0),
+            term: 1,
+            generation,
+            register,
+            frames: BTreeSet::new(),
+            requests: BTreeSet::new(),
+            answers: BTreeSet::new(),
+            records: BTreeSet::new(),
+            outside: vec![Vec::new(); VMS],
+            failures: 0,
+            wrong: None,
+        }
+    }
+
+    fn steps(&self, state: &State) -> Vec<Step> {
+        let mut steps = Vec::new();
+        vms().for_each(|vm| self.steps_of(state, vm, &mut steps));
+        let frames = state.frames.iter().filter(|frame| self.matters(state, frame));
+        steps.extend(frames.cloned().map(Step::Frame));
+        steps.extend(state.answers.iter().cloned().map(Step::Answer));
+        steps.extend(state.records.iter().cloned().map(Step::Record));
+        if (state.requests.len() as u32) < self.requests {
+            steps.push(Step::Ask);
+        }
+        if state.failures < self.failures {
+            steps.push(Step::FailInitiator);
+        }
+        if state.nodes.iter().any(|node| !node.up) {
+            steps.push(Step::RollBack);
+        }
+        steps
+    }
+
+    fn take(&self, state: &mut State, step: &Step) {
+        match step {
+            Step::Send(vm, to) => self.send(state, *vm, *to),
+            Step::Cut(vm) => self.cut(state, *vm),
+            Step::Transfer(vm) => self.transfer(state, *vm),
+            Step::Ask => {
+                for action in state.initiator.begin(Duration::ZERO) {
+                    if let Cut::Ask { generation, request, .. } = action {
+                        state.requests.insert((generation, request));
+                    }
+                }
+            }
+            Step::Request(vm, generation, request) => {
+                let answer = state.node(*vm).marker.requested(*generation, *request);
+                state.answers.extend(answer);
+            }
+            Step::Answer(answer) => {
+                if let Some(Cut::Record(checkpoint)) = state.initiator.answered(answer) {
+                    state.records.insert(checkpoint);
+                }
+            }
+            Step::Record(checkpoint) => self.record(state, checkpoint),
+            Step::Hear(vm) => self.hear(state, *vm),
+            Step::Frame(frame) => self.frame(state, frame),
+            Step::Fail(vm) => {
+                state.failures += 1;
+                state.node(*vm).up = false;
+            }
+            Step::FailInitiator => {
+                state.failures += 1;
+                state.term += 1;
+                state.initiator = initiator(state.generation, state.term, state.register.number);
+            }
+            Step::RollBack => self.roll_back(state),
+        }
+    }
+
+    fn wrong(&self, state: &State) -> Option<String> {
+        let marks = &state.register.marks;
+        let marked = |vm: Vm| &state.nodes[vm.0 as usize].copies[&marks[&vm]].guest;
+        let undone = |vm: Vm| {
+            let sent = marked(vm).sent.get(&To::Outside).map_or(&[][..], Vec::as_slice);
+            !is_prefix(&state.outside[vm.0 as usize], sent)
+        };
+        if let Some(wrong) = state.wrong {
+            return Some(wrong.to_owned());
+        }
+        if orphan(&vms().map(marked).collect::<Vec<_>>()) {
+            return Some("the cut has an orphan".to_owned());
+        }
+        if orphan(&state.nodes.iter().map(|node| &node.live.guest).collect::<Vec<_>>()) {
+            return Some("a VM has what nobody sent".to_owned());
+        }
+        vms().any(undone).then(|| "output would be undone".to_owned())
+    }
+
+    fn stuck(&self, state: &State) -> Option<String> {
+        let mut state = state.clone();
+        self.play_on(&mut state);
+        if let Some(wrong) = self.wrong(&state) {
+            return Some(format!("{wrong}, when all is well again"));
+        }
+        let guest = |vm: Vm| &state.nodes[vm.0 as usize].live.guest;
+        let sent = |from: Vm, to: To| guest(from).sent.get(&to).map_or(0, Vec::len);
+        let received = |from: Vm, to: Vm| guest(to).received.get(&from).map_or(0, Vec::len);
+        if vms().any(|to| vms().any(|from| sent(from, To::Vm(to)) != received(from, to))) {
+            return Some("a frame inside the cluster is lost".to_owned());
+        }
+        let left = |vm: Vm| sent(vm, To::Outside) == state.outside[vm.0 as usize].len();
+        (!vms().all(left)).then(|| "output never leaves".to_owned())
+    }
+}
+
+const A: Vm = Vm(0);
+const B: Vm = Vm(1);
+const C: Vm = Vm(2);
+
+fn bounds(without: Without, sends: &[(Vm, To)], failures: u8) -> Bounds {
+    Bounds { without, sends: sends.to_vec(), epochs: 2, requests: 1, failures }
+}
+
+fn all_is_well(bounds: &Bounds, try_one_in: u128) -> Explored {
+    let effort = Effort { states_max: 40_000_000, try_one_in };
+    let explored = explore(bounds, effort).unwrap_or_else(|wrong| panic!("{wrong:#?}"));
+    println!("{bounds:?}: {explored:?}");
+    explored
+}
+
+fn goes_wrong(bounds: &Bounds, try_one_in: u128) -> Wrong<Step> {
+    let wrong = explore(bounds, Effort { states_max: 10_000_000, try_one_in });
+    let wrong = wrong.expect_err("a rule was left out and nothing went wrong");
+    println!("{:?}: {} after {} steps", bounds.without, wrong.what, wrong.steps.len());
+    wrong.steps.iter().for_each(|step| println!("    {step:?}"));
+    wrong
+}
+
+#[test]
+fn one_frame_two_failures() {
+    all_is_well(&bounds(Without::Nothing, &[(A, To::Vm(B))], 2), 64);
+}
+
+#[test]
+fn an_answer_to_the_outside_one_failure() {
+    all_is_well(&bounds(Without::Nothing, &[(A, To::Vm(B)), (B, To::Outside)], 1), 64);
+}
+
+#[test]
+fn a_chain_of_frames() {
+    all_is_well(&bounds(Without::Nothing, &[(A, To::Vm(B)), (B, To::Vm(C))], 0), 64);
+}
+
+#[test]
+fn two_cuts_one_failure() {
+    let bounds = Bounds { requests: 2, ..bounds(Without::Nothing, &[(A, To::Vm(B))], 1) };
+    all_is_well(&bounds, 64);
+}
+
+#[test]
+fn without_marking_first_a_cut_has_an_orphan() {
+    let wrong = goes_wrong(&bounds(Without::MarkingFirst, &[(A, To::Vm(B))], 0), 0);
+    assert!(wrong.what.contains("the cut has an orphan"));
+}
+
+#[test]
+fn without_output_commit_a_cut_has_an_orphan() {
+    goes_wrong(&bounds(Without::OutputCommit, &[(A, To::Vm(B))], 1), 0);
+}
+
+#[test]
+fn without_output_commit_output_is_undone() {
+    goes_wrong(&bounds(Without::OutputCommit, &[(A, To::Outside)], 1), 0);
+}
+
+#[test]
+fn without_the_epoch_behind_a_cut_has_an_orphan() {
+    goes_wrong(&bounds(Without::TheEpochBehind, &[(A, To::Vm(B))], 1), 0);
+}
+
+#[test]
+fn without_waiting_for_the_cut_output_is_undone() {
+    goes_wrong(&bounds(Without::WaitingForTheCut, &[(A, To::Outside)], 1), 0);
+}
+
+#[test]
+fn without_generations_a_vm_has_what_nobody_sent() {
+    goes_wrong(&bounds(Without::Generations, &[(A, To::Vm(B))], 1), 8);
+}
+
+#[test]
+fn without_in_flight_frames_a_frame_is_lost() {
+    goes_wrong(&bounds(Without::InFlightFrames, &[(A, To::Vm(B))], 1), 8);
+}

@@ -1,0 +1,4 @@
+//! The protocols of a virtual cluster, played by a model that tries every step in every order, and by one that throws dice.
+
+mod cut_model;
+mod explore;
