@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 pub mod cut;
 pub mod epoch;
+pub mod failover;
 pub mod output;
 pub mod predict;
 mod words;

@@ -52,10 +52,11 @@ enum Phase {
     Retired,
 }
 
-/// Makes global checkpoints of one generation.
+/// Makes global checkpoints of one generation and layout.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Initiator {
     generation: Generation,
+    layout: u64,
     vms: BTreeSet<Vm>,
     pace: Pace,
     request: RequestNumber,
@@ -67,7 +68,7 @@ pub struct Initiator {
 impl Initiator {
     /// An initiator in a term of leadership that nobody had before it; `number` is that of the newest checkpoint.
     pub fn new(
-        generation: Generation,
+        (generation, layout): (Generation, u64),
         term: u32,
         number: u64,
         vms: impl IntoIterator<Item = Vm>,
@@ -75,6 +76,7 @@ impl Initiator {
     ) -> Self {
         Self {
             generation,
+            layout,
             vms: vms.into_iter().collect(),
             pace,
             request: RequestNumber { term, count: 0 },
@@ -121,7 +123,8 @@ impl Initiator {
 
     /// A host has answered, perhaps not for the first time, perhaps another request.
     pub fn answered(&mut self, answer: &Answer) -> Option<Action> {
-        let current = (answer.generation, answer.request) == (self.generation, self.request);
+        let of = (answer.generation, answer.layout, answer.request);
+        let current = of == (self.generation, self.layout, self.request);
         let Phase::Asking { marks, .. } = &mut self.phase else { return None };
         if !current {
             return None;
@@ -133,6 +136,7 @@ impl Initiator {
         let checkpoint = GlobalCheckpoint {
             number: self.number + 1,
             generation: self.generation,
+            layout: self.layout,
             request: self.request,
             marks: std::mem::take(marks),
         };

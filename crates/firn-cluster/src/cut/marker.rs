@@ -20,6 +20,8 @@ pub struct Stamp {
 pub struct Answer {
     /// The timeline.
     pub generation: Generation,
+    /// The places of backups that it is about.
+    pub layout: u64,
     /// The request it answers.
     pub request: RequestNumber,
     /// The epochs marked.
@@ -43,17 +45,22 @@ pub enum Arriving {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Marker {
     stamp: Stamp,
+    layout: u64,
     committed: BTreeMap<Vm, Epoch>,
     marked: Vec<(Vm, Epoch)>,
 }
 
 impl Marker {
     /// A host whose VMs begin a generation with these epochs committed.
-    pub fn new(generation: Generation, committed: impl IntoIterator<Item = (Vm, Epoch)>) -> Self {
+    pub fn new(
+        generation: Generation,
+        layout: u64,
+        committed: impl IntoIterator<Item = (Vm, Epoch)>,
+    ) -> Self {
         let committed: BTreeMap<Vm, Epoch> = committed.into_iter().collect();
         let marked = committed.iter().map(|(&vm, &epoch)| (vm, epoch)).collect();
         let mark = RequestNumber::default();
-        Self { stamp: Stamp { generation, mark }, committed, marked }
+        Self { stamp: Stamp { generation, mark }, layout, committed, marked }
     }
 
     /// What a frame that leaves now must carry.
@@ -65,6 +72,16 @@ impl Marker {
     pub fn committed(&mut self, vm: Vm, epoch: Epoch) {
         let newest = self.committed.entry(vm).or_insert(epoch);
         *newest = epoch.max(*newest);
+    }
+
+    /// Backups were replaced. What these VMs had committed is gone with theirs, and so are their marks: until the new backup
+    /// has a copy ([`Marker::committed`]), an answer doesn't name them.
+    pub fn rearranged(&mut self, layout: u64, without: impl IntoIterator<Item = Vm>) {
+        self.layout = layout;
+        for vm in without {
+            self.committed.remove(&vm);
+            self.marked.retain(|(marked, _)| *marked != vm);
+        }
     }
 
     /// The initiator asks. Asked again, the answer is the same; an older request is not answered any more.
@@ -101,6 +118,6 @@ impl Marker {
 
     fn answer(&self) -> Answer {
         let Stamp { generation, mark: request } = self.stamp;
-        Answer { generation, request, marks: self.marked.clone() }
+        Answer { generation, layout: self.layout, request, marks: self.marked.clone() }
     }
 }

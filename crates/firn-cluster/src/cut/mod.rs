@@ -55,12 +55,16 @@ use serde::{Deserialize, Serialize};
 use crate::{Epoch, Generation, RequestNumber, Vm};
 
 /// A global checkpoint: one epoch of each VM, together a consistent state of the cluster.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
 pub struct GlobalCheckpoint {
     /// Its number, counted over the cluster's life.
     pub number: u64,
     /// The timeline that made it.
     pub generation: Generation,
+    /// Where the VMs and their backups were (see [`Register::layout`](crate::failover::Register::layout)).
+    pub layout: u64,
     /// The request that made it.
     pub request: RequestNumber,
     /// Each VM's epoch.

@@ -12,16 +12,17 @@ fn request(count: u32) -> RequestNumber {
 }
 
 fn marker() -> Marker {
-    Marker::new(G, [(A, Epoch(5))])
+    Marker::new(G, 0, [(A, Epoch(5))])
 }
 
 fn initiator() -> Initiator {
     let pace = Pace { every: 100 * MS, again_after: 50 * MS, give_up_after: 500 * MS };
-    Initiator::new(G, 1, 7, [A, B], pace)
+    Initiator::new((G, 0), 1, 7, [A, B], pace)
 }
 
 fn answer(count: u32, vm: Vm, epoch: u64) -> Answer {
-    Answer { generation: G, request: request(count), marks: vec![(vm, Epoch(epoch))] }
+    let marks = vec![(vm, Epoch(epoch))];
+    Answer { generation: G, layout: 0, request: request(count), marks }
 }
 
 #[test]
@@ -65,7 +66,7 @@ fn a_checkpoint_exists_when_all_have_answered_and_it_is_on_record() {
     let vms = [B].into();
     assert_eq!(initiator.tick(60 * MS), [Action::Ask { generation: G, request: request(1), vms }]);
     let marks = [(A, Epoch(5)), (B, Epoch(2))].into();
-    let checkpoint = GlobalCheckpoint { number: 8, generation: G, request: request(1), marks };
+    let checkpoint = GlobalCheckpoint { number: 8, generation: G, layout: 0, request: request(1), marks };
     let record = initiator.answered(&answer(1, B, 2));
     assert_eq!(record, Some(Action::Record(checkpoint.clone())));
     assert_eq!(initiator.recorded(), Some(Action::Announce(checkpoint)));
@@ -93,4 +94,18 @@ fn an_initiator_of_an_undone_timeline_retires() {
     assert!(initiator.is_retired());
     assert_eq!(initiator.recorded(), None);
     assert_eq!(initiator.tick(9000 * MS), []);
+}
+
+#[test]
+fn a_copy_at_a_backup_that_is_gone_is_not_marked() {
+    let mut marker = Marker::new(G, 0, [(A, Epoch(5)), (B, Epoch(6))]);
+    marker.requested(G, request(1));
+    marker.rearranged(1, [A]);
+    let answer = |count, marks: &[(Vm, Epoch)]| {
+        Some(Answer { generation: G, layout: 1, request: request(count), marks: marks.to_vec() })
+    };
+    assert_eq!(marker.requested(G, request(1)), answer(1, &[(B, Epoch(6))]));
+    marker.committed(A, Epoch(8));
+    assert_eq!(marker.requested(G, request(1)), answer(1, &[(B, Epoch(6))]));
+    assert_eq!(marker.requested(G, request(2)), answer(2, &[(A, Epoch(8)), (B, Epoch(6))]));
 }

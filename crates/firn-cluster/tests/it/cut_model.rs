@@ -134,7 +134,7 @@ fn limits() -> Limits {
 
 fn initiator(generation: Generation, term: u32, number: u64) -> Initiator {
     let pace = Pace { every: NOW, again_after: NOW, give_up_after: NOW };
-    Initiator::new(generation, term, number, vms(), pace)
+    Initiator::new((generation, 0), term, number, vms(), pace)
 }
 
 impl Node {
@@ -143,7 +143,7 @@ impl Node {
             up: true,
             primary: Primary::new(limits(), epoch, Duration::ZERO),
             backup: Backup::new(epoch, 99),
-            marker: Marker::new(generation, [(vm, epoch)]),
+            marker: Marker::new(generation, 0, [(vm, epoch)]),
             copies: BTreeMap::from([(epoch, live.clone())]),
             live,
         }
@@ -403,6 +403,7 @@ impl Model for Bounds {
         let register = GlobalCheckpoint {
             number: 0,
             generation,
+            layout: 0,
             request: RequestNumber::default(),
             marks: vms().map(|vm| (vm, Epoch(0))).collect(),
         };
