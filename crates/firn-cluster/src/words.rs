@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct Vm(pub u16);
 
-/// A host that runs an agent.
+/// The agent of a host, from its start to its end. Restarted, it gets another number: the copies it held are gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Host(pub u16);

@@ -15,7 +15,8 @@ pub enum Next {
     Wait,
     /// The register, changed. Propose it, then say what the register is ([`Controller::learned`]).
     Propose(Register),
-    /// A VM can't be had back: no consistent copies are left. Nothing more will be done.
+    /// A VM can't be had back, as things are: no copies that agree are within reach. If their hosts are only cut off, they
+    /// may come back, and it goes on.
     Lost(Vm),
 }
 

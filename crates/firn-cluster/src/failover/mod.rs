@@ -36,7 +36,8 @@
 //! backup of another: if it were, its failure would take one VM and the copy that another must go back to.
 //!
 //! Between a failover and the first global checkpoint of the new layout there are no copies to go back to. A second
-//! failure in that time ends the cluster ([`Next::Lost`]): it stops, and doesn't go on from something else.
+//! failure in that time ends the cluster ([`Next::Lost`]): it stops, and doesn't go on from something else. An agent
+//! that was restarted is another [`Host`](crate::Host): copies in memory are gone with it.
 
 mod controller;
 mod guard;

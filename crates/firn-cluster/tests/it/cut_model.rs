@@ -6,7 +6,10 @@
 //!
 //! Each frame remembers the timeline it was born in, so that one sent again is told from one that only has its number.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{Hash, Hasher};
+use std::ops::Deref;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -17,7 +20,7 @@ use firn_cluster::epoch::{Action, Backup, Limits, Piece, Primary};
 use firn_cluster::output::{Accept, Inbox, Outbox, Sent, To};
 use firn_cluster::{Epoch, Generation, RequestNumber, Seq, Vm};
 
-use crate::explore::{Effort, Explored, Model, Wrong, explore};
+use crate::explore::{Effort, Explored, Model, Wrong, explore, fingerprint};
 
 const VMS: usize = 3;
 /// No time passes: what time would bring about is a step by itself.
@@ -79,6 +82,40 @@ struct Node {
     copies: BTreeMap<Epoch, Copy>,
 }
 
+/// A node, shared by the states in which it is the same, with its fingerprint once that is known.
+#[derive(Clone, Debug)]
+struct Slot {
+    node: Rc<Node>,
+    print: Cell<Option<u128>>,
+}
+
+impl Slot {
+    fn new(node: Node) -> Self {
+        Self { node: Rc::new(node), print: Cell::new(None) }
+    }
+
+    fn change(&mut self) -> &mut Node {
+        self.print.set(None);
+        Rc::make_mut(&mut self.node)
+    }
+}
+
+impl Deref for Slot {
+    type Target = Node;
+
+    fn deref(&self) -> &Node {
+        &self.node
+    }
+}
+
+impl Hash for Slot {
+    fn hash<H: Hasher>(&self, hasher: &mut H) {
+        let print = self.print.get().unwrap_or_else(|| fingerprint(&*self.node));
+        self.print.set(Some(print));
+        print.hash(hasher);
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Flying {
     from: Vm,
@@ -90,7 +127,7 @@ struct Flying {
 
 #[derive(Clone, Debug, Hash)]
 struct State {
-    nodes: Vec<Rc<Node>>,
+    nodes: Vec<Slot>,
     initiator: Initiator,
     term: u32,
     generation: Generation,
@@ -157,7 +194,7 @@ impl Node {
 
 impl State {
     fn node(&mut self, vm: Vm) -> &mut Node {
-        Rc::make_mut(&mut self.nodes[vm.0 as usize])
+        self.nodes[vm.0 as usize].change()
     }
 
     fn fly(&mut self, from: Vm, sent: Vec<Sent<Born>>) {
@@ -407,7 +444,7 @@ impl Model for Bounds {
             request: RequestNumber::default(),
             marks: vms().map(|vm| (vm, Epoch(0))).collect(),
         };
-        let node = |vm| Rc::new(Node::new(vm, generation, Epoch(0), live.clone()));
+        let node = |vm| Slot::new(Node::new(vm, generation, Epoch(0), live.clone()));
         State {
             nodes: vms().map(node).collect(),
             initiator: initiator(generation, 1, 0),
@@ -493,7 +530,7 @@ impl Model for Bounds {
         if orphan(&vms().map(marked).collect::<Vec<_>>()) {
             return Some("the cut has an orphan".to_owned());
         }
-        if orphan(&state.nodes.iter().map(|node| &node.live.guest).collect::<Vec<_>>()) {
+        if orphan(&state.nodes.iter().map(|slot| &slot.live.guest).collect::<Vec<_>>()) {
             return Some("a VM has what nobody sent".to_owned());
         }
         vms().any(undone).then(|| "output would be undone".to_owned())

@@ -132,7 +132,8 @@ impl<M: Model> Search<'_, M> {
     }
 }
 
-fn fingerprint(state: &impl Hash) -> u128 {
+/// What tells states apart.
+pub fn fingerprint(state: &impl Hash) -> u128 {
     let mut hasher = Print::default();
     state.hash(&mut hasher);
     u128::from(finish(hasher.0)) << 64 | u128::from(finish(hasher.1))
@@ -175,6 +176,10 @@ impl Hasher for Print {
     }
     fn write_u64(&mut self, value: u64) {
         self.word(value);
+    }
+    fn write_u128(&mut self, value: u128) {
+        self.word(value as u64);
+        self.word((value >> 64) as u64);
     }
     fn write_usize(&mut self, value: usize) {
         self.word(value as u64);

@@ -2,3 +2,4 @@
 
 mod cut_model;
 mod explore;
+mod failover_model;

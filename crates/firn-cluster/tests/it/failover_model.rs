@@ -1,0 +1,393 @@
+//! Leases, fencing and the register, in every order of everything, with the cores that ship.
+//!
+//! Three VMs, two on one host and one on another, and a backup. Hosts crash. Whatever a host or a controller learns may be late by
+//! any number of steps, come twice, or not at all: so a host that is slow for as long as it likes, and then goes on,
+//! is also one that was frozen, and one that was cut off. Controllers come and go: one is made for each decision, knows some
+//! of what was said, and its proposal arrives at any later time.
+//!
+//! Time passes in ticks; a lease lasts two. Clocks agree here (where they don't: the simulation). Leases are granted at the moment
+//! they are asked for, which is when they end soonest for the granter. Only the first host's answers are late, for it
+//! stands for any old primary.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+use std::time::Duration;
+
+use firn_cluster::failover::{Action, Controller, Grants, Guard, Next, Place, Register, Terms};
+use firn_cluster::{Epoch, Generation, Host, Vm};
+
+use crate::explore::{Effort, Explored, Model, Wrong, explore};
+
+/// The shortest time: between two ticks.
+const TICK: Duration = Duration::from_secs(1);
+
+fn terms() -> Terms {
+    Terms { ttl: 2 * TICK, drift_ppm_max: 0 }
+}
+
+/// What can be left out, to see what it is there for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Without {
+    Nothing,
+    /// Backups run without waiting for old primaries.
+    Fencing,
+    /// A frame leaves without a look at the clock.
+    LookingAtTheLease,
+    /// A lease counts from the moment it arrives.
+    CountingFromTheAsking,
+    /// A lease is used before the register that came with it is obeyed.
+    ObeyingBeforeSending,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Bounds {
+    without: Without,
+    crashes: u8,
+    ticks: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Node {
+    crashed: bool,
+    guard: Guard,
+    /// The newest register it has learned.
+    known: u64,
+    /// A lease that was granted and is on its way: when it was asked for, and the register then.
+    reply: Option<(u32, Rc<Register>)>,
+}
+
+#[derive(Clone, Debug, Hash)]
+struct State {
+    now: u32,
+    nodes: Vec<Node>,
+    grants: Grants,
+    register: Rc<Register>,
+    /// What it was before, which somebody may still learn.
+    before: Rc<Register>,
+    /// Messages: what came before the newest of them changes nothing any more.
+    stopped: BTreeSet<(Host, Generation)>,
+    proposals: BTreeSet<Rc<Register>>,
+    /// The newest timeline that ever ran.
+    ran: Generation,
+    crashes: u8,
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Tick,
+    Ask(Host),
+    Granted(Host),
+    Learn(Host, Rc<Register>),
+    /// A controller looks at the leases and at the register, has heard of these hosts that they stopped, and decides.
+    Decide(Vec<Host>),
+    Propose(Rc<Register>),
+    /// All VMs have copies at their backups, and a global checkpoint is on record.
+    Checkpoint,
+    Crash(Host),
+}
+
+const HOSTS: usize = 3;
+/// The host whose leases may be under way for long.
+const LATE: Host = Host(0);
+
+fn hosts() -> impl Iterator<Item = Host> {
+    (0..HOSTS as u16).map(Host)
+}
+
+fn first_register() -> Register {
+    let place = |primary| Place { primary: Host(primary), backup: Some(Host(2)) };
+    Register::new(BTreeMap::from([(Vm(0), place(0)), (Vm(1), place(0)), (Vm(2), place(1))]))
+}
+
+fn clock(tick: u32) -> Duration {
+    (tick + 10) * TICK
+}
+
+impl State {
+    fn node(&mut self, host: Host) -> &mut Node {
+        &mut self.nodes[host.0 as usize]
+    }
+
+    fn runs(&self, host: Host) -> Option<Generation> {
+        self.nodes[host.0 as usize].guard.runs()
+    }
+
+    fn crashed(&self, host: Host) -> bool {
+        self.nodes[host.0 as usize].crashed
+    }
+
+    fn set(&mut self, register: Rc<Register>) {
+        self.before = std::mem::replace(&mut self.register, register);
+        let (version, generation) = (self.register.version, self.register.generation);
+        self.proposals.retain(|proposal| proposal.version > version);
+        self.stopped.retain(|(_, at)| *at >= generation);
+    }
+
+    fn act(&mut self, host: Host, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Stop(_) => {}
+                Action::Stopped(generation) => drop(self.stopped.insert((host, generation))),
+                Action::Run { generation, .. } => self.ran = generation.max(self.ran),
+            }
+        }
+    }
+}
+
+impl Bounds {
+    fn may_send(&self, state: &State, host: Host) -> bool {
+        let node = &state.nodes[host.0 as usize];
+        let may = match self.without {
+            Without::LookingAtTheLease => node.guard.runs().is_some(),
+            _ => node.guard.may_send(clock(state.now)),
+        };
+        may && !node.crashed
+    }
+
+    fn ask(&self, state: &mut State, host: Host) {
+        if state.register.fence.contains(&host) {
+            return;
+        }
+        let (now, register) = (state.now, state.register.clone());
+        state.grants.grant(host, clock(now));
+        state.node(host).reply = Some((now, register));
+        if host != LATE {
+            self.granted(state, host);
+        }
+    }
+
+    fn granted(&self, state: &mut State, host: Host) {
+        let Some((asked, register)) = state.node(host).reply.take() else { return };
+        let now = state.now;
+        let asked = if self.without == Without::CountingFromTheAsking { now } else { asked };
+        let node = state.node(host);
+        let mut actions = Vec::new();
+        if self.without == Without::ObeyingBeforeSending {
+            actions = node.guard.granted(clock(asked), &first_register());
+        } else if register.version >= node.known {
+            node.known = register.version;
+            actions = node.guard.granted(clock(asked), &register);
+        }
+        state.act(host, actions);
+    }
+
+    fn learn(&self, state: &mut State, host: Host, register: &Register) {
+        let node = state.node(host);
+        node.known = node.known.max(register.version);
+        let actions = node.guard.learned(register);
+        state.act(host, actions);
+    }
+
+    /// What a controller that has heard this would propose.
+    fn decision(&self, state: &State, heard: &[Host]) -> Option<Rc<Register>> {
+        let hosts = state.grants.not_over(clock(state.now));
+        let mut controller = Controller::new((*state.register).clone(), hosts);
+        let heard = state.stopped.iter().filter(|(host, _)| heard.contains(host));
+        heard.for_each(|&(host, generation)| controller.stopped(host, generation));
+        let Next::Propose(mut register) = controller.next() else { return None };
+        if self.without == Without::Fencing {
+            register.fence.clear();
+        }
+        Some(Rc::new(register)).filter(|proposal| !state.proposals.contains(proposal))
+    }
+
+    fn checkpoint_is_possible(&self, state: &State) -> bool {
+        let register = &state.register;
+        let runs = |host| !state.crashed(host) && state.runs(host) == Some(register.generation);
+        let good = |place: &Place| {
+            runs(place.primary) && place.backup.is_some_and(|backup| !state.crashed(backup))
+        };
+        !register.is_protected() && register.fence.is_empty() && register.places.values().all(good)
+    }
+
+    fn checkpoint(&self, state: &mut State) {
+        let register = state.register.clone();
+        let mut checkpoint = register.checkpoint.clone();
+        (checkpoint.generation, checkpoint.layout) = (register.generation, register.layout);
+        checkpoint.number += 1;
+        checkpoint.marks.values_mut().for_each(|epoch| *epoch = Epoch(checkpoint.number));
+        let next = register.with_checkpoint(&checkpoint).expect("it is of this layout");
+        state.set(Rc::new(next));
+    }
+
+    fn steps_of(&self, state: &State, host: Host, steps: &mut Vec<Step>) {
+        let node = &state.nodes[host.0 as usize];
+        if node.crashed {
+            return;
+        }
+        if !state.register.fence.contains(&host) {
+            steps.push(Step::Ask(host));
+        }
+        steps.extend(node.reply.iter().map(|_| Step::Granted(host)));
+        let registers = [&state.before, &state.register].into_iter();
+        let news = registers.filter(|register| register.version > node.known);
+        steps.extend(news.map(|register| Step::Learn(host, register.clone())));
+        if state.crashes < self.crashes {
+            steps.push(Step::Crash(host));
+        }
+    }
+
+    fn decisions(&self, state: &State, steps: &mut Vec<Step>) {
+        let said: Vec<Host> = state.stopped.iter().map(|(host, _)| *host).collect();
+        for subset in 0..1_u32 << said.len() {
+            let heard = said.iter().enumerate().filter(|(bit, _)| subset >> bit & 1 == 1);
+            let heard: Vec<Host> = heard.map(|(_, host)| *host).collect();
+            if self.decision(state, &heard).is_some() {
+                steps.push(Step::Decide(heard));
+            }
+        }
+    }
+
+    fn play_on(&self, state: &mut State) {
+        for _ in 0..24 {
+            state.now += 1;
+            let well: Vec<Host> = hosts().filter(|&host| !state.crashed(host)).collect();
+            for host in well {
+                self.ask(state, host);
+                self.granted(state, host);
+                self.learn(state, host, &state.register.clone());
+            }
+            let heard: Vec<Host> = hosts().collect();
+            state.proposals.clear();
+            if let Some(proposal) = self.decision(state, &heard) {
+                state.set(proposal);
+            }
+            if self.checkpoint_is_possible(state) {
+                self.checkpoint(state);
+            }
+        }
+    }
+}
+
+impl Model for Bounds {
+    type State = State;
+    type Step = Step;
+
+    fn start(&self) -> State {
+        let register = Rc::new(first_register());
+        let node = |host| {
+            let mut guard = Guard::new(host, terms());
+            guard.granted(clock(0), &register);
+            Node { crashed: false, guard, known: 0, reply: None }
+        };
+        State {
+            now: 0,
+            nodes: hosts().map(node).collect(),
+            grants: Grants::taken_over(terms(), hosts(), clock(0)),
+            before: register.clone(),
+            register,
+            stopped: BTreeSet::new(),
+            proposals: BTreeSet::new(),
+            ran: Generation(0),
+            crashes: 0,
+        }
+    }
+
+    fn steps(&self, state: &State) -> Vec<Step> {
+        let mut steps = Vec::new();
+        hosts().for_each(|host| self.steps_of(state, host, &mut steps));
+        self.decisions(state, &mut steps);
+        steps.extend(state.proposals.iter().cloned().map(Step::Propose));
+        if self.checkpoint_is_possible(state) {
+            steps.push(Step::Checkpoint);
+        }
+        if state.now < self.ticks {
+            steps.push(Step::Tick);
+        }
+        steps
+    }
+
+    fn take(&self, state: &mut State, step: &Step) {
+        match step {
+            Step::Tick => state.now += 1,
+            Step::Ask(host) => self.ask(state, *host),
+            Step::Granted(host) => self.granted(state, *host),
+            Step::Learn(host, register) => self.learn(state, *host, register),
+            Step::Decide(heard) => {
+                let proposal = self.decision(state, heard);
+                state.proposals.extend(proposal);
+            }
+            Step::Propose(register) => {
+                if register.version == state.register.version + 1 {
+                    state.set(register.clone());
+                }
+            }
+            Step::Checkpoint => self.checkpoint(state),
+            Step::Crash(host) => {
+                state.crashes += 1;
+                state.node(*host).crashed = true;
+            }
+        }
+    }
+
+    fn wrong(&self, state: &State) -> Option<String> {
+        if !state.register.is_separate() {
+            return Some("a primary is a backup".to_owned());
+        }
+        let old = |host: Host| state.runs(host) < Some(state.ran);
+        let split = hosts().any(|host| self.may_send(state, host) && old(host));
+        split.then(|| "a host sends in a timeline that was undone".to_owned())
+    }
+
+    fn stuck(&self, state: &State) -> Option<String> {
+        let mut state = state.clone();
+        self.play_on(&mut state);
+        if let Some(wrong) = self.wrong(&state) {
+            return Some(format!("{wrong}, when all is well again"));
+        }
+        let register = &state.register;
+        let runs = |place: &Place| {
+            let now = state.runs(place.primary) == Some(register.generation);
+            now && register.fence.is_empty() && self.may_send(&state, place.primary)
+        };
+        let all_run = register.places.values().all(runs);
+        let copy = |place: &Place| place.backup.is_some_and(|backup| !state.crashed(backup));
+        let copies = register.is_protected() && register.places.values().all(copy);
+        let lost = register.primaries().into_iter().any(|host| state.crashed(host)) && !copies;
+        (!all_run && !lost).then(|| "the cluster stands still".to_owned())
+    }
+}
+
+fn all_is_well(bounds: Bounds, try_one_in: u128) -> Explored {
+    let effort = Effort { states_max: 40_000_000, try_one_in };
+    let explored = explore(&bounds, effort).unwrap_or_else(|wrong| panic!("{wrong:#?}"));
+    println!("{bounds:?}: {explored:?}");
+    explored
+}
+
+fn goes_wrong(without: Without) -> Wrong<Step> {
+    let bounds = Bounds { without, crashes: 0, ticks: 5 };
+    let wrong = explore(&bounds, Effort { states_max: 10_000_000, try_one_in: 0 });
+    let wrong = wrong.expect_err("a rule was left out and nothing went wrong");
+    println!("{without:?}: {} after {} steps", wrong.what, wrong.steps.len());
+    wrong.steps.iter().for_each(|step| println!("    {step:?}"));
+    assert!(wrong.what.contains("undone"));
+    wrong
+}
+
+#[test]
+fn probe() {
+    for (crashes, ticks) in [(0, 3), (1, 3), (2, 3), (2, 4), (2, 5), (2, 6), (2, 7), (2, 8)] {
+        all_is_well(Bounds { without: Without::Nothing, crashes, ticks }, 64);
+    }
+}
+
+#[test]
+fn without_fencing_two_primaries_send() {
+    goes_wrong(Without::Fencing);
+}
+
+#[test]
+fn without_looking_at_the_lease_a_host_that_was_frozen_sends() {
+    goes_wrong(Without::LookingAtTheLease);
+}
+
+#[test]
+fn without_counting_from_the_asking_two_primaries_send() {
+    goes_wrong(Without::CountingFromTheAsking);
+}
+
+#[test]
+fn without_obeying_before_sending_two_primaries_send() {
+    goes_wrong(Without::ObeyingBeforeSending);
+}
