@@ -1,0 +1,92 @@
+//! QEMU's `-netdev stream`: each frame behind its length.
+//!
+//! ```text
+//!   | length: u32, big endian | frame ... | length | frame ... |
+//! ```
+
+use thiserror::Error;
+
+/// The longest frame taken: the most QEMU hands over at once, 64 KiB of payload offloaded to the network and its headers.
+pub const FRAME_BYTES_MAX: usize = 69_632;
+
+const LENGTH_BYTES: usize = 4;
+
+/// A stream that makes no sense. There is no way to find the next frame in it: close it.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("a frame of {bytes} bytes is announced at byte {at} of the stream; the most is {FRAME_BYTES_MAX}")]
+pub struct StreamError {
+    /// The length that was read.
+    pub bytes: u32,
+    /// Where in the stream.
+    pub at: u64,
+}
+
+/// The length that goes before a frame; `None` for a frame that is too long.
+pub fn head(frame: &[u8]) -> Option<[u8; LENGTH_BYTES]> {
+    let length = u32::try_from(frame.len()).ok()?;
+    (frame.len() <= FRAME_BYTES_MAX).then(|| length.to_be_bytes())
+}
+
+/// Finds the frames in a stream that arrives in pieces of any size. Holds one frame at most.
+#[derive(Clone, Debug, Default)]
+pub struct Decoder {
+    /// Of the frame that isn't whole: its length, then its bytes.
+    held: Vec<u8>,
+    at: u64,
+    broken: Option<StreamError>,
+}
+
+impl Decoder {
+    /// A decoder at the start of a stream.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes the next bytes; hands each frame that is whole to `frame`. Empty frames are left out. After an error it takes
+    /// nothing any more.
+    pub fn push(&mut self, mut bytes: &[u8], mut frame: impl FnMut(&[u8])) -> Result<(), StreamError> {
+        loop {
+            let missing = self.missing()?;
+            if missing == 0 {
+                self.hand_over(&mut frame);
+                continue;
+            }
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            let (now, rest) = bytes.split_at(missing.min(bytes.len()));
+            self.held.extend_from_slice(now);
+            bytes = rest;
+        }
+    }
+
+    /// Whether the stream may end here without cutting a frame in two.
+    pub fn is_between_frames(&self) -> bool {
+        self.held.is_empty() && self.broken.is_none()
+    }
+
+    /// Bytes missing from the length, or else from the frame.
+    fn missing(&mut self) -> Result<usize, StreamError> {
+        if let Some(broken) = self.broken {
+            return Err(broken);
+        }
+        let Some(length) = self.held.first_chunk::<LENGTH_BYTES>() else {
+            return Ok(LENGTH_BYTES - self.held.len());
+        };
+        let bytes = u32::from_be_bytes(*length);
+        if bytes as usize > FRAME_BYTES_MAX {
+            let broken = StreamError { bytes, at: self.at };
+            (self.broken, self.held) = (Some(broken), Vec::new());
+            return Err(broken);
+        }
+        Ok(LENGTH_BYTES + bytes as usize - self.held.len())
+    }
+
+    fn hand_over(&mut self, frame: &mut impl FnMut(&[u8])) {
+        self.at += self.held.len() as u64;
+        if self.held.len() > LENGTH_BYTES {
+            frame(&self.held[LENGTH_BYTES..]);
+        }
+        self.held.clear();
+    }
+}
