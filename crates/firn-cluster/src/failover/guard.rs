@@ -77,6 +77,16 @@ impl Guard {
         self.runs.is_some() && self.lease.is_held(now)
     }
 
+    /// Whether the lease is held; what runs without it runs on, and isn't heard.
+    pub fn holds_lease(&self, now: Duration) -> bool {
+        self.lease.is_held(now)
+    }
+
+    /// The newest timeline this host has heard of.
+    pub fn generation(&self) -> Generation {
+        self.generation
+    }
+
     /// The timeline that runs here.
     pub fn runs(&self) -> Option<Generation> {
         self.runs

@@ -3,3 +3,4 @@
 mod cut_model;
 mod explore;
 mod failover_model;
+mod simulation;

@@ -1,0 +1,109 @@
+//! What is checked all along, by somebody who sees everything at once.
+
+use std::collections::BTreeMap;
+
+use firn_cluster::cut::GlobalCheckpoint;
+use firn_cluster::output::To;
+use firn_cluster::{Epoch, Generation, Seq, Vm};
+
+use super::Tally;
+use super::host::{Frame, Guest};
+
+#[derive(Debug, Default)]
+pub struct Checks {
+    pub wrong: Option<String>,
+    pub tally: Tally,
+    frames: Frame,
+    /// What each VM had done at each cut of each timeline.
+    cuts: BTreeMap<(Generation, Vm, Epoch), Guest>,
+    outside: BTreeMap<Vm, Vec<Frame>>,
+    ran: BTreeMap<Vm, Generation>,
+}
+
+impl Checks {
+    pub fn fail(&mut self, wrong: String) {
+        self.wrong.get_or_insert(wrong);
+    }
+
+    pub fn new_frame(&mut self) -> Frame {
+        self.frames += 1;
+        self.frames
+    }
+
+    pub fn cut(&mut self, generation: Generation, vm: Vm, epoch: Epoch, guest: &Guest) {
+        self.cuts.insert((generation, vm, epoch), guest.clone());
+    }
+
+    /// A VM begins to run in a timeline.
+    pub fn runs(&mut self, generation: Generation, vm: Vm, epoch: Epoch, guest: &Guest) {
+        let before = self.ran.insert(vm, generation);
+        if generation > Generation(0) && before.is_none_or(|before| before >= generation) {
+            self.fail(format!("{vm} runs twice in {generation:?}"));
+        }
+        self.cut(generation, vm, epoch, guest);
+    }
+
+    /// A frame has left the cluster.
+    pub fn outside(&mut self, vm: Vm, generation: Generation, seq: Seq, frame: Frame) {
+        if self.ran.get(&vm).is_some_and(|ran| *ran > generation) {
+            self.fail(format!("{vm} sends in an undone timeline, {generation:?}"));
+        }
+        let seen = self.outside.entry(vm).or_default();
+        let known = seen.get(seq.0 as usize - 1).copied();
+        match known {
+            Some(before) if before == frame => self.tally.outside_again += 1,
+            Some(_) => self.fail(format!("output {seq:?} of {vm} was undone and replaced")),
+            None if seen.len() as u64 + 1 == seq.0 => {
+                seen.push(frame);
+                self.tally.outside += 1;
+            }
+            None => self.fail(format!("output of {vm} before {seq:?} was lost")),
+        }
+    }
+
+    /// A checkpoint is on record: from now on the cluster may go back to it, and not to an older one.
+    pub fn recorded(&mut self, checkpoint: &GlobalCheckpoint) {
+        self.tally.checkpoints += 1;
+        let mut guests = BTreeMap::new();
+        for (&vm, &epoch) in &checkpoint.marks {
+            match self.cuts.get(&(checkpoint.generation, vm, epoch)) {
+                Some(guest) => drop(guests.insert(vm, guest.clone())),
+                None => return self.fail(format!("{vm} was never cut at {epoch}")),
+            }
+        }
+        if let Some((from, to)) = orphan(&guests) {
+            self.fail(format!("the cut {checkpoint:?} has an orphan from {from} to {to}"));
+        }
+        self.undone(&guests);
+        let (generation, marks) = (checkpoint.generation, &checkpoint.marks);
+        self.cuts.retain(|(of, vm, epoch), _| *of == generation && *epoch >= marks[vm]);
+    }
+
+    fn undone(&mut self, guests: &BTreeMap<Vm, Guest>) {
+        for (vm, seen) in &self.outside {
+            let sent = guests[vm].sent.get(&To::Outside).map_or(&[][..], Vec::as_slice);
+            if !sent.starts_with(seen) {
+                let wrong = format!("output of {vm} isn't in the newest checkpoint");
+                self.wrong.get_or_insert(wrong);
+            }
+        }
+    }
+
+    /// How much of what a VM has sent outside was seen there.
+    pub fn seen(&self, vm: Vm) -> usize {
+        self.outside.get(&vm).map_or(0, Vec::len)
+    }
+}
+
+/// Two VMs of which one has received what the other hasn't sent.
+pub fn orphan(guests: &BTreeMap<Vm, Guest>) -> Option<(Vm, Vm)> {
+    let received = |(to, guest): (&Vm, &Guest)| {
+        let received = guest.received.iter();
+        received.map(|(from, frames)| (*from, *to, frames.clone())).collect::<Vec<_>>()
+    };
+    let bad = guests.iter().flat_map(received).find(|(from, to, frames)| {
+        let sent = guests.get(from).and_then(|guest| guest.sent.get(&To::Vm(*to)));
+        !sent.map_or(&[][..], Vec::as_slice).starts_with(frames)
+    });
+    bad.map(|(from, to, _)| (from, to))
+}
