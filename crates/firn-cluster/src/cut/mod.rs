@@ -55,9 +55,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Epoch, Generation, RequestNumber, Vm};
 
 /// A global checkpoint: one epoch of each VM, together a consistent state of the cluster.
-#[derive(
-    Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct GlobalCheckpoint {
     /// Its number, counted over the cluster's life.
     pub number: u64,

@@ -66,7 +66,8 @@ fn a_checkpoint_exists_when_all_have_answered_and_it_is_on_record() {
     let vms = [B].into();
     assert_eq!(initiator.tick(60 * MS), [Action::Ask { generation: G, request: request(1), vms }]);
     let marks = [(A, Epoch(5)), (B, Epoch(2))].into();
-    let checkpoint = GlobalCheckpoint { number: 8, generation: G, layout: 0, request: request(1), marks };
+    let checkpoint =
+        GlobalCheckpoint { number: 8, generation: G, layout: 0, request: request(1), marks };
     let record = initiator.answered(&answer(1, B, 2));
     assert_eq!(record, Some(Action::Record(checkpoint.clone())));
     assert_eq!(initiator.recorded(), Some(Action::Announce(checkpoint)));

@@ -27,7 +27,9 @@ pub struct Limits {
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum LimitsError {
     /// The interval has no value.
-    #[error("the interval must lie between {min:?} and {max:?}: give a minimum above zero and no maximum below it")]
+    #[error(
+        "the interval must lie between {min:?} and {max:?}: give a minimum above zero and no maximum below it"
+    )]
     Interval {
         /// The minimum.
         min: Duration,
@@ -35,7 +37,9 @@ pub enum LimitsError {
         max: Duration,
     },
     /// An error could reach the state that is restored.
-    #[error("an interval of {min:?} is shorter than the {latency:?} an error may go unnoticed; raise the minimum")]
+    #[error(
+        "an interval of {min:?} is shorter than the {latency:?} an error may go unnoticed; raise the minimum"
+    )]
     ErrorLatency {
         /// The minimum interval.
         min: Duration,

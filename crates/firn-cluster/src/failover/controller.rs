@@ -117,7 +117,9 @@ impl Controller {
 
     /// The newest checkpoint has every VM's last epoch: going over to it loses nothing.
     fn may_move_over(&self) -> bool {
-        self.planned && self.register.is_protected() && self.drained == self.register.checkpoint.marks
+        self.planned
+            && self.register.is_protected()
+            && self.drained == self.register.checkpoint.marks
     }
 
     /// A VM that needs a copy which doesn't exist.

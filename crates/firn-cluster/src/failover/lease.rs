@@ -68,11 +68,7 @@ pub struct Grants {
 
 impl Grants {
     /// A granter that has just taken office: whoever it was before may have granted every host a lease a moment ago.
-    pub fn taken_over(
-        terms: Terms,
-        hosts: impl IntoIterator<Item = Host>,
-        now: Duration,
-    ) -> Self {
+    pub fn taken_over(terms: Terms, hosts: impl IntoIterator<Item = Host>, now: Duration) -> Self {
         Self { terms, granted: hosts.into_iter().map(|host| (host, now)).collect() }
     }
 

@@ -80,13 +80,18 @@ impl Host {
         let differs = |page: Page, value: u8| {
             plan.written.contains(page) || self.backup[page.index()] != value
         };
-        copies.iter().filter(|&(&page, &value)| differs(page, value)).map(|(&p, &v)| (p, v)).collect()
+        copies
+            .iter()
+            .filter(|&(&page, &value)| differs(page, value))
+            .map(|(&p, &v)| (p, v))
+            .collect()
     }
 
     fn compare(&mut self) {
         let sent = self.sent();
         let Some((plan, copies)) = self.last.take() else { return };
-        let same: PageSet = copies.keys().copied().filter(|page| !sent.contains_key(page)).collect();
+        let same: PageSet =
+            copies.keys().copied().filter(|page| !sent.contains_key(page)).collect();
         self.predictor.unchanged(&plan, &same);
         sent.into_iter().for_each(|(page, value)| self.backup[page.index()] = value);
         if self.protects == Protects::AtOnce {

@@ -13,7 +13,9 @@ const LENGTH_BYTES: usize = 4;
 
 /// A stream that makes no sense. There is no way to find the next frame in it: close it.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("a frame of {bytes} bytes is announced at byte {at} of the stream; the most is {FRAME_BYTES_MAX}")]
+#[error(
+    "a frame of {bytes} bytes is announced at byte {at} of the stream; the most is {FRAME_BYTES_MAX}"
+)]
 pub struct StreamError {
     /// The length that was read.
     pub bytes: u32,
@@ -44,7 +46,11 @@ impl Decoder {
 
     /// Takes the next bytes; hands each frame that is whole to `frame`. Empty frames are left out. After an error it takes
     /// nothing any more.
-    pub fn push(&mut self, mut bytes: &[u8], mut frame: impl FnMut(&[u8])) -> Result<(), StreamError> {
+    pub fn push(
+        &mut self,
+        mut bytes: &[u8],
+        mut frame: impl FnMut(&[u8]),
+    ) -> Result<(), StreamError> {
         loop {
             let missing = self.missing()?;
             if missing == 0 {

@@ -1,6 +1,6 @@
 //! What is checked all along, by somebody who sees everything at once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use firn_cluster::cut::GlobalCheckpoint;
 use firn_cluster::output::To;
@@ -18,6 +18,10 @@ pub struct Checks {
     cuts: BTreeMap<(Generation, Vm, Epoch), Guest>,
     outside: BTreeMap<Vm, Vec<Frame>>,
     ran: BTreeMap<Vm, Generation>,
+    /// What each VM had done when it was stopped to be moved.
+    finished: BTreeMap<(Generation, Vm), Guest>,
+    /// Timelines that began with a move.
+    pub moved: BTreeSet<Generation>,
 }
 
 impl Checks {
@@ -34,11 +38,22 @@ impl Checks {
         self.cuts.insert((generation, vm, epoch), guest.clone());
     }
 
+    /// A VM stands still and is to be moved.
+    pub fn finished(&mut self, generation: Generation, vm: Vm, guest: &Guest) {
+        self.finished.insert((generation, vm), guest.clone());
+    }
+
     /// A VM begins to run in a timeline.
     pub fn runs(&mut self, generation: Generation, vm: Vm, epoch: Epoch, guest: &Guest) {
         let before = self.ran.insert(vm, generation);
         if generation > Generation(0) && before.is_none_or(|before| before >= generation) {
             self.fail(format!("{vm} runs twice in {generation:?}"));
+        }
+        if self.moved.contains(&generation) {
+            let before = Generation(generation.0 - 1);
+            if self.finished.get(&(before, vm)) != Some(guest) {
+                self.fail(format!("{vm} has lost something by being moved"));
+            }
         }
         self.cut(generation, vm, epoch, guest);
     }

@@ -5,8 +5,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use firn_cluster::cut::{self, Initiator, Pace};
-use firn_cluster::failover::{Controller, Grants, Next, Register};
-use firn_cluster::{Generation, Host, Vm};
+use firn_cluster::failover::{Controller, Grants, Next, Place, Register};
+use firn_cluster::{Epoch, Generation, Host, Vm};
 
 use super::Without;
 use super::checks::Checks;
@@ -23,6 +23,8 @@ pub struct Control {
     initiator: Initiator,
     /// What the initiator is about.
     about: (Generation, u64),
+    /// Who was stopped to be moved, and at which epoch.
+    drained: BTreeMap<Vm, Epoch>,
     term: u32,
     told: Ms,
     ppm: i64,
@@ -41,6 +43,7 @@ impl Control {
             register: Rc::new(register),
             hosts,
             lost: false,
+            drained: BTreeMap::new(),
             term: 1,
             told: 0,
             ppm,
@@ -84,7 +87,11 @@ impl Control {
                 }
                 if register.generation > self.register.generation {
                     checks.tally.failovers += 1;
-                    checks.tally.moves += u64::from(self.controller.is_moving());
+                    if self.drained == self.register.checkpoint.marks {
+                        checks.tally.moves += 1;
+                        checks.moved.insert(register.generation);
+                    }
+                    self.drained.clear();
                 }
                 self.set(register, net);
             }
@@ -145,17 +152,19 @@ impl Control {
 
     pub fn arrives(&mut self, message: Message, net: &mut Network, checks: &mut Checks) {
         match message {
+            Message::Renew { host, .. } if self.register.fence.contains(&host) => {}
             Message::Renew { host, asked_ns } => {
-                if !self.register.fence.contains(&host) {
-                    let now = self.clock(net);
-                    self.grants.grant(host, now);
-                    let register = self.register.clone();
-                    net.send(None, Some(host), Message::Granted { asked_ns, register });
-                }
+                let now = self.clock(net);
+                self.grants.grant(host, now);
+                let register = self.register.clone();
+                net.send(None, Some(host), Message::Granted { asked_ns, register });
             }
             Message::Stopped { host, generation } => self.controller.stopped(host, generation),
             Message::Drained { vm, epoch, generation } => {
                 self.controller.drained(vm, epoch, generation);
+                if generation == self.register.generation {
+                    self.drained.insert(vm, epoch);
+                }
             }
             Message::Answer(answer) => {
                 let action = self.initiator.answered(&answer);
@@ -174,8 +183,8 @@ fn initiator(register: &Register, term: u32) -> Initiator {
 }
 
 /// Where everything is at first: VMs over the primaries, copies over the backups.
-pub fn places(vms: u64, primaries: u64, backups: u64) -> BTreeMap<Vm, firn_cluster::failover::Place> {
-    let place = |vm: u64| firn_cluster::failover::Place {
+pub fn places(vms: u64, primaries: u64, backups: u64) -> BTreeMap<Vm, Place> {
+    let place = |vm: u64| Place {
         primary: Host((vm % primaries) as u16),
         backup: Some(Host((primaries + vm % backups) as u16)),
     };

@@ -415,6 +415,9 @@ impl Node {
                 running.finished = Some(running.primary.epoch());
                 let actions = running.primary.finish(now);
                 self.epoch_acts(vm, 10, actions, around);
+                if let Some(running) = self.vms.get(&vm) {
+                    around.checks.finished(generation, vm, &running.live.guest);
+                }
             }
         }
     }
@@ -607,7 +610,9 @@ impl Node {
         around: &mut Around<'_>,
     ) {
         let known = self.stores.get(&(vm, generation));
-        if known.is_none_or(|store| store.backup.base() < epoch && !store.copies.contains_key(&epoch)) {
+        if known
+            .is_none_or(|store| store.backup.base() < epoch && !store.copies.contains_key(&epoch))
+        {
             let copies = BTreeMap::from([(epoch, copy)]);
             let store = Store { backup: Backup::new(epoch, 12), copies };
             self.stores.insert((vm, generation), store);

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
+use firn_cluster::epoch::Backup;
 use firn_cluster::failover::Register;
 use firn_cluster::output::To;
-use firn_cluster::{Generation, Host, Vm};
+use firn_cluster::{Epoch, Generation, Host, Vm};
 
 use super::checks::{Checks, orphan};
 use super::control::{Control, places};
@@ -13,9 +14,6 @@ use super::dice::Dice;
 use super::host::{Around, Copy, Guest, Health, Node, Store, TICK_MS};
 use super::network::{Event, Message, Ms, Network};
 use super::{Tally, Without};
-
-use firn_cluster::Epoch;
-use firn_cluster::epoch::Backup;
 
 /// How long things fail, and how long they don't.
 const TROUBLE_MS: Ms = 4000;
@@ -123,7 +121,9 @@ impl World {
         let Some(node) = self.nodes.get_mut(&host) else { return };
         let (net, checks) = (&mut self.net, &mut self.checks);
         match node.health {
-            Health::Well => node.arrives(message, &mut Around { net, checks, without: self.without }),
+            Health::Well => {
+                node.arrives(message, &mut Around { net, checks, without: self.without })
+            }
             Health::Frozen => node.waiting.push(message),
             Health::Crashed => {}
         }
