@@ -3,7 +3,7 @@
 //! States are told apart by a fingerprint of 128 bits; whole states are kept only until their successors are known.
 
 use std::collections::HashMap;
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 
 /// Something that can be explored.
@@ -33,6 +33,12 @@ pub struct Explored {
     pub depth: usize,
 }
 
+impl fmt::Display for Explored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} states, {} steps, {} deep", self.states, self.steps, self.depth)
+    }
+}
+
 /// The shortest way to something wrong.
 #[derive(Debug)]
 pub struct Wrong<S> {
@@ -48,6 +54,9 @@ pub struct Effort {
     /// Whether the cluster gets on is tried from one in so many states; from none if zero.
     pub try_one_in: u128,
 }
+
+/// A state seen for the first time, and its number.
+type First<M> = Option<(u32, <M as Model>::State)>;
 
 type Found = HashMap<u128, u32, BuildHasherDefault<Folded>>;
 
@@ -98,7 +107,7 @@ impl<M: Model> Search<'_, M> {
         &mut self,
         from: Option<(u32, u16)>,
         state: M::State,
-    ) -> Result<Option<(u32, M::State)>, Wrong<M::Step>> {
+    ) -> Result<First<M>, Wrong<M::Step>> {
         let print = fingerprint(&state);
         let index = self.from.len() as u32;
         if self.found.contains_key(&print) {

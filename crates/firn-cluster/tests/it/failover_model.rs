@@ -17,7 +17,7 @@ use std::time::Duration;
 use firn_cluster::failover::{Action, Controller, Grants, Guard, Next, Place, Register, Terms};
 use firn_cluster::{Epoch, Generation, Host, Vm};
 
-use crate::explore::{Effort, Explored, Model, Wrong, explore};
+use crate::explore::{Effort, Model, Wrong, explore};
 
 /// The shortest time: between two ticks.
 const TICK: Duration = Duration::from_secs(1);
@@ -397,11 +397,10 @@ impl Model for Bounds {
     }
 }
 
-fn all_is_well(bounds: Bounds, try_one_in: u128) -> Explored {
+fn all_is_well(bounds: Bounds, try_one_in: u128) {
     let effort = Effort { states_max: 40_000_000, try_one_in };
     let explored = explore(&bounds, effort).unwrap_or_else(|wrong| panic!("{wrong:#?}"));
-    println!("{bounds:?}: {explored:?}");
-    explored
+    println!("{bounds:?}: {explored}");
 }
 
 fn goes_wrong(without: Without) -> Wrong<Step> {
