@@ -623,7 +623,7 @@ fn without_marking_first_a_cut_has_an_orphan() {
 
 #[test]
 fn without_output_commit_a_cut_has_an_orphan() {
-    goes_wrong(&bounds(Without::OutputCommit, &[(A, To::Vm(B))], 1), 0);
+    goes_wrong(&bounds(Without::OutputCommit, &[(A, To::Vm(B))], 0), 0);
 }
 
 #[test]
@@ -633,7 +633,7 @@ fn without_output_commit_output_is_undone() {
 
 #[test]
 fn without_the_epoch_behind_a_cut_has_an_orphan() {
-    goes_wrong(&bounds(Without::TheEpochBehind, &[(A, To::Vm(B))], 1), 0);
+    goes_wrong(&bounds(Without::TheEpochBehind, &[(A, To::Vm(B))], 0), 0);
 }
 
 #[test]

@@ -423,13 +423,13 @@ fn one_rollback_without_a_crash() {
 }
 
 #[test]
-#[ignore = "a minute or two"]
+#[ignore = "half a minute"]
 fn two_crashes_one_rollback() {
     all_is_well(with(2, 1), 16);
 }
 
 #[test]
-#[ignore = "some minutes, and some gigabytes"]
+#[ignore = "a minute"]
 fn two_crashes_two_rollbacks() {
     all_is_well(with(2, 2), 64);
 }
