@@ -1,0 +1,246 @@
+//! The log: a file of records, one for each committed transaction.
+//!
+//! ```text
+//!   "FIRNAPPL" | version u32 | name length u32 | name | xxh3 of that u64 | record | record | ...
+//! ```
+//!
+//! A log is written at its end only. A record that was cut short there (the process died, the disk was full) never was
+//! acknowledged, and is cut off. A record that is damaged while a later one is whole is an error: something acknowledged
+//! is lost, and nothing can tell what. (The last record, damaged after it was written, looks like one that was cut short.)
+//!
+//! When the log has grown to several times its state, it is written anew: one state record in a new file, which then takes
+//! the name. Whoever writes a log holds a lock on the file.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::error::BackupError;
+use super::record::{HEADER, Header, MAGIC, encode_state};
+use super::{Compression, Image};
+
+const START: [u8; 8] = *b"FIRNAPPL";
+const VERSION: u32 = 1;
+/// A log is not written anew before it has so many bytes.
+const SMALL: u64 = 4 << 20;
+/// ... and so many times those of its state.
+const GROWTH: u64 = 4;
+
+/// A log that is open for writing.
+#[derive(Debug)]
+pub(crate) struct Log {
+    path: PathBuf,
+    name: String,
+    file: File,
+    len: u64,
+}
+
+impl Log {
+    /// Opens the log of a session, or makes one, and reads the last committed state.
+    pub(crate) fn open(path: &Path, name: &str) -> Result<(Self, Image), BackupError> {
+        let mut file = open_locked(path)?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(failed("cannot read", path))?;
+        let start = start(name);
+        // Shorter than any start: made, and never written.
+        if bytes.len() < START.len() + 8 || bytes.len() < start.len() && start.starts_with(&bytes) {
+            let mut log = Self { path: path.to_owned(), name: name.to_owned(), file, len: 0 };
+            log.cut(0)?;
+            log.append(&start)?;
+            log.sync()?;
+            sync_parent(path)?;
+            return Ok((log, Image::default()));
+        }
+        check_start(path, name, &bytes, &start)?;
+        let (image, len) = replay(path, &bytes, start.len())?;
+        let mut log = Self { path: path.to_owned(), name: name.to_owned(), file, len };
+        if len < bytes.len() as u64 {
+            log.cut(len)?;
+        }
+        log.file.seek(SeekFrom::Start(len)).map_err(failed("cannot read", path))?;
+        Ok((log, image))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Writes a record. If that fails, the log ends where it did.
+    pub(crate) fn append(&mut self, record: &[u8]) -> Result<(), BackupError> {
+        let written = self.file.write_all(record).map_err(failed("cannot write", &self.path));
+        match written {
+            Ok(()) => self.len += record.len() as u64,
+            Err(_) => self.cut(self.len)?,
+        }
+        written
+    }
+
+    fn cut(&mut self, len: u64) -> Result<(), BackupError> {
+        let cut = self.file.set_len(len).and_then(|()| self.file.seek(SeekFrom::Start(len)));
+        cut.map(drop).map_err(failed("cannot shorten", &self.path))
+    }
+
+    /// Forces what was written to disk.
+    pub(crate) fn sync(&self) -> Result<(), BackupError> {
+        self.file.sync_data().map_err(failed("cannot sync", &self.path))
+    }
+
+    /// Writes the log anew if it has grown enough. `image` is its state.
+    pub(crate) fn compact_if_large(
+        &mut self,
+        image: &Image,
+        codec: Compression,
+    ) -> Result<(), BackupError> {
+        match self.len > SMALL && self.len > GROWTH * image.bytes() {
+            true => self.replace(&encode_state(image, codec)),
+            false => Ok(()),
+        }
+    }
+
+    /// Replaces all of it by one record. After a crash it is the old log or the new one.
+    pub(crate) fn replace(&mut self, state: &[u8]) -> Result<(), BackupError> {
+        let mut new = self.path.clone().into_os_string();
+        new.push(".new");
+        let new = PathBuf::from(new);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&new)
+            .map_err(failed("cannot make", &new))?;
+        lock(&file, &new)?;
+        let mut log = Self { path: new.clone(), name: self.name.clone(), file, len: 0 };
+        log.append(&start(&self.name))?;
+        log.append(state)?;
+        log.sync()?;
+        std::fs::rename(&new, &self.path).map_err(failed("cannot rename", &new))?;
+        (self.file, self.len) = (log.file, log.len);
+        sync_parent(&self.path)
+    }
+}
+
+fn start(name: &str) -> Vec<u8> {
+    let mut start = START.to_vec();
+    start.extend(VERSION.to_le_bytes());
+    start.extend((name.len() as u32).to_le_bytes());
+    start.extend(name.as_bytes());
+    start.extend(xxh3_64(&start).to_le_bytes());
+    start
+}
+
+fn check_start(path: &Path, name: &str, bytes: &[u8], expected: &[u8]) -> Result<(), BackupError> {
+    if bytes.starts_with(expected) {
+        return Ok(());
+    }
+    let other = name_in(bytes).filter(|found| bytes.starts_with(&start(found)));
+    Err(match other {
+        Some(found) => {
+            BackupError::OtherSession { path: path.to_owned(), found, expected: name.to_owned() }
+        }
+        None => BackupError::NoLog { path: path.to_owned() },
+    })
+}
+
+fn name_in(bytes: &[u8]) -> Option<String> {
+    let len = u32::from_le_bytes(bytes.get(12..16)?.try_into().ok()?) as usize;
+    String::from_utf8(bytes.get(16..16_usize.checked_add(len)?)?.to_vec()).ok()
+}
+
+/// The state after all whole records, and where the last of them ends.
+fn replay(path: &Path, bytes: &[u8], start: usize) -> Result<(Image, u64), BackupError> {
+    let (mut image, mut at) = (Image::default(), start);
+    while at < bytes.len() {
+        match read_record(&bytes[at..]) {
+            Ok((header, payload, len)) => {
+                image.apply(header.kind, header.sequence, &payload).map_err(|error| {
+                    BackupError::Damaged {
+                        path: path.to_owned(),
+                        offset: at as u64,
+                        why: why(&error),
+                    }
+                })?;
+                at += len;
+            }
+            Err(_) if !whole_record_in(&bytes[at + 1..]) => break,
+            Err(error) => {
+                let (path, offset) = (path.to_owned(), at as u64);
+                return Err(BackupError::Damaged { path, offset, why: why(&error) });
+            }
+        }
+    }
+    Ok((image, at as u64))
+}
+
+fn why(error: &BackupError) -> &'static str {
+    match error {
+        BackupError::Malformed(why) => why,
+        _ => "it cannot be read",
+    }
+}
+
+/// The record at the start of some bytes: its header, its payload, its length.
+fn read_record(bytes: &[u8]) -> Result<(Header, Vec<u8>, usize), BackupError> {
+    let short = || BackupError::Malformed("it is cut short");
+    let head: &[u8; HEADER] = bytes.first_chunk().ok_or_else(short)?;
+    let header = Header::parse(head)?;
+    let len = usize::try_from(header.stored).ok().and_then(|len| len.checked_add(HEADER));
+    let stored = len.and_then(|len| bytes.get(HEADER..len)).ok_or_else(short)?;
+    let payload = header.payload(head, stored)?;
+    Ok((header, payload, HEADER + stored.len()))
+}
+
+fn whole_record_in(bytes: &[u8]) -> bool {
+    let places = bytes.windows(MAGIC.len()).enumerate().filter(|(_, window)| *window == MAGIC);
+    places.map(|(at, _)| at).any(|at| read_record(&bytes[at..]).is_ok())
+}
+
+fn open_locked(path: &Path) -> Result<File, BackupError> {
+    loop {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path)
+            .map_err(failed("cannot open", path))?;
+        // A device could be read for ever.
+        if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
+            return Err(BackupError::NoLog { path: path.to_owned() });
+        }
+        lock(&file, path)?;
+        // Somebody may have written it anew before the lock was ours.
+        let same = match (file.metadata(), std::fs::metadata(path)) {
+            (Ok(ours), Ok(named)) => ours.ino() == named.ino() && ours.dev() == named.dev(),
+            _ => false,
+        };
+        if same {
+            return Ok(file);
+        }
+    }
+}
+
+fn lock(file: &File, path: &Path) -> Result<(), BackupError> {
+    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)
+        .map_err(|_| BackupError::InUse { path: path.to_owned() })
+}
+
+fn sync_parent(path: &Path) -> Result<(), BackupError> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let parent = parent.unwrap_or(Path::new("."));
+    File::open(parent).and_then(|dir| dir.sync_all()).map_err(failed("cannot sync", parent))
+}
+
+fn failed(what: &'static str, path: &Path) -> impl Fn(io::Error) -> BackupError {
+    let path = path.to_owned();
+    move |source| BackupError::File { what, path: path.clone(), source }
+}
+
+#[cfg(test)]
+mod tests;

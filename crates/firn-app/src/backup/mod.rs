@@ -1,0 +1,128 @@
+//! Where committed changes go: files and other hosts, each by a helper thread of its own.
+//!
+//! ```text
+//!   commit --- record ---> bounded queue ---> helper: compress, write to the log, fsync ----> acknowledge
+//!     |                                  \--> helper: compress, send by TLS, wait for it ---> acknowledge
+//!     +--- waits for all acknowledgements (sync), or until at most LAG are missing (async)
+//! ```
+
+mod error;
+mod file;
+mod helper;
+mod image;
+mod log;
+mod record;
+mod remote;
+mod server;
+mod standby;
+mod targets;
+mod tls;
+mod wire;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub use error::BackupError;
+pub use server::{Server, ServerOptions};
+pub use standby::Standby;
+pub use tls::Identity;
+
+pub(crate) use helper::{Helper, Job};
+pub(crate) use image::Image;
+pub(crate) use log::Log;
+pub(crate) use record::Payload;
+pub(crate) use standby::helper as log_helper;
+pub(crate) use targets::open;
+
+/// When a commit returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Acknowledge {
+    /// When the backup has it.
+    Sync,
+    /// When at most so many transactions are not acknowledged yet: that is what can be lost.
+    Async {
+        /// Transactions.
+        lag_max: u64,
+    },
+}
+
+/// When a log is forced to disk. Without, what a crash of the machine loses is the kernel's to decide; the death of a
+/// process loses nothing in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fsync {
+    /// Before any transaction is acknowledged.
+    EveryCommit,
+    /// When so much time has passed since the last time.
+    Interval(Duration),
+    /// Never.
+    Never,
+}
+
+/// How records are stored and sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Compression {
+    /// As they are.
+    #[default]
+    None,
+    /// By LZ4, where that makes them smaller.
+    Lz4,
+}
+
+/// A place for committed changes.
+#[derive(Clone, Debug)]
+pub struct Target {
+    pub(crate) place: Place,
+    pub(crate) acknowledge: Acknowledge,
+    pub(crate) compression: Compression,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    File { path: PathBuf, fsync: Fsync },
+    Remote { address: String, identity: Identity, patience: Duration },
+}
+
+impl Target {
+    /// A log in a file, forced to disk at every commit.
+    pub fn file(path: impl Into<PathBuf>) -> Self {
+        Self::at(Place::File { path: path.into(), fsync: Fsync::EveryCommit })
+    }
+
+    /// A backup process on another host, `HOST:PORT`. When the connection is lost, it is made again for 10 s.
+    pub fn remote(address: impl Into<String>, identity: Identity) -> Self {
+        let patience = Duration::from_secs(10);
+        Self::at(Place::Remote { address: address.into(), identity, patience })
+    }
+
+    fn at(place: Place) -> Self {
+        Self { place, acknowledge: Acknowledge::Sync, compression: Compression::default() }
+    }
+
+    /// When a commit returns. [`Acknowledge::Sync`] by default.
+    pub fn acknowledge(mut self, acknowledge: Acknowledge) -> Self {
+        self.acknowledge = acknowledge;
+        self
+    }
+
+    /// How records are stored and sent. As they are by default.
+    pub fn compression(mut self, compression: Compression) -> Self {
+        self.compression = compression;
+        self
+    }
+
+    /// When a file is forced to disk. A remote backup decides that by itself.
+    pub fn fsync(mut self, policy: Fsync) -> Self {
+        if let Place::File { fsync, .. } = &mut self.place {
+            *fsync = policy;
+        }
+        self
+    }
+
+    /// How long a lost connection is tried again before commits fail.
+    pub fn patience(mut self, time: Duration) -> Self {
+        if let Place::Remote { patience, .. } = &mut self.place {
+            *patience = time;
+        }
+        self
+    }
+}

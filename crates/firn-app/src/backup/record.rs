@@ -1,0 +1,198 @@
+//! Records: one committed transaction, or a whole state, as bytes.
+//!
+//! ```text
+//!   0   magic "FARc"        16  bytes of the payload as stored     u64
+//!   4   kind                24  bytes of the payload               u64
+//!   5   codec               32  xxh3 of bytes 0 to 31 and of the stored payload
+//!   6   0 0                 40  payload
+//!   8   sequence u64
+//!
+//!   payload   areas u32     { number u32, length u64, name length u8, name }
+//!             changes u32   { area u32, offset u64, length u64 }
+//!             the bytes of the changes, one after the other
+//! ```
+//!
+//! All numbers are little-endian. A *change* record says what a transaction changed, and defines the areas that it is the
+//! first to have. A *state* record has everything; what came before it does not matter.
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::error::BackupError;
+use super::{Compression, Image};
+
+pub(crate) const HEADER: usize = 40;
+pub(crate) const MAGIC: [u8; 4] = *b"FARc";
+/// LZ4 makes bytes at most so many times smaller: a longer claim is a lie.
+const RATIO_MAX: u64 = 255;
+
+/// What a record is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RecordKind {
+    Change,
+    State,
+}
+
+/// A record's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) kind: RecordKind,
+    codec: Compression,
+    pub(crate) sequence: u64,
+    pub(crate) stored: u64,
+    raw: u64,
+    checksum: u64,
+}
+
+/// What a transaction changed, being put together.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Payload {
+    areas: (u32, Vec<u8>),
+    changes: (u32, Vec<u8>),
+    bytes: Vec<u8>,
+}
+
+impl Payload {
+    pub(crate) fn define(&mut self, number: u32, len: u64, name: &str) {
+        self.areas.0 += 1;
+        let to = &mut self.areas.1;
+        to.extend(number.to_le_bytes());
+        to.extend(len.to_le_bytes());
+        to.push(name.len() as u8);
+        to.extend(name.as_bytes());
+    }
+
+    pub(crate) fn change(&mut self, area: u32, offset: u64, bytes: &[u8]) {
+        self.changes.0 += 1;
+        let to = &mut self.changes.1;
+        to.extend(area.to_le_bytes());
+        to.extend(offset.to_le_bytes());
+        to.extend((bytes.len() as u64).to_le_bytes());
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    pub(crate) fn finish(self) -> Vec<u8> {
+        let mut all =
+            Vec::with_capacity(8 + self.areas.1.len() + self.changes.1.len() + self.bytes.len());
+        for (count, entries) in [self.areas, self.changes] {
+            all.extend(count.to_le_bytes());
+            all.extend(entries);
+        }
+        all.extend(self.bytes);
+        all
+    }
+}
+
+/// A whole record.
+pub(crate) fn encode(
+    kind: RecordKind,
+    sequence: u64,
+    payload: &[u8],
+    codec: Compression,
+) -> Vec<u8> {
+    let packed = match codec {
+        Compression::None => None,
+        Compression::Lz4 => Some(lz4_flex::block::compress(payload)),
+    };
+    let packed = packed.filter(|packed| packed.len() < payload.len());
+    let stored = packed.as_deref().unwrap_or(payload);
+    let mut record = Vec::with_capacity(HEADER + stored.len());
+    record.extend(MAGIC);
+    record.extend([u8::from(kind == RecordKind::State), u8::from(packed.is_some()), 0, 0]);
+    record.extend(sequence.to_le_bytes());
+    record.extend((stored.len() as u64).to_le_bytes());
+    record.extend((payload.len() as u64).to_le_bytes());
+    let sum = checksum(&record, stored);
+    record.extend(sum.to_le_bytes());
+    record.extend_from_slice(stored);
+    record
+}
+
+/// The record of a whole state.
+pub(crate) fn encode_state(image: &Image, codec: Compression) -> Vec<u8> {
+    encode(RecordKind::State, image.sequence(), &image.payload().finish(), codec)
+}
+
+fn checksum(head: &[u8], stored: &[u8]) -> u64 {
+    let mut hash = Xxh3::new();
+    hash.update(&head[..32]);
+    hash.update(stored);
+    hash.digest()
+}
+
+impl Header {
+    /// Reads a header. What it says is to be believed only when the payload matches.
+    pub(crate) fn parse(bytes: &[u8; HEADER]) -> Result<Self, BackupError> {
+        let number = |at: usize| u64::from_le_bytes(array(&bytes[at..at + 8]));
+        if bytes[..4] != MAGIC {
+            return Err(BackupError::Malformed("no record starts here"));
+        }
+        let kind = match bytes[4] {
+            0 => RecordKind::Change,
+            1 => RecordKind::State,
+            _ => return Err(BackupError::Malformed("unknown kind of record")),
+        };
+        let codec = match bytes[5..8] {
+            [0, 0, 0] => Compression::None,
+            [1, 0, 0] => Compression::Lz4,
+            _ => return Err(BackupError::Malformed("unknown codec")),
+        };
+        let [sequence, stored, raw, checksum] = [8, 16, 24, 32].map(number);
+        let plausible = match codec {
+            Compression::None => raw == stored,
+            Compression::Lz4 => raw / RATIO_MAX <= stored,
+        };
+        if !plausible {
+            return Err(BackupError::Malformed("impossible length"));
+        }
+        Ok(Self { kind, codec, sequence, stored, raw, checksum })
+    }
+
+    /// The payload, if the stored bytes are those that were written.
+    pub(crate) fn payload(
+        &self,
+        head: &[u8; HEADER],
+        stored: &[u8],
+    ) -> Result<Vec<u8>, BackupError> {
+        if stored.len() as u64 != self.stored || checksum(head, stored) != self.checksum {
+            return Err(BackupError::Malformed("wrong checksum"));
+        }
+        match self.codec {
+            Compression::None => Ok(stored.to_vec()),
+            Compression::Lz4 => lz4_flex::block::decompress(stored, self.raw as usize)
+                .ok()
+                .filter(|payload| payload.len() as u64 == self.raw)
+                .ok_or(BackupError::Malformed("cannot be decompressed")),
+        }
+    }
+}
+
+/// Reads the parts of a payload in order.
+pub(crate) struct Parts<'a>(pub(crate) &'a [u8]);
+
+impl<'a> Parts<'a> {
+    pub(crate) fn take(&mut self, len: u64) -> Result<&'a [u8], BackupError> {
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        let (now, later) =
+            self.0.split_at_checked(len).ok_or(BackupError::Malformed("payload too short"))?;
+        self.0 = later;
+        Ok(now)
+    }
+
+    pub(crate) fn byte(&mut self) -> Result<u8, BackupError> {
+        Ok(self.take(1)?[0])
+    }
+
+    pub(crate) fn half(&mut self) -> Result<u32, BackupError> {
+        self.take(4).map(|bytes| u32::from_le_bytes(array(bytes)))
+    }
+
+    pub(crate) fn word(&mut self) -> Result<u64, BackupError> {
+        self.take(8).map(|bytes| u64::from_le_bytes(array(bytes)))
+    }
+}
+
+fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
+    let mut array = [0; N];
+    array.copy_from_slice(bytes);
+    array
+}

@@ -1,0 +1,69 @@
+//! A warm standby: receives a session's state and changes, and takes over in one call.
+
+use super::error::BackupError;
+use super::server::{Server, ServerOptions};
+use super::{Acknowledge, Compression, Fsync, Image, Log};
+use crate::error::Error;
+use crate::session::Session;
+
+/// A backup process inside of the application that would go on.
+///
+/// ```no_run
+/// # use firn_app::{Error, Identity, Fsync, Options, ServerOptions, Session, Standby};
+/// # fn wait_until_the_primary_is_gone() {}
+/// # fn main() -> Result<(), Error> {
+/// # let identity = Identity { certificate: "".into(), key: "".into(), authority: "".into() };
+/// let listen = "0.0.0.0:7700".to_owned();
+/// let options = ServerOptions { listen, identity, directory: "/var/lib/ledger".into(), fsync: Fsync::Never };
+/// let standby = Standby::start(options)?;
+/// let mut session = Session::open(Options::new("ledger"))?;
+/// let accounts = session.allocate("accounts", 1 << 20)?;
+/// wait_until_the_primary_is_gone();
+/// standby.take_over(&mut session)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Standby {
+    server: Server,
+    fsync: Fsync,
+}
+
+impl Standby {
+    /// Listens for the primary.
+    ///
+    /// # Errors
+    /// If the address or the identity cannot be used.
+    pub fn start(options: ServerOptions) -> Result<Self, Error> {
+        let fsync = options.fsync;
+        Ok(Self { server: Server::start(options).map_err(Error::backup)?, fsync })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> std::net::SocketAddr {
+        self.server.address()
+    }
+
+    /// Refuses the primary from now on, gives the areas of `session` the last state that was acknowledged, and goes on
+    /// with the log. Gives that state's number; 0 if the primary never committed.
+    ///
+    /// # Errors
+    /// If the session has a backup already, or an area of another size.
+    pub fn take_over(self, session: &mut Session) -> Result<u64, Error> {
+        let name = session.name().to_owned();
+        let Some(store) = self.server.take(&name) else { return Ok(0) };
+        session.take_up(store.log, store.image, self.fsync)
+    }
+}
+
+/// For a session that goes on with a log.
+pub(crate) fn helper(log: Log, image: Image, fsync: Fsync) -> Result<super::Helper, BackupError> {
+    let path = log.path().to_owned();
+    let sequence = image.sequence();
+    let sink = super::file::FileSink::new(log, image, fsync, Compression::None);
+    super::Helper::start(sink, sequence, Acknowledge::Sync).map_err(|source| BackupError::File {
+        what: "cannot start a thread for",
+        path,
+        source,
+    })
+}

@@ -1,0 +1,91 @@
+//! Which words of some bytes differ from an older copy.
+
+use std::ops::Range;
+
+/// Bytes of a word, counted from the start of the area.
+pub(crate) const WORD: usize = 8;
+/// Bytes compared in one go before looking closer.
+const BLOCK: usize = 128;
+
+/// Calls `each` with every run of words that differ in a range of two equally long slices. Ranges are widened to whole
+/// words and cut at the end of the slices.
+pub(crate) fn words(
+    now: &[u8],
+    before: &[u8],
+    range: Range<usize>,
+    mut each: impl FnMut(Range<usize>),
+) {
+    let end = range.end.next_multiple_of(WORD).min(now.len());
+    let mut run = 0..0;
+    let mut at = range.start / WORD * WORD;
+    while at < end {
+        let block = at..(at + BLOCK).min(end);
+        if now[block.clone()] != before[block.clone()] {
+            for word in (block.start..block.end).step_by(WORD) {
+                let word = word..(word + WORD).min(end);
+                if now[word.clone()] == before[word.clone()] {
+                    continue;
+                }
+                if run.end != word.start {
+                    hand_over(&run, &mut each);
+                    run.start = word.start;
+                }
+                run.end = word.end;
+            }
+        }
+        at = block.end;
+    }
+    hand_over(&run, &mut each);
+}
+
+fn hand_over(run: &Range<usize>, each: &mut impl FnMut(Range<usize>)) {
+    if !run.is_empty() {
+        each(run.clone());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn found(now: &[u8], before: &[u8], range: Range<usize>) -> Vec<Range<usize>> {
+        let mut runs = Vec::new();
+        words(now, before, range, |run| runs.push(run));
+        runs
+    }
+
+    #[test]
+    fn runs_are_whole_words() {
+        let before = [0; 100];
+        let mut now = before;
+        now[0] = 1;
+        now[9] = 1;
+        now[98] = 1;
+        assert_eq!(found(&now, &before, 0..100), [0..16, 96..100]);
+        assert_eq!(found(&now, &before, 10..97), [8..16, 96..100]);
+        assert_eq!(found(&now, &before, 16..90), []);
+    }
+
+    proptest! {
+        #[test]
+        fn applying_them_gives_the_new_bytes(
+            before in prop::collection::vec(any::<u8>(), 1..700),
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..20),
+        ) {
+            let mut now = before.clone();
+            for (at, value) in changes {
+                let at = at.index(now.len());
+                now[at] = value;
+            }
+            let mut applied = before.clone();
+            let runs = found(&now, &before, 0..now.len());
+            for run in &runs {
+                applied[run.clone()].copy_from_slice(&now[run.clone()]);
+                prop_assert!(now[run.clone()].chunks(WORD).zip(before[run.clone()].chunks(WORD)).all(|(a, b)| a != b));
+            }
+            prop_assert_eq!(&applied, &now);
+            prop_assert!(runs.is_sorted_by(|a, b| a.end < b.start));
+        }
+    }
+}

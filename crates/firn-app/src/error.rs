@@ -1,0 +1,107 @@
+//! What can go wrong in a session.
+
+use std::io;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use thiserror::Error;
+
+use crate::backup::BackupError;
+use crate::tracker::Kind;
+
+/// Why a session could not do what it was asked.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The kernel refused something.
+    #[error("{what} failed")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The tracker does not work on this kernel.
+    #[error("the tracker {kind} does not work here: {why}")]
+    Unavailable {
+        /// Which.
+        kind: Kind,
+        /// What it lacks.
+        why: String,
+    },
+    /// The tracker follows memory that the library allocated, and nothing else.
+    #[error(
+        "the tracker {kind} cannot follow memory that the application has already: allocate the area"
+    )]
+    Foreign {
+        /// Which.
+        kind: Kind,
+    },
+    /// Some page of the area is followed by another session already.
+    #[error(
+        "a page of the area {name:?} (addresses {start:#x} to {end:#x}) belongs to another session"
+    )]
+    Taken {
+        /// The area.
+        name: String,
+        /// Its first address.
+        start: usize,
+        /// The address after its last.
+        end: usize,
+    },
+    /// Two areas of a session have a byte or a name in common.
+    #[error("the area {name:?} overlaps with the area {other:?}, or has its name")]
+    Overlap {
+        /// The new one.
+        name: String,
+        /// The old one.
+        other: String,
+    },
+    /// An area is empty, or has too long a name.
+    #[error("the area {name:?} has {len} bytes and a name of {} bytes: 1 byte at least, 255 bytes at most", .name.len())]
+    Size {
+        /// The area.
+        name: String,
+        /// Its length.
+        len: usize,
+    },
+    /// An area that the session does not have.
+    #[error("the session has no such area")]
+    NoArea,
+    /// A stored area has another size than the one that has its name.
+    #[error("the area {name:?} has {len} bytes, and {stored} in the backup")]
+    OtherSize {
+        /// The area.
+        name: String,
+        /// Its length.
+        len: usize,
+        /// Its length in the backup.
+        stored: usize,
+    },
+    /// A backup does not take what was committed, or gives nothing back. A transaction that fails so is committed here, and
+    /// not acknowledged.
+    #[error("the backup failed")]
+    Backup(#[source] Arc<BackupError>),
+    /// Not in this state: begin inside of a transaction, or commit and abort outside of one.
+    #[error("{what}: {why}")]
+    State {
+        /// What was asked.
+        what: &'static str,
+        /// Why not now.
+        why: &'static str,
+    },
+}
+
+impl Error {
+    pub(crate) fn backup(error: BackupError) -> Self {
+        Self::Backup(Arc::new(error))
+    }
+
+    pub(crate) fn system(what: &'static str) -> impl Fn(Errno) -> Self {
+        move |errno| Self::System { what, source: errno.into() }
+    }
+
+    pub(crate) fn io(what: &'static str) -> impl Fn(io::Error) -> Self {
+        move |source| Self::System { what, source }
+    }
+}

@@ -1,0 +1,244 @@
+//! What one x86-64 instruction stores to memory: decoded by iced-x86, evaluated here, performed elsewhere.
+//!
+//! Evaluating touches no memory, allocates nothing and takes no lock (once [`prepare`] has run), so that a signal handler
+//! may do it, and a test may do it without one.
+//!
+//! Known are the instructions that compilers and `memcpy` use to store: moves of all widths from registers and immediates,
+//! vector moves up to 256 bits, `stos` and `movs` with and without `rep`, and arithmetic on memory with its atomic forms.
+//! Anything else is `None`.
+
+mod arithmetic;
+
+use iced_x86::{
+    Code, Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, OpKind, Register,
+};
+
+pub(crate) use arithmetic::{FLAGS, Operation};
+
+/// The longest instruction.
+pub(crate) const LONGEST: usize = 15;
+const DIRECTION_FLAG: u64 = 1 << 10;
+
+/// The state that an instruction reads.
+#[derive(Clone, Debug)]
+pub(crate) struct Registers<'a> {
+    /// In the order of the architecture: rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 to r15.
+    pub(crate) general: [u64; 16],
+    pub(crate) ip: u64,
+    pub(crate) flags: u64,
+    /// The lower halves of the vector registers.
+    pub(crate) xmm: Option<&'a [[u8; 16]; 16]>,
+    /// The upper halves.
+    pub(crate) ymm_high: Option<&'a [[u8; 16]; 16]>,
+}
+
+/// What an instruction does to memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Store {
+    pub(crate) address: u64,
+    /// Bytes per element.
+    pub(crate) size: usize,
+    pub(crate) action: Action,
+    /// The instruction after this one.
+    pub(crate) next: u64,
+}
+
+/// How the bytes come about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// The first `size` of these.
+    Bytes([u8; 32]),
+    /// From what was there.
+    Modify(Operation),
+    /// `stos`: this word, over and over if it repeats.
+    Fill { value: u64, repeats: bool },
+    /// `movs`: from this address, element by element if it repeats.
+    Copy { from: u64, repeats: bool },
+}
+
+/// Why there is nothing to perform.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unknown {
+    /// The bytes end before the instruction does.
+    Incomplete,
+    /// It is not one of those known.
+    Unsupported,
+}
+
+/// Builds the decoder's tables, which it does at first use otherwise: not a thing to do in a signal handler.
+pub(crate) fn prepare() {
+    let _ = Decoder::with_ip(64, &[0x48, 0x89, 0x07], 0, DecoderOptions::NONE).decode();
+}
+
+/// What the instruction at the start of `code` stores.
+pub(crate) fn evaluate(code: &[u8], registers: &Registers<'_>) -> Result<Store, Unknown> {
+    let mut decoder = Decoder::with_ip(64, code, registers.ip, DecoderOptions::NONE);
+    let instruction = decoder.decode();
+    match decoder.last_error() {
+        DecoderError::None => {}
+        DecoderError::NoMoreBytes => return Err(Unknown::Incomplete),
+        _ => return Err(Unknown::Unsupported),
+    }
+    store_of(&instruction, registers).ok_or(Unknown::Unsupported)
+}
+
+fn store_of(instruction: &Instruction, registers: &Registers<'_>) -> Option<Store> {
+    let next = instruction.next_ip();
+    if let Some((size, copies)) = string(instruction.code()) {
+        let action = registers.string(instruction, size, copies)?;
+        return Some(Store { address: registers.general[7], size, action, next });
+    }
+    if instruction.op0_kind() != OpKind::Memory || instruction.op_count() > 3 {
+        return None;
+    }
+    let address = registers.address(instruction)?;
+    let size = instruction.memory_size().size();
+    let action = match vector_half(instruction.mnemonic()) {
+        Some(half) => Action::Bytes(registers.vector(instruction.op1_register(), half)?),
+        None => registers.scalar(instruction, size)?,
+    };
+    (1..=32).contains(&size).then_some(Store { address, size, action, next })
+}
+
+/// Element size of a string store, and whether it copies.
+fn string(code: Code) -> Option<(usize, bool)> {
+    Some(match code {
+        Code::Stosb_m8_AL => (1, false),
+        Code::Stosw_m16_AX => (2, false),
+        Code::Stosd_m32_EAX => (4, false),
+        Code::Stosq_m64_RAX => (8, false),
+        Code::Movsb_m8_m8 => (1, true),
+        Code::Movsw_m16_m16 => (2, true),
+        Code::Movsd_m32_m32 => (4, true),
+        Code::Movsq_m64_m64 => (8, true),
+        _ => return None,
+    })
+}
+
+/// For moves from vector registers: whether they store the upper half of the lower 128 bits.
+fn vector_half(mnemonic: Mnemonic) -> Option<bool> {
+    use Mnemonic::*;
+    Some(match mnemonic {
+        Movaps | Movapd | Movups | Movupd | Movdqa | Movdqu | Movntps | Movntpd | Movntdq
+        | Movss | Movsd | Movlps | Movlpd | Vmovaps | Vmovapd | Vmovups | Vmovupd | Vmovdqa
+        | Vmovdqu | Vmovntps | Vmovntpd | Vmovntdq | Vmovss | Vmovsd | Vmovlps | Vmovlpd | Movq
+        | Movd | Vmovq | Vmovd => false,
+        Movhps | Movhpd | Vmovhps | Vmovhpd => true,
+        _ => return None,
+    })
+}
+
+impl Registers<'_> {
+    fn address(&self, instruction: &Instruction) -> Option<u64> {
+        if matches!(instruction.segment_prefix(), Register::FS | Register::GS) {
+            return None;
+        }
+        if instruction.is_ip_rel_memory_operand() {
+            return Some(instruction.ip_rel_memory_address());
+        }
+        let part = |register: Register| match register {
+            Register::None => Some(0),
+            register if register.is_gpr64() => Some(self.general[register.number()]),
+            // 32-bit and vector addressing.
+            _ => None,
+        };
+        let base = part(instruction.memory_base())?;
+        let index = part(instruction.memory_index())?;
+        let scaled = index.wrapping_mul(u64::from(instruction.memory_index_scale()));
+        Some(base.wrapping_add(scaled).wrapping_add(instruction.memory_displacement64()))
+    }
+
+    fn string(&self, instruction: &Instruction, size: usize, copies: bool) -> Option<Action> {
+        let segment = instruction.segment_prefix();
+        let narrow = match copies {
+            true => instruction.op1_kind() != OpKind::MemorySegRSI,
+            false => false,
+        } || instruction.op0_kind() != OpKind::MemoryESRDI;
+        if self.flags & DIRECTION_FLAG != 0 || segment != Register::None || narrow {
+            return None;
+        }
+        let repeats = instruction.has_rep_prefix() || instruction.has_repne_prefix();
+        Some(match copies {
+            true => Action::Copy { from: self.general[6], repeats },
+            false => Action::Fill { value: self.general[0] & mask(size), repeats },
+        })
+    }
+
+    fn vector(&self, register: Register, upper: bool) -> Option<[u8; 32]> {
+        let mut bytes = [0; 32];
+        if register.is_mm() || register.is_gpr() {
+            return None;
+        }
+        let number = register.number();
+        bytes[..16].copy_from_slice(self.xmm?.get(number)?);
+        if register.is_ymm() {
+            bytes[16..].copy_from_slice(self.ymm_high?.get(number)?);
+        }
+        if upper {
+            bytes.copy_within(8..16, 0);
+        }
+        Some(bytes)
+    }
+
+    fn scalar(&self, instruction: &Instruction, size: usize) -> Option<Action> {
+        if size > 8 {
+            return None;
+        }
+        let value = || match instruction.op1_kind() {
+            OpKind::Register => self.general(instruction.op1_register()),
+            OpKind::Immediate8
+            | OpKind::Immediate16
+            | OpKind::Immediate32
+            | OpKind::Immediate8to16
+            | OpKind::Immediate8to32
+            | OpKind::Immediate8to64
+            | OpKind::Immediate32to64 => Some(instruction.immediate(1)),
+            _ => None,
+        };
+        if matches!(instruction.mnemonic(), Mnemonic::Mov | Mnemonic::Movnti) {
+            let mut bytes = [0; 32];
+            bytes[..8].copy_from_slice(&value()?.to_le_bytes());
+            return Some(Action::Bytes(bytes));
+        }
+        let operand = if instruction.op_count() > 1 { value()? } else { 0 };
+        Operation::of(instruction, operand).map(Action::Modify)
+    }
+
+    /// The value of a general register of any width.
+    pub(crate) fn general(&self, register: Register) -> Option<u64> {
+        let (number, shift, size) = place(register)?;
+        Some(self.general[number] >> shift & mask(size))
+    }
+}
+
+/// Where a general register lies: number, first bit, bytes.
+fn place(register: Register) -> Option<(usize, u32, usize)> {
+    Some(match register {
+        Register::AH | Register::CH | Register::DH | Register::BH => {
+            (register.full_register().number(), 8, 1)
+        }
+        register if register.is_gpr() => (register.full_register().number(), 0, register.size()),
+        _ => return None,
+    })
+}
+
+/// Sets a general register as the architecture does: 32 bits clear the upper half, fewer leave the rest.
+pub(crate) fn set_general(general: &mut [u64; 16], register: Register, value: u64) {
+    let Some((number, shift, size)) = place(register) else { return };
+    let kept = match size {
+        4 | 8 => 0,
+        _ => general[number] & !(mask(size) << shift),
+    };
+    general[number] = kept | (value & mask(size)) << shift;
+}
+
+/// The bits of that many bytes.
+pub(crate) fn mask(size: usize) -> u64 {
+    match size {
+        8.. => u64::MAX,
+        _ => (1 << (size * 8)) - 1,
+    }
+}
+
+#[cfg(test)]
+mod tests;

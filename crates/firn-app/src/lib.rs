@@ -1,0 +1,62 @@
+//! Application checkpointing: an application declares the memory that matters, marks its transactions, and comes back at
+//! its last committed one.
+//!
+//! ```
+//! use firn_app::{Options, Session};
+//!
+//! # fn main() -> Result<(), firn_app::Error> {
+//! let mut session = Session::open(Options::new("ledger"))?;
+//! let accounts = session.allocate("accounts", 1 << 20)?;
+//!
+//! let mut transfer = session.begin()?;
+//! transfer.words(&accounts)[7] += 100;
+//! transfer.words(&accounts)[9] += 50;
+//! transfer.commit()?;
+//! assert_eq!(session.changes().bytes(), 1 << 20); // the first commit of an area tells all of it
+//!
+//! let mut transfer = session.begin()?;
+//! transfer.words(&accounts)[7] -= 30;
+//! transfer.commit()?;
+//! assert_eq!(session.changes().bytes(), 8);
+//!
+//! let mut mistake = session.begin()?;
+//! mistake.words(&accounts)[9] = 0;
+//! mistake.abort()?;
+//! assert_eq!(session.bytes(&accounts)[72], 50);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A *critical data area* is any run of bytes: allocated here, or memory that the application has already (a vector, a
+//! static). Page tables know pages, so a session follows the pages that an area touches, and cuts what it finds to the area.
+//! *Trackers* ([`Kind`]) are ways to know what was written; a session chooses by measurement unless told.
+//!
+//! # Unsafe code
+//!
+//! Unsafe code is in the module `sys` (mappings, page protection, the signal handler), and where the session takes memory
+//! from outside. Memory enters as a `Region`, by a promise of the application ([`Session::register`]) or from a mapping of
+//! the library's own; pages as a [`Span`], which only a session makes.
+
+mod backup;
+mod changes;
+mod claims;
+mod difference;
+mod error;
+mod instruction;
+mod memory;
+mod options;
+mod session;
+mod span;
+mod sys;
+mod tracker;
+
+pub use backup::{
+    Acknowledge, BackupError, Compression, Fsync, Identity, Server, ServerOptions, Standby, Target,
+};
+pub use changes::{AreaId, Change, Changes};
+pub use error::Error;
+pub use memory::Memory;
+pub use options::{Options, Precision, Source};
+pub use session::{Area, Session, Transaction};
+pub use span::{PAGE, Span};
+pub use tracker::{Counts, Found, Kind, Tracker, UnknownKind};

@@ -1,0 +1,76 @@
+//! Memory that the library allocates for areas.
+
+use std::fs::File;
+use std::os::fd::AsFd as _;
+use std::ptr::NonNull;
+
+use rustix::fs::MemfdFlags;
+
+use crate::error::Error;
+use crate::span::{PAGE, Span};
+use crate::sys::mapping::Mapping;
+
+/// Pages that the application uses, and, for some trackers, a second way to them.
+///
+/// They stay mapped until the last owner is gone: an [`crate::Area`] outlives its session.
+#[derive(Debug)]
+pub struct Memory {
+    main: Mapping,
+    second: Option<Mapping>,
+}
+
+impl Memory {
+    /// Private memory.
+    ///
+    /// # Errors
+    /// If there is not enough.
+    pub fn anonymous(bytes: usize) -> Result<Self, Error> {
+        let main =
+            Mapping::anonymous(bytes).map_err(Error::system("mapping memory for an area"))?;
+        Ok(Self { main, second: None })
+    }
+
+    /// A memory file that is mapped twice, both writable.
+    pub(crate) fn twice(bytes: usize) -> Result<Self, Error> {
+        Self::from_file(bytes, Mapping::shared)
+    }
+
+    /// A memory file whose first mapping copies each page that is written; the second is the file.
+    pub(crate) fn copying(bytes: usize) -> Result<Self, Error> {
+        Self::from_file(bytes, Mapping::private)
+    }
+
+    fn from_file(
+        bytes: usize,
+        map: impl Fn(std::os::fd::BorrowedFd<'_>, usize) -> Result<Mapping, rustix::io::Errno>,
+    ) -> Result<Self, Error> {
+        let len = bytes.max(1).next_multiple_of(PAGE);
+        let file = rustix::fs::memfd_create("firn-app", MemfdFlags::CLOEXEC)
+            .map(File::from)
+            .map_err(Error::system("memfd_create"))?;
+        file.set_len(len as u64).map_err(Error::io("giving a memory file its size"))?;
+        let main = map(file.as_fd(), len).map_err(Error::system("mapping an area"))?;
+        let second =
+            Mapping::shared(file.as_fd(), len).map_err(Error::system("mapping an area twice"))?;
+        Ok(Self { main, second: Some(second) })
+    }
+
+    /// All of it.
+    pub fn span(&self) -> Span {
+        self.main.span()
+    }
+
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.main.start()
+    }
+
+    /// The second mapping's address.
+    pub(crate) fn alias(&self) -> Option<usize> {
+        self.second.as_ref().map(|second| second.start().as_ptr().expose_provenance())
+    }
+
+    /// The second mapping.
+    pub(crate) fn second(&self) -> Option<&Mapping> {
+        self.second.as_ref()
+    }
+}

@@ -1,0 +1,593 @@
+//! A session: areas, transactions, what they changed.
+//!
+//! ```text
+//!             register, allocate                begin
+//!   open ---> idle --------------------> idle ---------> in a transaction
+//!              ^                                            |   |
+//!              |                                    abort   |   |  commit
+//!              +--- areas as last committed <---------------+   |
+//!              +--- areas as they are, told, copied <-----------+
+//! ```
+
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::backup::{self, BackupError, Fsync, Helper, Image, Job, Log, Payload};
+use crate::changes::{AreaId, Changes};
+use crate::claims::Claims;
+use crate::difference;
+use crate::error::Error;
+use crate::memory::Memory;
+use crate::options::{Options, Precision};
+use crate::span::Span;
+use crate::sys::region::Region;
+use crate::tracker::{self, Counts, Found, Kind, Tracker};
+
+/// Critical data areas, and the transactions on them.
+///
+/// # Threads
+///
+/// Any number of threads may write areas between begin and commit. While a method of the session runs, none may. For
+/// areas from [`Session::allocate`] the compiler sees to that: their bytes are borrowed from the session or from a
+/// [`Transaction`]. For memory given by [`Session::register`] the application promises it. What is written outside of
+/// transactions belongs to the next one.
+pub struct Session {
+    // Dropped first: protection ends before memory does.
+    tracker: Box<dyn Tracker>,
+    areas: Vec<State>,
+    claims: Claims,
+    options: Options,
+    found: Found,
+    changes: Changes,
+    sequence: u64,
+    open: bool,
+    helpers: Vec<Helper>,
+    /// Names of the areas that backups know, by their numbers there.
+    stored: Vec<String>,
+    /// What a backup has, until the first transaction.
+    pending: Option<Image>,
+}
+
+/// An area as the session sees it.
+struct State {
+    name: String,
+    region: Region,
+    /// The last committed bytes, if they are kept.
+    copy: Option<Vec<u8>>,
+    /// Nothing of it has been committed yet.
+    fresh: bool,
+    /// Its number in backups.
+    number: u32,
+    /// What the library allocated.
+    memory: Option<Arc<Memory>>,
+}
+
+/// An area whose memory the library allocated. The memory stays for as long as this or the session does.
+#[derive(Clone, Debug)]
+pub struct Area {
+    id: AreaId,
+    len: usize,
+    memory: Arc<Memory>,
+}
+
+impl Area {
+    /// Its number.
+    pub fn id(&self) -> AreaId {
+        self.id
+    }
+
+    /// How many bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never: an area has a byte at least.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where it starts, for code that follows the rule of threads by itself. Aligned to a page.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.memory.start().as_ptr()
+    }
+}
+
+impl Session {
+    /// Opens a session.
+    ///
+    /// # Errors
+    /// If the tracker does not work on this kernel.
+    pub fn open(options: Options) -> Result<Self, Error> {
+        let tracker = match options.tracker {
+            Some(kind) => tracker::open(kind)?,
+            None => tracker::choose(options.source)?,
+        };
+        Self::open_with(options, tracker)
+    }
+
+    /// Opens a session with a tracker of somebody else's.
+    ///
+    /// # Errors
+    /// If the options ask for what this tracker cannot do.
+    pub fn open_with(mut options: Options, tracker: Box<dyn Tracker>) -> Result<Self, Error> {
+        let words = options.precision == Precision::Words && !tracker.tells_words();
+        if tracker.kind() == Kind::Compare {
+            options.precision = Precision::Words;
+        }
+        if !options.undo && (words || tracker.kind() == Kind::Compare) {
+            let why =
+                "it finds words by comparing with the committed copy (Options::undo)".to_owned();
+            return Err(Error::Unavailable { kind: tracker.kind(), why });
+        }
+        let (helpers, image) = backup::open(&options.name, &options.backups, options.discard)
+            .map_err(Error::backup)?;
+        let mut session = Self {
+            tracker,
+            areas: Vec::new(),
+            claims: Claims::default(),
+            options,
+            found: Found::default(),
+            changes: Changes::default(),
+            sequence: 0,
+            open: false,
+            helpers,
+            stored: Vec::new(),
+            pending: None,
+        };
+        session.expect(image);
+        Ok(session)
+    }
+
+    /// There is a state to recover.
+    fn expect(&mut self, image: Image) {
+        self.sequence = image.sequence();
+        self.stored = image.areas().iter().map(|area| area.name.clone()).collect();
+        self.pending = (image.sequence() > 0).then_some(image);
+    }
+
+    /// The session's name.
+    pub fn name(&self) -> &str {
+        &self.options.name
+    }
+
+    /// The tracker in use.
+    pub fn tracker(&self) -> Kind {
+        self.tracker.kind()
+    }
+
+    /// What the tracker did besides.
+    pub fn counts(&self) -> Counts {
+        self.tracker.counts()
+    }
+
+    /// The number of the last committed transaction; 0 before the first.
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// A new area of zeros.
+    ///
+    /// # Errors
+    /// If there is no memory, the name is taken, or a transaction is open.
+    pub fn allocate(&mut self, name: &str, len: usize) -> Result<Area, Error> {
+        self.check_new(name, len, None)?;
+        let memory = self.tracker.allocate(len)?;
+        self.claims.claim(memory.span()).ok_or_else(|| taken(name, memory.span()))?;
+        // SAFETY: the memory was mapped for this area, `len` fits it, and it lives as long as the state beside it. Its
+        // bytes are lent by methods that borrow the session or its transaction, or used by those who keep the rule.
+        let region = unsafe { Region::new(memory.start(), len) };
+        let id = self.add(name, region, Some(memory.clone()));
+        Ok(Area { id, len, memory })
+    }
+
+    /// Makes memory that the application has already an area. It may start and end anywhere; other data on its first and
+    /// last page is not affected, nor told.
+    ///
+    /// # Safety
+    ///
+    /// Until the session is dropped, `len` bytes at `start` are allocated, readable and writable, and the pages they touch
+    /// are not unmapped, remapped or protected by anybody else; they are no thread's stack. While a method of the session
+    /// runs, no thread writes the area, nor anything reads it while [`Transaction::abort`] or a recovery writes it.
+    ///
+    /// With the trackers PT and Emul, a system call that writes the area (read(2), for one) may fail with EFAULT.
+    ///
+    /// # Errors
+    /// If the tracker cannot follow it, it overlaps with another area, or a transaction is open.
+    pub unsafe fn register(
+        &mut self,
+        name: &str,
+        start: NonNull<u8>,
+        len: usize,
+    ) -> Result<AreaId, Error> {
+        // SAFETY: as the caller promises.
+        let region = unsafe { Region::new(start, len) };
+        self.check_new(name, len, Some(region.addresses()))?;
+        let span = Span::covering(region.addresses());
+        let new = self.claims.claim(span).ok_or_else(|| taken(name, span))?;
+        for (number, span) in new.iter().enumerate() {
+            if let Err(error) = self.tracker.watch(*span) {
+                // Pages that are claimed count as followed.
+                self.claims.release(&new[number..]);
+                return Err(error);
+            }
+        }
+        Ok(self.add(name, region, None))
+    }
+
+    fn check_new(
+        &self,
+        name: &str,
+        len: usize,
+        addresses: Option<Range<usize>>,
+    ) -> Result<(), Error> {
+        self.check_state("register", false)?;
+        if len == 0 || name.len() > 255 {
+            return Err(Error::Size { name: name.to_owned(), len });
+        }
+        let meets = |state: &&State| {
+            let there = state.region.addresses();
+            let overlaps = |new: &Range<usize>| new.start < there.end && there.start < new.end;
+            state.name == name || addresses.as_ref().is_some_and(overlaps)
+        };
+        match self.areas.iter().find(meets) {
+            Some(state) => Err(Error::Overlap { name: name.to_owned(), other: state.name.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    fn add(&mut self, name: &str, region: Region, memory: Option<Arc<Memory>>) -> AreaId {
+        let copy = self.options.undo.then(|| region.bytes().to_vec());
+        let number = self.number(name);
+        self.areas.push(State { name: name.to_owned(), region, copy, fresh: true, number, memory });
+        AreaId(self.areas.len() as u32 - 1)
+    }
+
+    /// The number of an area in backups.
+    fn number(&mut self, name: &str) -> u32 {
+        let known = self.stored.iter().position(|stored| stored == name);
+        let number = known.unwrap_or_else(|| {
+            self.stored.push(name.to_owned());
+            self.stored.len() - 1
+        });
+        number as u32
+    }
+
+    /// Gives the areas their last committed bytes, from the backup that has the latest. Areas it does not know stay as they
+    /// are. Gives the number of that transaction; 0 if there is none.
+    ///
+    /// # Errors
+    /// If an area has another size, or a transaction is open.
+    pub fn recover(&mut self) -> Result<u64, Error> {
+        self.check_state("recover", false)?;
+        let Some(image) = self.pending.take() else { return Ok(self.sequence) };
+        let recovered = self.load(&image);
+        self.pending = Some(image);
+        recovered.map(|()| self.sequence)
+    }
+
+    fn load(&mut self, image: &Image) -> Result<(), Error> {
+        let stored = |state: &State| image.areas().get(image.find(&state.name)? as usize);
+        for state in &self.areas {
+            let Some(stored) = stored(state) else { continue };
+            let (len, stored) = (state.region.len(), stored.bytes.len());
+            if len != stored {
+                return Err(Error::OtherSize { name: state.name.clone(), len, stored });
+            }
+        }
+        for state in &mut self.areas {
+            let Some(stored) = stored(state).filter(|_| state.fresh) else { continue };
+            state.region.bytes_mut().copy_from_slice(&stored.bytes);
+            state.fresh = false;
+            if let Some(copy) = &mut state.copy {
+                copy.copy_from_slice(&stored.bytes);
+            }
+        }
+        // What was written here is not news.
+        self.collect()
+    }
+
+    /// Goes on with a log that somebody else wrote until now.
+    pub(crate) fn take_up(&mut self, log: Log, image: Image, fsync: Fsync) -> Result<u64, Error> {
+        if !self.helpers.is_empty() || self.sequence > 0 {
+            let why = "the session has a backup, or has committed";
+            return Err(Error::State { what: "take over", why });
+        }
+        self.check_state("take over", false)?;
+        // Areas registered before get the numbers that the log has for their names.
+        self.expect(image.clone());
+        for n in 0..self.areas.len() {
+            let name = self.areas[n].name.clone();
+            self.areas[n].number = self.number(&name);
+        }
+        self.recover()?;
+        self.helpers.push(backup::log_helper(log, image, fsync).map_err(Error::backup)?);
+        Ok(self.sequence)
+    }
+
+    fn check_recovered(&mut self) -> Result<(), Error> {
+        let Some(image) = &self.pending else { return Ok(()) };
+        if self.areas.iter().any(|state| state.fresh && image.find(&state.name).is_some()) {
+            let why =
+                "the backup has a committed state: recover it, or discard it (Options::discard)";
+            return Err(Error::State { what: "begin", why });
+        }
+        self.pending = None;
+        Ok(())
+    }
+
+    fn check_state(&self, what: &'static str, open: bool) -> Result<(), Error> {
+        let why = match open {
+            true => "no transaction is open",
+            false => "a transaction is open",
+        };
+        if self.open == open { Ok(()) } else { Err(Error::State { what, why }) }
+    }
+
+    /// Begins a transaction. It costs nothing.
+    ///
+    /// # Errors
+    /// If one is open.
+    pub fn begin(&mut self) -> Result<Transaction<'_>, Error> {
+        self.check_state("begin", false)?;
+        self.check_recovered()?;
+        self.open = true;
+        Ok(Transaction { session: self })
+    }
+
+    /// The transaction that was left open by [`Transaction::detach`].
+    ///
+    /// # Errors
+    /// If none is open.
+    pub fn transaction(&mut self) -> Result<Transaction<'_>, Error> {
+        self.check_state("transaction", true)?;
+        Ok(Transaction { session: self })
+    }
+
+    /// What the last committed transaction changed.
+    pub fn changes(&self) -> &Changes {
+        &self.changes
+    }
+
+    /// The bytes of an area.
+    ///
+    /// # Panics
+    /// If the area belongs to another session.
+    pub fn bytes(&self, area: &Area) -> &[u8] {
+        self.own(area).region.bytes()
+    }
+
+    /// The bytes of any area, also of one that was registered. Nobody may write them while they are borrowed.
+    ///
+    /// # Errors
+    /// If there is no such area.
+    pub fn bytes_of(&self, area: AreaId) -> Result<&[u8], Error> {
+        self.areas.get(area.0 as usize).map(|state| state.region.bytes()).ok_or(Error::NoArea)
+    }
+
+    /// The areas' numbers and names.
+    pub fn areas(&self) -> impl Iterator<Item = (AreaId, &str)> {
+        self.areas.iter().enumerate().map(|(id, state)| (AreaId(id as u32), state.name.as_str()))
+    }
+
+    fn own(&self, area: &Area) -> &State {
+        let state = self.areas.get(area.id.0 as usize).filter(|state| state.has(area));
+        #[expect(
+            clippy::expect_used,
+            reason = "documented: the area is the caller's to keep apart"
+        )]
+        state.expect("the area belongs to another session")
+    }
+
+    /// Appends the bytes of the last transaction's changes, in order.
+    pub fn copy_changes(&self, to: &mut Vec<u8>) {
+        for change in self.changes.iter() {
+            to.extend_from_slice(
+                &self.areas[change.area.0 as usize].region.bytes()[change.bytes.clone()],
+            );
+        }
+    }
+
+    fn commit(&mut self) -> Result<u64, Error> {
+        self.collect()?;
+        let defined = self.tell();
+        self.keep();
+        self.open = false;
+        self.sequence += 1;
+        if !self.helpers.is_empty() {
+            self.back_up(&defined).map_err(Error::Backup)?;
+        }
+        Ok(self.sequence)
+    }
+
+    /// Hands the changes to all backups, then waits for all.
+    fn back_up(&self, defined: &[AreaId]) -> Result<(), Arc<BackupError>> {
+        let payload = Arc::new(self.payload(defined).finish());
+        for helper in &self.helpers {
+            helper.put(Job { sequence: self.sequence, payload: payload.clone() })?;
+        }
+        self.helpers.iter().try_for_each(|helper| helper.wait(self.sequence))
+    }
+
+    fn payload(&self, defined: &[AreaId]) -> Payload {
+        let mut payload = Payload::default();
+        for area in defined {
+            let state = &self.areas[area.0 as usize];
+            payload.define(state.number, state.region.len() as u64, &state.name);
+        }
+        for change in self.changes.iter() {
+            let state = &self.areas[change.area.0 as usize];
+            let bytes = &state.region.bytes()[change.bytes.clone()];
+            payload.change(state.number, change.bytes.start as u64, bytes);
+        }
+        payload
+    }
+
+    /// The last transaction that every backup has; the last committed one if there is no backup.
+    pub fn acknowledged(&self) -> u64 {
+        self.helpers.iter().map(Helper::acknowledged).min().unwrap_or(self.sequence)
+    }
+
+    /// Waits until every backup has everything that was committed.
+    ///
+    /// # Errors
+    /// If one cannot have it.
+    pub fn flush(&self) -> Result<(), Error> {
+        let flushed = self.helpers.iter().try_for_each(|helper| helper.wait_all(self.sequence));
+        flushed.map_err(Error::Backup)
+    }
+
+    fn collect(&mut self) -> Result<(), Error> {
+        self.found.clear();
+        self.tracker.collect(&mut self.found)?;
+        self.found.normalize();
+        Ok(())
+    }
+
+    /// Turns what was found into changes of areas. Gives the areas that are told for the first time.
+    fn tell(&mut self) -> Vec<AreaId> {
+        let mut first = Vec::new();
+        self.changes.clear();
+        for (id, state) in self.areas.iter_mut().enumerate() {
+            let id = AreaId(id as u32);
+            if std::mem::take(&mut state.fresh) {
+                self.changes.push(id, 0..state.region.len());
+                first.push(id);
+                continue;
+            }
+            let words = self.options.precision == Precision::Words;
+            let copy = state.copy.as_deref().filter(|_| words);
+            for bytes in state.found_in(self.found.runs()) {
+                match copy {
+                    Some(copy) => {
+                        let told = |run| self.changes.push(id, run);
+                        difference::words(state.region.bytes(), copy, bytes, told);
+                    }
+                    None => self.changes.push(id, bytes),
+                }
+            }
+        }
+        first
+    }
+
+    /// Brings the copies up to date.
+    fn keep(&mut self) {
+        for change in &self.changes.list {
+            let State { region, copy, .. } = &mut self.areas[change.area.0 as usize];
+            if let Some(copy) = copy {
+                copy[change.bytes.clone()].copy_from_slice(&region.bytes()[change.bytes.clone()]);
+            }
+        }
+    }
+
+    fn abort(&mut self) -> Result<(), Error> {
+        if !self.options.undo {
+            let why = "no copy is kept (Options::undo)";
+            return Err(Error::State { what: "abort", why });
+        }
+        self.collect()?;
+        for state in &mut self.areas {
+            let runs: Vec<_> = state.found_in(self.found.runs()).collect();
+            let State { region, copy: Some(copy), .. } = state else { continue };
+            for bytes in runs {
+                region.bytes_mut()[bytes.clone()].copy_from_slice(&copy[bytes]);
+            }
+        }
+        // What was written back is not news.
+        self.collect()?;
+        self.open = false;
+        Ok(())
+    }
+}
+
+impl State {
+    fn has(&self, area: &Area) -> bool {
+        self.memory.as_ref().is_some_and(|memory| Arc::ptr_eq(memory, &area.memory))
+    }
+
+    /// The parts of sorted runs of addresses that lie in the area, as offsets.
+    fn found_in(&self, runs: &[(usize, usize)]) -> impl Iterator<Item = Range<usize>> {
+        let area = self.region.addresses();
+        let first = runs.partition_point(|(start, len)| start + len <= area.start);
+        let inside = runs[first..].iter().take_while({
+            let end = area.end;
+            move |(start, _)| *start < end
+        });
+        inside.map(move |(start, len)| {
+            (*start).max(area.start) - area.start..(start + len).min(area.end) - area.start
+        })
+    }
+}
+
+fn taken(name: &str, span: Span) -> Error {
+    Error::Taken { name: name.to_owned(), start: span.start(), end: span.end() }
+}
+
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session")
+            .field("name", &self.options.name)
+            .field("tracker", &self.tracker.kind())
+            .field("areas", &self.areas.len())
+            .field("sequence", &self.sequence)
+            .field("open", &self.open)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A transaction that is open. Dropping it aborts, if the session can.
+#[derive(Debug)]
+pub struct Transaction<'a> {
+    session: &'a mut Session,
+}
+
+impl Transaction<'_> {
+    /// The bytes of an area, to be changed.
+    ///
+    /// # Panics
+    /// If the area belongs to another session.
+    pub fn bytes(&mut self, area: &Area) -> &mut [u8] {
+        assert!(self.session.own(area).has(area), "the area belongs to another session");
+        self.session.areas[area.id.0 as usize].region.bytes_mut()
+    }
+
+    /// As words; what is left over at the end of the area is not among them.
+    ///
+    /// # Panics
+    /// If the area belongs to another session.
+    pub fn words(&mut self, area: &Area) -> &mut [u64] {
+        assert!(self.session.own(area).has(area), "the area belongs to another session");
+        self.session.areas[area.id.0 as usize].region.words_mut()
+    }
+
+    /// Makes the changes the committed state, and gives its number.
+    ///
+    /// # Errors
+    /// If the kernel cannot say what was written: the transaction stays open, and what it changed is unknown.
+    pub fn commit(self) -> Result<u64, Error> {
+        let mut this = std::mem::ManuallyDrop::new(self);
+        this.session.commit()
+    }
+
+    /// Brings the areas back to the last committed state.
+    ///
+    /// # Errors
+    /// If no copy is kept, or the kernel cannot say what was written.
+    pub fn abort(self) -> Result<(), Error> {
+        let mut this = std::mem::ManuallyDrop::new(self);
+        this.session.abort()
+    }
+
+    /// Leaves it open, to be taken up by [`Session::transaction`].
+    pub fn detach(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Transaction<'_> {
+    fn drop(&mut self) {
+        // Where nothing can be undone the transaction stays open, and the next call on the session says so.
+        let _ = self.session.abort();
+    }
+}

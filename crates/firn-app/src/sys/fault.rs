@@ -1,0 +1,202 @@
+//! The handler of SIGSEGV: answers writes to followed spans, hands everything else on.
+//!
+//! ```text
+//!   write to a protected page --> kernel --> SIGSEGV --> on_fault
+//!        a span of ours, and a write?      no  --> the handler that was there before (or the default action)
+//!        a second mapping, known instruction?  --> perform it through that mapping, note the words, skip it
+//!        else                                  --> note the page, make it writable, run the instruction again
+//! ```
+//!
+//! The handler calls nothing that allocates or locks. What it writes are [`Notes`], on pages of their own; what it reads is
+//! the table below. It stays installed once it is: somebody may have chained to it.
+
+use std::mem::MaybeUninit;
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use libc::{c_int, c_void, siginfo_t, ucontext_t};
+use rustix::io::Errno;
+
+use super::mapping::protect;
+use super::notes::Notes;
+use super::perform::{Performed, perform};
+use crate::span::Span;
+
+/// Spans that can be followed by faults at once, in all sessions together.
+const SLOTS: usize = 512;
+/// A bit of the page-fault error code: it was a write.
+const WAS_WRITE: i64 = 1 << 1;
+/// `si_code`: the mapping does not allow it.
+const SEGV_ACCERR: c_int = 2;
+
+struct Slot {
+    start: AtomicUsize,
+    end: AtomicUsize,
+    notes: AtomicPtr<Notes>,
+}
+
+/// Reads of an empty slot find no address in it.
+const fn empty() -> Slot {
+    Slot { start: AtomicUsize::new(0), end: AtomicUsize::new(0), notes: AtomicPtr::new(null_mut()) }
+}
+
+/// Read by the handler, written under `CHANGING`. An empty slot ends at 0.
+static TABLE: [Slot; SLOTS] = [const { empty() }; SLOTS];
+static CHANGING: Mutex<()> = Mutex::new(());
+/// The action before ours; null until ours is installed.
+static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
+
+/// A span whose first writes, or all writes, are noted. Dropping it makes the span writable and forgets it.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    notes: Box<Notes>,
+    slot: usize,
+}
+
+impl Watched {
+    /// Protects a span. `alias` is where a second writable mapping of it starts.
+    pub(crate) fn new(span: Span, alias: Option<usize>) -> Result<Self, Errno> {
+        let notes = Box::new(Notes::new(span, alias)?);
+        let changing = CHANGING.lock().unwrap_or_else(PoisonError::into_inner);
+        install()?;
+        let empty = |slot: &Slot| slot.end.load(Ordering::Acquire) == 0;
+        let slot = TABLE.iter().position(empty).ok_or(Errno::NOSPC)?;
+        TABLE[slot].notes.store(std::ptr::from_ref(&*notes).cast_mut(), Ordering::Release);
+        TABLE[slot].start.store(span.start(), Ordering::Release);
+        TABLE[slot].end.store(span.end(), Ordering::Release);
+        drop(changing);
+        let watched = Self { notes, slot };
+        protect(span, false).map(|()| watched)
+    }
+
+    pub(crate) fn notes(&self) -> &Notes {
+        &self.notes
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        // A span that cannot be made writable again faults on, and the fault is no longer answered: loud, and rightly so.
+        let _ = protect(self.notes.span(), true);
+        let _changing = CHANGING.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = &TABLE[self.slot];
+        slot.end.store(0, Ordering::Release);
+        slot.start.store(0, Ordering::Release);
+        slot.notes.store(null_mut(), Ordering::Release);
+    }
+}
+
+/// The notes of the span with an address in it. Called by the handler.
+fn notes_of(address: usize) -> Option<&'static Notes> {
+    let has = |slot: &&Slot| {
+        slot.start.load(Ordering::Acquire) <= address && address < slot.end.load(Ordering::Acquire)
+    };
+    let notes = TABLE.iter().find(has)?.notes.load(Ordering::Acquire);
+    // SAFETY: the slot has the address, so its span is watched. It stays watched while the handler runs: who ends a watch
+    // holds the session, and no thread may write its memory meanwhile (rule of `Session`), but this one is writing it. So
+    // the box that the pointer was taken from lives.
+    unsafe { notes.as_ref() }
+}
+
+fn install() -> Result<(), Errno> {
+    if !BEFORE.load(Ordering::Acquire).is_null() {
+        return Ok(());
+    }
+    crate::instruction::prepare();
+    let mut before = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: asks for the action of SIGSEGV; the pointer is valid for one.
+    check(unsafe { libc::sigaction(libc::SIGSEGV, null(), before.as_mut_ptr()) })?;
+    // SAFETY: the call above has filled it in; and zeros are a valid action as well.
+    let before = Box::new(unsafe { before.assume_init() });
+    // Leaked: the handler may need it until the process ends.
+    BEFORE.store(Box::into_raw(before), Ordering::Release);
+    // SAFETY: zeros are a valid action: the default one, with an empty mask.
+    let mut ours: libc::sigaction = unsafe { std::mem::zeroed() };
+    let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_fault;
+    ours.sa_sigaction = handler as usize;
+    ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+    // SAFETY: the action is complete, and its handler has the signature that SA_SIGINFO asks for.
+    check(unsafe { libc::sigaction(libc::SIGSEGV, &raw const ours, null_mut()) })
+}
+
+fn check(result: c_int) -> Result<(), Errno> {
+    match result {
+        0 => Ok(()),
+        _ => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL)),
+    }
+}
+
+extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    // SAFETY: the kernel gives a handler installed with SA_SIGINFO valid pointers to both, which nobody else uses while
+    // it runs.
+    let (fault, registers) = unsafe { (&*info, &mut *context.cast::<ucontext_t>()) };
+    if !answer(fault, registers) {
+        hand_on(signal, info, context);
+    }
+}
+
+fn answer(fault: &siginfo_t, context: &mut ucontext_t) -> bool {
+    let was_write = context.uc_mcontext.gregs[libc::REG_ERR as usize] & WAS_WRITE != 0;
+    if fault.si_code != SEGV_ACCERR || !was_write {
+        return false;
+    }
+    // SAFETY: `si_code` says that the kernel reported a fault, so the address is there.
+    let address = unsafe { fault.si_addr() }.addr();
+    let Some(notes) = notes_of(address) else { return false };
+    if notes.alias().is_some() {
+        match perform(notes, context) {
+            Performed::Yes => return true,
+            Performed::Unsupported => notes.note_unsupported(),
+            Performed::Full => {}
+        }
+    }
+    notes.open_page(address).is_ok()
+}
+
+/// What would have happened without us.
+fn hand_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    // SAFETY: set before the handler was installed, and never freed.
+    let Some(before) = (unsafe { BEFORE.load(Ordering::Acquire).as_ref() }) else { return };
+    if before.sa_sigaction == libc::SIG_DFL || before.sa_sigaction == libc::SIG_IGN {
+        return default_action(signal, info);
+    }
+    set_mask(signal, before);
+    // SAFETY: an action that is neither default nor ignored has a handler of the kind that its flags name, installed by
+    // code that expects to be called for this signal with these arguments.
+    unsafe {
+        if before.sa_flags & libc::SA_SIGINFO != 0 {
+            type Handler = extern "C" fn(c_int, *mut siginfo_t, *mut c_void);
+            std::mem::transmute::<usize, Handler>(before.sa_sigaction)(signal, info, context);
+        } else {
+            std::mem::transmute::<usize, extern "C" fn(c_int)>(before.sa_sigaction)(signal);
+        }
+    }
+}
+
+/// The signals that the earlier handler wanted blocked. The kernel sets the mask back when a handler returns.
+fn set_mask(signal: c_int, before: &libc::sigaction) {
+    // SAFETY: both sets are valid, and changing the calling thread's mask touches no memory of Rust's.
+    unsafe {
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const before.sa_mask, null_mut());
+        if before.sa_flags & libc::SA_NODEFER != 0 {
+            let mut this: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&raw mut this);
+            libc::sigaddset(&raw mut this, signal);
+            libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const this, null_mut());
+        }
+    }
+}
+
+/// Ends the process by the signal: the instruction faults again when the handler returns, or, if somebody sent the
+/// signal, it is sent again.
+fn default_action(signal: c_int, info: *mut siginfo_t) {
+    // SAFETY: zeros are the default action; `info` is the kernel's; raise is async-signal-safe.
+    unsafe {
+        let default: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, &raw const default, null_mut());
+        if (*info).si_code <= 0 {
+            libc::raise(signal);
+        }
+    }
+}

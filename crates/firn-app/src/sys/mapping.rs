@@ -1,0 +1,130 @@
+//! Memory of the library's own: mapped when made, unmapped when dropped.
+
+use std::ffi::c_void;
+use std::os::fd::BorrowedFd;
+use std::ptr::{NonNull, null_mut};
+use std::slice;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
+
+use crate::span::{PAGE, Span};
+
+/// A mapping that nobody else unmaps.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping is an address and a length; the memory behind it belongs to the process, not to a thread. What is
+// done to it goes through `Region` and the atomics below, which have their own rules.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `&Mapping` gives nothing but the address, and slices of atomics.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Private zeroed memory, in small pages.
+    pub(crate) fn anonymous(len: usize) -> Result<Self, Errno> {
+        let len = len.max(1).next_multiple_of(PAGE);
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: no address is asked for, so that no mapping that exists is replaced.
+        let start =
+            unsafe { rustix::mm::mmap_anonymous(null_mut(), len, prot, MapFlags::PRIVATE) }?;
+        Ok(Self::of(start, len).in_small_pages())
+    }
+
+    /// A file's memory, shared with its other mappings.
+    pub(crate) fn shared(file: BorrowedFd<'_>, len: usize) -> Result<Self, Errno> {
+        Self::file(file, len, MapFlags::SHARED)
+    }
+
+    /// A file's memory until it is written, then a copy of the page.
+    pub(crate) fn private(file: BorrowedFd<'_>, len: usize) -> Result<Self, Errno> {
+        Self::file(file, len, MapFlags::PRIVATE)
+    }
+
+    fn file(file: BorrowedFd<'_>, len: usize, flags: MapFlags) -> Result<Self, Errno> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: no address is asked for, so that no mapping that exists is replaced. The file is a memfd of this
+        // library, which nobody truncates.
+        let start = unsafe { rustix::mm::mmap(null_mut(), len, prot, flags, file, 0) }?;
+        Ok(Self::of(start, len).in_small_pages())
+    }
+
+    fn of(start: *mut c_void, len: usize) -> Self {
+        // mmap never gives address 0 where none was asked for.
+        let start = NonNull::new(start.cast()).unwrap_or(NonNull::dangling());
+        Self { start, len }
+    }
+
+    /// A huge page would count as written as a whole. That a kernel has none is no error.
+    fn in_small_pages(self) -> Self {
+        // SAFETY: the range is this mapping, and the advice changes no content.
+        let _ = unsafe {
+            rustix::mm::madvise(self.start.as_ptr().cast(), self.len, Advice::LinuxNoHugepage)
+        };
+        self
+    }
+
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    pub(crate) fn address(&self) -> usize {
+        self.start.as_ptr().addr()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn span(&self) -> Span {
+        Span::covering(self.address()..self.address() + self.len)
+    }
+
+    /// Words at an offset, as atomics. For anonymous mappings that are used in no other way.
+    pub(crate) fn words(&self, offset: usize, count: usize) -> &[AtomicU64] {
+        assert!(offset % 8 == 0 && offset + count * 8 <= self.len, "words outside of a mapping");
+        // SAFETY: the words lie inside the mapping, which is readable, writable, aligned to a page, zeroed when made, and
+        // lives as long as `self`; users of this method access it through atomics only.
+        unsafe { slice::from_raw_parts(self.start.as_ptr().add(offset).cast(), count) }
+    }
+
+    /// As [`Self::words`], with half the width.
+    pub(crate) fn half_words(&self, offset: usize, count: usize) -> &[AtomicU32] {
+        assert!(offset % 4 == 0 && offset + count * 4 <= self.len, "words outside of a mapping");
+        // SAFETY: as in `words`.
+        unsafe { slice::from_raw_parts(self.start.as_ptr().add(offset).cast(), count) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by this type; who has the address keeps the mapping alive (`Arc<Mapping>`). A
+        // failure would leave it mapped, which harms nothing.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Lets pages be written, or read only.
+pub(crate) fn protect(span: Span, writable: bool) -> Result<(), Errno> {
+    let flags = match writable {
+        true => MprotectFlags::READ | MprotectFlags::WRITE,
+        false => MprotectFlags::READ,
+    };
+    let start = std::ptr::without_provenance_mut(span.start());
+    // SAFETY: a span is memory that a session was given, readable and writable before, and that nobody else protects
+    // (contract of `Session::register`; own mappings by construction). Reading it stays possible; who writes it gets a
+    // fault that `fault` answers.
+    unsafe { rustix::mm::mprotect(start, span.bytes(), flags) }
+}
+
+/// Gives up private copies of pages of a mapping made by [`Mapping::private`]; they read as the file again.
+pub(crate) fn forget_copies(span: Span) -> Result<(), Errno> {
+    let start = std::ptr::without_provenance_mut(span.start());
+    // SAFETY: the span is part of a private file mapping of this library. Its content changes to the file's, which the
+    // caller has made equal, at a moment when nobody else accesses it (rule of `Session`).
+    unsafe { rustix::mm::madvise(start, span.bytes(), Advice::LinuxDontNeed) }
+}

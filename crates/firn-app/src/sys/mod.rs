@@ -1,0 +1,9 @@
+//! All unsafe code of this crate that calls the kernel or handles signals.
+
+pub(crate) mod fault;
+pub(crate) mod mapping;
+pub(crate) mod notes;
+pub(crate) mod pagemap;
+pub(crate) mod perform;
+pub(crate) mod region;
+pub(crate) mod uffd;

@@ -1,0 +1,162 @@
+//! What the signal handler writes down: pages and words, in memory of their own.
+//!
+//! Notes never share a page with anything that could be write-protected: a fault inside the handler would end the
+//! process.
+//!
+//! ```text
+//!   words    0 listed   pages in the list               4 unsupported   instructions not emulated
+//!            1 logged   stores in the log               5 everything    1: the span is writable, all of it
+//!            2 emulated stores performed
+//!            3 faults   answered
+//!            8 ..       one bit per page: noted and writable
+//!   halves   list of pages, in order of their first write
+//!   words    log of stores: offset in the span << 16 | length - 1
+//! ```
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use rustix::io::Errno;
+
+use super::mapping::{Mapping, protect};
+use crate::span::{PAGE, Span};
+
+const COUNTERS: usize = 8;
+/// Stores that the log of an emulated span holds; further ones are followed by pages.
+const LOG: usize = 1 << 15;
+
+/// What was noted of one span.
+#[derive(Debug)]
+pub(crate) struct Notes {
+    span: Span,
+    /// Where a second, writable mapping of the span starts; 0 if there is none.
+    alias: usize,
+    memory: Mapping,
+    log: usize,
+}
+
+/// A store that was noted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Noted {
+    pub(crate) address: usize,
+    pub(crate) len: usize,
+}
+
+impl Notes {
+    pub(crate) fn new(span: Span, alias: Option<usize>) -> Result<Self, Errno> {
+        let log = if alias.is_some() { LOG } else { 0 };
+        let bits = span.pages().div_ceil(64);
+        let len = (COUNTERS + bits + span.pages().div_ceil(2) + log) * 8;
+        Ok(Self { span, alias: alias.unwrap_or(0), memory: Mapping::anonymous(len)?, log })
+    }
+
+    pub(crate) fn span(&self) -> Span {
+        self.span
+    }
+
+    pub(crate) fn alias(&self) -> Option<usize> {
+        (self.alias != 0).then_some(self.alias)
+    }
+
+    fn counter(&self, number: usize) -> &AtomicU64 {
+        &self.memory.words(0, COUNTERS)[number]
+    }
+
+    fn bits(&self) -> &[AtomicU64] {
+        self.memory.words(COUNTERS * 8, self.span.pages().div_ceil(64))
+    }
+
+    fn list(&self) -> &[AtomicU32] {
+        let offset = (COUNTERS + self.bits().len()) * 8;
+        self.memory.half_words(offset, self.span.pages())
+    }
+
+    fn stores(&self) -> &[AtomicU64] {
+        let offset = (COUNTERS + self.bits().len() + self.span.pages().div_ceil(2)) * 8;
+        self.memory.words(offset, self.log)
+    }
+
+    /// Notes a page and makes it writable. If there are too many mappings to split one more, the whole span.
+    ///
+    /// Called by the signal handler: no allocation, no lock.
+    pub(crate) fn open_page(&self, address: usize) -> Result<(), Errno> {
+        self.counter(3).fetch_add(1, Ordering::Relaxed);
+        let page = (address - self.span.start()) / PAGE;
+        let bit = 1 << (page % 64);
+        if self.bits()[page / 64].fetch_or(bit, Ordering::AcqRel) & bit == 0 {
+            let at = self.counter(0).fetch_add(1, Ordering::AcqRel) as usize;
+            self.list()[at].store(page as u32, Ordering::Release);
+        }
+        protect(self.span.part(page..page + 1), true).or_else(|_| {
+            self.counter(5).store(1, Ordering::Release);
+            protect(self.span, true)
+        })
+    }
+
+    /// Notes a store. False if the log is full: then it must not be performed unnoted.
+    pub(crate) fn note(&self, stored: Noted) -> bool {
+        let at = self.counter(1).fetch_add(1, Ordering::AcqRel) as usize;
+        let Some(entry) = self.stores().get(at) else { return false };
+        let offset = (stored.address - self.span.start()) as u64;
+        entry.store(offset << 16 | (stored.len as u64 - 1) & 0xffff, Ordering::Release);
+        self.counter(2).fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    pub(crate) fn note_unsupported(&self) {
+        self.counter(4).fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn emulated(&self) -> u64 {
+        self.counter(2).load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn unsupported(&self) -> u64 {
+        self.counter(4).load(Ordering::Relaxed)
+    }
+
+    /// Tells what was noted, forgets it, and protects what was made writable. Nobody may write the span meanwhile.
+    pub(crate) fn take(&self, pages: &mut Vec<u32>, stores: &mut Vec<Noted>) -> Result<(), Errno> {
+        pages.clear();
+        stores.clear();
+        self.take_stores(stores);
+        if self.counter(5).swap(0, Ordering::AcqRel) != 0 {
+            return self.take_everything(pages);
+        }
+        let count = self.counter(0).swap(0, Ordering::AcqRel) as usize;
+        for entry in &self.list()[..count] {
+            let page = entry.load(Ordering::Acquire);
+            self.bits()[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::AcqRel);
+            pages.push(page);
+        }
+        pages.sort_unstable();
+        match (pages.first(), pages.last()) {
+            (Some(&first), Some(&last)) => self.close(first as usize..last as usize + 1),
+            _ => Ok(()),
+        }
+    }
+
+    /// One call for all of them: the mapping that was split becomes one again.
+    fn close(&self, pages: Range<usize>) -> Result<(), Errno> {
+        protect(self.span.part(pages), false)
+    }
+
+    fn take_everything(&self, pages: &mut Vec<u32>) -> Result<(), Errno> {
+        self.counter(0).store(0, Ordering::Release);
+        for bits in self.bits() {
+            bits.store(0, Ordering::Release);
+        }
+        pages.extend(0..self.span.pages() as u32);
+        protect(self.span, false)
+    }
+
+    fn take_stores(&self, stores: &mut Vec<Noted>) {
+        let count = self.counter(1).swap(0, Ordering::AcqRel) as usize;
+        let noted = self.stores().iter().take(count).map(|entry| {
+            let entry = entry.load(Ordering::Acquire);
+            let address = self.span.start() + (entry >> 16) as usize;
+            Noted { address, len: (entry & 0xffff) as usize + 1 }
+        });
+        stores.extend(noted);
+    }
+}

@@ -1,0 +1,161 @@
+//! What the kernel knows of each page of this process: `/proc/self/pagemap`, by `PAGEMAP_SCAN` (Linux 6.7) or read as
+//! words (proc(5)).
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::FileExt as _;
+
+use linux_raw_sys::general::{self as raw, page_region, pm_scan_arg};
+use rustix::io::Errno;
+use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
+
+use crate::span::{PAGE, Span};
+use crate::tracker::Found;
+
+/// What to look for in a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sought {
+    /// Written since it was last write-protected; and write-protects it again.
+    WrittenAndRearm,
+    /// A private copy of a page of a file.
+    Copied,
+}
+
+/// Runs of pages that one call of the kernel tells.
+const REGIONS: usize = 256;
+/// Pages read as words in one go.
+const WORDS: usize = 512;
+/// Bit of a word: written since `clear_refs`.
+const SOFT_DIRTY: u64 = 1 << 55;
+
+const _: () = {
+    assert!(size_of::<page_region>() == 24);
+    assert!(size_of::<pm_scan_arg>() == 96);
+    assert!(Scan::OPCODE == 0xc060_6610);
+};
+
+struct Scan<'a> {
+    argument: pm_scan_arg,
+    /// What `argument.vec` points to.
+    _regions: &'a mut [page_region],
+}
+
+impl<'a> Scan<'a> {
+    const OPCODE: Opcode =
+        ioctl::opcode::from_components(Direction::ReadWrite, b'f', 16, size_of::<pm_scan_arg>());
+
+    fn new(start: u64, end: u64, sought: Sought, regions: &'a mut [page_region]) -> Self {
+        let mut argument = pm_scan_arg {
+            size: size_of::<pm_scan_arg>() as u64,
+            flags: 0,
+            start,
+            end,
+            walk_end: 0,
+            vec: regions.as_mut_ptr().expose_provenance() as u64,
+            vec_len: regions.len() as u64,
+            max_pages: 0,
+            category_inverted: 0,
+            category_mask: 0,
+            category_anyof_mask: 0,
+            return_mask: 0,
+        };
+        match sought {
+            // The kernel has a short path for exactly this combination.
+            Sought::WrittenAndRearm => {
+                argument.flags = u64::from(raw::PM_SCAN_CHECK_WPASYNC | raw::PM_SCAN_WP_MATCHING);
+                argument.category_mask = u64::from(raw::PAGE_IS_WRITTEN);
+                argument.return_mask = u64::from(raw::PAGE_IS_WRITTEN);
+            }
+            Sought::Copied => {
+                argument.category_mask = u64::from(raw::PAGE_IS_FILE);
+                argument.category_inverted = u64::from(raw::PAGE_IS_FILE);
+                argument.category_anyof_mask =
+                    u64::from(raw::PAGE_IS_PRESENT | raw::PAGE_IS_SWAPPED);
+                argument.return_mask = u64::from(raw::PAGE_IS_PRESENT);
+            }
+        }
+        Self { argument, _regions: regions }
+    }
+}
+
+// SAFETY: PAGEMAP_SCAN takes struct pm_scan_arg, which `as_ptr` points to, writes at most `vec_len` regions at `vec`, both
+// taken from a slice that is borrowed for as long as `self`, and returns their number. What it may write-protect is a span
+// registered with an asynchronous userfaultfd: writes go on.
+unsafe impl Ioctl for Scan<'_> {
+    /// Number of regions, and where the scan ended.
+    type Output = (usize, u64);
+    const IS_MUTATING: bool = true;
+
+    fn opcode(&self) -> Opcode {
+        Self::OPCODE
+    }
+
+    fn as_ptr(&mut self) -> *mut std::ffi::c_void {
+        (&raw mut self.argument).cast()
+    }
+
+    unsafe fn output_from_ptr(
+        count: IoctlOutput,
+        argument: *mut std::ffi::c_void,
+    ) -> Result<(usize, u64), Errno> {
+        // SAFETY: the caller hands back what `as_ptr` gave: a valid argument, which the kernel has filled in.
+        let walk_end = unsafe { (*argument.cast::<pm_scan_arg>()).walk_end };
+        Ok((count.unsigned_abs() as usize, walk_end))
+    }
+}
+
+/// The page map of this process.
+#[derive(Debug)]
+pub(crate) struct Pagemap {
+    file: File,
+    regions: Vec<page_region>,
+}
+
+impl Pagemap {
+    pub(crate) fn open() -> io::Result<Self> {
+        let empty = page_region { start: 0, end: 0, categories: 0 };
+        Ok(Self { file: File::open("/proc/self/pagemap")?, regions: vec![empty; REGIONS] })
+    }
+
+    /// Notes each run of pages that has what is sought, in order.
+    pub(crate) fn scan(
+        &mut self,
+        span: Span,
+        sought: Sought,
+        found: &mut Found,
+    ) -> Result<(), Errno> {
+        let mut start = span.start() as u64;
+        while start < span.end() as u64 {
+            let scan = Scan::new(start, span.end() as u64, sought, &mut self.regions);
+            // SAFETY: `Scan` upholds the contract of `Ioctl`.
+            let (count, end) = unsafe { ioctl::ioctl(&self.file, scan) }?;
+            for run in &self.regions[..count] {
+                found.push(run.start as usize, (run.end - run.start) as usize);
+            }
+            start = end.max(start + 1);
+        }
+        Ok(())
+    }
+
+    /// Notes each page that was written since [`forget_writes`].
+    pub(crate) fn soft_dirty(&self, span: Span, found: &mut Found) -> io::Result<()> {
+        let mut bytes = [0; WORDS * 8];
+        for first in (0..span.pages()).step_by(WORDS) {
+            let part = span.part(first..first + WORDS);
+            let bytes = &mut bytes[..part.pages() * 8];
+            self.file.read_exact_at(bytes, (part.start() / PAGE * 8) as u64)?;
+            for (page, word) in bytes.chunks_exact(8).enumerate() {
+                let word = u64::from_le_bytes(word.try_into().unwrap_or_default());
+                if word & SOFT_DIRTY != 0 {
+                    found.push(part.start() + page * PAGE, PAGE);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Clears the soft-dirty bits of the whole process.
+pub(crate) fn forget_writes() -> io::Result<()> {
+    OpenOptions::new().write(true).open("/proc/self/clear_refs")?.write_all(b"4")
+}

@@ -1,0 +1,70 @@
+//! Memory that an application declared critical.
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::slice;
+
+use crate::memory::Memory;
+use crate::span::Span;
+
+/// Bytes that belong to an application and that a session may read at commit, and write at abort and recovery.
+#[derive(Debug)]
+pub(crate) struct Region {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: an address and a length; the contract of `new` speaks of all threads.
+unsafe impl Send for Region {}
+
+impl Region {
+    /// Takes memory into a session.
+    ///
+    /// # Safety
+    ///
+    /// For as long as the region exists, `len` bytes at `start` are allocated, readable and writable, and while a method
+    /// of it runs or what it lends is alive, no thread writes them, nor reads them while it writes.
+    pub(crate) unsafe fn new(start: NonNull<u8>, len: usize) -> Self {
+        Self { start, len }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn addresses(&self) -> Range<usize> {
+        let start = self.start.as_ptr().addr();
+        start..start + self.len
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: allocated and readable, and nobody writes meanwhile (contract of `new`).
+        unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: allocated and writable, and nobody else accesses it meanwhile (contract of `new`; `&mut self`).
+        unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+
+    /// Whole words from the start, which must be aligned.
+    pub(crate) fn words_mut(&mut self) -> &mut [u64] {
+        let words: NonNull<u64> = self.start.cast();
+        assert!(words.is_aligned(), "words of an area that is not aligned");
+        // SAFETY: as in `bytes_mut`; aligned as asserted, and any bits are a word.
+        unsafe { slice::from_raw_parts_mut(words.as_ptr(), self.len / size_of::<u64>()) }
+    }
+}
+
+/// Copies pages of a memory to its second mapping, if it has one.
+pub(crate) fn copy_to_second(memory: &Memory, span: Span) {
+    let Some(second) = memory.second() else { return };
+    let offset = span.start() - memory.span().start();
+    assert!(offset + span.bytes() <= second.len(), "pages outside of a mapping");
+    // SAFETY: both mappings have that many bytes at that offset (asserted; they are equally long), do not overlap, and
+    // nobody accesses either meanwhile (rule of `Session`; the second one is the library's own).
+    unsafe {
+        let from = memory.start().as_ptr().add(offset);
+        from.copy_to_nonoverlapping(second.start().as_ptr().add(offset), span.bytes());
+    }
+}

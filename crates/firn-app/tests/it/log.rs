@@ -1,0 +1,214 @@
+//! Logs: what comes back, whatever happened to the file.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use firn_app::{
+    Acknowledge, BackupError, Compression, Error, Fsync, Kind, Options, Session, Target,
+};
+
+const LEN: usize = 300;
+
+fn target(path: &Path) -> Target {
+    Target::file(path).fsync(Fsync::Never)
+}
+
+fn options(path: &Path) -> Options {
+    Options::new("log").tracker(Kind::Assisted).backup(target(path))
+}
+
+/// Commits so many transactions, and gives what each left and how long the log was then.
+fn write(path: &Path, transactions: u8) -> Vec<(Vec<u8>, u64)> {
+    let mut session = Session::open(options(path)).unwrap();
+    let area = session.allocate("area", LEN).unwrap();
+    session.recover().unwrap();
+    (1..=transactions)
+        .map(|number| {
+            let mut transaction = session.begin().unwrap();
+            transaction.bytes(&area)[usize::from(number) * 7] = number;
+            transaction.commit().unwrap();
+            (session.bytes(&area).to_vec(), fs::metadata(path).unwrap().len())
+        })
+        .collect()
+}
+
+fn recover(path: &Path) -> Result<(u64, Vec<u8>), Error> {
+    let mut session = Session::open(options(path))?;
+    let area = session.allocate("area", LEN)?;
+    let sequence = session.recover()?;
+    Ok((sequence, session.bytes(&area).to_vec()))
+}
+
+fn damage(result: Result<(u64, Vec<u8>), Error>) -> Option<BackupError> {
+    match result {
+        Err(Error::Backup(error)) => std::sync::Arc::into_inner(error),
+        _ => None,
+    }
+}
+
+#[test]
+fn cut_at_any_byte_it_gives_the_last_whole_transaction() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    let states = write(&path, 5);
+    let whole = fs::read(&path).unwrap();
+    for len in 0..=whole.len() {
+        fs::write(&path, &whole[..len]).unwrap();
+        let count = states.iter().filter(|(_, end)| *end <= len as u64).count();
+        let (sequence, bytes) = recover(&path).unwrap();
+        assert_eq!(sequence, count as u64, "cut at {len}");
+        match count {
+            0 => assert_eq!(bytes, [0; LEN]),
+            count => assert_eq!(bytes, states[count - 1].0, "cut at {len}"),
+        }
+        // What was cut off is gone, and the log goes on from there.
+        let after = write(&path, 1);
+        assert_eq!(recover(&path).unwrap(), (sequence + 1, after[0].0.clone()));
+    }
+}
+
+#[test]
+fn damage_in_the_middle_is_an_error_that_says_where() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    let states = write(&path, 4);
+    let whole = fs::read(&path).unwrap();
+    let first = whole.len() - (states[3].1 as usize - states[0].1 as usize);
+    let header = 8 + 4 + 4 + 3 + 8;
+    for at in 0..whole.len() {
+        let mut damaged = whole.clone();
+        damaged[at] ^= 0x10;
+        fs::write(&path, &damaged).unwrap();
+        let record = [header, first, states[1].1 as usize, states[2].1 as usize];
+        let start = record.iter().rev().find(|start| **start <= at);
+        match (start, recover(&path)) {
+            (None, result) => {
+                let error = damage(result).expect("a damaged start is noticed");
+                assert!(matches!(
+                    error,
+                    BackupError::NoLog { .. } | BackupError::OtherSession { .. }
+                ));
+            }
+            // The last record looks like one that was cut short.
+            (Some(start), result) if *start == record[3] => {
+                assert_eq!(result.unwrap(), (3, states[2].0.clone()), "byte {at}");
+            }
+            (Some(start), result) => match damage(result) {
+                Some(BackupError::Damaged { offset, .. }) => assert_eq!(offset, *start as u64),
+                other => panic!("byte {at}: {other:?}"),
+            },
+        }
+    }
+}
+
+#[test]
+fn a_log_does_not_grow_for_ever() {
+    let dir = tempfile::tempdir().unwrap();
+    for compression in [Compression::None, Compression::Lz4] {
+        let path = dir.path().join(format!("{compression:?}"));
+        let target = target(&path).compression(compression);
+        let options = Options::new("log").tracker(Kind::Assisted).backup(target);
+        let mut session = Session::open(options.clone()).unwrap();
+        let area = session.allocate("area", 200_000).unwrap();
+        let mut largest = 0;
+        for number in 0..100_u64 {
+            let mut transaction = session.begin().unwrap();
+            for (n, word) in transaction.words(&area).iter_mut().enumerate() {
+                *word = (number << 32 | n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            }
+            transaction.commit().unwrap();
+            largest = largest.max(fs::metadata(&path).unwrap().len());
+        }
+        assert!(largest < 5 << 20, "{largest} bytes for 100 times 200,000");
+        let bytes = session.bytes(&area).to_vec();
+        drop(session);
+        let mut session = Session::open(options).unwrap();
+        let area = session.allocate("area", 200_000).unwrap();
+        assert_eq!(session.recover().unwrap(), 100);
+        assert_eq!(session.bytes(&area), bytes);
+    }
+}
+
+#[test]
+fn what_is_there_is_not_overwritten_by_mistake() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    let states = write(&path, 3);
+    let mut session = Session::open(options(&path)).unwrap();
+    assert!(matches!(damage(recover(&path)), Some(BackupError::InUse { .. })));
+    session.allocate("area", LEN).unwrap();
+    assert!(matches!(session.begin(), Err(Error::State { what: "begin", .. })));
+    drop(session);
+    let mut session = Session::open(options(&path)).unwrap();
+    session.allocate("area", LEN + 1).unwrap();
+    assert!(matches!(session.recover(), Err(Error::OtherSize { stored: LEN, .. })));
+    drop(session);
+    let other = Session::open(Options::new("other").backup(target(&path)));
+    assert!(matches!(other, Err(Error::Backup(_))));
+    assert_eq!(recover(&path).unwrap(), (3, states[2].0.clone()));
+    let mut session = Session::open(options(&path).discard(true)).unwrap();
+    session.allocate("area", LEN).unwrap();
+    session.begin().unwrap().commit().unwrap();
+    drop(session);
+    assert_eq!(recover(&path).unwrap(), (1, vec![0; LEN]));
+}
+
+#[test]
+fn areas_are_known_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    let names = ["one", "two", "three"];
+    for round in 0..6_u8 {
+        let mut session = Session::open(options(&path)).unwrap();
+        // In another order each time; one more each time.
+        let mut now: Vec<_> = names[..names.len().min(usize::from(round) + 1)].to_vec();
+        now.rotate_left(usize::from(round) % 2);
+        let areas: Vec<_> =
+            now.iter().map(|name| session.allocate(name, name.len() * 100).unwrap()).collect();
+        assert_eq!(session.recover().unwrap(), u64::from(round));
+        for (name, area) in now.iter().zip(&areas) {
+            let last = session.bytes(area)[name.len()];
+            assert!(last == round || last == 0, "{name} has {last} in round {round}");
+            assert!(round < 3 || last == round);
+        }
+        let mut transaction = session.begin().unwrap();
+        for (name, area) in now.iter().zip(&areas) {
+            transaction.bytes(area)[name.len()] = round + 1;
+        }
+        transaction.commit().unwrap();
+    }
+}
+
+#[test]
+fn every_policy_keeps_everything_when_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let policies = [Fsync::EveryCommit, Fsync::Interval(Duration::from_millis(1)), Fsync::Never];
+    for (number, fsync) in policies.into_iter().enumerate() {
+        let path = dir.path().join(number.to_string());
+        let late = Acknowledge::Async { lag_max: 50 };
+        let target = Target::file(&path).fsync(fsync).acknowledge(late);
+        let options = Options::new("log").tracker(Kind::Compare).backup(target);
+        let mut session = Session::open(options).unwrap();
+        let area = session.allocate("area", LEN).unwrap();
+        for number in 0..200_u64 {
+            let mut transaction = session.begin().unwrap();
+            transaction.bytes(&area)[number as usize] = 1;
+            transaction.commit().unwrap();
+            assert!(session.acknowledged() + 50 >= session.sequence());
+        }
+        session.flush().unwrap();
+        assert_eq!(session.acknowledged(), 200);
+        let bytes = session.bytes(&area).to_vec();
+        drop(session);
+        assert_eq!(recover(&path).unwrap(), (200, bytes));
+    }
+}
+
+#[test]
+fn what_is_no_file_is_no_log() {
+    for path in ["/dev/full", "/dev/zero", "/proc/self/mem"] {
+        let opened = Session::open(options(Path::new(path)));
+        assert!(matches!(opened, Err(Error::Backup(_))), "{path}");
+    }
+}

@@ -1,0 +1,12 @@
+//! firn-app, used as its users do.
+
+#[cfg(test)]
+mod log;
+#[cfg(test)]
+mod program;
+#[cfg(test)]
+mod session;
+#[cfg(test)]
+mod standby;
+#[cfg(test)]
+mod trackers;

@@ -1,0 +1,134 @@
+//! Thirteen data structures whose every bit lives in a slice of words.
+//!
+//! They are those of Table 2 of Lee et al., "Hypervisor-Assisted Application Checkpointing in Virtualized Environments":
+//! workloads to test and measure application checkpointing with. Pointers are indexes into the slice, so that a copy of
+//! the words, at any address, is a copy of the structure.
+//!
+//! ```text
+//!   word 0  next word never used     2  root, or whatever the structure starts from
+//!        1  list of freed nodes      3  elements             4 ..  the structure's own, then nodes
+//! ```
+//!
+//! Insertions and deletions write as textbook code does: recursive ones write each child pointer on their way back, changed
+//! or not. That makes the number of writes, and of pages, those of real programs rather than the least possible.
+
+#![forbid(unsafe_code)]
+
+mod aa;
+mod avl;
+mod binary_heap;
+mod binomial;
+mod hash_chained;
+mod hash_quadratic;
+mod leftist;
+mod list;
+mod queue;
+mod red_black;
+mod skip_list;
+mod splay;
+mod tree;
+
+/// A structure's memory.
+pub type Words = [u64];
+
+/// No node.
+const NIL: u64 = 0;
+const NEXT: usize = 0;
+const FREED: usize = 1;
+const ROOT: usize = 2;
+const COUNT: usize = 3;
+/// Words before the first node.
+const FIRST: u64 = 16;
+
+/// One of the thirteen.
+#[derive(Clone, Copy, Debug)]
+pub struct Structure {
+    /// The name that the paper gives it.
+    pub name: &'static str,
+    /// Words needed for some elements.
+    pub words: fn(usize) -> usize,
+    /// Makes an empty one, in memory that is all zeros.
+    pub create: fn(&mut Words),
+    /// Puts a key in; each at most once.
+    pub insert: fn(&mut Words, u64),
+    /// Takes a key out: this one, or, from heaps and queues, the one that is next. Nothing if there is none.
+    pub delete: fn(&mut Words, u64),
+    /// All keys, in an order of the structure's own.
+    pub keys: fn(&Words) -> Vec<u64>,
+    /// Whether the paper's table has its deletions.
+    pub deletes: bool,
+    /// Whether `delete` takes the key it is given.
+    pub by_key: bool,
+}
+
+/// All of them, in the order of the paper's table.
+pub const ALL: [Structure; 13] = [
+    aa::STRUCTURE,
+    avl::STRUCTURE,
+    binomial::STRUCTURE,
+    skip_list::STRUCTURE,
+    hash_quadratic::STRUCTURE,
+    hash_chained::STRUCTURE,
+    leftist::STRUCTURE,
+    binary_heap::STRUCTURE,
+    list::STRUCTURE,
+    queue::STRUCTURE,
+    red_black::STRUCTURE,
+    splay::STRUCTURE,
+    tree::STRUCTURE,
+];
+
+/// Makes an empty structure without anything of its own.
+fn create(words: &mut Words) {
+    words[NEXT] = FIRST;
+}
+
+/// A node of some words, all to be written by the caller. All nodes of a structure are equally large.
+fn allocate(words: &mut Words, size: u64) -> u64 {
+    let freed = words[FREED];
+    if freed != NIL {
+        words[FREED] = words[freed as usize];
+        return freed;
+    }
+    let node = words[NEXT];
+    words[NEXT] = node + size;
+    assert!(words[NEXT] as usize <= words.len(), "the structure is full");
+    node
+}
+
+fn free(words: &mut Words, node: u64) {
+    words[node as usize] = words[FREED];
+    words[FREED] = node;
+}
+
+/// A field of a node.
+fn at(node: u64, field: u64) -> usize {
+    (node + field) as usize
+}
+
+/// Spreads the bits of a number.
+fn mix(key: u64) -> u64 {
+    let mut z = key.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Keys of a binary tree whose nodes have the key, the left and the right child in these fields.
+fn in_order(words: &Words, [key, left, right]: [u64; 3]) -> Vec<u64> {
+    let (mut keys, mut path, mut node) = (Vec::new(), Vec::new(), words[ROOT]);
+    while node != NIL || !path.is_empty() {
+        while node != NIL {
+            path.push(node);
+            node = words[at(node, left)];
+        }
+        if let Some(top) = path.pop() {
+            keys.push(words[at(top, key)]);
+            node = words[at(top, right)];
+        }
+    }
+    keys
+}
+
+#[cfg(test)]
+mod tests;
