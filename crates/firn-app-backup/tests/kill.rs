@@ -22,7 +22,7 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair}
 
 /// Rounds of each test; `FIRN_APP_KILLS` asks for more.
 fn rounds() -> u64 {
-    std::env::var("FIRN_APP_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(24)
+    std::env::var("FIRN_APP_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(60)
 }
 
 const CHILD: &str = "FIRN_APP_TEST_CHILD";

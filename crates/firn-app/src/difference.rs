@@ -4,8 +4,8 @@ use std::ops::Range;
 
 /// Bytes of a word, counted from the start of the area.
 pub(crate) const WORD: usize = 8;
-/// Bytes compared in one go before looking closer.
-const BLOCK: usize = 128;
+/// Bytes compared in one go before looking closer, twice.
+const BLOCKS: [usize; 2] = [1024, 64];
 
 /// Calls `each` with every run of words that differ in a range of two equally long slices. Ranges are widened to whole
 /// words and cut at the end of the slices.
@@ -17,12 +17,15 @@ pub(crate) fn words(
 ) {
     let end = range.end.next_multiple_of(WORD).min(now.len());
     let mut run = 0..0;
-    let mut at = range.start / WORD * WORD;
-    while at < end {
-        let block = at..(at + BLOCK).min(end);
-        if now[block.clone()] != before[block.clone()] {
-            for word in (block.start..block.end).step_by(WORD) {
-                let word = word..(word + WORD).min(end);
+    for outer in pieces(range.start / WORD * WORD..end, BLOCKS[0]) {
+        if now[outer.clone()] == before[outer.clone()] {
+            continue;
+        }
+        for inner in pieces(outer, BLOCKS[1]) {
+            if now[inner.clone()] == before[inner.clone()] {
+                continue;
+            }
+            for word in pieces(inner, WORD) {
                 if now[word.clone()] == before[word.clone()] {
                     continue;
                 }
@@ -33,9 +36,14 @@ pub(crate) fn words(
                 run.end = word.end;
             }
         }
-        at = block.end;
     }
     hand_over(&run, &mut each);
+}
+
+/// A range in pieces of a size; the last may be shorter.
+fn pieces(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.step_by(size).map(move |start| start..(start + size).min(end))
 }
 
 fn hand_over(run: &Range<usize>, each: &mut impl FnMut(Range<usize>)) {
@@ -70,7 +78,7 @@ mod tests {
     proptest! {
         #[test]
         fn applying_them_gives_the_new_bytes(
-            before in prop::collection::vec(any::<u8>(), 1..700),
+            before in prop::collection::vec(any::<u8>(), 1..5000),
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..20),
         ) {
             let mut now = before.clone();

@@ -111,7 +111,7 @@ impl Session {
     ///
     /// # Errors
     /// If the options ask for what this tracker cannot do.
-    pub fn open_with(mut options: Options, tracker: Box<dyn Tracker>) -> Result<Self, Error> {
+    pub fn open_with(mut options: Options, mut tracker: Box<dyn Tracker>) -> Result<Self, Error> {
         let words = options.precision == Precision::Words && !tracker.tells_words();
         if tracker.kind() == Kind::Compare {
             options.precision = Precision::Words;
@@ -121,6 +121,7 @@ impl Session {
                 "it finds words by comparing with the committed copy (Options::undo)".to_owned();
             return Err(Error::Unavailable { kind: tracker.kind(), why });
         }
+        tracker.compares(options.undo && options.precision == Precision::Words);
         let (helpers, image) = backup::open(&options.name, &options.backups, options.discard)
             .map_err(Error::backup)?;
         let mut session = Self {

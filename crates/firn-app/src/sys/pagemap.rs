@@ -22,7 +22,7 @@ pub(crate) enum Sought {
 }
 
 /// Runs of pages that one call of the kernel tells.
-const REGIONS: usize = 256;
+const REGIONS: usize = 64;
 /// Pages read as words in one go.
 const WORDS: usize = 512;
 /// Bit of a word: written since `clear_refs`.
@@ -60,9 +60,9 @@ impl<'a> Scan<'a> {
             return_mask: 0,
         };
         match sought {
-            // The kernel has a short path for exactly this combination.
+            // The kernel has a short path for exactly this combination. Mappings that are not registered are skipped.
             Sought::WrittenAndRearm => {
-                argument.flags = u64::from(raw::PM_SCAN_CHECK_WPASYNC | raw::PM_SCAN_WP_MATCHING);
+                argument.flags = u64::from(raw::PM_SCAN_WP_MATCHING);
                 argument.category_mask = u64::from(raw::PAGE_IS_WRITTEN);
                 argument.return_mask = u64::from(raw::PAGE_IS_WRITTEN);
             }

@@ -1,9 +1,14 @@
 //! PT assisted by the operating system: asynchronous write protection, and one scan per commit that tells the written
 //! pages and protects them again. No signals; system calls may write areas as well.
+//!
+//! Where the session compares what it is told with the last committed copy, pages that are written in most transactions
+//! ([`Heat`]) are not protected at all, and told every time: comparing a page costs a tenth of what a fault does. They are
+//! taken out of the registration, and the scan skips what is not registered, so that it remains one call.
 
+use super::hot::Heat;
 use super::{Found, Kind, Tracker};
 use crate::error::Error;
-use crate::span::Span;
+use crate::span::{PAGE, Span};
 use crate::sys::pagemap::{Pagemap, Sought};
 use crate::sys::uffd::Uffd;
 
@@ -13,6 +18,7 @@ pub(super) struct Assisted {
     uffd: Uffd,
     pagemap: Pagemap,
     spans: Vec<Span>,
+    heat: Option<Heat>,
 }
 
 impl Assisted {
@@ -23,7 +29,12 @@ impl Assisted {
             Error::Unavailable { kind: Kind::Assisted, why }
         })?;
         let pagemap = Pagemap::open().map_err(Error::io("opening /proc/self/pagemap"))?;
-        Ok(Self { uffd, pagemap, spans: Vec::new() })
+        Ok(Self { uffd, pagemap, spans: Vec::new(), heat: None })
+    }
+
+    fn protect(&self, span: Span) -> Result<(), Error> {
+        self.uffd.register(span).map_err(Error::system("registering an area with userfaultfd"))?;
+        self.uffd.write_protect(span).map_err(Error::system("write-protecting an area"))
     }
 }
 
@@ -32,10 +43,14 @@ impl Tracker for Assisted {
         Kind::Assisted
     }
 
+    fn compares(&mut self, compares: bool) {
+        self.heat = compares.then(Heat::default);
+    }
+
     fn watch(&mut self, span: Span) -> Result<(), Error> {
-        self.uffd.register(span).map_err(Error::system("registering an area with userfaultfd"))?;
+        self.protect(span)?;
         self.spans.push(span);
-        self.uffd.write_protect(span).map_err(Error::system("write-protecting an area"))
+        Ok(())
     }
 
     fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
@@ -43,7 +58,34 @@ impl Tracker for Assisted {
             let scanned = self.pagemap.scan(*span, Sought::WrittenAndRearm, found);
             scanned.map_err(Error::system("scanning for written pages"))?;
         }
-        Ok(())
+        let Some(mut heat) = self.heat.take() else { return Ok(()) };
+        let followed = self.follow(&mut heat, found);
+        self.heat = Some(heat);
+        followed
+    }
+}
+
+impl Assisted {
+    /// Tells hot pages, and decides which are. What was found so far are the pages that are not.
+    fn follow(&self, heat: &mut Heat, found: &mut Found) -> Result<(), Error> {
+        // Those that become hot now have been told.
+        let hot = heat.hot().count();
+        for &(start, len) in found.runs() {
+            for page in (start..start + len).step_by(PAGE) {
+                if heat.written(page) {
+                    let unregistered = self.uffd.unregister(Span::covering(page..page + PAGE));
+                    unregistered.map_err(Error::system("taking a page out of userfaultfd"))?;
+                }
+            }
+        }
+        for page in heat.hot().take(hot) {
+            found.push(page, PAGE);
+        }
+        heat.tick();
+        match heat.cooled() {
+            Some(page) => self.protect(Span::covering(page..page + PAGE)),
+            None => Ok(()),
+        }
     }
 }
 

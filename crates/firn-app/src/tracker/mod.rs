@@ -15,6 +15,7 @@ mod assisted;
 mod auto;
 mod compare;
 mod emulate;
+mod hot;
 mod pages;
 mod scan;
 
@@ -143,6 +144,12 @@ pub trait Tracker: Send {
     /// Whether it tells words as they were written. The others tell pages, and a session can find the words that differ.
     fn tells_words(&self) -> bool {
         false
+    }
+
+    /// Whether the session compares what it is told with the last committed copy: then a tracker may tell more than was
+    /// written, if that is quicker. Called once, before anything is followed.
+    fn compares(&mut self, compares: bool) {
+        let _ = compares;
     }
 
     /// Starts to follow pages of memory that the application has already. Nothing counts as written.

@@ -1,0 +1,149 @@
+//! Which pages are written so often that waiting for their first write costs more than looking at them every time.
+//!
+//! A page's *heat* rises by [`RISE`] when it was written in a transaction, and falls by one with every transaction; a page
+//! written in more than half of them becomes hot at last. (A fault costs about a microsecond; looking at a page a tenth of
+//! that, and half a microsecond more if it stands alone, as the kernel then walks more mappings.) Nobody tells any more when
+//! a hot page is written, so it is put back after a while, and has to become hot again; after a longer while each time.
+//!
+//! Numbers of pages and transactions go in, decisions come out: no kernel here.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+const RISE: u32 = 2;
+const HOT: u32 = 12;
+const MOST_HEAT: u32 = 20;
+/// Pages that are hot at once, at most: each costs a commit about a tenth of a microsecond.
+const PAGES_MAX: usize = 32;
+/// Transactions for which a page stays hot, the first time and at last.
+const STAY: (u64, u64) = (256, 1 << 16);
+/// Heat with which a page that was hot starts again.
+const WARM: u32 = 9;
+
+#[derive(Clone, Copy, Debug)]
+struct Page {
+    heat: u32,
+    seen: u64,
+    /// For how long it will be hot next time.
+    stay: u64,
+}
+
+/// See the module documentation. A page is named by its address.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Heat {
+    now: u64,
+    pages: HashMap<usize, Page, BuildHasherDefault<Address>>,
+    /// Hot pages, and until when.
+    hot: Vec<(usize, u64)>,
+}
+
+/// Addresses are no enemy's choice: a multiplication spreads them well enough.
+#[derive(Clone, Copy, Debug, Default)]
+struct Address(u64);
+
+impl Hasher for Address {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_usize(usize::from(*byte)));
+    }
+
+    fn write_usize(&mut self, address: usize) {
+        self.0 = (self.0 ^ (address >> 12) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+impl Heat {
+    /// Pages that are hot.
+    pub(super) fn hot(&self) -> impl Iterator<Item = usize> + '_ {
+        self.hot.iter().map(|(page, _)| *page)
+    }
+
+    /// A transaction has ended.
+    pub(super) fn tick(&mut self) {
+        self.now += 1;
+    }
+
+    /// A page that is not hot was written in the transaction. True if it is hot from now on.
+    pub(super) fn written(&mut self, page: usize) -> bool {
+        let new = Page { heat: 0, seen: self.now, stay: STAY.0 };
+        let entry = self.pages.entry(page).or_insert(new);
+        let passed = u32::try_from(self.now - entry.seen).unwrap_or(u32::MAX);
+        entry.heat = (entry.heat.saturating_sub(passed) + RISE).min(MOST_HEAT);
+        entry.seen = self.now;
+        if entry.heat < HOT || self.hot.len() >= PAGES_MAX {
+            return false;
+        }
+        self.hot.push((page, self.now + entry.stay));
+        entry.stay = (entry.stay * 2).min(STAY.1);
+        true
+    }
+
+    /// A page whose time is over, one at a time; it is not hot any more.
+    pub(super) fn cooled(&mut self) -> Option<usize> {
+        let over = self.hot.iter().position(|(_, until)| *until <= self.now)?;
+        let (page, _) = self.hot.swap_remove(over);
+        if let Some(entry) = self.pages.get_mut(&page) {
+            (entry.heat, entry.seen) = (WARM, self.now);
+        }
+        Some(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Writes a page in every `every`th transaction, and counts those in which it was hot.
+    fn hot_transactions(every: u64, transactions: u64) -> u64 {
+        let mut heat = Heat::default();
+        let mut count = 0;
+        for number in 0..transactions {
+            let is_hot = heat.hot().any(|page| page == 7);
+            count += u64::from(is_hot);
+            if !is_hot && number % every == 0 {
+                heat.written(7);
+            }
+            heat.tick();
+            heat.cooled();
+        }
+        count
+    }
+
+    #[test]
+    fn what_is_written_often_is_hot() {
+        assert!(hot_transactions(1, 10_000) > 9_900);
+        assert_eq!(hot_transactions(3, 10_000), 0);
+    }
+
+    #[test]
+    fn there_are_never_too_many() {
+        let mut heat = Heat::default();
+        for _ in 0..100 {
+            for page in 0..100 {
+                if !heat.hot().any(|hot| hot == page) {
+                    heat.written(page);
+                }
+            }
+            heat.tick();
+        }
+        assert_eq!(heat.hot().count(), PAGES_MAX);
+    }
+
+    #[test]
+    fn what_is_no_longer_written_cools() {
+        let mut heat = Heat::default();
+        while !heat.written(3) {
+            heat.tick();
+        }
+        let mut transactions = 0;
+        while heat.cooled().is_none() {
+            heat.tick();
+            transactions += 1;
+        }
+        assert_eq!(transactions, STAY.0);
+        assert_eq!(heat.hot().count(), 0);
+    }
+}
