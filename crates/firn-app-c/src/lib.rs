@@ -1,0 +1,390 @@
+//! libfirnapp: [`firn_app`] for C. The header `include/firnapp.h` documents every function; this file only translates.
+//!
+//! # Unsafe code
+//!
+//! Pointers come from C: every function here that takes one is unsafe, and its contract is the header's. Null pointers and
+//! strings that are no text are refused. A panic does not cross into C: it becomes `FIRN_APP_EINTERNAL`.
+
+use std::cell::RefCell;
+use std::error::Error as _;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::{NonNull, null};
+use std::time::Duration;
+
+use firn_app::{
+    Acknowledge, Area, AreaId, Compression, Error, Fsync, Identity, Kind, Options, Session, Target,
+};
+
+const EINVAL: i64 = -1;
+const ESTATE: i64 = -2;
+const ETRACKER: i64 = -3;
+const EBACKUP: i64 = -4;
+const ESYSTEM: i64 = -5;
+const EINTERNAL: i64 = -6;
+
+/// A session, and the areas that it allocated.
+#[derive(Debug)]
+pub struct FirnApp {
+    session: Session,
+    areas: Vec<Area>,
+    tracker: CString,
+}
+
+/// `firn_app_change`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FirnAppChange {
+    area: u32,
+    offset: usize,
+    length: usize,
+}
+
+/// `firn_app_options`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FirnAppOptions {
+    name: *const c_char,
+    tracker: *const c_char,
+    file: *const c_char,
+    remote: *const c_char,
+    certificate: *const c_char,
+    key: *const c_char,
+    authority: *const c_char,
+    lag_max: u64,
+    fsync_ms: c_int,
+    compress: c_int,
+    discard: c_int,
+}
+
+thread_local! {
+    static LAST: RefCell<CString> = RefCell::default();
+}
+
+/// What went wrong: a number for C, and words.
+struct Failure(i64, String);
+
+impl Failure {
+    fn invalid(what: &str) -> Self {
+        Self(EINVAL, what.to_owned())
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let number = match error {
+            Error::State { .. } => ESTATE,
+            Error::Unavailable { .. } | Error::Foreign { .. } => ETRACKER,
+            Error::Backup(_) => EBACKUP,
+            Error::System { .. } => ESYSTEM,
+            _ => EINVAL,
+        };
+        let mut words = error.to_string();
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            words = format!("{words}: {error}");
+            cause = error.source();
+        }
+        Self(number, words)
+    }
+}
+
+/// Runs something for C.
+fn answer(work: impl FnOnce() -> Result<i64, Failure>) -> i64 {
+    let result = catch_unwind(AssertUnwindSafe(work));
+    let Failure(number, words) = match result {
+        Ok(Ok(number)) => return number,
+        Ok(Err(failure)) => failure,
+        Err(_) => Failure(EINTERNAL, "a defect of the library".to_owned()),
+    };
+    let words = CString::new(words.replace('\0', " ")).unwrap_or_default();
+    LAST.with(|last| *last.borrow_mut() = words);
+    number
+}
+
+fn small(number: i64) -> c_int {
+    c_int::try_from(number).unwrap_or(c_int::MAX)
+}
+
+/// Text from C; `None` for null.
+///
+/// # Safety
+///
+/// Null, or a string that ends with a zero and lives as long as `'a`.
+unsafe fn text<'a>(pointer: *const c_char) -> Result<Option<&'a str>, Failure> {
+    if pointer.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: not null, and as the caller promises.
+    let text = unsafe { CStr::from_ptr(pointer) };
+    text.to_str().map(Some).map_err(|_| Failure::invalid("a string is not UTF-8"))
+}
+
+/// # Safety
+///
+/// Null, or a session that `firn_app_open` gave and nobody closed or uses at the moment.
+unsafe fn session<'a>(pointer: *mut FirnApp) -> Result<&'a mut FirnApp, Failure> {
+    // SAFETY: as the caller promises.
+    unsafe { pointer.as_mut() }.ok_or_else(|| Failure::invalid("no session"))
+}
+
+/// # Safety
+///
+/// The strings of the options are as [`text`] needs them.
+unsafe fn options(given: &FirnAppOptions) -> Result<Options, Failure> {
+    let missing = |what: &'static str| move || Failure::invalid(what);
+    // SAFETY: the caller's promise.
+    let text = |pointer| unsafe { text(pointer) };
+    let mut options = Options::new(text(given.name)?.ok_or_else(missing("no name"))?);
+    if let Some(name) = text(given.tracker)? {
+        let kind = name.parse::<Kind>().map_err(|error| Failure(EINVAL, error.to_string()))?;
+        options = options.tracker(kind);
+    }
+    if let Some(path) = text(given.file)? {
+        options = options.backup(target(given, Target::file(path)));
+    }
+    if let Some(address) = text(given.remote)? {
+        let path = |pointer| text(pointer)?.map(Into::into).ok_or_else(missing("no certificate"));
+        let identity = Identity {
+            certificate: path(given.certificate)?,
+            key: path(given.key)?,
+            authority: path(given.authority)?,
+        };
+        options = options.backup(target(given, Target::remote(address, identity)));
+    }
+    Ok(options.discard(given.discard != 0))
+}
+
+fn target(given: &FirnAppOptions, target: Target) -> Target {
+    let acknowledge = match given.lag_max {
+        0 => Acknowledge::Sync,
+        lag_max => Acknowledge::Async { lag_max },
+    };
+    let fsync = match u64::try_from(given.fsync_ms) {
+        Ok(0) => Fsync::EveryCommit,
+        Ok(ms) => Fsync::Interval(Duration::from_millis(ms)),
+        Err(_) => Fsync::Never,
+    };
+    let compression = if given.compress != 0 { Compression::Lz4 } else { Compression::None };
+    target.acknowledge(acknowledge).fsync(fsync).compression(compression)
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `given` is null or valid, its strings too; `to` is null or can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_open(
+    given: *const FirnAppOptions,
+    to: *mut *mut FirnApp,
+) -> c_int {
+    small(answer(|| {
+        // SAFETY: the caller's promise.
+        let given = unsafe { given.as_ref() }.ok_or_else(|| Failure::invalid("no options"))?;
+        // SAFETY: the caller's promise.
+        let to =
+            unsafe { to.as_mut() }.ok_or_else(|| Failure::invalid("nowhere to put a session"))?;
+        // SAFETY: the caller's promise.
+        let session = Session::open(unsafe { options(given) }?)?;
+        let tracker = CString::new(session.tracker().name()).unwrap_or_default();
+        *to = Box::into_raw(Box::new(FirnApp { session, areas: Vec::new(), tracker }));
+        Ok(0)
+    }))
+}
+
+fn number(session: &Session, area: AreaId) -> i64 {
+    session.areas().position(|(id, _)| id == area).map_or(EINTERNAL, |number| number as i64)
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is a session that nobody else uses at the moment, `name` a string; `start` is null or can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_allocate(
+    app: *mut FirnApp,
+    name: *const c_char,
+    length: usize,
+    start: *mut *mut c_void,
+) -> c_int {
+    small(answer(|| {
+        // SAFETY: the caller's promise, here and below.
+        let app = unsafe { session(app) }?;
+        // SAFETY: as above.
+        let name = unsafe { text(name) }?.ok_or_else(|| Failure::invalid("no name"))?;
+        // SAFETY: as above.
+        let start = unsafe { start.as_mut() }
+            .ok_or_else(|| Failure::invalid("nowhere to put the start"))?;
+        let area = app.session.allocate(name, length)?;
+        *start = area.as_ptr().cast();
+        let number = number(&app.session, area.id());
+        app.areas.push(area);
+        Ok(number)
+    }))
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is a session that nobody else uses at the moment, `name` a string; the memory is as `Session::register` needs it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_register(
+    app: *mut FirnApp,
+    name: *const c_char,
+    start: *mut c_void,
+    length: usize,
+) -> c_int {
+    small(answer(|| {
+        // SAFETY: the caller's promise, here and below.
+        let app = unsafe { session(app) }?;
+        // SAFETY: as above.
+        let name = unsafe { text(name) }?.ok_or_else(|| Failure::invalid("no name"))?;
+        let start = NonNull::new(start.cast()).ok_or_else(|| Failure::invalid("no memory"))?;
+        // SAFETY: as above.
+        let area = unsafe { app.session.register(name, start, length) }?;
+        Ok(number(&app.session, area))
+    }))
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is a session that nobody else uses at the moment.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_recover(app: *mut FirnApp) -> i64 {
+    // SAFETY: the caller's promise.
+    answer(|| Ok(unsafe { session(app) }?.session.recover()? as i64))
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is a session that nobody else uses at the moment.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_begin(app: *mut FirnApp) -> c_int {
+    small(answer(|| {
+        // SAFETY: the caller's promise.
+        unsafe { session(app) }?.session.begin()?.detach();
+        Ok(0)
+    }))
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is a session that nobody else uses at the moment, and no thread writes its areas.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_commit(app: *mut FirnApp) -> i64 {
+    // SAFETY: the caller's promise.
+    answer(|| Ok(unsafe { session(app) }?.session.transaction()?.commit()? as i64))
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is a session that nobody else uses at the moment, and no thread uses its areas.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_abort(app: *mut FirnApp) -> c_int {
+    small(answer(|| {
+        // SAFETY: the caller's promise.
+        unsafe { session(app) }?.session.transaction()?.abort()?;
+        Ok(0)
+    }))
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is a session that nobody else changes at the moment; `changes` has room for `count`, or `count` is 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_changes(
+    app: *mut FirnApp,
+    changes: *mut FirnAppChange,
+    count: usize,
+) -> i64 {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let session = &unsafe { session(app) }?.session;
+        if changes.is_null() && count > 0 {
+            return Err(Failure::invalid("nowhere to put changes"));
+        }
+        for (at, change) in session.changes().iter().take(count).enumerate() {
+            let (offset, length) = (change.bytes.start, change.bytes.len());
+            let area = number(session, change.area) as u32;
+            // SAFETY: `at` is below `count`, for which there is room.
+            unsafe { changes.add(at).write(FirnAppChange { area, offset, length }) };
+        }
+        Ok(session.changes().len() as i64)
+    })
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is a session that nobody else uses at the moment.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_flush(app: *mut FirnApp) -> c_int {
+    small(answer(|| {
+        // SAFETY: the caller's promise.
+        unsafe { session(app) }?.session.flush()?;
+        Ok(0)
+    }))
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is null or a session that nobody else changes at the moment.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_acknowledged(app: *const FirnApp) -> u64 {
+    // SAFETY: the caller's promise.
+    unsafe { app.as_ref() }.map_or(0, |app| app.session.acknowledged())
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is null or a session.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_tracker(app: *const FirnApp) -> *const c_char {
+    // SAFETY: the caller's promise.
+    unsafe { app.as_ref() }.map_or(null(), |app| app.tracker.as_ptr())
+}
+
+/// See the header.
+///
+/// # Safety
+///
+/// `app` is null or a session that is not used any more, and no thread uses its areas.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn firn_app_close(app: *mut FirnApp) {
+    if !app.is_null() {
+        // SAFETY: `firn_app_open` made it with `Box::into_raw`, and the caller gives it back once.
+        let app = unsafe { Box::from_raw(app) };
+        answer(|| {
+            let mut app = app;
+            // None may be open; and an abort that fails leaves nothing to be done.
+            if let Ok(transaction) = app.session.transaction() {
+                drop(transaction);
+            }
+            Ok(0)
+        });
+    }
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub extern "C" fn firn_app_error() -> *const c_char {
+    LAST.with(|last| last.borrow().as_ptr())
+}

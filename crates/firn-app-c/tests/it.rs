@@ -1,0 +1,93 @@
+//! The library as C, Python and Rust programs use it.
+
+#![cfg(test)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests may fail so")]
+
+#[path = "../../firn-app/examples/counter.rs"]
+#[allow(dead_code, missing_docs, reason = "its main is for its own program")]
+mod counter;
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn here() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Installs the library below a directory, as a package would.
+fn install(prefix: &Path) {
+    // The library is built for this test, and lies beside it.
+    let program = std::env::current_exe().unwrap();
+    let built = program.parent().unwrap();
+    run(&here().join("install.sh"), [prefix.as_os_str(), built.as_os_str()]);
+}
+
+fn run<S: AsRef<OsStr>>(program: &Path, arguments: impl IntoIterator<Item = S>) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}: {errors}", program.display());
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Flags that pkg-config gives for the installed library.
+fn flags(prefix: &Path) -> Vec<String> {
+    let output = Command::new("pkg-config")
+        .args(["--cflags", "--libs", "firnapp"])
+        .env("PKG_CONFIG_PATH", prefix.join("lib/pkgconfig"))
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    String::from_utf8(output.stdout).unwrap().split_whitespace().map(str::to_owned).collect()
+}
+
+fn compile(prefix: &Path) -> PathBuf {
+    let program = prefix.join("counter-c");
+    let mut arguments =
+        vec!["-Wall".to_owned(), "-Wextra".into(), "-Werror".into(), "-std=c99".into()];
+    arguments.push(here().join("examples/counter.c").display().to_string());
+    arguments.extend(flags(prefix));
+    arguments.push(format!("-Wl,-rpath,{}", prefix.join("lib").display()));
+    arguments.extend(["-o".into(), program.display().to_string()]);
+    run(Path::new("cc"), arguments);
+    program
+}
+
+#[test]
+fn the_examples_count_on_in_each_others_logs() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path();
+    install(prefix);
+    let log = prefix.join("counter.log");
+    let c = compile(prefix);
+    let python = |log: &Path| {
+        let script = here().join("examples/counter.py");
+        let library = prefix.join("lib/libfirnapp.so");
+        run(Path::new("python3"), [script.as_os_str(), library.as_os_str(), log.as_os_str()])
+    };
+    assert_eq!(run(&c, [&log]), "start 1\n");
+    assert_eq!(run(&c, [&log]), "start 2\n");
+    assert_eq!(python(&log), "start 3\n");
+    assert_eq!(counter::start(&log).unwrap(), 4);
+    assert_eq!(run(&c, [&log]), "start 5\n");
+    // An error has words.
+    let failed = Command::new(&c).arg("/nowhere/log").output().unwrap();
+    let words = String::from_utf8(failed.stderr).unwrap();
+    assert!(words.starts_with("open: the backup failed: cannot open /nowhere/log"), "{words}");
+}
+
+#[test]
+fn the_man_page_has_every_function() {
+    let read = |path: &str| std::fs::read_to_string(here().join(path)).unwrap();
+    let (header, page) = (read("include/firnapp.h"), read("man/firnapp.3"));
+    let functions: Vec<_> = header
+        .lines()
+        .filter(|line| line.ends_with(");") && line.contains("firn_app_"))
+        .filter_map(|line| line.split('(').next()?.split([' ', '*']).next_back())
+        .collect();
+    assert_eq!(functions.len(), 13, "{functions:?}");
+    for function in functions {
+        assert!(page.contains(&format!("{function}(")), "{function}");
+        assert!(read("src/lib.rs").contains(&format!("fn {function}(")), "{function}");
+    }
+}
