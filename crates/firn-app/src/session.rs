@@ -33,6 +33,8 @@ use crate::tracker::{self, Counts, Found, Kind, Tracker};
 /// areas from [`Session::allocate`] the compiler sees to that: their bytes are borrowed from the session or from a
 /// [`Transaction`]. For memory given by [`Session::register`] the application promises it. What is written outside of
 /// transactions belongs to the next one.
+///
+/// A process that forks goes on; its child must not use the session, nor write areas that were allocated.
 pub struct Session {
     // Dropped first: protection ends before memory does.
     tracker: Box<dyn Tracker>,

@@ -1,9 +1,11 @@
 //! The experiments: one file each, named after what `firn-lab run` calls it.
 //!
 //! Each says in its documentation which table or figure it reproduces, what varies, and what is held equal. All of
-//! them use Firn as its users do, through the `firn` program, except where a floor or a single page fault is measured.
+//! them use Firn as its users do, through the `firn` program or, for applications, the library, except where a floor or a
+//! single page fault is measured.
 //! Ratios are computed inside one run, from systems that took turns on the same machine.
 
+mod app;
 mod application;
 mod exactness;
 mod fault_latency;
@@ -36,6 +38,16 @@ pub struct Experiment {
 
 /// All of them.
 pub const ALL: &[Experiment] = &[
+    Experiment {
+        name: "app-micro",
+        about: "application checkpointing: pages and writes per transaction, size of the area, by tracker",
+        run: app::micro::run,
+    },
+    Experiment {
+        name: "app-structures",
+        about: "application checkpointing: transactions on thirteen data structures, by tracker",
+        run: app::structures::run,
+    },
     Experiment {
         name: "exactness",
         about: "randomized saves and restores, compared byte for byte",
