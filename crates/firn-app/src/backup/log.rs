@@ -15,6 +15,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 use xxhash_rust::xxh3::xxh3_64;
@@ -25,6 +26,10 @@ use super::{Compression, Image};
 
 const START: [u8; 8] = *b"FIRNAPPL";
 const VERSION: u32 = 1;
+/// How long a log may be locked before it counts as in use: a process that is being started has its parent's locks until
+/// it has become another program.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+const LOCK_RETRY: Duration = Duration::from_millis(5);
 /// A log is not written anew before it has so many bytes.
 const SMALL: u64 = 4 << 20;
 /// ... and so many times those of its state.
@@ -227,8 +232,14 @@ fn open_locked(path: &Path) -> Result<File, BackupError> {
 }
 
 fn lock(file: &File, path: &Path) -> Result<(), BackupError> {
-    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)
-        .map_err(|_| BackupError::InUse { path: path.to_owned() })
+    let until = Instant::now() + LOCK_WAIT;
+    while rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        if Instant::now() >= until {
+            return Err(BackupError::InUse { path: path.to_owned() });
+        }
+        std::thread::sleep(LOCK_RETRY);
+    }
+    Ok(())
 }
 
 fn sync_parent(path: &Path) -> Result<(), BackupError> {
