@@ -36,10 +36,11 @@ use crate::tracker::{self, Counts, Found, Kind, Tracker};
 ///
 /// A process that forks goes on; its child must not use the session, nor write areas that were allocated.
 pub struct Session {
-    // Dropped first: protection ends before memory does.
+    // Dropped in this order: protection ends, and pages are given back, before memory is. Otherwise another session could be
+    // given memory at an address that is still claimed.
     tracker: Box<dyn Tracker>,
-    areas: Vec<State>,
     claims: Claims,
+    areas: Vec<State>,
     options: Options,
     found: Found,
     changes: Changes,

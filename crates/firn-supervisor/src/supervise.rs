@@ -176,19 +176,26 @@ fn is_taken_up_by(journal: &Journal, plan: &Plan) -> bool {
     journal.phase == Phase::Detached && matches!(plan, Plan::Attach { pid, .. } if same(*pid))
 }
 
-/// Takes the role, unless somebody has it who looks after a VM. A successor of an earlier VM of that name, which has
-/// found nothing to look after, has it for a moment only.
+/// Takes the role, unless somebody has it who looks after a VM. A supervisor whose VM has ended, and a successor of an
+/// earlier VM of that name which has found nothing to look after, have it for a moment only.
 fn take_role(vm: &VmDir) -> Result<Option<RoleLock>, Failure> {
     const TAKING: &str = "taking the supervisor's role";
     let deadline = Instant::now() + ROLE_WAIT;
     loop {
         let role = RoleLock::try_take(vm.path(), Role::Supervisor).doing(TAKING)?;
-        let settled = vm.journal().exists() || Instant::now() >= deadline;
+        let settled = is_looked_after(vm) || Instant::now() >= deadline;
         if role.is_some() || settled {
             return Ok(role);
         }
         std::thread::sleep(ROLE_RETRY);
         vm.create().doing_or(FailureKind::Host, "making the runtime directory")?;
+    }
+}
+
+fn is_looked_after(vm: &VmDir) -> bool {
+    match Journal::load(&vm.journal()) {
+        Ok(journal) => journal.is_some_and(|journal| !journal.phase.is_over()),
+        Err(_) => true,
     }
 }
 
