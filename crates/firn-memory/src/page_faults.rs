@@ -150,7 +150,8 @@ impl PageFaults {
         Ok(())
     }
 
-    /// Unregisters whatever is registered: drops write protection, and wakes every thread that waits. Missing pages read
+    /// Unregisters whatever is registered, piece by piece, because nothing of the hypervisor can map or fault memory
+    /// while the kernel goes through the page tables of a piece: drops write protection, and wakes every thread that waits. Missing pages read
     /// as zeros from now on, so a restore unregisters only when all of RAM is present.
     ///
     /// # Errors
@@ -158,8 +159,10 @@ impl PageFaults {
     pub fn unregister(&self) -> Result<(), PageFaultError> {
         let mut result = Ok(());
         let registered = std::mem::take(&mut *lock(&self.registered));
-        for (part, hva) in registered.into_iter().flat_map(|part| self.memory.located(part)) {
-            result = result.and(self.unregister_part(&part, span(hva, &part)));
+        for piece in registered.into_iter().flat_map(pieces) {
+            for (part, hva) in self.memory.located(piece) {
+                result = result.and(self.unregister_part(&part, span(hva, &part)));
+            }
         }
         result
     }
@@ -258,6 +261,31 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Pages that are unregistered in one go: the kernel goes through their page tables in less than a millisecond.
+const PIECE_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
+
+fn pieces(range: Range<Page>) -> impl Iterator<Item = Range<Page>> {
+    let end = range.end.0;
+    let starts = (range.start.0..end).step_by(PIECE_PAGES as usize);
+    starts.map(move |start| Page(start)..Page(end.min(start.saturating_add(PIECE_PAGES))))
+}
+
 fn span(hva: HostVirt, part: &Range<Page>) -> Span {
     Span { start: hva.0, len: (Page::count(part) * PAGE_SIZE) as u64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_make_the_whole() {
+        let all = Page(5)..Page(5 + 2 * PIECE_PAGES + 7);
+        let found: Vec<_> = pieces(all.clone()).collect();
+        assert_eq!(found.len(), 3);
+        assert_eq!((found[0].start, found[2].end), (all.start, all.end));
+        assert!(found.windows(2).all(|two| two[0].end == two[1].start));
+        assert_eq!(pieces(Page(3)..Page(3)).count(), 0);
+        assert_eq!(pieces(Page(u32::MAX - 1)..Page(u32::MAX)).count(), 1);
+    }
 }
