@@ -1,10 +1,11 @@
 //! In which order memory blocks go into an image: access, physical or random. Pure.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use firn_types::{Block, BlockSize};
 
 use crate::locality::FilledBy;
+use crate::reorder::ListedWorkingSet;
 use crate::sections::AccessGroup;
 
 /// Memory blocks by number.
@@ -32,6 +33,36 @@ pub(crate) fn access(stored: &Bitmap, groups: &[AccessGroup]) -> Vec<AccessGroup
     out.push(AccessGroup { filled_by: FilledBy::Sweep, blocks: left.iter().collect() });
     out.retain(|group| !group.blocks.is_empty());
     out
+}
+
+/// A working set after it was made worse. What is left of it stays in its order.
+pub(crate) fn listed(
+    change: ListedWorkingSet,
+    working_set: Vec<Block>,
+    stored: &Bitmap,
+    seed: u64,
+) -> Vec<Block> {
+    let some = |mut blocks: Vec<Block>, count: usize| {
+        shuffle(&mut blocks, seed);
+        blocks.truncate(count);
+        blocks
+    };
+    let listed = working_set.len();
+    match change {
+        ListedWorkingSet::Kept => working_set,
+        ListedWorkingSet::Dropped(percent) => {
+            let count = listed * usize::from(percent.min(100)) / 100;
+            let dropped: HashSet<Block> = some(working_set.clone(), count).into_iter().collect();
+            working_set.into_iter().filter(|block| !dropped.contains(block)).collect()
+        }
+        ListedWorkingSet::Wrong => {
+            let mut others = stored.clone();
+            for &block in &working_set {
+                others.take(block);
+            }
+            some(others.iter().collect(), listed)
+        }
+    }
 }
 
 /// Groups of memory blocks of one size as groups of another. A block that falls together with an earlier one is left
@@ -151,6 +182,22 @@ mod tests {
         let arranged = access(&set(&[1, 2, 3, 9]), &groups);
         let expected = [group(FilledBy::Device, &[9, 3]), group(FilledBy::Sweep, &[1, 2])];
         assert_eq!(arranged, expected);
+    }
+
+    #[test]
+    fn a_working_set_is_made_worse_by_as_much_as_was_asked_for() {
+        let stored = set(&(0..900).collect::<Vec<_>>());
+        let working_set: Vec<Block> = (0..200).rev().map(Block).collect();
+        let made = |change, seed| listed(change, working_set.clone(), &stored, seed);
+        assert_eq!(made(ListedWorkingSet::Kept, 1), working_set);
+        let most = made(ListedWorkingSet::Dropped(10), 1);
+        assert_eq!(most.len(), 180);
+        assert!(most.is_sorted_by(|a, b| a > b), "what is left stays in its order");
+        assert_ne!(most, made(ListedWorkingSet::Dropped(10), 2));
+        assert_eq!(made(ListedWorkingSet::Dropped(100), 1), []);
+        let wrong = made(ListedWorkingSet::Wrong, 1);
+        assert_eq!(wrong.len(), 200);
+        assert!(wrong.iter().all(|block| stored.contains(*block) && block.0 >= 200));
     }
 
     #[test]

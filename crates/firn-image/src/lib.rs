@@ -61,7 +61,7 @@ pub use locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId,
 pub use partial::{abandon_partial, remove_partial};
 pub use placement::Placement;
 pub use reader::Image;
-pub use reorder::{Reorder, reorder};
+pub use reorder::{ListedWorkingSet, Reorder, reorder};
 pub use sections::{AuxBlock, Sections};
 pub use verify::{Problem, VerifyReport, verify};
 pub use writer::{Summary, Writer};

@@ -47,6 +47,11 @@ impl Image {
         &self.source.path
     }
 
+    /// A random number that tells it from every other image, in hexadecimal. A copy of the file has the same.
+    pub fn identity(&self) -> String {
+        self.header.identity.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
     /// The sizes it is built on.
     pub fn geometry(&self) -> Geometry {
         self.header.geometry

@@ -7,7 +7,8 @@
 //!   anything    -->  physical:  by memory block number
 //! ```
 //!
-//! On the way, memory blocks may be recompressed, and both block sizes changed. What is not recompressed is copied as
+//! On the way, memory blocks may be recompressed, both block sizes changed, and the listed working set made worse, to see
+//! what a restore makes of a bad one. What is not recompressed is copied as
 //! it is stored, after it was decoded and found right: damage is never copied.
 
 use std::collections::BTreeMap;
@@ -42,17 +43,32 @@ pub struct Reorder {
     pub block_size: Option<BlockSize>,
     /// Another size of locality blocks, in bytes.
     pub locality_block_bytes: Option<u32>,
-    /// For [`Organization::Random`]: the same seed gives the same order.
+    /// What becomes of the working set that the image lists.
+    pub working_set: ListedWorkingSet,
+    /// For whatever is drawn by lot: the same seed gives the same order.
     pub seed: u64,
     /// Threads that compress.
     pub threads: usize,
+}
+
+/// What becomes of a working set. The blocks themselves, and where they lie, do not depend on it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum ListedWorkingSet {
+    /// It stays.
+    #[default]
+    Kept,
+    /// So many percent of its blocks, drawn by lot, are no longer listed (Zhang et al., VEE 2011, Figure 8).
+    Dropped(u8),
+    /// As many stored blocks are listed instead that were not: a list for which the guest has no use.
+    Wrong,
 }
 
 impl Reorder {
     /// Rearranges and changes nothing else.
     pub fn by(by: Organization) -> Self {
         let (codec, block_size, locality_block_bytes) = (None, None, None);
-        Self { by, codec, block_size, locality_block_bytes, seed: 0, threads: 1 }
+        let working_set = ListedWorkingSet::Kept;
+        Self { by, codec, block_size, locality_block_bytes, working_set, seed: 0, threads: 1 }
     }
 
     fn geometry(&self, source: Geometry) -> Geometry {
@@ -102,7 +118,10 @@ pub fn reorder(
         }
         packing.end_group(group.filled_by)?;
     }
-    packing.finish()?.finish(sections(image, to))
+    let mut sections = sections(image, to);
+    let listed = std::mem::take(&mut sections.working_set);
+    sections.working_set = arrange::listed(how.working_set, listed, &stored, how.seed);
+    packing.finish()?.finish(sections)
 }
 
 /// Which blocks of the new size have something stored, and which are zero.
