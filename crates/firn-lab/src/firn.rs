@@ -128,8 +128,20 @@ impl Firn {
         self.finish("checkpoint", command)
     }
 
-    /// `firn restore`, under a disk profile: the supervisor that reads the image is its child.
+    /// `firn restore`, under a disk profile: the supervisor that reads the image is its child. It neither goes by restores
+    /// before it nor leaves anything to those after it.
     pub fn restore(
+        &self,
+        image: &Path,
+        name: &str,
+        how: &[&str],
+        throttle: &Throttle,
+    ) -> Result<Said, FirnError> {
+        self.restore_and_learn(image, name, &[how, &["--no-learn"]].concat(), throttle)
+    }
+
+    /// As [`Self::restore`], but it learns.
+    pub fn restore_and_learn(
         &self,
         image: &Path,
         name: &str,

@@ -24,6 +24,7 @@
 //! | `storage`, `bytes` | the image, read unit by read unit |
 //! | [`Presence`] | what a successor must know if Firn is killed |
 //! | [`RunRecord`] | what happened |
+//! | [`Learned`] | what earlier restores of the image had to ask for |
 //! | [`Restore`] | all of it together |
 //!
 //! What holds at any moment: a page that is in the RAM file is whole and right; a page that is not is missing, and a
@@ -39,6 +40,7 @@ mod gate;
 mod handler;
 mod hands;
 mod inbox;
+mod learned;
 mod options;
 mod pool;
 mod prefill;
@@ -50,6 +52,7 @@ mod shared;
 mod storage;
 
 pub use error::RestoreError;
+pub use learned::{LEARNED_MAX, Learned};
 pub use options::{Fill, Mode, ModeError, RestoreOptions};
 pub use prefill::{Prefill, Prefilled};
 pub use presence::Presence;

@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Instant;
 
-use firn_types::{Tid, VcpuId};
+use firn_image::Image;
+use firn_types::{Block, Tid, VcpuId};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -80,6 +81,8 @@ pub enum Fill {
 pub struct RestoreOptions {
     /// In which order memory comes back.
     pub mode: Mode,
+    /// Memory blocks that are expected to be used beside the working set of the image; see [`crate::Learned`].
+    pub also_expected: Vec<Block>,
     /// Threads that decode and install what the guest does not wait for; at least one.
     pub workers: usize,
     /// Threads that wait for storage; at least two, one of which does the background fill.
@@ -102,6 +105,7 @@ impl Default for RestoreOptions {
     fn default() -> Self {
         Self {
             mode: Mode::default(),
+            also_expected: Vec::new(),
             workers: 2,
             readers: 4,
             fill: Fill::default(),
@@ -117,12 +121,22 @@ impl Default for RestoreOptions {
 const RUN_BYTES_MAX: u32 = 1 << 20;
 
 impl RestoreOptions {
+    /// In this mode, the rest as by default.
+    pub fn new(mode: Mode) -> Self {
+        Self { mode, ..Self::default() }
+    }
+
     /// Read units of `unit_bytes` in one background read at most.
     pub(crate) fn run_max(&self, unit_bytes: u32) -> u32 {
         match self.mode {
             Mode::Lazy => 1,
             _ => (RUN_BYTES_MAX / unit_bytes.max(1)).max(1),
         }
+    }
+
+    /// The memory blocks that are expected to be used, in the order in which they are wanted.
+    pub(crate) fn expected(&self, image: &Image) -> Vec<Block> {
+        image.working_set().iter().chain(&self.also_expected).copied().collect()
     }
 
     /// The page server's limits, for read units of `unit_bytes`.

@@ -76,12 +76,12 @@ struct Job {
 }
 
 impl Prefill {
-    /// Begins to fill RAM files with what this mode wants early. There must be one for each region of the image, in
+    /// Begins to fill RAM files with what these options want early. There must be one for each region of the image, in
     /// order, and nobody else may write to them before the hypervisor does.
-    pub fn start(image: Arc<Image>, mode: Mode, files: Vec<File>) -> Self {
+    pub fn start(image: Arc<Image>, options: &RestoreOptions, files: Vec<File>) -> Self {
         let files = image.regions().regions().iter().cloned().zip(files).collect();
-        let storage = Storage::new(image, mode);
-        let runs = runs(&storage, mode);
+        let storage = Storage::new(image, options.mode);
+        let runs = runs(&storage, options);
         let job = Job {
             storage,
             files,
@@ -195,22 +195,20 @@ fn unsettled(runs: &[Range<Page>], settled: &Settled) -> Vec<Range<Page>> {
 }
 
 /// What to read at once, in order.
-fn runs(storage: &Storage, mode: Mode) -> Vec<Range<u32>> {
+fn runs(storage: &Storage, options: &RestoreOptions) -> Vec<Range<u32>> {
     let image = storage.image();
-    let units: Vec<u32> = match mode {
+    let units: Vec<u32> = match options.mode {
         Mode::Lazy | Mode::Locality => Vec::new(),
         Mode::Eager => (0..image.locality_blocks()).collect(),
-        Mode::WorkingSet | Mode::Auto => units_of(image),
+        Mode::WorkingSet | Mode::Auto => units_of(image, &options.expected(image)),
     };
-    let options = RestoreOptions { mode, ..RestoreOptions::default() };
     sequence(&units, image.locality_blocks(), options.run_max(storage.unit_bytes()))
 }
 
-/// The locality blocks that hold the working set, in the order in which they are first mentioned.
-fn units_of(image: &Image) -> Vec<u32> {
+/// The locality blocks that hold these memory blocks, in the order in which they are first mentioned.
+fn units_of(image: &Image, blocks: &[Block]) -> Vec<u32> {
     let mut seen = vec![false; image.locality_blocks() as usize];
-    let blocks = image.working_set().iter();
-    let units = blocks.filter_map(|&block| image.entry_of(block).map(|(id, _)| id.0));
+    let units = blocks.iter().filter_map(|&block| image.entry_of(block).map(|(id, _)| id.0));
     units.filter(|&unit| !std::mem::replace(&mut seen[unit as usize], true)).collect()
 }
 

@@ -161,7 +161,7 @@ impl Restore {
             Mode::Lazy | Mode::Locality => Stir::default(),
             Mode::Eager => server.read_ahead(server.all_units()),
             Mode::WorkingSet | Mode::Auto => {
-                server.read_ahead(server.units_of(image.working_set()))
+                server.read_ahead(server.units_of(&options.expected(&image)))
             }
         };
         let is_finished = server.is_finished();

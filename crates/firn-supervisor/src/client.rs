@@ -134,7 +134,8 @@ pub fn ask(
     let vm = base.vm(name);
     let before = load(&vm)?.and_then(|journal| journal.last);
     for _ in 0..TRIES {
-        if let Some(result) = ask_once(base, &vm, request, on_progress)? {
+        let answer = ask_once(base, &vm, request, on_progress);
+        if let Some(result) = answer.map_err(|failure| what_ended(&vm, request, failure))? {
             return result;
         }
         settle(&vm);
@@ -152,6 +153,13 @@ pub fn ask(
     }
     Err(Failure::new(FailureKind::Other, format!("the supervisor of {name} dies again and again"))
         .hint("its log says why"))
+}
+
+/// Who comes too late to watch is told what one who came in time was told.
+fn what_ended(vm: &VmDir, request: &Request, failure: Failure) -> Failure {
+    let is_late = *request == Request::Watch && failure.kind == FailureKind::NoSuchVm;
+    let journal = load(vm).ok().flatten().filter(|_| is_late);
+    journal.and_then(|journal| journal.last?.failure).unwrap_or(failure)
 }
 
 /// `None` if the supervisor ends without an answer.
@@ -400,6 +408,20 @@ mod tests {
         assert_eq!(failure.to_string(), "VM web does not run: killed by signal 6");
         forget(&base, vm.name()).unwrap();
         assert_eq!(forget(&base, vm.name()).unwrap_err().kind, FailureKind::NoSuchVm);
+    }
+
+    #[test]
+    fn who_watches_too_late_learns_why_the_vm_was_ended() {
+        let (_dir, base, vm) = dir();
+        vm.create().unwrap();
+        let damaged = Failure::new(FailureKind::Damaged, "memory block 7 is damaged");
+        let mut journal = Journal::new(vm.name().clone(), None);
+        journal.phase = Phase::Ended { exit: crate::journal::Exit::Signal(9), at: 1 };
+        journal.note_end(damaged.clone());
+        journal.store(&vm.journal()).unwrap();
+        let asked = |request| ask(&base, vm.name(), &request, &mut |_| ()).unwrap_err();
+        assert_eq!(asked(Request::Watch), damaged);
+        assert_eq!(asked(Request::Detach).kind, FailureKind::NoSuchVm);
     }
 
     #[test]

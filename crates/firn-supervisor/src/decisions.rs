@@ -83,7 +83,7 @@ pub enum Action {
         /// How it ended.
         exit: Exit,
         /// Why, if Firn knows more.
-        reason: Option<String>,
+        reason: Option<Failure>,
     },
 }
 
@@ -111,7 +111,7 @@ pub struct Core {
     /// Let go once idle.
     leaving: bool,
     /// Why the hypervisor is being killed.
-    reason: Option<String>,
+    reason: Option<Failure>,
 }
 
 impl Core {
@@ -278,7 +278,7 @@ impl Core {
             Ok(facts) => self.over(Ok(facts)),
             Err(failure) if failure.kind.is_cut_short() => self.failed(failure),
             Err(failure) => {
-                self.reason = Some(format!("the restore failed: {failure}"));
+                self.reason = Some(failure.clone());
                 if self.gone.is_some() {
                     return self.over(Err(failure));
                 }

@@ -156,7 +156,7 @@ fn a_restore_that_failed_says_why_also_if_its_hypervisor_went_first() {
     core.on(Event::Request(A, Request::Watch));
     let exit = Exit::Signal(9);
     assert_eq!(core.on(Event::HypervisorGone(exit)), [Action::CancelSave, Action::StartGrace]);
-    let reason = Some("the restore failed: no space left".to_owned());
+    let reason = Some(fail());
     let record = Action::RecordEnd { exit, reason };
     assert_eq!(core.on(Event::RestoreEnded(Err(fail()))), [record, failed(A, fail())]);
 }
@@ -183,7 +183,7 @@ fn a_restore_that_can_not_go_on_takes_its_vm_down_and_says_why() {
     let mut core = Core::new(true);
     assert_eq!(core.on(Event::Request(A, Request::Watch)), []);
     assert_eq!(core.on(Event::RestoreEnded(Err(fail()))), [Action::KillHypervisor]);
-    let reason = Some("the restore failed: no space left".to_owned());
+    let reason = Some(fail());
     let exit = Exit::Signal(9);
     let record = Action::RecordEnd { exit, reason };
     assert_eq!(core.on(Event::HypervisorGone(exit)), [record, failed(A, fail())]);

@@ -30,6 +30,7 @@ use firn_types::{HostVirt, RegionMap, Tid};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::failure::Failure;
 use crate::identity::ProcessIdentity;
 use crate::meta::Meta;
 use crate::name::VmName;
@@ -182,6 +183,9 @@ pub struct Note {
     pub good: bool,
     /// What.
     pub text: String,
+    /// The failure behind it, if somebody may still ask for it: by that the VM was ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<Failure>,
 }
 
 /// Which file, whatever its name.
@@ -230,12 +234,18 @@ impl Journal {
 
     /// Notes that something went as it should.
     pub fn note_success(&mut self, text: impl Into<String>) {
-        self.last = Some(Note { at: now(), good: true, text: text.into() });
+        self.last = Some(Note { at: now(), good: true, text: text.into(), failure: None });
     }
 
     /// Notes that something went wrong.
     pub fn note_failure(&mut self, text: impl Into<String>) {
-        self.last = Some(Note { at: now(), good: false, text: text.into() });
+        self.last = Some(Note { at: now(), good: false, text: text.into(), failure: None });
+    }
+
+    /// Notes why the VM was ended.
+    pub fn note_end(&mut self, failure: Failure) {
+        let text = format!("the restore failed: {failure}");
+        self.last = Some(Note { at: now(), good: false, text, failure: Some(failure) });
     }
 
     /// Reads a journal; `None` if there is none.
@@ -275,7 +285,8 @@ impl Journal {
     }
 }
 
-fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+/// Writes a file for its owner alone.
+pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(path)?;
     file.write_all(bytes)

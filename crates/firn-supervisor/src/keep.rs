@@ -214,7 +214,7 @@ impl Loop {
     }
 
     /// What somebody asked to end is forgotten; the rest is shown until its name is used again.
-    fn record_end(&self, exit: Exit, reason: Option<String>) -> io::Result<()> {
+    fn record_end(&self, exit: Exit, reason: Option<Failure>) -> io::Result<()> {
         let vm = &self.keeper.vm;
         tracing::info!("the VM has ended: {exit}");
         if let Phase::Saving { image, .. } = self.keeper.journal.read().phase {
@@ -223,7 +223,7 @@ impl Loop {
         let ended = self.keeper.journal.update(|journal| {
             journal.phase = Phase::Ended { exit, at: now() };
             if let Some(reason) = reason {
-                journal.note_failure(reason);
+                journal.note_end(reason);
             }
         });
         ended.map_err(io::Error::other)?;

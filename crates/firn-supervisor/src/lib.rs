@@ -28,6 +28,7 @@ mod guard;
 mod identity;
 mod journal;
 mod keep;
+mod learned;
 mod lock;
 mod log;
 mod meta;

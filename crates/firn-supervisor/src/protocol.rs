@@ -135,6 +135,11 @@ pub enum Plan {
         mode: Mode,
         /// Go on where QEMU's version or a disk differs.
         force: bool,
+        /// Count which prefetched pages the guest uses, at its expense.
+        #[serde(default)]
+        account_use: bool,
+        /// Go by what earlier restores of the image had to ask for, and keep what this one does.
+        learn: bool,
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,

@@ -33,6 +33,7 @@ use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
 use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
+use crate::learned::{self, Learning};
 use crate::meta::{self, Meta, Mismatch};
 use crate::protocol::{Progress, RestoreNow};
 use crate::qemu::{self, Known, Memory};
@@ -54,6 +55,10 @@ pub(crate) struct Wanted<'a> {
     pub(crate) mode: Mode,
     /// Go on where QEMU's version or a disk differs.
     pub(crate) force: bool,
+    /// Count which prefetched pages the guest uses.
+    pub(crate) account_use: bool,
+    /// Go by earlier restores, and keep what there is to learn from this one.
+    pub(crate) learn: bool,
 }
 
 /// How long each step took, in milliseconds.
@@ -108,10 +113,18 @@ pub(crate) fn restore(
     let mismatches = meta.disk_mismatches(|disk| look(&meta, &disk.file));
     timings.image_open = watch.lap();
     refuse(&mismatches, wanted.force)?;
-    let (child, args, early) = launch(place, &meta, &image, wanted.mode)?;
+    let learning = Learning::about(&image, wanted.mode).filter(|_| wanted.learn);
+    let options = RestoreOptions {
+        mode: wanted.mode,
+        also_expected: learning.as_ref().map(Learning::expected).unwrap_or_default(),
+        account_use: wanted.account_use,
+        since,
+        ..RestoreOptions::default()
+    };
+    let (child, args, early) = launch(place, &meta, &image, &options)?;
     firn_fault::point("restore.spawned");
     timings.spawn = watch.lap();
-    let load = Load { place, wanted, image, identity, meta, child: &child };
+    let load = Load { place, wanted, image, identity, meta, child: &child, options, learning };
     let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
     let (work, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
@@ -127,6 +140,8 @@ struct Load<'a> {
     identity: FileIdentity,
     meta: Meta,
     child: &'a Child,
+    options: RestoreOptions,
+    learning: Option<Learning>,
 }
 
 impl Load<'_> {
@@ -149,7 +164,7 @@ impl Load<'_> {
         let (machine, memory) = self.get_to_know(args, &mut vm).map_err(explain)?;
         let process = Arc::clone(&memory.process);
         let prefilled = early.map(Prefill::finish).unwrap_or_default();
-        let restore = self.begin(memory, &prefilled, &machine, watch.since).map_err(explain)?;
+        let restore = self.begin(memory, &prefilled, &machine).map_err(explain)?;
         timings.attach = watch.lap();
         let why = |failure| self.why(&restore, failure);
         self.devices(&mut vm, &process).map_err(why)?;
@@ -168,7 +183,8 @@ impl Load<'_> {
         facts["image"] = json!(wanted.image);
         let (hypervisor, journal) = (Arc::clone(child.handle()?), place.journal_handle());
         let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
-        Ok((Work { restore, process, vcpus, journal, hypervisor, run_record }, facts))
+        let learning = self.learning;
+        Ok((Work { restore, process, vcpus, journal, hypervisor, run_record, learning }, facts))
     }
 
     /// From here on a successor knows the QEMU.
@@ -199,10 +215,9 @@ impl Load<'_> {
         memory: Memory,
         prefilled: &Prefilled,
         machine: &Machine,
-        since: Instant,
     ) -> Result<Restore, Failure> {
         let Self { place, child, .. } = self;
-        let options = options(self.wanted.mode, since, machine);
+        let options = RestoreOptions { vcpus: vcpus(machine), ..self.options.clone() };
         let pages = memory.guest.map().total_pages();
         let presence =
             Presence::create(&place.vm.presence(), pages).doing("making the presence file")?;
@@ -284,7 +299,7 @@ fn launch(
     place: &Place<'_>,
     meta: &Meta,
     image: &Arc<Image>,
-    mode: Mode,
+    options: &RestoreOptions,
 ) -> Result<(Child, Vec<String>, Option<Prefill>), Failure> {
     let plan = command_line::plan(&meta.qemu.user_args).map_err(start::refused)?;
     let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
@@ -292,22 +307,29 @@ fn launch(
     if std::env::set_current_dir(&meta.qemu.directory).is_err() {
         tracing::warn!("the directory in which the VM was started is gone");
     }
-    let prefill = prefill_of(image, mode, plan.ram(), &ram);
+    let prefill = prefill_of(image, options, plan.ram(), &ram);
     let child = start::launch(place.vm, &augmented, ram)?;
     Ok((child, augmented.args, prefill))
 }
 
-/// `None` where the files are not those of the image: the restore will be refused, and says why.
-fn prefill_of(image: &Arc<Image>, mode: Mode, plans: &[RamPlan], ram: &[File]) -> Option<Prefill> {
+/// `None` where the files are not those of the image: the restore will be refused, and says why. And if use is accounted
+/// for: what is there from the beginning is used unseen.
+fn prefill_of(
+    image: &Arc<Image>,
+    options: &RestoreOptions,
+    plans: &[RamPlan],
+    ram: &[File],
+) -> Option<Prefill> {
     let regions = image.regions().regions();
     let is_same = |(region, plan): (&RamRegion, &RamPlan)| {
         region.id == plan.id && region.bytes() == plan.bytes.next_multiple_of(PAGE_SIZE as u64)
     };
-    if regions.len() != plans.len() || !regions.iter().zip(plans).all(is_same) {
+    let are_same = regions.len() == plans.len() && regions.iter().zip(plans).all(is_same);
+    if options.account_use || !are_same {
         return None;
     }
     let files = ram.iter().map(File::try_clone).collect::<Result<_, _>>().ok()?;
-    Some(Prefill::start(Arc::clone(image), mode, files))
+    Some(Prefill::start(Arc::clone(image), options, files))
 }
 
 fn describe(
@@ -329,9 +351,8 @@ fn describe(
     qemu::describe(vm, known, layout, place.vm.name().as_str())
 }
 
-fn options(mode: Mode, since: Instant, machine: &Machine) -> RestoreOptions {
-    let vcpus = machine.vcpus.iter().zip(0..).map(|(&tid, id)| (tid, VcpuId(id))).collect();
-    RestoreOptions { mode, since, vcpus, ..RestoreOptions::default() }
+fn vcpus(machine: &Machine) -> Vec<(Tid, VcpuId)> {
+    machine.vcpus.iter().zip(0..).map(|(&tid, id)| (tid, VcpuId(id))).collect()
 }
 
 fn attach(
@@ -355,8 +376,7 @@ fn on_fatal(journal: Arc<JournalFile>, hypervisor: &Arc<ProcessHandle>) -> OnFat
         }
         let failure = restore_failure(error);
         tracing::error!("{failure}");
-        let note = format!("the restore failed: {failure}");
-        let _ = journal.update(|journal| journal.note_failure(note));
+        let _ = journal.update(|journal| journal.note_end(failure));
         let _ = hypervisor.kill();
     })
 }
@@ -451,14 +471,14 @@ pub(crate) fn resume(
     let (image, ..) = open(image)?;
     let presence = Presence::open(&vm.presence(), memory.map().total_pages())
         .doing("reading the presence file")?;
-    let options = options(mode, Instant::now(), machine);
+    let options = RestoreOptions { mode, vcpus: vcpus(machine), ..RestoreOptions::default() };
     let on_fatal = on_fatal(Arc::clone(journal), hypervisor);
     let restore =
         Restore::resume(image, memory, faults, options, presence, on_fatal).doing(RESUMING)?;
     let journal = Arc::clone(journal);
     let (vcpus, hypervisor) = (machine.vcpus.clone(), Arc::clone(hypervisor));
     let run_record = vm.run_record();
-    let work = Work { restore, process, vcpus, journal, hypervisor, run_record };
+    let work = Work { restore, process, vcpus, journal, hypervisor, run_record, learning: None };
     Ok(Some(work.boxed()))
 }
 
@@ -477,6 +497,8 @@ struct Work {
     journal: Arc<JournalFile>,
     hypervisor: Arc<ProcessHandle>,
     run_record: PathBuf,
+    /// What is to be told what the guest waited for.
+    learning: Option<Learning>,
 }
 
 impl Work {
@@ -485,9 +507,10 @@ impl Work {
     }
 
     /// Waits until all memory is there, then leaves the VM as if it had never been restored.
-    fn finish(self, tell: &dyn Fn(Progress)) -> Result<serde_json::Value, Failure> {
+    fn finish(mut self, tell: &dyn Fn(Progress)) -> Result<serde_json::Value, Failure> {
         self.wait(tell).map_err(|error| restore_failure(&error))?;
         let (hypervisor, journal_file) = (Arc::clone(&self.hypervisor), Arc::clone(&self.journal));
+        self.learn();
         let counts = self.keep_record();
         self.let_go().map_err(|failure| match hypervisor.wait_gone(qemu::SHORT_WAIT) {
             Ok(true) => Failure { kind: FailureKind::Ended, ..failure },
@@ -510,9 +533,16 @@ impl Work {
         record.counts
     }
 
+    /// Keeps what there is to be learned, once.
+    fn learn(&mut self) {
+        if let Some(learning) = self.learning.take() {
+            learning.keep(&self.restore.record());
+        }
+    }
+
     /// Meanwhile the run record is kept up to date at growing intervals, so that a long restore can be looked at and its
     /// record costs no more than twice what it costs in the end.
-    fn wait(&self, tell: &dyn Fn(Progress)) -> Result<(), Arc<RestoreError>> {
+    fn wait(&mut self, tell: &dyn Fn(Progress)) -> Result<(), Arc<RestoreError>> {
         let since = Instant::now();
         let mut record_at = FIRST_RECORD;
         tell(progress(&self.restore));
@@ -521,6 +551,9 @@ impl Work {
             if since.elapsed() >= record_at {
                 self.keep_record();
                 record_at *= 2;
+            }
+            if since.elapsed() >= learned::WINDOW {
+                self.learn();
             }
         }
         Ok(())

@@ -127,8 +127,9 @@ impl Begun {
                 let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
                 start::attach(&place, *pid, qmp, before)
             }
-            Plan::Restore { image, mode, force, .. } => {
-                let wanted = Wanted { image, mode: *mode, force: *force };
+            Plan::Restore { image, mode, force, account_use, learn, .. } => {
+                let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
+                let wanted = Wanted { image, mode, force, account_use, learn };
                 let mut tell = |progress| starter.tell(&Reply::Progress(progress));
                 restore::restore(&place, &wanted, since, &mut tell)
             }

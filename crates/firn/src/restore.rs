@@ -15,7 +15,6 @@ use crate::checkpoint::recovered;
 use crate::live::Live;
 use crate::output::Output;
 use crate::run::{notes, summary};
-use crate::status::watch;
 use crate::units;
 use crate::working_set::WorkingSetArgs;
 
@@ -61,6 +60,13 @@ pub struct Args {
     /// Go on with another version of QEMU, or with changed disks.
     #[arg(long)]
     force: bool,
+    /// Do not go by what earlier restores of this image had to wait for, and keep nothing of this one. Otherwise that is
+    /// kept beside the image, in IMAGE.learned.
+    #[arg(long)]
+    no_learn: bool,
+    /// For experiments: count in the run record which prefetched pages the guest uses. It waits for each of them.
+    #[arg(long, hide = true)]
+    account_use: bool,
 }
 
 impl Args {
@@ -83,6 +89,8 @@ impl Args {
             image,
             mode: self.mode,
             force: self.force,
+            account_use: self.account_use,
+            learn: !self.no_learn,
             access_bits: self.working_set.access_bits(),
         };
         let mut facts = {
@@ -91,7 +99,7 @@ impl Args {
         };
         match (self.watch, self.wait) {
             (true, _) => look_on(base, &name)?,
-            (false, true) => watch(base, &name)?,
+            (false, true) => follow(base, &name)?,
             (false, false) => return Ok(facts),
         }
         // A restore that was taken over may have lost its record.
@@ -101,6 +109,12 @@ impl Args {
         }
         Ok(facts)
     }
+}
+
+/// Waits until all memory is there. A VM that has ended by now was ended because it can't be.
+fn follow(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
+    let mut bar = Bar::new();
+    ask(base, name, &Request::Watch, &mut |progress| bar.show(progress)).map(drop)
 }
 
 /// Shows how the guest gets on until all memory is there.

@@ -62,7 +62,8 @@ fn a_damaged_block_in_a_lazy_restore() {
 fn a_damaged_block_is_not_filled_in_beforehand() {
     let mut scene = Scene::new(&[1024], 2, Codec::None);
     flip(&scene, Block(33));
-    let filling = Prefill::start(scene.image.clone(), Mode::Eager, scene.guest.files());
+    let filling =
+        Prefill::start(scene.image.clone(), &RestoreOptions::new(Mode::Eager), scene.guest.files());
     std::thread::sleep(Duration::from_millis(300));
     let prefilled = filling.finish();
     let restore = scene.begin_prefilled(nothing_in_the_background(Mode::Locality), &prefilled);

@@ -15,7 +15,8 @@ fn options(mode: Mode) -> RestoreOptions {
 
 /// Fills memory until nothing more is wanted, or this test has waited long enough: any amount must do.
 fn prefill(scene: &Scene, mode: Mode) -> Prefilled {
-    let prefill = Prefill::start(scene.image.clone(), mode, scene.guest.files());
+    let prefill =
+        Prefill::start(scene.image.clone(), &RestoreOptions::new(mode), scene.guest.files());
     sleep(Duration::from_millis(300));
     prefill.finish()
 }
@@ -39,7 +40,8 @@ fn what_the_hypervisor_has_written_is_not_kept() {
     // Before and after Firn wrote there, inside the working set and outside.
     scene.guest.ask(0, "write 4 9");
     scene.guest.ask(0, "write 3000 9");
-    let filling = Prefill::start(scene.image.clone(), Mode::Auto, scene.guest.files());
+    let filling =
+        Prefill::start(scene.image.clone(), &RestoreOptions::new(Mode::Auto), scene.guest.files());
     sleep(Duration::from_millis(300));
     scene.guest.ask(1, "write 700 9");
     scene.guest.ask(1, "write 4000 9");
@@ -58,5 +60,9 @@ fn what_the_hypervisor_has_written_is_not_kept() {
 #[test]
 fn a_prefill_that_is_given_up_leaves_its_threads_ended() {
     let scene = Scene::new(&[4096], 2, Codec::Lz4);
-    drop(Prefill::start(scene.image.clone(), Mode::Eager, scene.guest.files()));
+    drop(Prefill::start(
+        scene.image.clone(),
+        &RestoreOptions::new(Mode::Eager),
+        scene.guest.files(),
+    ));
 }

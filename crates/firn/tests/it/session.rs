@@ -78,11 +78,11 @@ impl Session {
         vms.as_array().unwrap().iter().map(|vm| (text(&vm["name"]), text(&vm["state"]))).collect()
     }
 
-    /// Files that begin so in the session's directory.
+    /// Files that begin so in the session's directory; not what restores of them left to learn from.
     pub fn files(&self, beginning: &str) -> Vec<String> {
         let entries = std::fs::read_dir(self.dir.path()).unwrap();
         let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        names.filter(|name| name.starts_with(beginning)).collect()
+        names.filter(|name| name.starts_with(beginning) && !name.ends_with(".learned")).collect()
     }
 }
 

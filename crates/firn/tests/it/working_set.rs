@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use firn_image::{Image, ListedWorkingSet, Organization, Reorder, reorder};
 use serde_json::Value;
 
 use crate::faults::base;
@@ -37,6 +38,54 @@ fn a_suspend_watches_the_guest_first() {
     vm.session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
     is_brought_in(&vm, "web.firn");
     assert_eq!(userfaultfds(vm.pid()), 0);
+}
+
+/// As of a guest that has gone on to something else since: it must cost no more than time.
+#[test]
+fn a_wrong_working_set_does_no_harm() {
+    let vm = base();
+    let image = Image::open(&vm.image("base.firn")).unwrap();
+    let how = Reorder { working_set: ListedWorkingSet::Wrong, ..Reorder::by(Organization::Access) };
+    reorder(&image, &how, &vm.image("wrong.firn"), &|_, _| ()).unwrap();
+    let wrong = Image::open(&vm.image("wrong.firn")).unwrap();
+    assert!(!wrong.working_set().is_empty());
+    assert!(!wrong.working_set().iter().any(|block| image.working_set().contains(block)));
+    for mode in ["auto", "working-set"] {
+        let how = ["restore", "wrong.firn", "--mode", mode, "--wait", "--no-learn"];
+        vm.session.firn(&how).succeeds();
+        vm.is_well();
+        vm.session.firn(&["stop", "web"]).succeeds();
+    }
+    assert!(!vm.image("wrong.firn.learned").exists());
+}
+
+/// Pages that a restore of an image asked for are brought in by the next.
+#[test]
+fn a_restore_learns_from_those_before_it() {
+    let vm = base();
+    let image = Image::open(&vm.image("base.firn")).unwrap();
+    let none = ListedWorkingSet::Dropped(100);
+    let how = Reorder { working_set: none, ..Reorder::by(Organization::Access) };
+    reorder(&image, &how, &vm.image("none.firn"), &|_, _| ()).unwrap();
+    let ahead_pages = || {
+        vm.session.firn(&["restore", "none.firn", "--mode", "working-set", "--wait"]).succeeds();
+        vm.is_well();
+        let record = std::fs::read(vm.session.path("run/web/restore.json")).unwrap();
+        let record: Value = serde_json::from_slice(&record).unwrap();
+        vm.session.firn(&["stop", "web"]).succeeds();
+        record["counts"]["ahead_pages"].as_u64().unwrap()
+    };
+    assert_eq!(ahead_pages(), 0);
+    let learned = std::fs::read(vm.image("none.firn.learned")).unwrap();
+    let learned: Value = serde_json::from_slice(&learned).unwrap();
+    let blocks = learned["blocks"].as_array().unwrap().len() as u64;
+    assert!(blocks > 0);
+    let ahead = ahead_pages();
+    assert!(ahead >= blocks, "{ahead} pages were read ahead, {blocks} blocks were learned");
+    // Of another image under the same name nothing is known.
+    let other = Reorder { seed: 2, ..how };
+    reorder(&image, &other, &vm.image("none.firn"), &|_, _| ()).unwrap();
+    assert_eq!(ahead_pages(), 0);
 }
 
 #[test]

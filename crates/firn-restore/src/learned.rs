@@ -1,0 +1,237 @@
+//! What earlier restores of an image had to ask for: the part of the working set that its estimator missed. Pure.
+//!
+//! A restore in which a page is already there can't see whether it is used, and a restore that looks makes the guest pay. So
+//! nobody looks: a memory block that the guest had to wait for is expected for some restores, then left out of one. If
+//! the guest waits for it again, it is expected for twice as long; if not, it is forgotten.
+//!
+//! ```text
+//!   asked for --> expected for 2-5 restores --> left out of one --> asked for again: expected for 2n restores, 64 at most
+//!                        |                           |
+//!                        | asked for before          '--> not asked for: forgotten
+//!                        | it came: starts anew
+//! ```
+//!
+//! So a block that is always used is missed in one restore of 65 in the end, and one that is no longer used costs a few
+//! more reads. How many there are is limited: those that have proved themselves longest stay.
+
+use std::collections::HashSet;
+
+use firn_types::Block;
+use serde::{Deserialize, Serialize};
+
+/// The version of the format.
+const VERSION: u32 = 1;
+
+/// Restores for which a block is expected at first, at least.
+const FIRST: u8 = 2;
+
+/// And by how many more, at most: blocks that were learned together are not all left out together.
+const SPREAD: u8 = 4;
+
+/// Restores for which a block is expected at most.
+const LONGEST: u8 = 64;
+
+/// Blocks that are remembered at most.
+pub const LEARNED_MAX: usize = 16_384;
+
+/// What is known of one block, written `[block, term, left]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "(u32, u8, u8)", from = "(u32, u8, u8)")]
+struct Lesson {
+    block: Block,
+    /// For how many restores it is expected in a row.
+    term: u8,
+    /// How many of them are left; with none it is left out of the next.
+    left: u8,
+}
+
+impl From<Lesson> for (u32, u8, u8) {
+    fn from(Lesson { block, term, left }: Lesson) -> Self {
+        (block.0, term, left)
+    }
+}
+
+impl From<(u32, u8, u8)> for Lesson {
+    fn from((block, term, left): (u32, u8, u8)) -> Self {
+        Self { block: Block(block), term, left }
+    }
+}
+
+/// What has been learned about one image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Learned {
+    version: u32,
+    /// The image's identity: what is written over it, under the same name, is another one.
+    image: String,
+    blocks: Vec<Lesson>,
+}
+
+impl Learned {
+    /// Nothing yet.
+    pub fn new(image: &str) -> Self {
+        Self { version: VERSION, image: image.to_owned(), blocks: Vec::new() }
+    }
+
+    /// Whether it is about this image, and of this version of Firn.
+    pub fn is_about(&self, image: &str) -> bool {
+        self.version == VERSION && self.image == image
+    }
+
+    /// The blocks that the next restore is expected to need, in the order in which they were first asked for.
+    pub fn expected(&self) -> Vec<Block> {
+        self.blocks.iter().filter(|it| it.left > 0).map(|it| it.block).collect()
+    }
+
+    /// How many blocks are remembered.
+    pub fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Whether nothing is.
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    /// A restore that went by [`Self::expected`] is over: these are the blocks that its guest waited for, beside the image's
+    /// working set, in order.
+    pub fn renew(&mut self, asked: &[Block]) {
+        let mut new: HashSet<Block> = asked.iter().copied().collect();
+        self.blocks.retain_mut(|lesson| lesson.is_kept(new.remove(&lesson.block)));
+        let first = asked.iter().filter(|block| new.remove(block));
+        self.blocks.extend(first.map(|&block| Lesson::new(block)));
+        self.forget_the_least();
+    }
+
+    fn forget_the_least(&mut self) {
+        if self.blocks.len() > LEARNED_MAX {
+            let mut by_term = self.blocks.clone();
+            by_term.sort_by_key(|lesson| std::cmp::Reverse(lesson.term));
+            let kept: HashSet<Block> = by_term[..LEARNED_MAX].iter().map(|it| it.block).collect();
+            self.blocks.retain(|lesson| kept.contains(&lesson.block));
+        }
+    }
+}
+
+impl Lesson {
+    fn new(block: Block) -> Self {
+        let term = FIRST + (block.0.wrapping_mul(0x9e37_79b1) >> 16) as u8 % SPREAD;
+        Self { block, term, left: term }
+    }
+
+    /// After one more restore.
+    fn is_kept(&mut self, was_asked_for: bool) -> bool {
+        match (was_asked_for, self.left) {
+            (true, 0) => {
+                self.term = self.term.saturating_mul(2).min(LONGEST);
+                self.left = self.term;
+            }
+            (true, _) => self.left = self.term,
+            (false, 0) => return false,
+            (false, _) => self.left -= 1,
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// What the guest waits for if it uses these and what is expected comes in time.
+    fn asked(learned: &Learned, used: &[u32]) -> Vec<Block> {
+        let expected = learned.expected();
+        used.iter().copied().map(Block).filter(|block| !expected.contains(block)).collect()
+    }
+
+    #[test]
+    fn what_is_always_used_is_hardly_ever_missed() {
+        let mut learned = Learned::new("a");
+        let used: Vec<u32> = (100..200).collect();
+        let mut missed = 0;
+        for restore in 0..1000 {
+            let asked = asked(&learned, &used);
+            missed += if restore < 300 { 0 } else { asked.len() };
+            learned.renew(&asked);
+        }
+        assert!(missed <= 100 * 700 / 60, "{missed}");
+        assert_eq!(learned.len(), 100);
+    }
+
+    #[test]
+    fn blocks_learned_together_are_not_left_out_together() {
+        let mut learned = Learned::new("a");
+        let used: Vec<u32> = (0..1000).collect();
+        learned.renew(&asked(&learned, &used));
+        let most = (0..8).map(|_| {
+            let asked = asked(&learned, &used);
+            learned.renew(&asked);
+            asked.len()
+        });
+        assert!(most.max().unwrap() < 500);
+    }
+
+    #[test]
+    fn what_came_too_late_starts_anew() {
+        let mut learned = Learned::new("a");
+        for _ in 0..20 {
+            learned.renew(&[Block(7)]);
+            assert_eq!(learned.expected(), [Block(7)]);
+        }
+    }
+
+    #[test]
+    fn those_that_proved_themselves_stay() {
+        let mut learned = Learned::new("a");
+        let old: Vec<Block> = (0..100).map(Block).collect();
+        // Until every one of them has been left out once, and asked for again.
+        (0..12).for_each(|_| {
+            let asked = asked(&learned, &(0..100).collect::<Vec<_>>());
+            learned.renew(&asked);
+        });
+        let many: Vec<Block> = (1000..1000 + LEARNED_MAX as u32).map(Block).collect();
+        learned.renew(&many);
+        assert_eq!(learned.len(), LEARNED_MAX);
+        let known: HashSet<Block> = learned.blocks.iter().map(|it| it.block).collect();
+        assert!(old.iter().all(|block| known.contains(block)));
+    }
+
+    #[test]
+    fn it_is_written_in_few_words() {
+        let mut learned = Learned::new("0f");
+        learned.renew(&[Block(3), Block(9)]);
+        let text = serde_json::to_string(&learned).unwrap();
+        assert!(text.starts_with(r#"{"version":1,"image":"0f","blocks":[[3,"#), "{text}");
+        assert_eq!(serde_json::from_str::<Learned>(&text).unwrap(), learned);
+        assert!(learned.is_about("0f") && !learned.is_about("0e"));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_not_used_any_more_is_forgotten(
+            past in prop::collection::vec(prop::collection::vec(0u32..50, 0..20), 0..40),
+        ) {
+            let mut learned = Learned::new("a");
+            for used in &past {
+                let asked = asked(&learned, used);
+                learned.renew(&asked);
+            }
+            (0..=u32::from(LONGEST)).for_each(|_| learned.renew(&[]));
+            prop_assert!(learned.is_empty());
+        }
+
+        #[test]
+        fn no_block_is_listed_twice(
+            past in prop::collection::vec(prop::collection::vec(0u32..20, 0..30), 0..20),
+        ) {
+            let mut learned = Learned::new("a");
+            for asked in past {
+                let asked: Vec<Block> = asked.into_iter().map(Block).collect();
+                learned.renew(&asked);
+                let mut known: Vec<u32> = learned.blocks.iter().map(|it| it.block.0).collect();
+                known.sort_unstable();
+                prop_assert!(known.is_sorted_by(|a, b| a < b));
+            }
+        }
+    }
+}

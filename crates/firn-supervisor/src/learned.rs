@@ -1,0 +1,182 @@
+//! What was learned from earlier restores of an image, kept beside it: `web.firn` has `web.firn.learned`.
+//!
+//! It only makes restores quicker, so nothing about it is an error: what can't be read counts as nothing learned, what can't
+//! be written is not learned. Of two restores at a time, the one that writes last is remembered.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_image::Image;
+use firn_restore::{Answered, FaultRecord, Learned, Mode, RunRecord};
+use firn_types::{Block, BlockSize};
+
+use crate::journal::write_private;
+
+/// So long after the guest began to run, what it waits for is remembered.
+pub(crate) const WINDOW: Duration = Duration::from_secs(10);
+
+/// Bytes of a file with as many blocks as may be remembered, and some more.
+const BYTES_MAX: u64 = 1 << 20;
+
+/// What is known about an image beside what it says itself.
+pub(crate) struct Learning {
+    path: PathBuf,
+    learned: Learned,
+    /// What the image says itself.
+    working_set: HashSet<Block>,
+    block_size: BlockSize,
+}
+
+impl Learning {
+    /// `None` if a restore in this mode neither goes by it nor tells anything.
+    pub(crate) fn about(image: &Image, mode: Mode) -> Option<Self> {
+        if !matches!(mode, Mode::Auto | Mode::WorkingSet) {
+            return None;
+        }
+        let (path, identity) = (beside(image.path()), image.identity());
+        let known = read(&path).unwrap_or_else(|error| {
+            tracing::debug!("nothing learned from {}: {error}", path.display());
+            None
+        });
+        let learned = known.filter(|learned| learned.is_about(&identity));
+        Some(Self {
+            learned: learned.unwrap_or_else(|| Learned::new(&identity)),
+            working_set: image.working_set().iter().copied().collect(),
+            block_size: image.geometry().block_size,
+            path,
+        })
+    }
+
+    /// What is expected to be used beside the working set of the image.
+    pub(crate) fn expected(&self) -> Vec<Block> {
+        self.learned.expected()
+    }
+
+    /// A restore is over, or has gone on for long enough.
+    pub(crate) fn keep(mut self, record: &RunRecord) {
+        let asked = self.asked(record);
+        let before = self.learned.clone();
+        self.learned.renew(&asked);
+        if self.learned == before {
+            return;
+        }
+        if let Err(error) = self.write() {
+            tracing::debug!("{} can't be written: {error}", self.path.display());
+        }
+    }
+
+    /// What the guest waited for, beside the working set.
+    fn asked(&self, record: &RunRecord) -> Vec<Block> {
+        let Some(resumed_us) = record.resumed_us else { return Vec::new() };
+        let until_us = resumed_us + WINDOW.as_micros() as u64;
+        let mut seen = HashSet::new();
+        let faults = record
+            .faults
+            .iter()
+            .filter(|fault| (resumed_us..until_us).contains(&fault.t_us) && is_of_the_image(fault));
+        let blocks = faults.map(|fault| self.block_size.block_of(fault.page));
+        blocks.filter(|block| !self.working_set.contains(block) && seen.insert(*block)).collect()
+    }
+
+    fn write(&self) -> io::Result<()> {
+        let new = self.path.with_extension("learned.new");
+        write_private(&new, &serde_json::to_vec(&self.learned)?)?;
+        fs::rename(&new, &self.path)
+    }
+}
+
+fn is_of_the_image(fault: &FaultRecord) -> bool {
+    match fault.answered {
+        Answered::Zero | Answered::Late => false,
+        Answered::Memory | Answered::PageCache | Answered::Storage => true,
+    }
+}
+
+fn beside(image: &Path) -> PathBuf {
+    let mut path = image.as_os_str().to_owned();
+    path.push(".learned");
+    path.into()
+}
+
+/// `None` if there is no such file.
+fn read(path: &Path) -> io::Result<Option<Learned>> {
+    let file = match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file?,
+    };
+    let mut text = Vec::new();
+    file.take(BYTES_MAX).read_to_end(&mut text)?;
+    Ok(Some(serde_json::from_slice(&text)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_types::Page;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn learning(dir: &Path) -> Learning {
+        Learning {
+            path: dir.join("web.firn.learned"),
+            learned: Learned::new("1f"),
+            working_set: [Block(1), Block(2)].into(),
+            block_size: BlockSize::default(),
+        }
+    }
+
+    /// Faults on pages of memory blocks of two pages.
+    fn record(faults: &[(u64, u32, &str)]) -> RunRecord {
+        let fault = |&(t_us, page, answered): &(u64, u32, &str)| serde_json::json!({ "t_us": t_us, "page": Page(page), "tid": 1, "wait_us": 5, "answered": answered });
+        serde_json::from_value(serde_json::json!({
+            "version": firn_restore::RUN_RECORD_VERSION, "mode": "auto", "ram_pages": 64, "stored_pages": 64,
+            "vcpus": [], "prefilled_us": null, "resumed_us": 1_000, "finished_us": null,
+            "prefetched": [], "counts": firn_restore::RunCounts::default(), "faults_left_out": 0,
+            "reads": [], "reads_left_out": 0,
+            "faults": faults.iter().map(fault).collect::<Vec<_>>(),
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn what_the_guest_waited_for_is_remembered() {
+        let dir = tempfile::tempdir().unwrap();
+        let late = 1_000 + WINDOW.as_micros() as u64;
+        learning(dir.path()).keep(&record(&[
+            (10, 40, "storage"),
+            (2_000, 21, "storage"),
+            (2_100, 20, "storage"),
+            (2_200, 3, "storage"),
+            (2_300, 30, "zero"),
+            (2_400, 12, "page-cache"),
+            (late, 50, "storage"),
+        ]));
+        let path = dir.path().join("web.firn.learned");
+        let learned = read(&path).unwrap().unwrap();
+        assert_eq!(learned.expected(), [Block(10), Block(6)]);
+        assert!(learned.is_about("1f"));
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn where_nothing_can_be_kept_nothing_is_said() {
+        let dir = tempfile::tempdir().unwrap();
+        learning(&dir.path().join("none")).keep(&record(&[(2_000, 21, "storage")]));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        learning(dir.path()).keep(&record(&[]));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn what_is_no_such_file_counts_as_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("web.firn.learned");
+        assert!(read(&path).unwrap().is_none());
+        fs::write(&path, "{}").unwrap();
+        assert!(read(&path).is_err());
+        assert_eq!(beside(Path::new("/a/web.firn")), Path::new("/a/web.firn.learned"));
+    }
+}
