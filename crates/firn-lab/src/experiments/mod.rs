@@ -19,7 +19,7 @@ mod peers_restore;
 mod peers_ttr;
 mod synthetic;
 mod workload;
-mod ws_overhead;
+mod ws;
 
 use anyhow::{Result, bail};
 
@@ -99,9 +99,34 @@ pub const ALL: &[Experiment] = &[
         run: peers_ttr::run,
     },
     Experiment {
+        name: "ws-agree",
+        about: "time to responsiveness from inside and from outside, of the same restores",
+        run: ws::agree::run,
+    },
+    Experiment {
+        name: "ws-drop",
+        about: "Figure 8: restores by a working set that lacks a part, or is wrong",
+        run: ws::drop::run,
+    },
+    Experiment {
+        name: "ws-estimators",
+        about: "Tables 2 and 3: what tracing and access bits prefetch, avoid, and miss",
+        run: ws::estimators::run,
+    },
+    Experiment {
         name: "ws-overhead",
         about: "Tables 4 to 6: what it costs a guest that its accesses are scanned all the time",
-        run: ws_overhead::run,
+        run: ws::overhead::run,
+    },
+    Experiment {
+        name: "ws-size",
+        about: "Figures 9 and 10: restores of guests that use 20 to 80 % of their memory at random",
+        run: ws::size::run,
+    },
+    Experiment {
+        name: "ws-ttr",
+        about: "Figures 2, 4 to 7: time to responsiveness by mode, work and disk",
+        run: ws::ttr::run,
     },
 ];
 

@@ -4,7 +4,8 @@
 //! record as well.
 //!
 //! **What varies**: who restores (`firn-MODE` for each of Firn's modes, and QEMU's own ways, as in `peers-restore`) and the
-//! disk (`none`, `netssd`, `hdd15k`, `hdd7200`).
+//! disk (`none`, `netssd`, `hdd15k`, `hdd7200`). On `none` images are cached, as on a host that has just restored them; else
+//! they are cold.
 //!
 //! **What is held equal**: the guest, its Redis, the client, as in `peers-restore`. All of Firn's modes restore the same
 //! checkpoint.
@@ -23,7 +24,7 @@ use firn_restore::Mode;
 use serde_json::{Value, json};
 
 use super::peers_restore::{BACK, Guest, Image, System, VM, WINDOW};
-use crate::disk_profile::{DiskProfile, Throttle};
+use crate::disk_profile::{DiskProfile, Throttle, warm};
 use crate::lab::{Lab, interleaved, wait_for};
 use crate::peer::SharedMemory;
 use crate::report::Report;
@@ -94,6 +95,9 @@ fn measure(
     report: &mut Report,
 ) -> Result<()> {
     guest.prepare(&row.image.file)?;
+    if throttle.profile() == DiskProfile::None {
+        warm(&row.image.file)?;
+    }
     let client = guest.client(lab.extent.seed + 100 + round as u64);
     let event = client.now();
     let running = guest.restore(row.image, row.mode, throttle)?;

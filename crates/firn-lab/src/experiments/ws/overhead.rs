@@ -16,7 +16,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-use super::workload::{self, Workload};
+use crate::experiments::workload::{self, Workload};
 use crate::guest::{Control, GuestImage, QemuArgs, accel};
 use crate::lab::{Lab, interleaved};
 use crate::report::Report;

@@ -1,0 +1,98 @@
+//! `ws-agree`: whether time to responsiveness is the same seen from inside and from outside.
+//!
+//! Reproduces no figure of a paper; it says whether what the run record tells (inside: when vCPUs waited for pages) is what
+//! somebody sees who knows nothing of Firn (outside: how fast the guest gets on, by what it says itself).
+//!
+//! **What varies**: the mode, which makes for restores that are slow in different ways, and the utilization asked for.
+//!
+//! **What is held equal**: the checkpoint, the disk (`netssd`, cold). The guest has one vCPU, which walks through most of its
+//! memory as fast as it can and says a hundred times a second how far it is: as many steps as it takes in a second at
+//! its steady pace are a utilization of 1.
+//!
+//! **What is measured**: of each restore, TTR(1 s, u) from outside by that from inside: `outside_to_inside.{mode}.{u in %}`.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use firn_measure::Replies;
+use firn_restore::Mode;
+use serde_json::{Value, json};
+
+use super::beats::{Beats, EVENTS_PER_S};
+use super::restored::{How, Restored, WINDOW_US};
+use super::subject::{Subject, Work};
+use crate::disk_profile::{DiskProfile, Throttle};
+use crate::firn::SaveArgs;
+use crate::lab::{Lab, interleaved};
+use crate::report::Report;
+
+const DISK: DiskProfile = DiskProfile::NetSsd;
+const MODES: [Mode; 5] = [Mode::Auto, Mode::Eager, Mode::Lazy, Mode::Locality, Mode::WorkingSet];
+/// Utilizations, in percent.
+const LEVELS: [u32; 3] = [50, 80, 90];
+/// How long a restored guest is listened to when it has all its memory.
+const AFTERWARDS: Duration = Duration::from_secs(3);
+const ROUNDS: (usize, usize) = (1, 5);
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("ws-agree");
+    if let Some(disk) = lab.disk(DISK, &mut report) {
+        let image = lab.file("walker.firn");
+        let steady = save(lab, &image)?;
+        report.number("steady_steps_per_s", steady);
+        interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &MODES, |round, &mode| {
+            one(lab, &image, (mode, &disk, round), steady, &mut report)
+        })?;
+    }
+    figures(&mut report);
+    Ok(report)
+}
+
+/// The checkpoint, and the guest's steady pace before it.
+fn save(lab: &Lab, image: &Path) -> Result<f64> {
+    let subject = Subject::start(lab, Work::Walk, 0)?;
+    let beats = Beats::listen(&Subject::heartbeats_of(lab));
+    subject.settle();
+    let steady = beats.pace().context("the guest does not say how far it is")?;
+    subject.checkpoint(image, &SaveArgs::default())?;
+    Ok(steady)
+}
+
+fn one(
+    lab: &Lab,
+    image: &Path,
+    (mode, disk, round): (Mode, &Throttle, usize),
+    steady: f64,
+    report: &mut Report,
+) -> Result<()> {
+    let beats = Beats::listen(&Subject::heartbeats_of(lab));
+    let restored =
+        Restored::of(lab, image, How { afterwards: AFTERWARDS, ..How::new(mode, disk) })?;
+    let steps = beats.steps(restored.since);
+    let outside = Replies::new(steps.times_us(steady), steps.until_us(), EVENTS_PER_S);
+    for level in LEVELS {
+        let utilization = f64::from(level) / 100.0;
+        let inside_s = firn_measure::responsiveness(&restored.run.stalls(), WINDOW_US, utilization);
+        let outside_s = outside.responsiveness(WINDOW_US, utilization);
+        lab.say(&format!("{mode}, {level} %: inside {inside_s:.2} s, outside {outside_s:.2?} s"));
+        report.repetition(json!({ "mode": mode, "level": level, "round": round,
+            "inside_s": inside_s, "outside_s": outside_s,
+            "outside_to_inside": outside_s.map(|outside_s| outside_s / inside_s),
+            "facts": restored.run.facts() }));
+    }
+    Ok(())
+}
+
+fn figures(report: &mut Report) {
+    for mode in MODES {
+        for level in LEVELS {
+            let is_it = |run: &&Value| run["mode"] == json!(mode) && run["level"] == level;
+            let runs = report.repetitions().iter().filter(is_it);
+            let ratios: Vec<f64> =
+                runs.filter_map(|run| run["outside_to_inside"].as_f64()).collect();
+            report.sample(format!("outside_to_inside.{mode}.{level}"), ratios);
+        }
+    }
+}

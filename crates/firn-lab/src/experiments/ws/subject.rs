@@ -1,0 +1,208 @@
+//! A guest at its work, to be checkpointed in the middle of it.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::experiments::synthetic::words;
+use crate::firn::{Said, SaveArgs};
+use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::lab::Lab;
+
+/// Name of the VM under Firn.
+pub(super) const VM: &str = "subject";
+/// Name of the work in the guest.
+const JOB: &str = "work";
+/// How long a guest may take to boot, to compile its work, and to begin with it.
+const BOOT: Duration = Duration::from_secs(300);
+/// How long it works before anything is done to it.
+const SETTLE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(15));
+/// The JVM's program.
+const WAREHOUSES: &str = include_str!("Warehouses.java");
+/// The address of the host in QEMU's user networking.
+const HOST: &str = "10.0.2.2";
+
+/// What the guest does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Work {
+    /// Nothing, after booting.
+    Idle,
+    /// Orders of two warehouses in a JVM, in the manner of SPECjbb.
+    Jvm,
+    /// Plays a film at 30 frames a second.
+    Video,
+    /// Reads pages at random among so many percent of its memory.
+    Random(u32),
+    /// A Redis that is asked as fast as it answers.
+    Redis,
+    /// One vCPU walks through memory, and says all the time how far it is.
+    Walk,
+}
+
+/// Memory of a guest, in MiB, in quick and in full runs.
+struct Size {
+    ram: (u32, u32),
+    /// What the work uses of it.
+    work: (u32, u32),
+}
+
+impl Work {
+    pub(super) fn name(self) -> String {
+        match self {
+            Self::Idle => "idle".to_owned(),
+            Self::Jvm => "jvm".to_owned(),
+            Self::Video => "video".to_owned(),
+            Self::Random(percent) => format!("random{percent}"),
+            Self::Redis => "redis".to_owned(),
+            Self::Walk => "walk".to_owned(),
+        }
+    }
+
+    fn size(self) -> Size {
+        match self {
+            Self::Idle => Size { ram: (256, 512), work: (0, 0) },
+            Self::Jvm => Size { ram: (640, 1024), work: (384, 768) },
+            Self::Video => Size { ram: (512, 512), work: (0, 0) },
+            Self::Random(_) => Size { ram: (320, 768), work: (192, 512) },
+            Self::Walk => Size { ram: (256, 512), work: (128, 256) },
+            Self::Redis => Size { ram: (384, 1024), work: (128, 512) },
+        }
+    }
+
+    fn image(self) -> Result<GuestImage> {
+        Ok(match self {
+            Self::Jvm | Self::Video => GuestImage::full()?,
+            Self::Idle | Self::Random(_) | Self::Redis | Self::Walk => GuestImage::small()?,
+        })
+    }
+}
+
+/// A guest under Firn that works.
+pub(super) struct Subject<'a> {
+    lab: &'a Lab,
+    work: Work,
+    agent: PathBuf,
+}
+
+impl<'a> Subject<'a> {
+    /// Boots the guest and has it begin. A JVM tells its throughput to this UDP port of the host.
+    pub(super) fn start(lab: &'a Lab, work: Work, port: u16) -> Result<Self> {
+        let (agent, image) = (lab.file("agent"), work.image()?);
+        let Size { ram, work: used } = work.size();
+        let args = QemuArgs::new(&image, accel::decide().accel)
+            .memory_mib(lab.extent.pick(ram.0, ram.1))
+            .vcpus(if work == Work::Walk { 1 } else { 2 })
+            .append("firn.services=none")
+            .root_in_memory(&image)
+            .network(&[])
+            .console(&lab.file("console"))
+            .agent(&agent)
+            .heartbeat(&Self::heartbeats_of(lab));
+        lab.firn().run(VM, &args)?;
+        let subject = Self { lab, work, agent };
+        subject.begin(lab.extent.pick(used.0, used.1), port)?;
+        subject.settle();
+        subject.is_at_work()?;
+        lab.say(&format!("{}: the guest works", work.name()));
+        Ok(subject)
+    }
+
+    /// Lets the guest work for a while.
+    pub(super) fn settle(&self) {
+        std::thread::sleep(self.lab.extent.pick(SETTLE.0, SETTLE.1));
+    }
+
+    fn begin(&self, mib: u32, port: u16) -> Result<()> {
+        let mut control = Control::connect(&self.agent, BOOT)?;
+        match self.work {
+            Work::Idle => return Ok(()),
+            Work::Jvm => {
+                let put = ["sh", "-c", "cat > /tmp/Warehouses.java"];
+                let compiled = ["javac", "-d", "/tmp", "/tmp/Warehouses.java"];
+                run(&mut control, &put, WAREHOUSES)?;
+                run(&mut control, &compiled, "")?;
+                let line =
+                    format!("java -Xms{mib}m -Xmx{mib}m -cp /tmp Warehouses 2 {HOST} {port}");
+                control.spawn(JOB, &words(&line))?;
+            }
+            Work::Video => control.spawn(JOB, &["sh", "-c", PLAY])?,
+            Work::Random(percent) => {
+                let line =
+                    format!("firn-guest random --mib {mib} --percent {percent} --progress-ms 0");
+                control.spawn(JOB, &words(&line))?;
+            }
+            Work::Walk => {
+                let line =
+                    format!("echo ready; exec firn-guest heartbeat --work-mib {mib} --work-rate 0");
+                control.spawn(JOB, &["sh", "-c", &line])?;
+            }
+            Work::Redis => control.spawn(JOB, &["sh", "-c", &asking_redis(mib)])?,
+        }
+        control.wait_output(JOB, "ready", BOOT).map(drop).context(self.work.name())
+    }
+
+    /// Where a guest's heartbeats come, whether it runs already or not.
+    pub(super) fn heartbeats_of(lab: &Lab) -> PathBuf {
+        lab.file("heartbeats")
+    }
+
+    /// Work that has ended is no work.
+    fn is_at_work(&self) -> Result<()> {
+        if self.work == Work::Idle {
+            return Ok(());
+        }
+        let state = Control::connect(&self.agent, BOOT)?.poll(JOB)?;
+        let works = matches!(state, crate::guest::JobState::Running { .. });
+        ensure!(works, "{}: the work has ended: {state:?}", self.work.name());
+        Ok(())
+    }
+
+    /// Keeps track of what the guest uses from now on, by access bits.
+    pub(super) fn scan(&self) -> Result<()> {
+        self.lab.firn().detach(VM)?;
+        self.lab.firn().attach(VM, &["--working-set", "access-bits"])?;
+        Ok(())
+    }
+
+    /// Checkpoints the guest, which works on.
+    pub(super) fn checkpoint(&self, file: &Path, how: &SaveArgs) -> Result<Said> {
+        let said = self.lab.firn().checkpoint(VM, file, how)?;
+        let (work, took) = (self.work.name(), said.took.as_secs_f64());
+        self.lab.say(&format!("{work}: checkpointed in {took:.1} s"));
+        Ok(said)
+    }
+}
+
+impl Drop for Subject<'_> {
+    fn drop(&mut self) {
+        self.lab.firn().stop(VM);
+    }
+}
+
+/// A film over and over, at 30 frames a second whatever its own rate.
+const PLAY: &str = "echo ready; exec mpv --no-config --really-quiet --vo=null --ao=null --no-audio --fps=30 \
+                    --loop-file=inf /var/lib/firn/clip.mkv < /dev/null > /dev/null";
+
+/// Fills Redis with values of 1 KiB, then asks for them as fast as they come.
+fn asking_redis(mib: u32) -> String {
+    let keys = mib * 900;
+    let client = format!("redis-benchmark -q -d 1000 -r {keys}");
+    format!(
+        "until redis-benchmark -q -n 1 -t ping > /dev/null 2>&1; do sleep 0.1; done; \
+         {client} -n {keys} -P 32 -t set > /dev/null && echo ready && exec {client} -t get,set -c 4 -l > /dev/null"
+    )
+}
+
+fn run(control: &mut Control, argv: &[&str], stdin: &str) -> Result<()> {
+    let ended = control.run_within(argv, stdin, BOOT)?;
+    ensure!(
+        ended.exit == 0,
+        "{}: exit {}: {}{}",
+        argv.join(" "),
+        ended.exit,
+        ended.stdout,
+        ended.stderr
+    );
+    Ok(())
+}

@@ -1,0 +1,103 @@
+//! What a guest says about its throughput: one datagram a second, with a number.
+//!
+//! The guest counts its own seconds, so a report says how much it did while it ran; when it came says how long that took.
+
+use std::io;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+/// Listens for reports, in a thread that ends with the program.
+pub(super) struct Throughput {
+    port: u16,
+    heard: Arc<Mutex<Heard>>,
+}
+
+struct Heard {
+    since: Instant,
+    /// When each report came, in seconds since then, and its number.
+    reports: Vec<(f64, f64)>,
+}
+
+impl Throughput {
+    /// On a port of the loopback interface, which is where a guest's word to its host arrives.
+    pub(super) fn listen() -> io::Result<Self> {
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let port = socket.local_addr()?.port();
+        let heard = Arc::new(Mutex::new(Heard { since: Instant::now(), reports: Vec::new() }));
+        let ears = Arc::clone(&heard);
+        thread::Builder::new().name("throughput".into()).spawn(move || {
+            let mut buffer = [0; 64];
+            while let Ok(length) = socket.recv(&mut buffer) {
+                let text = String::from_utf8_lossy(&buffer[..length]);
+                let mut heard = ears.lock().unwrap_or_else(PoisonError::into_inner);
+                let at = heard.since.elapsed().as_secs_f64();
+                heard.reports.extend(text.trim().parse().ok().map(|number| (at, number)));
+            }
+        })?;
+        Ok(Self { port, heard })
+    }
+
+    pub(super) fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Forgets what it has heard; the next report's time counts from now.
+    pub(super) fn begin(&self) {
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        *heard = Heard { since: Instant::now(), reports: Vec::new() };
+    }
+
+    /// What was done in each second since then, a report's work spread evenly over the time since the report before.
+    pub(super) fn per_second(&self) -> Vec<(f64, f64)> {
+        spread(&self.heard.lock().unwrap_or_else(PoisonError::into_inner).reports)
+    }
+}
+
+fn spread(reports: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let Some(&(end, _)) = reports.last() else { return Vec::new() };
+    let before = [0.0].into_iter().chain(reports.iter().map(|report| report.0));
+    let spans: Vec<(f64, f64, f64)> =
+        before.zip(reports).map(|(from, &(until, number))| (from, until, number)).collect();
+    (0..end.ceil() as u32)
+        .map(|second| {
+            let (start, stop) = (f64::from(second), f64::from(second) + 1.0);
+            let done = spans.iter().map(|&(from, until, number)| {
+                let shared = (until.min(stop) - from.max(start)).max(0.0);
+                number * shared / (until - from).max(f64::EPSILON)
+            });
+            (start, done.sum())
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_late_report_is_spread_over_the_time_it_took() {
+        assert_eq!(spread(&[]), []);
+        let seconds = spread(&[(2.0, 100.0), (3.0, 80.0)]);
+        assert_eq!(seconds, [(0.0, 50.0), (1.0, 50.0), (2.0, 80.0)]);
+    }
+
+    #[test]
+    fn reports_are_heard_and_forgotten() {
+        let throughput = Throughput::listen().unwrap();
+        let guest = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let say = |text: &str| {
+            guest.send_to(text.as_bytes(), (Ipv4Addr::LOCALHOST, throughput.port())).unwrap();
+        };
+        say("no number");
+        say("1200\n");
+        let start = Instant::now();
+        while throughput.per_second().is_empty() {
+            assert!(start.elapsed().as_secs() < 5);
+            thread::yield_now();
+        }
+        throughput.begin();
+        assert!(throughput.per_second().is_empty());
+    }
+}
