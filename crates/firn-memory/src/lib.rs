@@ -37,7 +37,7 @@ pub use guest_memory::{GuestMemory, MemoryError, RegionLocation, User};
 pub use page_faults::{
     Attempt, Event, FaultKind, Features, Install, PageFaultError, PageFaults, Trace,
 };
-pub use page_scan::{PageScan, ScanError, mapped_pages};
+pub use page_scan::{PageScan, ScanError, mapped_pages, union};
 pub use page_tables::{DropError, drop_page_tables};
 pub use process::{Process, ProcessError};
 pub use tracee::{TraceError, Tracee};

@@ -13,6 +13,10 @@
 //! like any other. Registering for write protection also keeps the kernel from mapping neighbours of a touched page
 //! (fault-around), which would count as touched.
 //!
+//! A written page may lose its page-table entry before it is told: when the kernel takes its memory back for a while, or
+//! [`PageScan::forget_touches`] drops it. A page that is armed keeps a mark in such a case, so one without entry and mark is
+//! told as written too. In a region that was never armed that is every page without an entry.
+//!
 //! A page that the hypervisor gives back (balloon) becomes zeros without being written: compare
 //! [`GuestMemory::backed_runs`] where that matters.
 
@@ -140,7 +144,7 @@ impl PageScan {
     /// If the kernel cannot remember writes, or the hypervisor is gone.
     pub fn written(&self, range: Range<Page>, out: &mut Vec<Range<Page>>) -> Result<(), ScanError> {
         self.check_async()?;
-        self.scan(range, Sought::Written, out)
+        self.scan_each(range, &[Sought::Written, Sought::Unknown], out)
     }
 
     /// As [`Self::written`], and arms these pages again: each write is told once, and none is lost. About 1 ms per GiB.
@@ -153,7 +157,10 @@ impl PageScan {
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
         self.check_async()?;
-        self.scan(range, Sought::WrittenAndRearm, out)
+        // A page may get or lose its entry between two looks: what was written before the call is told for certain.
+        const LOOKS: [Sought; 3] =
+            [Sought::WrittenAndRearm, Sought::UnknownAndRearm, Sought::WrittenAndRearm];
+        self.scan_each(range, &LOOKS, out)
     }
 
     /// Forgets all touches: from now on those that follow are told. What was written is still known.
@@ -199,6 +206,20 @@ impl PageScan {
             Trace::Scan => Ok(()),
             _ => Err(ScanError::Unsupported),
         }
+    }
+
+    fn scan_each(
+        &self,
+        range: Range<Page>,
+        looks: &[Sought],
+        out: &mut Vec<Range<Page>>,
+    ) -> Result<(), ScanError> {
+        let mut found = Vec::new();
+        for &sought in looks {
+            self.scan(range.clone(), sought, &mut found)?;
+        }
+        out.extend(union(found));
+        Ok(())
     }
 
     fn scan(
@@ -267,10 +288,35 @@ fn pages(part: &Range<Page>, hva: HostVirt, start: u64, end: u64) -> Range<Page>
     page(start)..page(end)
 }
 
+/// The pages of all runs, in order, each once.
+pub fn union(mut runs: Vec<Range<Page>>) -> Vec<Range<Page>> {
+    runs.sort_unstable_by_key(|run| run.start);
+    let mut out: Vec<Range<Page>> = Vec::with_capacity(runs.len());
+    for run in runs {
+        match out.last_mut() {
+            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
+            _ => out.push(run),
+        }
+    }
+    out
+}
+
 /// Adds a run, or makes the last one longer.
 fn push(out: &mut Vec<Range<Page>>, run: Range<Page>) {
     match out.last_mut() {
         Some(last) if last.end == run.start => last.end = run.end,
         _ => out.push(run),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_put_in_order_and_joined() {
+        let page = |range: Range<u32>| Page(range.start)..Page(range.end);
+        let runs = [5..6, 0..2, 1..3, 3..4, 9..10, 9..12].map(page).to_vec();
+        assert_eq!(union(runs), [0..4, 5..6, 9..12].map(page));
     }
 }

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
-use firn_memory::{GuestMemory, PageFaultError, PageScan, Process, ScanError, Tracee};
+use firn_memory::{GuestMemory, PageFaultError, PageScan, Process, ScanError, Tracee, union};
 use firn_types::{PAGE_SIZE, Page, Tid};
 
 use super::clock::Clock;
@@ -147,19 +147,6 @@ impl<'a> Round<'a> {
     }
 }
 
-/// The pages of all runs, in order.
-fn union(mut runs: Vec<Range<Page>>) -> Vec<Range<Page>> {
-    runs.sort_unstable_by_key(|run| run.start);
-    let mut out: Vec<Range<Page>> = Vec::with_capacity(runs.len());
-    for run in runs {
-        match out.last_mut() {
-            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
-            _ => out.push(run),
-        }
-    }
-    out
-}
-
 /// The pages that a running guest uses in the next `time`, in order. Ends early when `cancelled` says so.
 ///
 /// # Errors
@@ -199,13 +186,6 @@ fn watch_with(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn runs_are_put_in_order_and_joined() {
-        let page = |range: Range<u32>| Page(range.start)..Page(range.end);
-        let runs = [5..6, 0..2, 1..3, 3..4, 9..10, 9..12].map(page).to_vec();
-        assert_eq!(union(runs), [0..4, 5..6, 9..12].map(page));
-    }
 
     #[test]
     fn a_round_takes_as_long_as_a_restore() {

@@ -21,6 +21,10 @@ pub(crate) enum Sought {
     Written,
     /// Written as well; and write-protects it again.
     WrittenAndRearm,
+    /// Without any entry in the page tables, not even one that says it is write-protected.
+    Unknown,
+    /// The same; and write-protects it.
+    UnknownAndRearm,
     /// Mapped.
     Present,
 }
@@ -42,16 +46,27 @@ impl Sought {
     fn category(self) -> u64 {
         u64::from(match self {
             Self::Written | Self::WrittenAndRearm => raw::PAGE_IS_WRITTEN,
+            Self::Unknown | Self::UnknownAndRearm => raw::PAGE_IS_PRESENT | raw::PAGE_IS_SWAPPED,
             Self::Present => raw::PAGE_IS_PRESENT,
         })
     }
 
     fn flags(self) -> u64 {
         u64::from(match self {
-            Self::Written => raw::PM_SCAN_CHECK_WPASYNC,
-            Self::WrittenAndRearm => raw::PM_SCAN_CHECK_WPASYNC | raw::PM_SCAN_WP_MATCHING,
+            Self::Written | Self::Unknown => raw::PM_SCAN_CHECK_WPASYNC,
+            Self::WrittenAndRearm | Self::UnknownAndRearm => {
+                raw::PM_SCAN_CHECK_WPASYNC | raw::PM_SCAN_WP_MATCHING
+            }
             Self::Present => 0,
         })
+    }
+
+    /// Which of the categories a page must not have.
+    fn inverted(self) -> u64 {
+        match self {
+            Self::Unknown | Self::UnknownAndRearm => self.category(),
+            Self::Written | Self::WrittenAndRearm | Self::Present => 0,
+        }
     }
 }
 
@@ -75,7 +90,7 @@ impl<'a> Scan<'a> {
             vec: regions.as_mut_ptr().expose_provenance() as u64,
             vec_len: regions.len() as u64,
             max_pages: 0,
-            category_inverted: 0,
+            category_inverted: sought.inverted(),
             category_mask: sought.category(),
             category_anyof_mask: 0,
             return_mask: sought.category(),

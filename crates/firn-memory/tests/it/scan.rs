@@ -114,10 +114,15 @@ fn what_was_written_is_not_forgotten_with_the_touches() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 64 1");
     let Some(scan) = armed(&child) else { return };
-    child.ask(Who::First, "write 22 5");
-    scan.forget_touches(&mut child.tracee(), pages(0..64)).unwrap();
-    child.ask(Who::First, "read 22");
-    assert_eq!(written(&scan), [pages(22..23)]);
+    for read_again in [true, false] {
+        child.ask(Who::First, "write 22 5");
+        scan.forget_touches(&mut child.tracee(), pages(0..64)).unwrap();
+        if read_again {
+            child.ask(Who::First, "read 22");
+        }
+        assert_eq!(written(&scan), [pages(22..23)]);
+        assert_eq!(written(&scan), []);
+    }
 }
 
 #[test]
