@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_image::{Geometry, ImageError, Organization, Sections, Writer};
+use firn_image::{Draft, Geometry, ImageError, Organization, Sections, Writer};
 use firn_memory::{
     DropError, GuestMemory, MemoryError, PageFaultError, Process, ProcessError, TraceError,
 };
@@ -132,7 +132,7 @@ pub fn save(
         return Err(SaveError::Options("a VM can be left stopped only by the strategy `stop`"));
     }
     let geometry = geometry(context, options);
-    let writer = Writer::create(out, geometry, Organization::Access)?;
+    let writer = Writer::create(out, &Draft::whole(geometry, Organization::Access))?;
     let limits =
         Limits { compressors: options.compressors, buffer_bytes: options.buffer_bytes_max };
     let (pipeline, intake) = Pipeline::start(writer, geometry, options.codec, limits);

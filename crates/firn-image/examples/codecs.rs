@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use firn_image::{
-    Codec, Compressed, Entry, Geometry, Image, LocalityBlockId, Organization, Packer, Sections,
-    StoredAs, Writer, compress,
+    Codec, Compressed, Draft, Entry, Geometry, Image, LocalityBlockId, Organization, Packer,
+    Sections, StoredAs, Writer, compress,
 };
 use firn_types::{Block, BlockSize, RegionMap};
 use rustix::time::{ClockId, clock_gettime};
@@ -128,7 +128,7 @@ fn us(time: Duration) -> f64 {
 
 /// Writes an image of the sample. Returns the CPU time that compressing took.
 fn pack(codec: Codec, sample: &[Vec<u8>], geometry: Geometry, path: &Path) -> Result<Duration> {
-    let mut writer = Writer::create(path, geometry, Organization::Access)?;
+    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access))?;
     let mut packer = Packer::new(geometry);
     let mut cpu = Duration::ZERO;
     for (number, raw) in sample.iter().enumerate() {

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use firn_image::{
-    Codec, Compressed, ENTRIES_MAX, Entry, Geometry, Image, LocalityBlock, Organization, Placement,
-    Sections, Writer, checksum, compress,
+    Codec, Compressed, Draft, ENTRIES_MAX, Entry, Geometry, Image, LocalityBlock, Organization,
+    Placement, Sections, Writer, checksum, compress,
 };
 use firn_types::{Block, RegionMap};
 
@@ -39,7 +39,7 @@ fn main() -> Result<()> {
 }
 
 fn write(path: &Path, geometry: Geometry) -> Result<u64> {
-    let mut writer = Writer::create(path, geometry, Organization::Access)?;
+    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access))?;
     let Compressed::Packed(packed) = compress(Codec::Lz4, Block(0), &[1; 8192]) else {
         bail!("not zero")
     };

@@ -8,11 +8,13 @@ use std::ops::Range;
 
 use firn_types::Block;
 
+use crate::compress::{checksum, is_zero};
 use crate::decode::{DecodeError, decode};
 use crate::error::{BlockError, ImageError};
 use crate::locality::{Entry, LocalityBlockId};
 use crate::placement::Placement;
 use crate::reader::Image;
+use crate::source::Source;
 
 /// The order in which an image is going to be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,8 +32,8 @@ impl Image {
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<(), ImageError> {
-        let at = self.place_locality_block(id, bytes)?;
-        self.source.read_exact_at(bytes, at)
+        let (source, at) = self.place_locality_block(id, bytes)?;
+        source.read_exact_at(bytes, at)
     }
 
     /// The same, from the page cache alone: false if it is not there, and then the kernel goes on to read it.
@@ -40,12 +42,12 @@ impl Image {
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<bool, ImageError> {
-        let at = self.place_locality_block(id, bytes)?;
-        self.source.try_read_exact_at(bytes, at)
+        let (source, at) = self.place_locality_block(id, bytes)?;
+        source.try_read_exact_at(bytes, at)
     }
 
-    /// Reads neighbouring locality blocks: one `pread(2)`, up to the last one's used bytes. The first starts at byte 0,
-    /// each of the others [`crate::Geometry::locality_block_bytes`] further on.
+    /// Reads neighbouring locality blocks: one `pread(2)` in each file, up to the last one's used bytes. The first starts
+    /// at byte 0, each of the others [`crate::Geometry::locality_block_bytes`] further on.
     pub fn read_locality_blocks(
         &self,
         ids: Range<LocalityBlockId>,
@@ -56,9 +58,14 @@ impl Image {
             return Ok(());
         };
         self.check_id(LocalityBlockId(last))?;
-        let before_last = (last - ids.start.0) as usize * self.locality_block_bytes();
-        bytes.resize(before_last + self.used_bytes(LocalityBlockId(last)), 0);
-        self.source.read_exact_at(bytes, self.geometry().offset_of(ids.start))
+        let start_of = |id: u32| (id - ids.start.0) as usize * self.locality_block_bytes();
+        bytes.resize(start_of(last) + self.used_bytes(LocalityBlockId(last)), 0);
+        for part in self.by_file(ids.start.0..ids.end.0) {
+            let end = start_of(part.end).min(bytes.len());
+            let (source, at) = self.place(LocalityBlockId(part.start));
+            source.read_exact_at(&mut bytes[start_of(part.start)..end], at)?;
+        }
+        Ok(())
     }
 
     /// Reads all bytes of a locality block, padding included.
@@ -69,7 +76,8 @@ impl Image {
     ) -> Result<(), ImageError> {
         self.check_id(id)?;
         bytes.resize(self.locality_block_bytes(), 0);
-        self.source.read_exact_at(bytes, self.geometry().offset_of(id))
+        let (source, at) = self.place(id);
+        source.read_exact_at(bytes, at)
     }
 
     /// Reads the stored bytes of one memory block: one `pread(2)`, no more.
@@ -79,8 +87,8 @@ impl Image {
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<(), ImageError> {
-        let at = self.place_entry(entry, id, bytes)?;
-        self.source.read_exact_at(bytes, at)
+        let (source, at) = self.place_entry(entry, id, bytes)?;
+        source.read_exact_at(bytes, at)
     }
 
     /// The same, from the page cache alone: false if it is not there, and then the kernel goes on to read it.
@@ -90,8 +98,8 @@ impl Image {
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
     ) -> Result<bool, ImageError> {
-        let at = self.place_entry(entry, id, bytes)?;
-        self.source.try_read_exact_at(bytes, at)
+        let (source, at) = self.place_entry(entry, id, bytes)?;
+        source.try_read_exact_at(bytes, at)
     }
 
     /// Makes room for a locality block's used bytes, and says where in the file they are.
@@ -99,10 +107,10 @@ impl Image {
         &self,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
-    ) -> Result<u64, ImageError> {
+    ) -> Result<(&Source, u64), ImageError> {
         self.check_id(id)?;
         bytes.resize(self.used_bytes(id), 0);
-        Ok(self.geometry().offset_of(id))
+        Ok(self.place(id))
     }
 
     /// Makes room for a memory block's stored bytes, and says where in the file they are.
@@ -111,10 +119,11 @@ impl Image {
         entry: &Entry,
         id: LocalityBlockId,
         bytes: &mut Vec<u8>,
-    ) -> Result<u64, ImageError> {
+    ) -> Result<(&Source, u64), ImageError> {
         self.check_id(id)?;
         bytes.resize(entry.stored_len as usize, 0);
-        Ok(self.geometry().offset_of(id) + u64::from(entry.offset))
+        let (source, start) = self.place(id);
+        Ok((source, start + u64::from(entry.offset)))
     }
 
     fn locality_block_bytes(&self) -> usize {
@@ -142,10 +151,11 @@ impl Image {
     }
 
     fn block_error(&self, entry: &Entry, source: DecodeError) -> BlockError {
-        let start = self.entry_of(entry.block).map_or(0, |(id, _)| self.geometry().offset_of(id));
+        let found = self.entry_of(entry.block).map(|(id, _)| self.place(id));
+        let (path, start) = found.map_or((self.path(), 0), |(source, at)| (&source.path, at));
         BlockError {
             block: entry.block,
-            path: self.path().to_owned(),
+            path: path.to_owned(),
             offset: start + u64::from(entry.offset),
             stored_len: entry.stored_len,
             source,
@@ -174,6 +184,16 @@ impl Image {
         }
     }
 
+    /// Whether a memory block has these bytes here. `buffer` may hold anything. No, if that can't be read.
+    pub fn holds(&self, block: Block, bytes: &[u8], buffer: &mut Vec<u8>) -> bool {
+        let Some((id, entry)) = self.entry_of(block) else { return is_zero(bytes) };
+        if entry.checksum != checksum(bytes) || self.read_entry(entry, id, buffer).is_err() {
+            return false;
+        }
+        let mut found = vec![0; bytes.len()];
+        self.decode(entry, buffer, &mut found).is_ok() && found == bytes
+    }
+
     /// Tells the kernel how the image is going to be read. Without effect on what is read.
     pub fn advise(&self, order: ReadOrder) {
         let advice = match order {
@@ -181,6 +201,8 @@ impl Image {
             ReadOrder::Sequential => rustix::fs::Advice::Sequential,
         };
         // Advice that a file system does not take is no loss.
-        let _ = rustix::fs::fadvise(&self.source.file, 0, None, advice);
+        for layer in self.layers() {
+            let _ = rustix::fs::fadvise(&layer.source.file, 0, None, advice);
+        }
     }
 }

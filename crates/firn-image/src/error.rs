@@ -118,6 +118,46 @@ pub enum ImageError {
         /// What is wrong, and where.
         flaw: Flaw,
     },
+    /// The image that it builds on is missing, or damaged.
+    #[error(
+        "{path} has only what changed since {parent}, which can't be used (if it was moved: \
+         firn image rebase tells where it is now)"
+    )]
+    Parent {
+        /// The image.
+        path: PathBuf,
+        /// The one it builds on, where it should be.
+        parent: PathBuf,
+        /// What is wrong with that one.
+        source: Box<ImageError>,
+    },
+    /// The file where its parent should be is another image.
+    #[error("{parent} is not the parent of {path}: {problem}")]
+    WrongParent {
+        /// The image.
+        path: PathBuf,
+        /// What was taken for its parent.
+        parent: PathBuf,
+        /// How it is known.
+        problem: String,
+    },
+    /// There are more images below this one than can be opened together.
+    #[error("{path} builds on a chain of more than {max} images: merge some of them", max = crate::CHAIN_MAX)]
+    ChainTooLong {
+        /// The image.
+        path: PathBuf,
+    },
+    /// A parent has other RAM than the image that is to build on it, or other blocks.
+    #[error(
+        "the image can't build on {parent}: its RAM lies otherwise, or its blocks have other sizes"
+    )]
+    OtherRam {
+        /// The one it was to build on.
+        parent: PathBuf,
+    },
+    /// Memory blocks were given again and again.
+    #[error("memory blocks were copied too often before the cut")]
+    TooOften,
     /// A memory block could not be taken over from another image.
     #[error("a memory block cannot be copied")]
     Block(#[from] BlockError),

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!      0  8  magic: "FIRN-END"
-//!      8  4  version: 1
+//!      8  4  version, as in the header
 //!     12  4  number of sections
 //!     16 16  identity, as in the header
 //!     32  8  length of the file in bytes, footer included
@@ -20,7 +20,7 @@
 use crate::bytes::Bytes;
 use crate::error::Flaw;
 use crate::geometry::Geometry;
-use crate::header::{Identity, VERSION, check_seal, check_version, seal};
+use crate::header::{Identity, check_seal, parse_version, seal};
 use crate::locality::LocalityBlockId;
 
 /// Bytes of the footer.
@@ -51,10 +51,11 @@ pub(crate) enum Kind {
     PageTableRoots = 6,
     AccessOrder = 7,
     Index = 8,
+    Parent = 9,
 }
 
 impl Kind {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Meta,
         Self::Regions,
         Self::DeviceState,
@@ -63,6 +64,7 @@ impl Kind {
         Self::PageTableRoots,
         Self::AccessOrder,
         Self::Index,
+        Self::Parent,
     ];
 
     /// What errors call it.
@@ -76,6 +78,7 @@ impl Kind {
             Self::PageTableRoots => "page-table root section",
             Self::AccessOrder => "access order section",
             Self::Index => "index",
+            Self::Parent => "parent section",
         }
     }
 
@@ -107,6 +110,7 @@ pub(crate) struct SectionAt {
 /// What the footer says.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Footer {
+    pub(crate) version: u32,
     pub(crate) identity: Identity,
     pub(crate) locality_blocks: u32,
     pub(crate) sections: Vec<SectionAt>,
@@ -131,7 +135,7 @@ impl Footer {
     pub(crate) fn encode(&self, geometry: &Geometry) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(LEN);
         bytes.extend(MAGIC);
-        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(self.version.to_le_bytes());
         bytes.extend((self.sections.len() as u32).to_le_bytes());
         bytes.extend(self.identity.0);
         bytes.extend(self.file_bytes(geometry).to_le_bytes());
@@ -148,7 +152,7 @@ impl Footer {
             let problem = "there is none: the image was never finished, or is cut off";
             return Err(Flaw::new(PLACE, 0, problem));
         }
-        check_version(PLACE, &mut foot)?;
+        let version = parse_version(PLACE, &mut foot)?;
         check_seal(PLACE, bytes, LEN)?;
         let count = foot.u32()? as usize;
         if count > SECTIONS_MAX {
@@ -169,7 +173,7 @@ impl Footer {
         }
         let reserved = foot.clone().take(LEN - 8 - (48 + count * 40))?;
         Bytes::new(PLACE, reserved).zeros_to_the_end()?;
-        let footer = Self { identity, locality_blocks, sections };
+        let footer = Self { version, identity, locality_blocks, sections };
         footer.check_places(geometry, file_bytes)?;
         Ok(footer)
     }
@@ -242,7 +246,8 @@ mod tests {
         let geometry = Geometry::new(1234);
         let at = geometry.offset_of(LocalityBlockId(3));
         let sections = vec![section(Kind::Meta, at, 100), section(Kind::Index, at + 100, 7)];
-        (Footer { identity: Identity([7; 16]), locality_blocks: 3, sections }, geometry)
+        let identity = Identity([7; 16]);
+        (Footer { version: 2, identity, locality_blocks: 3, sections }, geometry)
     }
 
     #[test]

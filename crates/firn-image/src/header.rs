@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!      0  8  magic: 89 46 49 52 4e 0d 0a 1a ("\x89FIRN\r\n\x1a")
-//!      8  4  version: 1
+//!      8  4  version: 1 or 2
 //!     12  1  block organization: 0 access, 1 physical, 2 random
 //!     13  1  pages in a memory block
 //!     14  2  reserved
@@ -16,6 +16,8 @@
 //! Numbers are little-endian, reserved bytes are zero. The magic number shows, as PNG's does, what a transfer in text
 //! mode breaks: the eighth bit, line endings, and what follows an end-of-file character.
 
+use std::fmt;
+
 use firn_types::BlockSize;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -23,8 +25,11 @@ use crate::bytes::Bytes;
 use crate::error::Flaw;
 use crate::geometry::{Geometry, HEADER_BYTES, Organization};
 
-/// The version that this Firn writes, and the only one it reads.
-pub const VERSION: u32 = 1;
+/// The newest version that this Firn reads, and writes where an image needs it.
+pub const VERSION: u32 = 2;
+
+/// What an image is written as that holds all of memory, and each memory block once.
+pub(crate) const VERSION_WHOLE: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"\x89FIRN\r\n\x1a";
 const PLACE: &str = "header";
@@ -35,9 +40,16 @@ const CHECKED: usize = LEN - 8;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Identity(pub(crate) [u8; 16]);
 
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
 /// What the header says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Header {
+    pub(crate) version: u32,
     pub(crate) geometry: Geometry,
     pub(crate) organization: Organization,
     pub(crate) identity: Identity,
@@ -47,7 +59,7 @@ impl Header {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(LEN);
         bytes.extend(MAGIC);
-        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(self.version.to_le_bytes());
         bytes.extend([self.organization.code(), self.geometry.block_size.into(), 0, 0]);
         bytes.extend(self.geometry.locality_block_bytes.to_le_bytes());
         bytes.extend(self.geometry.total_pages.to_le_bytes());
@@ -60,7 +72,7 @@ impl Header {
         if head.array()? != MAGIC {
             return Err(Flaw::new(PLACE, 0, "not Firn's magic number: this is no image"));
         }
-        check_version(PLACE, &mut head)?;
+        let version = parse_version(PLACE, &mut head)?;
         check_seal(PLACE, bytes, LEN)?;
         let organization = head.u8()?;
         let organization = Organization::from_code(organization)
@@ -74,7 +86,7 @@ impl Header {
         let identity = Identity(head.array()?);
         let rest = Bytes::new(PLACE, bytes.get(..CHECKED).unwrap_or_default());
         check_reserved(reserved, rest)?;
-        Ok(Self { geometry, organization, identity })
+        Ok(Self { version, geometry, organization, identity })
     }
 }
 
@@ -107,12 +119,13 @@ pub(crate) fn check_seal(place: &'static str, bytes: &[u8], len: usize) -> Resul
     Err(Flaw::new(place, 0, problem))
 }
 
-/// Checks that the next number is a version this Firn reads.
-pub(crate) fn check_version(place: &'static str, bytes: &mut Bytes<'_>) -> Result<(), Flaw> {
+/// The next number, if it is a version this Firn reads.
+pub(crate) fn parse_version(place: &'static str, bytes: &mut Bytes<'_>) -> Result<u32, Flaw> {
     match bytes.u32()? {
-        VERSION => Ok(()),
+        version @ VERSION_WHOLE..=VERSION => Ok(version),
         other => {
-            let problem = format!("format version {other}, and this Firn reads version {VERSION}");
+            let problem =
+                format!("format version {other}, and this Firn reads versions 1 to {VERSION}");
             Err(Flaw::new(place, 8, problem))
         }
     }
@@ -124,6 +137,7 @@ mod tests {
 
     fn header() -> Header {
         Header {
+            version: VERSION,
             geometry: Geometry::new(1234),
             organization: Organization::Physical,
             identity: Identity([7; 16]),

@@ -20,6 +20,10 @@
 //! A memory block's checksum is that of what comes out, which is what a guest gets. The locality block's is that of what
 //! is stored: codecs have several ways to say the same thing, so a flipped bit may leave the memory block as it was, and
 //! only this checksum shows it.
+//!
+//! In version 1 a memory block is listed once at most. From version 2 on it may be listed again (it was copied while the
+//! guest ran, and copied again later): the last listing counts, and a run of zeros counts before any. In what a reader
+//! keeps, earlier listings are gone.
 
 use firn_types::Block;
 
@@ -27,6 +31,7 @@ use crate::bytes::Bytes;
 use crate::codec::StoredAs;
 use crate::error::Flaw;
 use crate::geometry::Geometry;
+use crate::header::VERSION_WHOLE;
 use crate::locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlockId};
 use crate::placement::Placements;
 use crate::steps::blocks_of_steps;
@@ -40,7 +45,11 @@ pub(crate) struct Index {
     starts: Vec<u32>,
     filled_by: Vec<FilledBy>,
     checksums: Vec<u64>,
+    /// Bytes of each locality block that hold a memory block, whether it still counts or not.
+    used: Vec<u32>,
     entries: Vec<Entry>,
+    /// Runs of zero blocks: the first, and how many.
+    zeros: Vec<(u32, u32)>,
     pub(crate) placements: Placements,
     pub(crate) zero_blocks: u32,
 }
@@ -64,18 +73,54 @@ impl Index {
     pub(crate) fn filled_by(&self, id: LocalityBlockId) -> Option<FilledBy> {
         self.filled_by.get(id.index()).copied()
     }
+
+    pub(crate) fn used_bytes(&self, id: LocalityBlockId) -> Option<u32> {
+        self.used.get(id.index()).copied()
+    }
+
+    pub(crate) fn locality_blocks(&self) -> u32 {
+        self.used.len() as u32
+    }
+
+    /// Adds what an older image has of the memory blocks that this one says nothing of. Its locality blocks follow those
+    /// that are here already.
+    pub(crate) fn add_older(&mut self, older: &Self) {
+        let first = self.locality_blocks();
+        for &(start, len) in &older.zeros {
+            self.zero_blocks += self.placements.fill_zero(Block(start), len);
+        }
+        for id in (0..older.locality_blocks()).map(LocalityBlockId) {
+            let here = LocalityBlockId(first + id.0);
+            let start = self.entries.len();
+            for &entry in older.entries_of(id).unwrap_or_default() {
+                let slot = (self.entries.len() - start) as u16;
+                if self.placements.set_stored(entry.block, here, slot) {
+                    self.entries.push(entry);
+                }
+            }
+            self.starts.push(self.entries.len() as u32);
+        }
+        self.filled_by.extend_from_slice(&older.filled_by);
+        self.checksums.extend_from_slice(&older.checksums);
+        self.used.extend_from_slice(&older.used);
+    }
 }
 
-/// Bytes of the largest index that an image of this geometry and so many locality blocks can have.
-pub(crate) fn bytes_max(geometry: &Geometry, locality_blocks: u32) -> u64 {
+/// How often a memory block is listed in an image of version 2, on average and at most.
+pub(crate) const LISTED_MAX: u32 = 4;
+
+/// Bytes of the largest index that an image of this version, geometry, and so many locality blocks can have.
+pub(crate) fn bytes_max(version: u32, geometry: &Geometry, locality_blocks: u32) -> u64 {
     let (blocks, locality_blocks) = (u64::from(geometry.blocks()), u64::from(locality_blocks));
-    let stored = blocks.min(locality_blocks * ENTRIES_MAX as u64);
+    let listed = if version == VERSION_WHOLE { blocks } else { blocks * u64::from(LISTED_MAX) };
+    let stored = listed.min(locality_blocks * ENTRIES_MAX as u64);
     HEAD_BYTES as u64 + locality_blocks * 12 + stored * 15 + (blocks / 2 + 1) * 8
 }
 
 /// Takes an index apart and checks all of it.
 pub(crate) fn parse(
     bytes: &[u8],
+    version: u32,
     geometry: &Geometry,
     locality_blocks: u32,
 ) -> Result<Index, Flaw> {
@@ -93,9 +138,17 @@ pub(crate) fn parse(
     let (firsts, lens) = (bytes.column::<4>(z)?.numbers(), bytes.column::<4>(z)?.numbers());
     bytes.end()?;
     let mut placements = Placements::new(geometry.blocks(), m);
-    let zero_blocks = place_zeros(firsts.zip(lens), &mut placements)?;
-    let entries = place_stored(rows, &starts, geometry, &mut placements)?;
-    Ok(Index { starts, filled_by, checksums, entries, placements, zero_blocks })
+    let zeros: Vec<_> = firsts.zip(lens.map(|less_one| less_one.wrapping_add(1))).collect();
+    let zero_blocks = place_zeros(&zeros, &mut placements)?;
+    let entries = parse_entries(rows, &starts, geometry)?;
+    let used = used_bytes(&entries, &starts);
+    let mut index =
+        Index { starts, filled_by, checksums, used, entries, zeros, placements, zero_blocks };
+    match version {
+        VERSION_WHOLE => index.place_each_once()?,
+        _ => index.place_last_listed(geometry)?,
+    }
+    Ok(index)
 }
 
 fn flaw(problem: impl Into<String>) -> Flaw {
@@ -119,14 +172,10 @@ fn parse_counts(counts: impl Iterator<Item = u16>, m: usize) -> Result<Vec<u32>,
     Ok(starts)
 }
 
-fn place_zeros(
-    runs: impl Iterator<Item = (u32, u32)>,
-    placements: &mut Placements,
-) -> Result<u32, Flaw> {
+fn place_zeros(runs: &[(u32, u32)], placements: &mut Placements) -> Result<u32, Flaw> {
     let (mut end, mut zero_blocks) = (None, 0);
-    for (first, len_less_one) in runs {
+    for &(first, len) in runs {
         let in_order = end.is_none_or(|end| u64::from(first) > end);
-        let len = len_less_one.wrapping_add(1);
         if !in_order || len == 0 || !placements.set_zero(Block(first), len) {
             return Err(flaw(format!(
                 "the run of {len} zero blocks from {first} on is impossible"
@@ -163,32 +212,70 @@ fn parse_rows<'a>(
     }))
 }
 
-fn place_stored(
+fn parse_entries(
     mut rows: impl Iterator<Item = Row>,
     starts: &[u32],
     geometry: &Geometry,
-    placements: &mut Placements,
 ) -> Result<Vec<Entry>, Flaw> {
     let count = starts.last().map_or(0, |&end| end as usize);
     let mut entries = Vec::with_capacity(count);
     for (id, pair) in starts.windows(2).enumerate() {
-        let id = LocalityBlockId(id as u32);
         let mut offset = 0;
         for (slot, row) in rows.by_ref().take((pair[1] - pair[0]) as usize).enumerate() {
-            let entry = row
-                .at(offset, geometry)
-                .map_err(|problem| flaw(format!("{id}, slot {slot}: {problem}")))?;
-            if !placements.set_stored(entry.block, id, slot as u16) {
-                let block = entry.block;
-                let problem =
-                    format!("{id}, slot {slot}: {block} is listed twice, or past the end");
-                return Err(flaw(problem));
-            }
+            let entry = row.at(offset, geometry).map_err(|problem| {
+                flaw(format!("{}, slot {slot}: {problem}", LocalityBlockId(id as u32)))
+            })?;
             offset += entry.stored_len;
             entries.push(entry);
         }
     }
     Ok(entries)
+}
+
+fn used_bytes(entries: &[Entry], starts: &[u32]) -> Vec<u32> {
+    let last = |end: &u32| entries.get((*end as usize).checked_sub(1)?);
+    starts.iter().skip(1).map(|end| last(end).map_or(0, |entry| entry.end() as u32)).collect()
+}
+
+impl Index {
+    /// Version 1: what is listed twice, or is a zero block as well, is a flaw.
+    fn place_each_once(&mut self) -> Result<(), Flaw> {
+        for (id, pair) in self.starts.windows(2).enumerate() {
+            let id = LocalityBlockId(id as u32);
+            let entries = self.entries.get(pair[0] as usize..pair[1] as usize).unwrap_or_default();
+            for (slot, entry) in entries.iter().enumerate() {
+                if !self.placements.set_stored(entry.block, id, slot as u16) {
+                    let block = entry.block;
+                    let problem = "is listed twice, or past the end";
+                    return Err(flaw(format!("{id}, slot {slot}: {block} {problem}")));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Version 2: the last listing counts, and the others are taken out.
+    fn place_last_listed(&mut self, geometry: &Geometry) -> Result<(), Flaw> {
+        if let Some(entry) = self.entries.iter().find(|it| it.block.0 >= geometry.blocks()) {
+            return Err(flaw(format!("{} is past the end", entry.block)));
+        }
+        let mut counts = vec![false; self.entries.len()];
+        for (counts, entry) in counts.iter_mut().zip(&self.entries).rev() {
+            *counts = self.placements.set_stored(entry.block, LocalityBlockId(0), 0);
+        }
+        let (entries, starts) = (std::mem::take(&mut self.entries), self.starts.clone());
+        for (id, pair) in starts.windows(2).enumerate() {
+            let range = pair[0] as usize..pair[1] as usize;
+            let start = self.entries.len();
+            for at in range.filter(|&at| counts[at]) {
+                let (entry, slot) = (entries[at], (self.entries.len() - start) as u16);
+                self.placements.move_to(entry.block, LocalityBlockId(id as u32), slot);
+                self.entries.push(entry);
+            }
+            self.starts[id + 1] = self.entries.len() as u32;
+        }
+        Ok(())
+    }
 }
 
 impl Row {
@@ -220,7 +307,7 @@ pub(crate) fn check_entry(entry: &Entry, geometry: &Geometry) -> Result<(), Stri
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index_builder::IndexBuilder;
+    use crate::index_builder::{IndexBuilder, Listing};
     use crate::locality::LocalityBlock;
     use crate::placement::Placement;
 
@@ -235,7 +322,7 @@ mod tests {
     }
 
     fn builder() -> IndexBuilder {
-        let mut builder = IndexBuilder::new(Geometry::new(200));
+        let mut builder = IndexBuilder::new(Geometry::new(200), Listing::Once);
         assert!(builder.add(&filled(vec![entry(9, 0, 100), entry(3, 100, 8192)])).is_ok());
         assert!(builder.add(&filled(vec![entry(99, 0, 1)])).is_ok());
         for block in [5, 4, 7] {
@@ -247,7 +334,7 @@ mod tests {
     #[test]
     fn what_goes_in_comes_out() {
         let geometry = Geometry::new(200);
-        let index = parse(&builder().encode(), &geometry, 2).unwrap();
+        let index = parse(&builder().encode(), 1, &geometry, 2).unwrap();
         assert_eq!(index.entries_of(LocalityBlockId(0)).unwrap()[1], entry(3, 100, 8192));
         assert_eq!(index.entries_of(LocalityBlockId(1)).unwrap(), [entry(99, 0, 1)]);
         assert_eq!(index.entries_of(LocalityBlockId(2)), None);
@@ -262,7 +349,7 @@ mod tests {
     #[test]
     fn the_limit_is_not_too_low() {
         let bytes = builder().encode();
-        assert!(bytes.len() as u64 <= bytes_max(&Geometry::new(200), 2));
+        assert!(bytes.len() as u64 <= bytes_max(1, &Geometry::new(200), 2));
     }
 
     #[test]
@@ -286,10 +373,47 @@ mod tests {
         for (at, value) in [(0, 3), (4, 9), (8, 1), (12, 1), (20, 0), (21, 99), (40, 200)] {
             let mut bad = good.clone();
             bad[at] = value;
-            assert!(parse(&bad, &geometry, 2).is_err(), "byte {at}");
+            assert!(parse(&bad, 1, &geometry, 2).is_err(), "byte {at}");
         }
         for len in 0..good.len() {
-            assert!(parse(&good[..len], &geometry, 2).is_err(), "length {len}");
+            assert!(parse(&good[..len], 1, &geometry, 2).is_err(), "length {len}");
         }
+    }
+
+    fn again() -> Index {
+        let geometry = Geometry::new(200);
+        let mut builder = IndexBuilder::new(geometry, Listing::Last);
+        assert!(builder.add_zero(Block(3)).is_ok());
+        assert!(builder.add(&filled(vec![entry(9, 0, 100), entry(3, 100, 50)])).is_ok());
+        assert!(builder.add(&filled(vec![entry(7, 0, 10), entry(9, 10, 20)])).is_ok());
+        assert!(builder.add_zero(Block(7)).is_ok());
+        assert_eq!((builder.stored_blocks(), builder.zero_blocks()), (2, 1));
+        assert_eq!(builder.stored_bytes(), 70);
+        parse(&builder.encode(), 2, &geometry, 2).unwrap()
+    }
+
+    #[test]
+    fn what_is_listed_again_counts_once() {
+        let index = again();
+        assert_eq!(index.entries_of(LocalityBlockId(0)).unwrap(), [entry(3, 100, 50)]);
+        assert_eq!(index.entries_of(LocalityBlockId(1)).unwrap(), [entry(9, 10, 20)]);
+        assert_eq!(index.placements.get(Block(7)), Placement::Zero);
+        let stored = Placement::Stored { locality_block: LocalityBlockId(1), slot: 0 };
+        assert_eq!(index.placements.get(Block(9)), stored);
+        assert_eq!((index.used_bytes(LocalityBlockId(0)), index.zero_blocks), (Some(150), 1));
+    }
+
+    #[test]
+    fn an_older_image_has_what_the_newer_one_does_not_mention() {
+        let mut index = again();
+        let geometry = Geometry::new(200);
+        index.add_older(&parse(&builder().encode(), 1, &geometry, 2).unwrap());
+        assert_eq!(index.locality_blocks(), 4);
+        assert_eq!(index.entries_of(LocalityBlockId(2)).unwrap(), [], "both are newer above");
+        assert_eq!(index.entries_of(LocalityBlockId(3)).unwrap(), [entry(99, 0, 1)]);
+        assert_eq!(index.used_bytes(LocalityBlockId(2)), Some(8292));
+        let zeros = (0..100).filter(|&it| index.placements.get(Block(it)) == Placement::Zero);
+        assert_eq!(zeros.collect::<Vec<_>>(), [4, 5, 7]);
+        assert_eq!(index.zero_blocks, 3);
     }
 }

@@ -3,21 +3,31 @@
 use firn_types::Block;
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::arrange::Bitmap;
 use crate::geometry::Geometry;
-use crate::index::{HEAD_BYTES, check_entry};
+use crate::index::{HEAD_BYTES, LISTED_MAX, check_entry};
 use crate::locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId};
-use crate::placement::Placements;
 use crate::steps::steps;
+
+/// Whether a memory block may be listed again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Listing {
+    /// No: version 1.
+    Once,
+    /// Yes, and the last time counts: version 2.
+    Last,
+}
 
 /// The index of an image that is being written.
 pub(crate) struct IndexBuilder {
     geometry: Geometry,
+    listing: Listing,
     filled_by: Vec<FilledBy>,
     counts: Vec<u16>,
     checksums: Vec<u64>,
     entries: Vec<Entry>,
-    placements: Placements,
-    zeros: Vec<Block>,
+    stored: Bitmap,
+    zeros: Bitmap,
 }
 
 /// Why a locality block can't be added.
@@ -25,18 +35,20 @@ pub(crate) enum Refusal {
     Entry(String),
     Range(Block),
     Twice(Block),
+    TooOften,
 }
 
 impl IndexBuilder {
-    pub(crate) fn new(geometry: Geometry) -> Self {
+    pub(crate) fn new(geometry: Geometry, listing: Listing) -> Self {
         Self {
             geometry,
+            listing,
             filled_by: Vec::new(),
             counts: Vec::new(),
             checksums: Vec::new(),
             entries: Vec::new(),
-            placements: Placements::new(geometry.blocks(), 0),
-            zeros: Vec::new(),
+            stored: Bitmap::new(geometry.blocks()),
+            zeros: Bitmap::new(geometry.blocks()),
         }
     }
 
@@ -46,25 +58,27 @@ impl IndexBuilder {
     }
 
     pub(crate) fn stored_blocks(&self) -> u32 {
-        self.entries.len() as u32
+        self.stored.len()
     }
 
+    /// Stored bytes of the memory blocks, each as it was listed last.
     pub(crate) fn stored_bytes(&self) -> u64 {
-        self.entries.iter().map(|entry| u64::from(entry.stored_len)).sum()
+        let mut left = self.stored.clone();
+        let last = self.entries.iter().rev().filter(|entry| left.take(entry.block));
+        last.map(|entry| u64::from(entry.stored_len)).sum()
     }
 
     pub(crate) fn zero_blocks(&self) -> u32 {
-        self.zeros.len() as u32
+        self.zeros.len()
     }
 
     /// Adds the next locality block.
     pub(crate) fn add(&mut self, filled: &LocalityBlock) -> Result<LocalityBlockId, Refusal> {
         let id = LocalityBlockId(self.locality_blocks());
         self.check(filled)?;
-        for (slot, entry) in filled.entries.iter().enumerate() {
-            self.claim(entry.block, |placements| {
-                placements.set_stored(entry.block, id, slot as u16)
-            })?;
+        for entry in &filled.entries {
+            self.claim(entry.block)?;
+            self.stored.insert(entry.block);
         }
         self.filled_by.push(filled.filled_by);
         self.counts.push(filled.entries.len() as u16);
@@ -96,24 +110,30 @@ impl IndexBuilder {
 
     /// Records a zero block.
     pub(crate) fn add_zero(&mut self, block: Block) -> Result<(), Refusal> {
-        self.claim(block, |placements| placements.set_zero(block, 1))?;
-        self.zeros.push(block);
+        self.claim(block)?;
+        self.zeros.insert(block);
         Ok(())
     }
 
-    fn claim(
-        &mut self,
-        block: Block,
-        set: impl FnOnce(&mut Placements) -> bool,
-    ) -> Result<(), Refusal> {
+    /// Forgets what was recorded of a block, if anything: something else is going to be.
+    fn claim(&mut self, block: Block) -> Result<(), Refusal> {
         if block.0 >= self.geometry.blocks() {
             return Err(Refusal::Range(block));
         }
-        if set(&mut self.placements) { Ok(()) } else { Err(Refusal::Twice(block)) }
+        let was_recorded = self.stored.take(block) | self.zeros.take(block);
+        match self.listing {
+            Listing::Once if was_recorded => Err(Refusal::Twice(block)),
+            Listing::Last if self.is_full() => Err(Refusal::TooOften),
+            _ => Ok(()),
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.entries.len() as u64 >= u64::from(self.geometry.blocks()) * u64::from(LISTED_MAX)
     }
 
     /// The index as it is stored.
-    pub(crate) fn encode(mut self) -> Vec<u8> {
+    pub(crate) fn encode(self) -> Vec<u8> {
         let runs = self.zero_runs();
         let entries = &self.entries;
         let mut out = Vec::with_capacity(
@@ -138,10 +158,9 @@ impl IndexBuilder {
     }
 
     /// Zero blocks as runs, each as long as can be: (first, length in blocks).
-    fn zero_runs(&mut self) -> Vec<(u32, u32)> {
-        self.zeros.sort_unstable();
+    fn zero_runs(&self) -> Vec<(u32, u32)> {
         let mut runs: Vec<(u32, u32)> = Vec::new();
-        for &Block(block) in &self.zeros {
+        for Block(block) in self.zeros.iter() {
             match runs.last_mut() {
                 Some((first, len)) if *first + *len == block => *len += 1,
                 _ => runs.push((block, 1)),

@@ -17,6 +17,9 @@
 //!   more memory than its own size explains.
 //! - [`Writer`] leaves the whole image at the target path, or nothing new at all.
 //!
+//! An image may build on another one and hold only what changed since. The two, and however many more there are, are
+//! opened and read as one; [`merge()`] and [`rebase()`] make one file of several.
+//!
 //! [`Packer`] is pure: memory blocks in, locality blocks out.
 
 #![forbid(unsafe_code)]
@@ -24,6 +27,7 @@
 mod arrange;
 mod blocks;
 mod bytes;
+mod chain;
 mod codec;
 mod compare;
 mod compress;
@@ -38,6 +42,7 @@ mod locality;
 mod partial;
 mod placement;
 mod reader;
+mod rebase;
 mod reorder;
 mod sections;
 mod source;
@@ -46,6 +51,7 @@ mod verify;
 mod writer;
 
 pub use blocks::ReadOrder;
+pub use chain::CHAIN_MAX;
 pub use codec::{Codec, CodecError, StoredAs, ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
 pub use compare::{Mismatch, compare};
 pub use compress::{Compressed, PackedBlock, checksum, compress};
@@ -61,7 +67,8 @@ pub use locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId,
 pub use partial::{abandon_partial, remove_partial};
 pub use placement::Placement;
 pub use reader::Image;
+pub use rebase::{merge, rebase};
 pub use reorder::{ListedWorkingSet, Reorder, reorder};
 pub use sections::{AuxBlock, Sections};
 pub use verify::{Problem, VerifyReport, verify};
-pub use writer::{Summary, Writer};
+pub use writer::{Draft, Summary, Writer};

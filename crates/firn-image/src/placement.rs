@@ -84,7 +84,7 @@ impl Placements {
         if block.0 < self.blocks { Placement::Zero } else { Placement::Untouched }
     }
 
-    /// Records a stored block. False if it is past the last block, or recorded already.
+    /// Records a stored block. False, and nothing changes, if it is past the last block or recorded already.
     pub(crate) fn set_stored(&mut self, block: Block, id: LocalityBlockId, slot: u16) -> bool {
         self.set(block, Leaf { locality_block: id.0, slot })
     }
@@ -120,8 +120,44 @@ impl Placements {
             return false;
         };
         let free = *old == UNTOUCHED;
-        *old = leaf;
+        if free {
+            *old = leaf;
+        }
         free
+    }
+
+    /// Tells a stored block another slot.
+    pub(crate) fn move_to(&mut self, block: Block, id: LocalityBlockId, slot: u16) {
+        if let Some(table) = self.table_of(block.index() / CHUNK)
+            && let Some(leaf) = self.leaves.get_mut(table * CHUNK + block.index() % CHUNK)
+        {
+            *leaf = Leaf { locality_block: id.0, slot };
+        }
+    }
+
+    /// Records as zero what is untouched of `len` blocks from `first` on. Gives how many blocks that were.
+    pub(crate) fn fill_zero(&mut self, first: Block, len: u32) -> u32 {
+        let end = (first.index() + len as usize).min(self.blocks as usize);
+        let (mut at, mut filled) = (first.index(), 0);
+        while at < end {
+            let next = (at - at % CHUNK + CHUNK).min(end);
+            filled += self.fill_part_zero(at, next);
+            at = next;
+        }
+        filled
+    }
+
+    /// The same within one chunk.
+    fn fill_part_zero(&mut self, start: usize, end: usize) -> u32 {
+        let is_whole = end - start == CHUNK;
+        match self.directory.get_mut(start / CHUNK) {
+            Some(entry) if is_whole && *entry == ALL_UNTOUCHED => {
+                *entry = ALL_ZERO;
+                CHUNK as u32
+            }
+            Some(_) => (start..end).filter(|&it| self.set(Block(it as u32), ZERO)).count() as u32,
+            None => 0,
+        }
     }
 
     /// The table of a chunk, made if it has none. `None` if the chunk is zero throughout.
@@ -163,6 +199,25 @@ mod tests {
         assert_eq!(map.get(Block(299)), Placement::Zero);
         assert_eq!(map.get(Block(300)), Placement::Untouched);
         assert_eq!(map.get(Block(u32::MAX)), Placement::Untouched);
+    }
+
+    #[test]
+    fn zeros_fill_what_is_untouched() {
+        let mut map = Placements::new(1000, 0);
+        assert!(map.set_stored(Block(300), LocalityBlockId(1), 2) && map.set_zero(Block(301), 9));
+        assert_eq!(map.fill_zero(Block(290), 600), 590);
+        assert_eq!(map.fill_zero(Block(880), 999), 110);
+        assert_eq!(map.get(Block(300)), stored(1, 2));
+        let zeros = (0..1000).filter(|&block| map.get(Block(block)) == Placement::Zero);
+        assert_eq!(zeros.count(), 709);
+    }
+
+    #[test]
+    fn a_stored_block_moves() {
+        let mut map = Placements::new(10, 0);
+        assert!(map.set_stored(Block(3), LocalityBlockId(1), 2));
+        map.move_to(Block(3), LocalityBlockId(1), 0);
+        assert_eq!(map.get(Block(3)), stored(1, 0));
     }
 
     proptest! {

@@ -3,17 +3,21 @@
 //! Opening reads and checks everything but the locality blocks: header, footer, sections, index. From then on a
 //! look-up is two loads, a locality block is one `pread(2)` of its used bytes, and every memory block is checked
 //! against its checksum when it is decoded: what does not match is an error that names it, never a wrong page.
+//!
+//! An incremental image is opened with all that it builds on, and read as if it were one file: its locality blocks come
+//! first, then its parent's, and so on (see `chain`).
 
+use std::ops::Range;
 use std::path::Path;
 
 use firn_types::{Block, GuestPhys, RegionMap};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::chain::{Chain, Layer, Own};
 use crate::error::ImageError;
 use crate::footer::{Footer, Kind};
 use crate::geometry::{Geometry, Organization};
-use crate::header::Header;
-use crate::index::{self, Index};
+use crate::index::Index;
 use crate::locality::{Entry, FilledBy, LocalityBlockId};
 use crate::placement::Placement;
 use crate::sections::{self, AccessGroup, AuxBlock, Sections};
@@ -22,44 +26,61 @@ use crate::writer::{Summary, overhead_bytes};
 
 /// An open image. Any number of threads may read it at once.
 pub struct Image {
-    pub(crate) source: Source,
-    header: Header,
-    footer: Footer,
+    /// Its own file, then the one it builds on, and so on.
+    layers: Vec<Layer>,
     sections: Sections,
+    /// Over all of them.
     index: Index,
+    own: Own,
 }
 
 impl Image {
     /// Opens an image and checks all of it but the memory blocks themselves.
     pub fn open(path: &Path) -> Result<Self, ImageError> {
-        let source = Source::open(path)?;
-        let (header, footer) = source.read_frame()?;
-        let geometry = header.geometry;
-        let sections = read_sections(&source, &footer, &geometry)?;
-        let index = read_index(&source, &footer, &geometry)?;
+        Self::of(Chain::open(path, None)?)
+    }
+
+    /// Opens an image whose parent is not where it was: at `parent`, where the very same image is.
+    pub fn open_with_parent(path: &Path, parent: &Path) -> Result<Self, ImageError> {
+        Self::of(Chain::open(path, Some(parent))?)
+    }
+
+    fn of(chain: Chain) -> Result<Self, ImageError> {
+        let Chain { layers, index, own } = chain;
+        let Layer { source, header, footer, .. } = &layers[0];
+        let sections = read_sections(source, footer, &header.geometry)?;
         // Decoded when asked for, which is rarely; but opening says whether it is damaged.
-        source.check_section(&footer, Kind::AccessOrder)?;
-        Ok(Self { source, header, footer, sections, index })
+        source.check_section(footer, Kind::AccessOrder)?;
+        Ok(Self { layers, sections, index, own })
+    }
+
+    fn layer(&self) -> &Layer {
+        &self.layers[0]
     }
 
     /// The file.
     pub fn path(&self) -> &Path {
-        &self.source.path
+        self.layer().path()
+    }
+
+    /// Its own file, and those it builds on, the newest first.
+    pub fn chain(&self) -> impl ExactSizeIterator<Item = &Path> {
+        self.layers.iter().map(Layer::path)
     }
 
     /// A random number that tells it from every other image, in hexadecimal. A copy of the file has the same.
     pub fn identity(&self) -> String {
-        self.header.identity.0.iter().map(|byte| format!("{byte:02x}")).collect()
+        self.layer().header.identity.to_string()
     }
 
     /// The sizes it is built on.
     pub fn geometry(&self) -> Geometry {
-        self.header.geometry
+        self.layer().header.geometry
     }
 
     /// How its blocks are arranged.
     pub fn organization(&self) -> Organization {
-        self.header.organization
+        self.layer().header.organization
     }
 
     /// Where RAM lies.
@@ -96,22 +117,25 @@ impl Image {
         &self.sections
     }
 
-    /// The image in numbers.
+    /// The image's own file in numbers.
     pub fn summary(&self) -> Summary {
         let geometry = self.geometry();
-        let entries = self.index.entries();
-        let (stored_blocks, zero_blocks) = (entries.len() as u32, self.index.zero_blocks);
+        let Own { stored_blocks, stored_bytes, zero_blocks } = self.own;
+        let footer = &self.layer().footer;
+        let unmentioned_blocks = geometry.blocks() - stored_blocks - zero_blocks;
+        let builds_on_another = self.layers.len() > 1;
         Summary {
             path: self.path().to_owned(),
             geometry,
             organization: self.organization(),
-            file_bytes: self.footer.file_bytes(&geometry),
-            locality_blocks: self.locality_blocks(),
+            file_bytes: footer.file_bytes(&geometry),
+            locality_blocks: footer.locality_blocks,
             stored_blocks,
-            stored_bytes: entries.iter().map(|entry| u64::from(entry.stored_len)).sum(),
+            stored_bytes,
             zero_blocks,
-            untouched_blocks: geometry.blocks() - stored_blocks - zero_blocks,
-            overhead_bytes: overhead_bytes(&self.footer, &geometry),
+            untouched_blocks: if builds_on_another { 0 } else { unmentioned_blocks },
+            inherited_blocks: if builds_on_another { unmentioned_blocks } else { 0 },
+            overhead_bytes: overhead_bytes(footer, &geometry),
         }
     }
 
@@ -130,12 +154,42 @@ impl Image {
         }
     }
 
-    /// How many locality blocks there are.
+    /// How many locality blocks there are, with those of the images it builds on.
     pub fn locality_blocks(&self) -> u32 {
-        self.footer.locality_blocks
+        self.index.locality_blocks()
     }
 
-    /// The memory blocks of a locality block, as they lie in it. Empty past the last locality block.
+    /// The file in which a locality block is, and where. Past the last one: where it would be.
+    pub(crate) fn place(&self, id: LocalityBlockId) -> (&Source, u64) {
+        let layer = self.layer_of(id);
+        let own = LocalityBlockId(id.0 - layer.first);
+        (&layer.source, layer.header.geometry.offset_of(own))
+    }
+
+    fn layer_of(&self, id: LocalityBlockId) -> &Layer {
+        let after = self.layers.partition_point(|layer| layer.first <= id.0);
+        // An empty layer starts where the next one does; the last that starts there has the block.
+        &self.layers[after.saturating_sub(1)]
+    }
+
+    /// Where a locality block starts, in bytes, as if the files of the chain lay one behind another, its own first.
+    pub fn offset_of(&self, id: LocalityBlockId) -> u64 {
+        let layer = self.layer_of(id);
+        let own = LocalityBlockId(id.0 - layer.first);
+        layer.start + layer.header.geometry.offset_of(own)
+    }
+
+    /// Cuts a range of locality blocks into parts that are in one file each.
+    pub(crate) fn by_file(&self, ids: Range<u32>) -> impl Iterator<Item = Range<u32>> + '_ {
+        let ends = self.layers.iter().skip(1).map(|layer| layer.first).chain([u32::MAX]);
+        let starts = self.layers.iter().map(|layer| layer.first);
+        let parts =
+            starts.zip(ends).map(move |(start, end)| ids.start.max(start)..ids.end.min(end));
+        parts.filter(|part| !part.is_empty())
+    }
+
+    /// The memory blocks of a locality block, as they lie in it. Empty past the last locality block, and where newer
+    /// images of the chain have others instead of all of them.
     pub fn entries(&self, id: LocalityBlockId) -> &[Entry] {
         self.index.entries_of(id).unwrap_or_default()
     }
@@ -153,15 +207,20 @@ impl Image {
 
     /// How many bytes of a locality block are used.
     pub fn used_bytes(&self, id: LocalityBlockId) -> usize {
-        self.entries(id).last().map_or(0, Entry::end)
+        self.index.used_bytes(id).unwrap_or_default() as usize
     }
 
     /// The groups in which blocks lay when the image was organized by access, if that is recorded.
     pub(crate) fn access_order(&self) -> Result<Option<Vec<AccessGroup>>, ImageError> {
-        let Some(at) = self.footer.section(Kind::AccessOrder) else { return Ok(None) };
-        let bytes = self.source.read_section(at, at.kind.bytes_max())?;
+        let Layer { source, footer, .. } = self.layer();
+        let Some(at) = footer.section(Kind::AccessOrder) else { return Ok(None) };
+        let bytes = source.read_section(at, at.kind.bytes_max())?;
         let groups = sections::parse_access_order(&bytes, &self.geometry());
-        groups.map(Some).map_err(|flaw| self.source.flaw(flaw.shifted(at.offset)))
+        groups.map(Some).map_err(|flaw| source.flaw(flaw.shifted(at.offset)))
+    }
+
+    pub(crate) fn layers(&self) -> &[Layer] {
+        &self.layers
     }
 }
 
@@ -192,12 +251,4 @@ fn read_sections(
             .parse(footer, Kind::PageTableRoots, sections::parse_roots)?
             .unwrap_or_default(),
     })
-}
-
-fn read_index(source: &Source, footer: &Footer, geometry: &Geometry) -> Result<Index, ImageError> {
-    let at = footer.section(Kind::Index).ok_or_else(|| source.missing(Kind::Index))?;
-    let limit = index::bytes_max(geometry, footer.locality_blocks);
-    let bytes = source.read_section(at, limit)?;
-    index::parse(&bytes, geometry, footer.locality_blocks)
-        .map_err(|flaw| source.flaw(flaw.shifted(at.offset)))
 }

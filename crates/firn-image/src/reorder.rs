@@ -22,11 +22,13 @@ use crate::codec::{Codec, StoredAs};
 use crate::compress::{Compressed, PackedBlock, compress};
 use crate::error::ImageError;
 use crate::geometry::{Geometry, Organization};
+use crate::header::Identity;
 use crate::locality::{FilledBy, LocalityBlockId, Packer};
 use crate::placement::Placement;
 use crate::reader::Image;
+use crate::rebase::leave_to;
 use crate::sections::{AccessGroup, Sections};
-use crate::writer::{Summary, Writer};
+use crate::writer::{Draft, Summary, Writer};
 use crate::{ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
 
 /// Memory blocks that one thread packs in one go.
@@ -88,24 +90,58 @@ pub fn reorder(
     out: &Path,
     progress: &dyn Fn(u32, u32),
 ) -> Result<Summary, ImageError> {
+    rewrite(image, how, &Target { path: out, parent: None, identity: None }, progress)
+}
+
+/// Where a rewritten image goes.
+pub(crate) struct Target<'a> {
+    pub(crate) path: &'a Path,
+    /// What it is to build on. Block sizes must be its.
+    pub(crate) parent: Option<&'a Image>,
+    /// The identity it keeps, if others may build on it.
+    pub(crate) identity: Option<Identity>,
+}
+
+impl Target<'_> {
+    fn writer(&self, geometry: Geometry, organization: Organization) -> Result<Writer, ImageError> {
+        let draft = Draft { parent: self.parent, ..Draft::whole(geometry, organization) };
+        match self.identity {
+            Some(identity) => Writer::with_identity(self.path, &draft, identity),
+            None => Writer::create(self.path, &draft),
+        }
+    }
+}
+
+/// What [`reorder`] does, for any target.
+pub(crate) fn rewrite(
+    image: &Image,
+    how: &Reorder,
+    target: &Target<'_>,
+    progress: &dyn Fn(u32, u32),
+) -> Result<Summary, ImageError> {
     let (from, to) = (image.geometry(), how.geometry(image.geometry()));
     to.check()?;
     let access_order = access_order(image)?.map(|it| resized(it, from, to));
-    let (stored, zero) = survey(image, to);
+    let mut writer = target.writer(to, how.by)?;
+    let (mut stored, mut zero) = survey(image, to);
+    if let Some(parent) = target.parent {
+        leave_to(parent, image, &mut stored, &mut zero);
+    }
     let groups = match (how.by, &access_order) {
         (Organization::Physical, _) => arrange::physical(&stored),
         (Organization::Random, _) => arrange::random(&stored, how.seed),
         (Organization::Access, Some(groups)) => arrange::access(&stored, groups),
         (Organization::Access, None) => arrange::access(&stored, &working_set_order(image, to)?),
     };
-    let mut writer = Writer::create(out, to, how.by)?;
     zero.iter().for_each(|block| writer.set_zero(block));
     if how.by != Organization::Access
         && let Some(groups) = access_order
     {
         writer.set_access_order(groups);
     }
-    let keeps_groups = how.by == Organization::Access && how.codec.is_none() && from == to;
+    let is_one_file = image.chain().len() == 1 && target.parent.is_none();
+    let keeps_groups =
+        how.by == Organization::Access && how.codec.is_none() && from == to && is_one_file;
     let mut packing = Packing { writer, open: BTreeMap::new(), keeps_groups };
     let recompress_with = how.codec.unwrap_or_else(|| usual_codec(image));
     let source = BlockSource { image, to, codec: how.codec, recompress_with };

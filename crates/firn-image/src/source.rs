@@ -1,12 +1,12 @@
 //! The file behind an image, and the parts of it that are read whole.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
 use std::num::NonZero;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Advice, fadvise, fstatfs};
+use rustix::fs::{Advice, OFlags, fadvise, fstatfs};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -19,6 +19,8 @@ use crate::header::Header;
 pub(crate) struct Source {
     pub(crate) file: File,
     pub(crate) path: PathBuf,
+    /// Device and inode: which file it is, whatever its name.
+    id: (u64, u64),
     len: u64,
     is_in_memory: bool,
 }
@@ -27,13 +29,20 @@ impl Source {
     pub(crate) fn open(path: &Path) -> Result<Self, ImageError> {
         let failed = |source| ImageError::Io { step: "open", path: path.to_owned(), source };
         firn_fault::io("image.open").map_err(failed)?;
-        let file = File::open(path).map_err(failed)?;
+        // A pipe of that name must not make us wait for somebody to write into it.
+        let flags = OFlags::NONBLOCK.bits() as i32;
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;
         if !metadata.is_file() {
             return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
         }
         let is_in_memory = is_in_memory(&file);
-        Ok(Self { file, path: path.to_owned(), len: metadata.len(), is_in_memory })
+        let id = (metadata.dev(), metadata.ino());
+        Ok(Self { file, path: path.to_owned(), id, len: metadata.len(), is_in_memory })
+    }
+
+    pub(crate) fn is_same_file(&self, other: &Self) -> bool {
+        self.id == other.id
     }
 
     pub(crate) fn flaw(&self, flaw: Flaw) -> ImageError {
@@ -95,7 +104,7 @@ impl Source {
         self.read_exact_at(&mut bytes, at)?;
         let footer = Footer::parse(&bytes, &header.geometry, self.len)
             .map_err(|flaw| self.flaw(flaw.shifted(at)))?;
-        if footer.identity != header.identity {
+        if (footer.identity, footer.version) != (header.identity, header.version) {
             let problem = "it belongs to another image than the header";
             return Err(self.flaw(Flaw::new("footer", at, problem)));
         }

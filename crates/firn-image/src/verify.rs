@@ -76,7 +76,7 @@ impl Serialize for Problem {
     }
 }
 
-/// Reads and checks every locality block. `progress` is told (done, total) in locality blocks, on this thread.
+/// Reads and checks every locality block, those of the images it builds on included. `progress` is told (done, total) in locality blocks, on this thread.
 pub fn verify(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> VerifyReport {
     let total = image.locality_blocks();
     let next = AtomicU32::new(0);
@@ -145,14 +145,15 @@ fn changed_bytes(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<Pr
     if image.has_checksum(id, stored.get(..image.used_bytes(id))?) {
         return None;
     }
-    let offset = image.geometry().offset_of(id);
-    Some(Problem::Stored { id, offset, path: image.path().to_owned() })
+    let (source, offset) = image.place(id);
+    Some(Problem::Stored { id, offset, path: source.path.clone() })
 }
 
 /// The first byte behind the memory blocks that is not zero, if any.
 fn dirty_padding(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<Problem> {
     let used = image.used_bytes(id);
     let at = stored.get(used..)?.iter().position(|&byte| byte != 0)?;
-    let offset = image.geometry().offset_of(id) + (used + at) as u64;
-    Some(Problem::Padding { id, offset, path: image.path().to_owned() })
+    let (source, start) = image.place(id);
+    let offset = start + (used + at) as u64;
+    Some(Problem::Padding { id, offset, path: source.path.clone() })
 }

@@ -8,28 +8,86 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use firn_types::Block;
+use firn_types::{Block, RegionMap};
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::chain::{CHAIN_MAX, Parent};
 use crate::error::ImageError;
 use crate::footer::{Footer, Kind, SectionAt};
 use crate::geometry::{Geometry, HEADER_BYTES, Organization};
-use crate::header::{Header, Identity};
-use crate::index_builder::{IndexBuilder, Refusal};
+use crate::header::{Header, Identity, VERSION, VERSION_WHOLE};
+use crate::index_builder::{IndexBuilder, Listing, Refusal};
 use crate::locality::{LocalityBlock, LocalityBlockId};
 use crate::partial::Partial;
+use crate::reader::Image;
 use crate::sections::{AccessGroup, Sections, encode_access_order, unstorable_aux};
 
 /// The level at which sections and the index are compressed.
 const ZSTD_LEVEL: i32 = 1;
 
+/// What is settled about an image before its first byte is written.
+#[derive(Clone, Copy, Debug)]
+pub struct Draft<'a> {
+    /// The sizes it is built on: its parent's, if it has one.
+    pub geometry: Geometry,
+    /// How its blocks are arranged.
+    pub organization: Organization,
+    /// The image it builds on. What is not given to the writer is as it is there.
+    pub parent: Option<&'a Image>,
+    /// Whether a memory block may be given again: the last time counts.
+    pub again: bool,
+}
+
+impl Draft<'_> {
+    /// An image that holds all there is, and each memory block once.
+    pub fn whole(geometry: Geometry, organization: Organization) -> Self {
+        Self { geometry, organization, parent: None, again: false }
+    }
+
+    fn version(&self) -> u32 {
+        if self.parent.is_some() || self.again { VERSION } else { VERSION_WHOLE }
+    }
+
+    fn listing(&self) -> Listing {
+        if self.again { Listing::Last } else { Listing::Once }
+    }
+
+    fn link(&self, path: &Path) -> Result<Option<(Parent, RegionMap)>, ImageError> {
+        let Some(parent) = self.parent else { return Ok(None) };
+        if parent.chain().any(|file| is_same_file(file, path)) {
+            return Err(ImageError::WrongParent {
+                path: path.to_owned(),
+                parent: parent.path().to_owned(),
+                problem: "the image would take the place of one that it builds on".to_owned(),
+            });
+        }
+        let identity = parent.layers()[0].header.identity;
+        let link = Parent::of(path, parent.path(), identity)?;
+        match parent.geometry() == self.geometry && parent.chain().len() < CHAIN_MAX {
+            true => Ok(Some((link, parent.regions().clone()))),
+            false if parent.geometry() == self.geometry => {
+                Err(ImageError::ChainTooLong { path: parent.path().to_owned() })
+            }
+            false => Err(ImageError::OtherRam { parent: parent.path().to_owned() }),
+        }
+    }
+}
+
+fn is_same_file(one: &Path, other: &Path) -> bool {
+    let file = |path: &Path| std::fs::metadata(path).map(|it| (it.dev(), it.ino())).ok();
+    file(one).is_some_and(|one| file(other) == Some(one))
+}
+
 /// An image that is being written.
 pub struct Writer {
     partial: Partial,
     header: Header,
+    /// The image it builds on, and how RAM lies there.
+    parent: Option<(Parent, RegionMap)>,
     index: IndexBuilder,
     access_order: Option<Vec<AccessGroup>>,
     refused: Option<ImageError>,
@@ -56,23 +114,37 @@ pub struct Summary {
     pub zero_blocks: u32,
     /// How many memory blocks are untouched.
     pub untouched_blocks: u32,
+    /// How many memory blocks are as in the image it builds on.
+    pub inherited_blocks: u32,
     /// Bytes of everything that is not a locality block: header, sections, index, footer.
     pub overhead_bytes: u64,
 }
 
 impl Writer {
     /// Begins an image that will be at `path`. Until [`Self::finish`], only a hidden file beside it is written.
-    pub fn create(
+    pub fn create(path: &Path, draft: &Draft<'_>) -> Result<Self, ImageError> {
+        Self::with_identity(path, draft, random_identity()?)
+    }
+
+    /// The same for the same checkpoint in another form, on which others may build already.
+    pub(crate) fn with_identity(
         path: &Path,
-        geometry: Geometry,
-        organization: Organization,
+        draft: &Draft<'_>,
+        identity: Identity,
     ) -> Result<Self, ImageError> {
+        let Draft { geometry, organization, .. } = *draft;
         geometry.check()?;
+        let parent = draft.link(path)?;
         let partial = Partial::create(path)?;
-        let header = Header { geometry, organization, identity: random_identity()? };
+        let header = Header { version: draft.version(), geometry, organization, identity };
         partial.write_at("image.write", &header.encode(), 0)?;
-        let index = IndexBuilder::new(geometry);
-        Ok(Self { partial, header, index, access_order: None, refused: None })
+        let index = IndexBuilder::new(geometry, draft.listing());
+        Ok(Self { partial, header, parent, index, access_order: None, refused: None })
+    }
+
+    /// The random number by which the image will be known, in hexadecimal.
+    pub fn identity(&self) -> String {
+        self.header.identity.to_string()
     }
 
     /// The sizes the image is built on.
@@ -120,10 +192,12 @@ impl Writer {
             Refusal::Entry(problem) => ImageError::LocalityBlock { id, problem },
             Refusal::Range(block) => ImageError::BlockRange { block, blocks },
             Refusal::Twice(block) => ImageError::BlockTwice(block),
+            Refusal::TooOften => ImageError::TooOften,
         }
     }
 
-    /// Writes the rest, brings it to disk, and gives the file its name. Memory blocks never mentioned are untouched.
+    /// Writes the rest, brings it to disk, and gives the file its name. Memory blocks never mentioned are untouched, or as
+    /// in the image it builds on.
     pub fn finish(mut self, sections: Sections) -> Result<Summary, ImageError> {
         if let Some(refused) = self.refused.take() {
             return Err(refused);
@@ -134,6 +208,7 @@ impl Writer {
         let mut encoded = self.encode_sections(&sections)?;
         encoded.push((Kind::Index, self.index.encode()));
         let mut footer = Footer {
+            version: self.header.version,
             identity: self.header.identity,
             locality_blocks: summary.locality_blocks,
             sections: Vec::new(),
@@ -156,6 +231,10 @@ impl Writer {
         if regions != image {
             return Err(ImageError::Pages { regions, image });
         }
+        if let Some((parent, _)) = self.parent.as_ref().filter(|(_, ram)| *ram != sections.regions)
+        {
+            return Err(ImageError::OtherRam { parent: parent.path.clone() });
+        }
         if let Some(problem) = unstorable_aux(&sections.aux_blocks) {
             return Err(ImageError::Section { place: Kind::AuxBlocks.place(), problem });
         }
@@ -173,6 +252,9 @@ impl Writer {
             path: path.to_owned(),
             source: error.into(),
         })?;
+        if let Some((parent, _)) = &self.parent {
+            encoded.push((Kind::Parent, parent.encode()));
+        }
         if let Some(groups) = &self.access_order {
             encoded.push((Kind::AccessOrder, encode_access_order(groups)));
         }
@@ -182,6 +264,8 @@ impl Writer {
 
     fn summary(&self) -> Summary {
         let (stored_blocks, zero_blocks) = (self.index.stored_blocks(), self.index.zero_blocks());
+        let unmentioned_blocks = self.geometry().blocks() - stored_blocks - zero_blocks;
+        let is_whole = self.parent.is_none();
         Summary {
             path: self.partial.target().to_owned(),
             geometry: self.geometry(),
@@ -191,7 +275,8 @@ impl Writer {
             stored_blocks,
             stored_bytes: self.index.stored_bytes(),
             zero_blocks,
-            untouched_blocks: self.geometry().blocks() - stored_blocks - zero_blocks,
+            untouched_blocks: if is_whole { unmentioned_blocks } else { 0 },
+            inherited_blocks: if is_whole { 0 } else { unmentioned_blocks },
             overhead_bytes: 0,
         }
     }

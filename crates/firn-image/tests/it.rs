@@ -4,6 +4,8 @@
 
 #[path = "it/allocations.rs"]
 mod allocations;
+#[path = "it/chain.rs"]
+mod chain;
 #[path = "it/damage.rs"]
 mod damage;
 #[path = "it/faults.rs"]

@@ -199,10 +199,17 @@ fn runs(storage: &Storage, options: &RestoreOptions) -> Vec<Range<u32>> {
     let image = storage.image();
     let units: Vec<u32> = match options.mode {
         Mode::Lazy | Mode::Locality => Vec::new(),
-        Mode::Eager => (0..image.locality_blocks()).collect(),
+        Mode::Eager => {
+            (0..image.locality_blocks()).filter(|&unit| has_blocks(image, unit)).collect()
+        }
         Mode::WorkingSet | Mode::Auto => units_of(image, &options.expected(image)),
     };
     sequence(&units, image.locality_blocks(), options.run_max(storage.unit_bytes()))
+}
+
+/// Of an image in a chain, newer ones may have other content for all of a locality block's memory blocks.
+fn has_blocks(image: &Image, unit: u32) -> bool {
+    !image.entries(LocalityBlockId(unit)).is_empty()
 }
 
 /// The locality blocks that hold these memory blocks, in the order in which they are first mentioned.

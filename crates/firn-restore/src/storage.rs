@@ -138,15 +138,14 @@ impl Storage {
 
     /// Where a unit is in the file, and how long it is: both in bytes.
     pub(crate) fn place(&self, unit: Unit) -> (u64, u32) {
-        let geometry = self.image.geometry();
         match self.singles.as_ref().map(|_| self.entry(self.single(unit))) {
             Some(Ok((id, entry))) => {
-                (geometry.offset_of(id) + u64::from(entry.offset), entry.stored_len)
+                (self.image.offset_of(id) + u64::from(entry.offset), entry.stored_len)
             }
             Some(Err(_)) => (0, 0),
             None => {
                 let id = LocalityBlockId(unit.0);
-                (geometry.offset_of(id), self.image.used_bytes(id) as u32)
+                (self.image.offset_of(id), self.image.used_bytes(id) as u32)
             }
         }
     }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use firn_image::{
-    AuxBlock, Codec, Compressed, FilledBy, Geometry, Image, Organization, Packer, Reorder,
+    AuxBlock, Codec, Compressed, Draft, FilledBy, Geometry, Image, Organization, Packer, Reorder,
     Sections, Writer, compress, reorder,
 };
 use firn_types::{Block, BlockSize, GuestPhys, RegionMap, VcpuId};
@@ -138,7 +138,7 @@ fn seed(path: &Path) -> Result<Seed> {
 fn write(path: &Path, codec: Codec, block_size: BlockSize) -> Result<()> {
     let total_pages = 40 * block_size.pages() as u32;
     let geometry = Geometry { block_size, locality_block_bytes: 16 << 10, total_pages };
-    let mut writer = Writer::create(path, geometry, Organization::Access)?;
+    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access))?;
     let mut packers = [FilledBy::Vcpu(VcpuId(0)), FilledBy::Sweep]
         .map(|filled_by| Packer::filled_by(geometry, filled_by));
     for number in (0..40u32).filter(|number| number % 5 != 0) {

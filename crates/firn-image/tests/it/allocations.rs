@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use firn_image::{
-    Codec, Compressed, Entry, Geometry, Image, LocalityBlock, LocalityBlockId, Organization,
+    Codec, Compressed, Draft, Entry, Geometry, Image, LocalityBlock, LocalityBlockId, Organization,
     Sections, Writer, compress,
 };
 use firn_types::{Block, RegionMap};
@@ -34,7 +34,7 @@ fn the_path_of_a_fault_allocates_nothing() {
 /// An image of a 1 GiB guest whose blocks are all stored, with one locality block for every 4096 of them.
 fn large_image(path: &std::path::Path) {
     let geometry = Geometry { locality_block_bytes: 1 << 20, ..Geometry::new(1 << 18) };
-    let mut writer = Writer::create(path, geometry, Organization::Access).unwrap();
+    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access)).unwrap();
     let Compressed::Packed(packed) = compress(Codec::Lz4, Block(0), &Content::Flat(1).bytes(8192))
     else {
         panic!("not zero")

@@ -169,9 +169,9 @@ fn what_is_no_image_is_called_that() {
     let missing = subject.dir.path().join("missing");
     assert!(matches!(Image::open(&missing), Err(ImageError::Io { step: "open", .. })));
     let mut newer = subject.good.clone();
-    newer[8] = 2;
+    newer[8] = 3;
     let error = Image::open(&subject.with_file(&newer)).unwrap_err();
-    assert!(error.to_string().contains("format version 2"), "{error}");
+    assert!(error.to_string().contains("format version 3"), "{error}");
 }
 
 #[test]

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use firn_image::{
-    AuxBlock, Codec, Compressed, FilledBy, Geometry, Image, ImageError, Organization, Packer,
-    Sections, Summary, Writer, compress,
+    AuxBlock, Codec, Compressed, Draft, FilledBy, Geometry, Image, ImageError, Organization,
+    Packer, Sections, Summary, Writer, compress,
 };
 use firn_types::{Block, GuestPhys, RegionMap, VcpuId};
 
@@ -124,7 +124,7 @@ impl Model {
     }
 
     fn try_write_blocks(&self, path: &Path) -> Result<Writer, ImageError> {
-        let mut writer = Writer::create(path, self.geometry, Organization::Access)?;
+        let mut writer = Writer::create(path, &Draft::whole(self.geometry, Organization::Access))?;
         let mut packers = BTreeMap::new();
         for &(block, by) in &self.order {
             if self.contents[block.index()] == Content::Untouched {

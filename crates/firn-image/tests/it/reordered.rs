@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use firn_image::{
-    Codec, Entry, FilledBy, Geometry, Image, ImageError, LocalityBlockId, Organization, Reorder,
-    StoredAs, compare, reorder, verify,
+    Codec, Draft, Entry, FilledBy, Geometry, Image, ImageError, LocalityBlockId, Organization,
+    Reorder, StoredAs, compare, reorder, verify,
 };
 use firn_types::{Block, BlockSize, VcpuId};
 
@@ -150,7 +150,8 @@ fn memory_blocks_may_change_size() {
 /// An image that has never been organized by access: made by a writer, not by reordering.
 fn born_physical(path: &Path, working_set: &[u32]) -> Image {
     let geometry = Geometry::new(20);
-    let mut writer = firn_image::Writer::create(path, geometry, Organization::Physical).unwrap();
+    let mut writer =
+        firn_image::Writer::create(path, &Draft::whole(geometry, Organization::Physical)).unwrap();
     let mut packer = firn_image::Packer::new(geometry);
     for block in (0..10).map(Block) {
         let raw = vec![block.0 as u8 + 1; 8192];

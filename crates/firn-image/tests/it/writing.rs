@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use firn_image::{
-    AuxBlock, Codec, Compressed, Geometry, Image, ImageError, LocalityBlock, Organization, Packer,
-    Sections, Writer, compress,
+    AuxBlock, Codec, Compressed, Draft, Geometry, Image, ImageError, LocalityBlock, Organization,
+    Packer, Sections, Writer, compress,
 };
 use firn_types::{Block, RegionMap};
 
@@ -31,7 +31,8 @@ fn sections(pages: u32) -> Sections {
 }
 
 fn begin(dir: &Path) -> Writer {
-    Writer::create(&dir.join("a.firn"), Geometry::new(10), Organization::Access).unwrap()
+    Writer::create(&dir.join("a.firn"), &Draft::whole(Geometry::new(10), Organization::Access))
+        .unwrap()
 }
 
 #[test]
@@ -61,7 +62,8 @@ fn mistakes_are_told_and_leave_nothing_behind() {
     let too_much = Sections { meta, ..sections(10) };
     assert!(matches!(begin(dir.path()).finish(too_much), Err(ImageError::Section { .. })));
     let impossible = Geometry { locality_block_bytes: 5, ..geometry };
-    let refused = Writer::create(&dir.path().join("a.firn"), impossible, Organization::Access);
+    let refused =
+        Writer::create(&dir.path().join("a.firn"), &Draft::whole(impossible, Organization::Access));
     assert!(matches!(refused, Err(ImageError::Geometry(_))));
     assert_eq!(names(dir.path()), Vec::<String>::new());
 }

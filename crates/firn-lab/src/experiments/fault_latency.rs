@@ -20,8 +20,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, anyhow, ensure};
 use firn_guest::stamp::mix;
 use firn_image::{
-    Codec, Compressed, Geometry, Image, LocalityBlockId, Organization, Packer, Sections, Writer,
-    compress,
+    Codec, Compressed, Draft, Geometry, Image, LocalityBlockId, Organization, Packer, Sections,
+    Writer, compress,
 };
 use firn_memory::{Event, PageFaults, Trace};
 use firn_restore::{Fill, Presence, Restore, RestoreOptions};
@@ -216,7 +216,7 @@ fn write_image(
     geometry: Geometry,
     copy: &[u8],
 ) -> Result<()> {
-    let mut writer = Writer::create(path, geometry, Organization::Access)?;
+    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access))?;
     let mut packer = Packer::new(geometry);
     for (number, raw) in copy.chunks(geometry.block_size.bytes()).enumerate() {
         let block = Block(number as u32);

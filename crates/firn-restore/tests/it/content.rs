@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use firn_image::{
-    Codec, Compressed, Geometry, Image, Organization, Packer, Sections, Writer, compress,
+    Codec, Compressed, Draft, Geometry, Image, Organization, Packer, Sections, Writer, compress,
 };
 use firn_types::{Block, BlockSize, PAGE_SIZE, Page, RegionMap};
 
@@ -110,7 +110,8 @@ impl Model {
         order: &[Block],
         working_set: Vec<Block>,
     ) -> Image {
-        let mut writer = Writer::create(path, geometry, Organization::Access).unwrap();
+        let mut writer =
+            Writer::create(path, &Draft::whole(geometry, Organization::Access)).unwrap();
         let mut packer = Packer::new(geometry);
         let mut zeros = Vec::new();
         for &block in order {

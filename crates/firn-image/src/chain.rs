@@ -1,0 +1,221 @@
+//! An image and those it builds on.
+//!
+//! ```text
+//!   d3.firn --parent--> d2.firn --parent--> d1.firn --parent--> base.firn
+//!   lb 0..a             lb a..b             lb b..c             lb c..d        one numbering for all of them
+//! ```
+//!
+//! An incremental image has the memory blocks that changed since its parent was made. What it does not mention is as in
+//! the parent. The files of a chain are opened together and read as one image: every memory block is looked up once, in
+//! an index over all of them, so a look-up costs the same at any depth.
+//!
+//! A parent is found by the path that the image records, from the image's own directory, and known by its identity: a
+//! file of that name with other content is never taken for it.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use crate::bytes::Bytes;
+use crate::error::{Flaw, ImageError};
+use crate::footer::{Footer, Kind};
+use crate::header::{Header, Identity};
+use crate::index::{self, Index};
+use crate::source::Source;
+
+/// Images in one chain at most: each is an open file.
+pub const CHAIN_MAX: usize = 256;
+
+const PATH_BYTES_MAX: usize = 4096;
+
+/// One file of a chain.
+pub(crate) struct Layer {
+    pub(crate) source: Source,
+    pub(crate) header: Header,
+    pub(crate) footer: Footer,
+    /// The number of its first locality block.
+    pub(crate) first: u32,
+    /// Bytes of the files before it.
+    pub(crate) start: u64,
+}
+
+/// Which image another one builds on.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Parent {
+    pub(crate) identity: Identity,
+    /// From the directory of the image that names it, if it is not absolute.
+    pub(crate) path: PathBuf,
+}
+
+impl Parent {
+    /// How the image at `child` names its parent: by file name if both are in one directory, which can then be moved.
+    pub(crate) fn of(child: &Path, parent: &Path, identity: Identity) -> Result<Self, ImageError> {
+        let whole = |path: &Path| {
+            std::path::absolute(path).map_err(|source| ImageError::Io {
+                step: "find",
+                path: path.to_owned(),
+                source,
+            })
+        };
+        let (child, parent) = (whole(child)?, whole(parent)?);
+        let here = child.parent().and_then(|dir| parent.strip_prefix(dir).ok());
+        Ok(Self { identity, path: here.unwrap_or(&parent).to_owned() })
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        [&self.identity.0, self.path.as_os_str().as_bytes()].concat()
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Self, Flaw> {
+        let mut fields = Bytes::new(Kind::Parent.place(), bytes);
+        let identity = Identity(fields.array()?);
+        let len = bytes.len() - identity.0.len();
+        if len == 0 || len > PATH_BYTES_MAX {
+            return Err(fields.flaw(format!("a path of {len} bytes")));
+        }
+        Ok(Self { identity, path: OsStr::from_bytes(fields.take(len)?).into() })
+    }
+
+    fn seen_from(&self, child: &Path) -> PathBuf {
+        child.parent().unwrap_or(Path::new("")).join(&self.path)
+    }
+}
+
+impl Layer {
+    fn open(path: &Path) -> Result<Self, ImageError> {
+        let source = Source::open(path)?;
+        let (header, footer) = source.read_frame()?;
+        Ok(Self { source, header, footer, first: 0, start: 0 })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.source.path
+    }
+
+    /// The image it builds on, if any.
+    pub(crate) fn parent(&self) -> Result<Option<Parent>, ImageError> {
+        self.source.parse(&self.footer, Kind::Parent, Parent::parse)
+    }
+
+    fn index(&self) -> Result<Index, ImageError> {
+        let (source, footer) = (&self.source, &self.footer);
+        let (version, geometry) = (self.header.version, &self.header.geometry);
+        let at = footer.section(Kind::Index).ok_or_else(|| source.missing(Kind::Index))?;
+        let limit = index::bytes_max(version, geometry, footer.locality_blocks);
+        let bytes = source.read_section(at, limit)?;
+        index::parse(&bytes, version, geometry, footer.locality_blocks)
+            .map_err(|flaw| source.flaw(flaw.shifted(at.offset)))
+    }
+
+    /// Opens the parent that this image names.
+    fn open_parent(&self, parent: &Parent) -> Result<Self, ImageError> {
+        let path = parent.seen_from(self.path());
+        let opened = Self::open(&path).map_err(|source| ImageError::Parent {
+            path: self.path().to_owned(),
+            parent: path.clone(),
+            source: Box::new(source),
+        })?;
+        match opened.mismatch(self, parent) {
+            None => Ok(opened),
+            Some(problem) => {
+                Err(ImageError::WrongParent { path: self.path().to_owned(), parent: path, problem })
+            }
+        }
+    }
+
+    /// Why it is not the parent of an image, if it is not.
+    fn mismatch(&self, child: &Self, parent: &Parent) -> Option<String> {
+        let (found, expected) = (self.header.identity, parent.identity);
+        if found != expected {
+            return Some(format!("its identity is {found} instead of {expected}"));
+        }
+        let differs = self.header.geometry != child.header.geometry;
+        differs.then(|| "its blocks or its RAM have other sizes".to_owned())
+    }
+}
+
+/// An image's own file and those it builds on, each with the number of its first locality block, and the index over all.
+pub(crate) struct Chain {
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) index: Index,
+    pub(crate) own: Own,
+}
+
+/// What an image's own file has.
+#[derive(Clone, Copy)]
+pub(crate) struct Own {
+    pub(crate) stored_blocks: u32,
+    pub(crate) stored_bytes: u64,
+    pub(crate) zero_blocks: u32,
+}
+
+impl Own {
+    fn of(index: &Index) -> Self {
+        let entries = index.entries();
+        Self {
+            stored_blocks: entries.len() as u32,
+            stored_bytes: entries.iter().map(|entry| u64::from(entry.stored_len)).sum(),
+            zero_blocks: index.zero_blocks,
+        }
+    }
+}
+
+impl Chain {
+    /// Opens an image and all it builds on. Its parent is at `moved`, if that is given, or else where the image says.
+    pub(crate) fn open(path: &Path, moved: Option<&Path>) -> Result<Self, ImageError> {
+        let layer = Layer::open(path)?;
+        let index = layer.index()?;
+        let own = Own::of(&index);
+        let mut chain = Self { layers: vec![layer], index, own };
+        let mut at = moved;
+        while chain.add_parent(at.take())? {}
+        Ok(chain)
+    }
+
+    /// Opens the parent of the oldest image so far. False if it has none.
+    fn add_parent(&mut self, moved: Option<&Path>) -> Result<bool, ImageError> {
+        let Some(oldest) = self.layers.last() else { return Ok(false) };
+        let Some(mut parent) = oldest.parent()? else { return Ok(false) };
+        if let Some(moved) = moved {
+            parent = Parent::of(oldest.path(), moved, parent.identity)?;
+        }
+        if self.layers.len() >= CHAIN_MAX {
+            return Err(ImageError::ChainTooLong { path: self.layers[0].path().to_owned() });
+        }
+        let mut layer = oldest.open_parent(&parent)?;
+        layer.first = self.index.locality_blocks();
+        layer.start = oldest.start + oldest.footer.file_bytes(&oldest.header.geometry);
+        let blocks = u64::from(layer.first) + u64::from(layer.footer.locality_blocks);
+        if blocks > u64::from(u32::MAX) {
+            return Err(ImageError::ChainTooLong { path: self.layers[0].path().to_owned() });
+        }
+        self.index.add_older(&layer.index()?);
+        self.layers.push(layer);
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_parent_is_named_as_near_as_can_be() {
+        let of = |child: &str, parent: &str| {
+            Parent::of(Path::new(child), Path::new(parent), Identity([3; 16])).unwrap().path
+        };
+        assert_eq!(of("/a/d.firn", "/a/base.firn"), Path::new("base.firn"));
+        assert_eq!(of("/a/d.firn", "/a/old/base.firn"), Path::new("old/base.firn"));
+        assert_eq!(of("/a/d.firn", "/b/base.firn"), Path::new("/b/base.firn"));
+        assert_eq!(of("d.firn", "base.firn"), Path::new("base.firn"));
+    }
+
+    #[test]
+    fn what_goes_in_comes_out() {
+        let parent = Parent { identity: Identity([3; 16]), path: "base.firn".into() };
+        assert_eq!(Parent::parse(&parent.encode()), Ok(parent.clone()));
+        assert_eq!(parent.seen_from(Path::new("/a/d.firn")), Path::new("/a/base.firn"));
+        assert!(Parent::parse(&parent.encode()[..16]).is_err());
+        assert!(Parent::parse(&parent.encode()[..9]).is_err());
+    }
+}

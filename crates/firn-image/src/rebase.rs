@@ -1,0 +1,112 @@
+//! The same checkpoint on another image, or on none.
+//!
+//! ```text
+//!   base <- d1 <- d2 <- d3        merge(d3)          d3, whole
+//!                                 rebase(d3, d1)     base <- d1 <- d3      d3 has what was in d2 as well
+//!                                 rebase(d3, other)  other <- d3           d3 has what differs from other
+//! ```
+//!
+//! The rewritten image is the same checkpoint, and keeps its identity: images that build on it go on doing so, whether
+//! it takes its old place or another one.
+
+use std::path::Path;
+
+use firn_types::Block;
+
+use crate::arrange::Bitmap;
+use crate::error::ImageError;
+use crate::placement::Placement;
+use crate::reader::Image;
+use crate::reorder::{Reorder, Target, rewrite};
+use crate::writer::Summary;
+
+/// Writes the checkpoint in `image` to `out` so that it needs no other image. `out` may be the image's own path.
+/// `progress` is told (done, total) in memory blocks.
+pub fn merge(
+    image: &Image,
+    out: &Path,
+    threads: usize,
+    progress: &dyn Fn(u32, u32),
+) -> Result<Summary, ImageError> {
+    onto(None, image, out, threads, progress)
+}
+
+/// Writes the checkpoint in `image` to `out` so that it builds on `parent`: it has what differs from there. `out` may be
+/// the image's own path. `progress` is told (done, total) in memory blocks.
+///
+/// # Errors
+/// If the RAM or the blocks of `parent` have other sizes, or it builds on the image itself.
+pub fn rebase(
+    image: &Image,
+    parent: &Image,
+    out: &Path,
+    threads: usize,
+    progress: &dyn Fn(u32, u32),
+) -> Result<Summary, ImageError> {
+    let own = image.layers()[0].header.identity;
+    if parent.layers().iter().any(|layer| layer.header.identity == own) {
+        return Err(ImageError::WrongParent {
+            path: image.path().to_owned(),
+            parent: parent.path().to_owned(),
+            problem: "it builds on that image itself".to_owned(),
+        });
+    }
+    onto(Some(parent), image, out, threads, progress)
+}
+
+fn onto(
+    parent: Option<&Image>,
+    image: &Image,
+    out: &Path,
+    threads: usize,
+    progress: &dyn Fn(u32, u32),
+) -> Result<Summary, ImageError> {
+    let how = Reorder { threads, ..Reorder::by(image.organization()) };
+    let identity = Some(image.layers()[0].header.identity);
+    rewrite(image, &how, &Target { path: out, parent, identity }, progress)
+}
+
+/// Takes out of two sets what is in the parent as it is in the image, and puts in what is zero only in the image.
+pub(crate) fn leave_to(parent: &Image, image: &Image, stored: &mut Bitmap, zero: &mut Bitmap) {
+    let mut compare = Comparison::new(image);
+    for block in (0..image.geometry().blocks()).map(Block) {
+        let is_stored = |image: &Image| matches!(image.lookup(block), Placement::Stored { .. });
+        match (is_stored(image), is_stored(parent)) {
+            (false, true) => zero.insert(block),
+            (false, false) => drop(zero.take(block)),
+            (true, true) if compare.is_same(block, image, parent) => drop(stored.take(block)),
+            (true, _) => {}
+        }
+    }
+}
+
+/// Buffers to compare stored memory blocks with.
+struct Comparison {
+    stored: Vec<u8>,
+    bytes: Vec<u8>,
+}
+
+impl Comparison {
+    fn new(image: &Image) -> Self {
+        let bytes = vec![0; image.geometry().block_size.bytes()];
+        Self { stored: Vec::new(), bytes }
+    }
+
+    /// Whether two images that store a block have the same there. What can't be read is not the same.
+    fn is_same(&mut self, block: Block, image: &Image, parent: &Image) -> bool {
+        let (Some((id, entry)), Some((parents_id, parents))) =
+            (image.entry_of(block), parent.entry_of(block))
+        else {
+            return false;
+        };
+        if entry.checksum != parents.checksum {
+            return false;
+        }
+        let (here, there) = (image.place(id), parent.place(parents_id));
+        if here.0.is_same_file(there.0) && here.1 == there.1 && entry.offset == parents.offset {
+            return true;
+        }
+        let read = image.read_block(block, &mut self.stored, &mut self.bytes);
+        read.is_ok() && parent.holds(block, &self.bytes, &mut self.stored)
+    }
+}
