@@ -139,7 +139,7 @@ impl Armed {
 fn followed(strategy: Strategy) -> TraceFor {
     match strategy {
         Strategy::Trace => TraceFor::Save,
-        Strategy::Cow | Strategy::Stop => TraceFor::Writes,
+        Strategy::Cow | Strategy::PreCopy | Strategy::Stop => TraceFor::Writes,
     }
 }
 

@@ -14,6 +14,7 @@
 //! | `written` | what to protect again, and when that is little enough to pause |
 //! | `lane`, `worker` | which vCPU a first touch belongs to |
 //! | `order`, `pace`, `sweep`, `still` | what the sweep copies, in which order, how fast |
+//! | `pre_copy` | copying in rounds, and what was written since the last checkpoint |
 //! | `access_bits` | what the guest used before the pause, for when nothing runs after it |
 //! | `pipeline` | compressing, packing, writing |
 
@@ -28,6 +29,7 @@ mod options;
 mod order;
 mod pace;
 mod pipeline;
+mod pre_copy;
 mod reference;
 mod report;
 mod save;
@@ -40,5 +42,6 @@ mod written;
 pub use access_bits::{Scanner, watch};
 pub use cut::{NoSteps, Steps};
 pub use options::{Estimator, EstimatorError, SaveOptions, Strategy, StrategyError};
+pub use pre_copy::Tracker;
 pub use report::{FaultCounts, Pause, Progress, SaveReport};
 pub use save::{SaveContext, SaveError, save};

@@ -20,13 +20,17 @@ pub enum Strategy {
     /// Copy-on-write: as [`Self::Trace`], but only writes are followed. The guest's reads cost nothing, and its memory may be
     /// private to the hypervisor; what the guest uses is not learned (Sun, Blough, section 4.3).
     Cow,
+    /// Pre-copy: copied while the guest runs, and what it writes meanwhile again, until little is left for the pause. The
+    /// guest waits for nothing but the pause, which is as long as it writes much. Its writes are followed on afterwards,
+    /// so that the next checkpoint can be of what changed.
+    PreCopy,
     /// The guest stands still until everything is copied.
     Stop,
 }
 
 /// A strategy's name that is not one.
 #[derive(Debug, Error)]
-#[error("no save strategy is called {0:?}; there are `trace`, `cow` and `stop`")]
+#[error("no save strategy is called {0:?}; there are `trace`, `cow`, `pre-copy` and `stop`")]
 pub struct StrategyError(String);
 
 impl FromStr for Strategy {
@@ -36,6 +40,7 @@ impl FromStr for Strategy {
         match name {
             "trace" => Ok(Self::Trace),
             "cow" => Ok(Self::Cow),
+            "pre-copy" => Ok(Self::PreCopy),
             "stop" => Ok(Self::Stop),
             other => Err(StrategyError(other.to_owned())),
         }

@@ -25,6 +25,13 @@ pub(crate) struct Order {
 }
 
 impl Order {
+    /// Has blocks without backing copied all the same (they read as zeros) where that is wanted.
+    pub(crate) fn add_unbacked(&mut self, wanted: impl Fn(Block) -> bool) {
+        let (add, leave) = self.unbacked.drain(..).partition(|&block| wanted(block));
+        self.unbacked = leave;
+        self.blocks.extend::<Vec<Block>>(add);
+    }
+
     /// Puts the blocks that hold any of these pages in front, and leaves the order among them, and among the others, as
     /// it is. Gives those in front.
     pub(crate) fn bring_forward(&mut self, used: &[Range<Page>], size: BlockSize) -> Vec<Block> {

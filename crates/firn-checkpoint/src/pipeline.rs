@@ -17,10 +17,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use firn_image::{
-    Codec, Compressed, FilledBy, Geometry, ImageError, PackedBlock, Packer, Writer, compress,
+    Codec, Compressed, FilledBy, Geometry, Image, ImageError, PackedBlock, Packer, Writer, compress,
 };
 use firn_types::Block;
 
@@ -29,14 +30,21 @@ use crate::lane::Lane;
 /// How far compressors step back, in nice(2) units.
 const NICENESS: i32 = 10;
 
+/// How often a thread that waits for the pipeline looks at it.
+const SETTLE_LOOK: Duration = Duration::from_micros(200);
+
 /// A memory block as it was at the cut.
 pub(crate) struct RawBlock {
     pub(crate) lane: Lane,
     pub(crate) block: Block,
     pub(crate) bytes: Box<[u8]>,
+    /// Whether the block was submitted before, with other content. That must be through: see [`Intake::settle`].
+    pub(crate) again: bool,
 }
 
 enum Finished {
+    /// The parent has it so.
+    Inherited,
     Zero(Block),
     Packed(Lane, PackedBlock),
 }
@@ -53,6 +61,20 @@ pub(crate) struct Intake {
 struct PipelineState {
     failed: AtomicBool,
     written: AtomicU64,
+    /// Blocks that went in, and that came out at the end.
+    submitted: AtomicU64,
+    done: AtomicU64,
+}
+
+/// Tells, should its thread panic, that blocks it had taken will never come out.
+struct Alarm(Arc<PipelineState>);
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.failed.store(true, Ordering::Release);
+        }
+    }
 }
 
 impl Intake {
@@ -63,9 +85,22 @@ impl Intake {
 
     /// Hands a filled buffer on. Never waits: there are no more blocks than buffers.
     pub(crate) fn submit(&self, block: RawBlock) {
+        self.state.submitted.fetch_add(1, Ordering::AcqRel);
         // The receivers outlive every sender unless a compressor panicked; then the save fails at its end.
         if self.blocks.send(block).is_err() {
             self.state.failed.store(true, Ordering::Release);
+        }
+    }
+
+    /// Waits until all that was submitted is through, or the image can't be written, or `cancelled` says so: a block that
+    /// is submitted again comes after what was submitted of it before.
+    pub(crate) fn settle(&self, cancelled: &dyn Fn() -> bool) {
+        let count = |number: &AtomicU64| number.load(Ordering::Acquire);
+        while count(&self.state.done) < count(&self.state.submitted)
+            && !self.failed()
+            && !cancelled()
+        {
+            thread::sleep(SETTLE_LOOK);
         }
     }
 
@@ -93,12 +128,14 @@ pub(crate) struct Pipeline {
 
 impl Pipeline {
     /// Starts the threads around a new image file.
+    /// `parent` is the image that the new one builds on: what it has already is not written again.
     pub(crate) fn start(
         writer: Writer,
-        geometry: Geometry,
         codec: Codec,
+        parent: Option<Arc<Image>>,
         limits: Limits,
     ) -> (Self, Intake) {
+        let geometry = writer.geometry();
         let block_bytes = geometry.block_size.bytes();
         let buffers = (limits.buffer_bytes / block_bytes).max(16);
         let (blocks, raw) = bounded(buffers);
@@ -107,7 +144,15 @@ impl Pipeline {
         (0..buffers).for_each(|_| drop(recycle.send(vec![0; block_bytes].into_boxed_slice())));
         let state = Arc::new(PipelineState::default());
         let compressors = (0..limits.compressors.max(1))
-            .map(|_| spawn_compressor(codec, raw.clone(), recycle.clone(), finished.clone()))
+            .map(|_| Compressor {
+                codec,
+                parent: parent.clone(),
+                raw: raw.clone(),
+                recycle: recycle.clone(),
+                finished: finished.clone(),
+                alarm: Alarm(Arc::clone(&state)),
+            })
+            .map(|compressor| thread::spawn(move || compressor.run()))
             .collect();
         let intake = Intake { blocks, empty, state: Arc::clone(&state) };
         let writer = thread::spawn(move || write_all(writer, geometry, &packed, &state));
@@ -137,25 +182,37 @@ fn propagate_panic(thread: JoinHandle<()>) {
     }
 }
 
-fn spawn_compressor(
+/// One of the threads that compress.
+struct Compressor {
     codec: Codec,
+    parent: Option<Arc<Image>>,
     raw: Receiver<RawBlock>,
     recycle: Sender<Box<[u8]>>,
     finished: Sender<Finished>,
-) -> JoinHandle<()> {
-    thread::spawn(move || {
+    alarm: Alarm,
+}
+
+impl Compressor {
+    fn run(self) {
+        let Self { codec, parent, raw, recycle, finished, alarm } = self;
+        let mut buffer = Vec::new();
         step_back();
-        for RawBlock { lane, block, bytes } in raw {
-            let done = match compress(codec, block, &bytes) {
-                Compressed::Zero => Finished::Zero(block),
-                Compressed::Packed(packed) => Finished::Packed(lane, packed),
+        for RawBlock { lane, block, bytes, again } in raw {
+            let parent = parent.as_ref().filter(|_| !again);
+            let done = match parent.is_some_and(|it| it.holds(block, &bytes, &mut buffer)) {
+                true => Finished::Inherited,
+                false => match compress(codec, block, &bytes) {
+                    Compressed::Zero => Finished::Zero(block),
+                    Compressed::Packed(packed) => Finished::Packed(lane, packed),
+                },
             };
             drop(recycle.try_send(bytes));
             if finished.send(done).is_err() {
-                return;
+                break;
             }
         }
-    })
+        drop(alarm);
+    }
 }
 
 /// Lets the guest's own threads, and the fault handler, go first on a busy host.
@@ -180,6 +237,7 @@ fn write_all(
             state.failed.fetch_or(result.is_err(), Ordering::AcqRel);
             state.written.store(writer.bytes_written(), Ordering::Relaxed);
         }
+        state.done.fetch_add(1, Ordering::AcqRel);
     }
     result?;
     packers.finish(&mut writer)?;
@@ -195,6 +253,7 @@ struct Packers {
 impl Packers {
     fn take(&mut self, done: Finished, writer: &mut Writer) -> Result<(), ImageError> {
         let (lane, packed) = match done {
+            Finished::Inherited => return Ok(()),
             Finished::Zero(block) => {
                 writer.set_zero(block);
                 return Ok(());

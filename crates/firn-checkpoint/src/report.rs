@@ -85,6 +85,9 @@ pub struct SaveReport {
     pub blocks_touched: u32,
     /// Size of the image, in bytes.
     pub image_bytes: u64,
+    /// Memory blocks that are as in the image it builds on, and not in this one.
+    #[serde(default)]
+    pub blocks_inherited: u32,
 }
 
 pub(crate) fn ms(duration: Duration) -> f64 {

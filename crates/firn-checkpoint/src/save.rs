@@ -17,9 +17,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_image::{Draft, Geometry, ImageError, Organization, Sections, Writer};
+use firn_image::{Draft, Geometry, Image, ImageError, Organization, Sections, Writer};
 use firn_memory::{
-    DropError, GuestMemory, MemoryError, PageFaultError, Process, ProcessError, TraceError,
+    DropError, GuestMemory, MemoryError, PageFaultError, Process, ProcessError, ScanError,
+    TraceError,
 };
 use firn_types::{Block, GuestPhys, Page, Tid};
 use firn_vmm::{AuxRam, DeviceStateError, QmpError, Vm};
@@ -32,6 +33,7 @@ use crate::options::{SaveOptions, Strategy};
 use crate::order::{self, Order};
 use crate::pace::Pace;
 use crate::pipeline::{Intake, Limits, Pipeline};
+use crate::pre_copy::{PreCopy, Tracker, stores};
 use crate::report::{Progress, SaveReport, ms};
 use crate::still::Still;
 use crate::sweep::Sweep;
@@ -52,6 +54,9 @@ pub enum SaveError {
     /// A page fault could not be answered, or a page protected.
     #[error("the guest's memory could not be followed")]
     Fault(#[from] PageFaultError),
+    /// What the guest writes could not be followed.
+    #[error("what the guest writes could not be followed")]
+    Scan(#[from] ScanError),
     /// Page-table entries could not be dropped.
     #[error("reads of the guest's memory could not be followed")]
     Drop(#[from] DropError),
@@ -114,6 +119,11 @@ pub struct SaveContext<'a> {
     /// What the guest has used lately, if that is to be its working set ([`crate::Scanner`], [`crate::watch`]); else
     /// it is what the guest touches after the cut.
     pub used: Option<Vec<Range<Page>>>,
+    /// The image that the new one is to build on.
+    pub parent: Option<Arc<Image>>,
+    /// What follows the guest's writes since the last checkpoint, for [`Strategy::PreCopy`]: taken if it is there, and left
+    /// there for the next one. No other strategy works while there is one.
+    pub tracker: Option<Tracker>,
     /// What the caller wants told before and after the pause.
     pub steps: &'a dyn Steps,
 }
@@ -131,17 +141,20 @@ pub fn save(
     if options.leave_stopped && options.strategy != Strategy::Stop {
         return Err(SaveError::Options("a VM can be left stopped only by the strategy `stop`"));
     }
-    let geometry = geometry(context, options);
-    let writer = Writer::create(out, &Draft::whole(geometry, Organization::Access))?;
+    let writer = writer(context, out, options)?;
+    let identity = writer.identity();
     let limits =
         Limits { compressors: options.compressors, buffer_bytes: options.buffer_bytes_max };
-    let (pipeline, intake) = Pipeline::start(writer, geometry, options.codec, limits);
+    let (pipeline, intake) = Pipeline::start(writer, options.codec, context.parent.clone(), limits);
     let copied =
         Copying { context: &mut *context, options, intake: &intake, progress, started }.run();
     drop(intake);
     let report = finish(context, pipeline.finish(), copied, meta);
     if report.is_err() && options.leave_stopped {
         context.vm.cont()?;
+    }
+    if let (Ok(_), Some(tracker)) = (&report, &mut context.tracker) {
+        tracker.accept(identity);
     }
     Ok(SaveReport { total_ms: ms(started.elapsed()), ..report? })
 }
@@ -161,7 +174,21 @@ fn finish(
     firn_fault::point("save.sections");
     let summary = writer.finish(sections(context, meta, &mut copied))?;
     firn_fault::point("save.finished");
-    Ok(SaveReport { image_bytes: summary.file_bytes, ..copied.report })
+    let (image_bytes, blocks_inherited) = (summary.file_bytes, summary.inherited_blocks);
+    Ok(SaveReport { image_bytes, blocks_inherited, ..copied.report })
+}
+
+fn writer(
+    context: &SaveContext<'_>,
+    out: &Path,
+    options: &SaveOptions,
+) -> Result<Writer, SaveError> {
+    let draft = Draft {
+        parent: context.parent.as_deref(),
+        again: options.strategy == Strategy::PreCopy,
+        ..Draft::whole(geometry(context, options), Organization::Access)
+    };
+    Ok(Writer::create(out, &draft)?)
 }
 
 fn geometry(context: &SaveContext<'_>, options: &SaveOptions) -> Geometry {
@@ -184,11 +211,11 @@ fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Cop
 }
 
 /// All memory is with the pipeline; the guest runs free.
-struct Copied {
-    cut: Cut,
-    working_set: Vec<Block>,
-    roots: Vec<GuestPhys>,
-    report: SaveReport,
+pub(crate) struct Copied {
+    pub(crate) cut: Cut,
+    pub(crate) working_set: Vec<Block>,
+    pub(crate) roots: Vec<GuestPhys>,
+    pub(crate) report: SaveReport,
 }
 
 /// The part of a save in which guest memory is being copied.
@@ -205,6 +232,10 @@ impl Copying<'_, '_> {
         self.context.memory.open_window()?;
         match self.options.strategy {
             Strategy::Trace | Strategy::Cow => self.follow(),
+            Strategy::PreCopy => {
+                let Self { context, options, intake, progress, started } = self;
+                PreCopy { context, options, intake, progress, started }.run()
+            }
             Strategy::Stop => self.stop(),
         }
     }
@@ -269,6 +300,7 @@ impl Copying<'_, '_> {
         let memory = &self.context.memory;
         let spaces = order::address_spaces(self.context.vm, memory)?;
         let mut order = order::blocks(memory, &spaces, self.options.block_size)?;
+        order.add_unbacked(|block| stores(self.context.parent.as_deref(), block));
         let used = self.context.used.as_deref().unwrap_or_default();
         let working_set = order.bring_forward(used, self.options.block_size);
         Ok((spaces.roots, order, working_set))
@@ -280,7 +312,9 @@ impl Copying<'_, '_> {
         let spaces = order::address_spaces(self.context.vm, &memory)?;
         let Self { options, intake, progress, .. } = *self;
         let used = self.context.used.take().unwrap_or_default();
-        let still = Still { memory: &memory, spaces: &spaces, used, options, intake, progress };
+        let parent = self.context.parent.clone();
+        let still =
+            Still { memory: &memory, spaces: &spaces, used, parent, options, intake, progress };
         let ready = Ready::make(self.context)?;
         let mut working_set = Vec::new();
         let cut = Cut::make(self.context, options, ready, || {

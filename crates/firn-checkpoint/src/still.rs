@@ -1,7 +1,9 @@
 //! Copying all of RAM while the vCPUs stand still.
 
 use std::ops::Range;
+use std::sync::Arc;
 
+use firn_image::Image;
 use firn_memory::GuestMemory;
 use firn_types::{Block, Page};
 
@@ -9,6 +11,7 @@ use crate::lane::Lane;
 use crate::options::SaveOptions;
 use crate::order::{self, AddressSpaces};
 use crate::pipeline::{Intake, RawBlock};
+use crate::pre_copy::stores;
 use crate::report::Progress;
 use crate::save::SaveError;
 
@@ -21,6 +24,7 @@ pub(crate) struct Still<'a> {
     pub(crate) spaces: &'a AddressSpaces,
     /// What the guest used before it was stopped.
     pub(crate) used: Vec<Range<Page>>,
+    pub(crate) parent: Option<Arc<Image>>,
     pub(crate) options: &'a SaveOptions,
     pub(crate) intake: &'a Intake,
     pub(crate) progress: &'a dyn Fn(Progress),
@@ -31,6 +35,7 @@ impl Still<'_> {
     pub(crate) fn copy_all(&self) -> Result<Vec<Block>, SaveError> {
         let size = self.options.block_size;
         let mut order = order::blocks(self.memory, self.spaces, size)?;
+        order.add_unbacked(|block| stores(self.parent.as_deref(), block));
         let working_set = order.bring_forward(&self.used, size);
         let blocks = order.blocks;
         for (done, &block) in blocks.iter().enumerate() {
@@ -49,7 +54,7 @@ impl Still<'_> {
     fn copy(&self, block: Block) -> Result<(), SaveError> {
         let Some(mut bytes) = self.intake.buffer() else { return Ok(()) };
         self.memory.read(self.options.block_size.first_page(block), &mut bytes)?;
-        self.intake.submit(RawBlock { lane: Lane::Sweep, block, bytes });
+        self.intake.submit(RawBlock { lane: Lane::Sweep, block, bytes, again: false });
         Ok(())
     }
 

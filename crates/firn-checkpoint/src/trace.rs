@@ -118,7 +118,7 @@ impl Trace {
         let copied = self.copy(block, intake);
         self.ledger.copied(block);
         if let Some(bytes) = copied? {
-            intake.submit(RawBlock { lane, block, bytes });
+            intake.submit(RawBlock { lane, block, bytes, again: false });
         }
         Ok(())
     }

@@ -23,6 +23,11 @@ pub const POINTS: &[&str] = &[
     "save.disarmed",
     "save.sections",
     "save.finished",
+    // The same by rounds.
+    "pre-copy.armed",
+    "pre-copy.drained",
+    "pre-copy.round",
+    "pre-copy.copied",
     // Finding out what a guest uses: all the time, or for a moment before a suspend.
     "scan.begun",
     "scan.visited",

@@ -139,7 +139,10 @@ pub fn image_failure(error: &ImageError) -> Failure {
             FailureKind::Other
         }
         ImageError::Busy { .. } => FailureKind::Busy,
-        ImageError::Geometry(_) | ImageError::Path { .. } => FailureKind::Usage,
+        ImageError::Geometry(_)
+        | ImageError::Path { .. }
+        | ImageError::OtherRam { .. }
+        | ImageError::ChainTooLong { .. } => FailureKind::Usage,
         _ => FailureKind::Damaged,
     };
     Failure::from_error(kind, error)

@@ -113,6 +113,9 @@ pub struct Machine {
     /// it registered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub access_bits: Option<u64>,
+    /// Whether its writes are followed between checkpoints: then, too, a dead supervisor has left it registered.
+    #[serde(default)]
+    pub followed: bool,
 }
 
 /// What is going on.

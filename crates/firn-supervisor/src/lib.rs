@@ -21,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+mod changes;
 mod client;
 mod decisions;
 mod failure;

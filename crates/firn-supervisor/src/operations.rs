@@ -1,16 +1,19 @@
 //! What can be done to a VM that runs: save it, end it.
 
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_checkpoint::{
     Estimator, SaveContext, SaveError, SaveOptions, SaveReport, Steps, Strategy,
 };
+use firn_image::Image;
 use firn_types::PAGE_SIZE;
 use firn_vmm::{Layout, Vm};
 use serde_json::json;
 
+use crate::changes::{self, Changes};
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
 use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase, now};
@@ -25,6 +28,7 @@ pub(crate) struct Qemu {
     journal: Arc<JournalFile>,
     hypervisor: Arc<ProcessHandle>,
     usage: Usage,
+    changes: Changes,
 }
 
 impl Operations for Qemu {
@@ -41,11 +45,13 @@ impl Operations for Qemu {
         let Prepared { mut vm, blockers, was_running, layout, memory } =
             prepare(&machine).map_err(explain)?;
         refuse_blocked(blockers)?;
+        let parent = request.choices.parent.as_deref().map(open_parent).transpose()?;
         // One descriptor at a time can have the guest's memory.
         let scanned = self.usage.finish();
         self.begin(request, then_stop, was_running, &mut vm, &layout).map_err(explain)?;
         firn_fault::point("save.journaled");
-        let save = Save { operations: self, request, then_stop, was_running, cancel, scanned };
+        let save =
+            Save { operations: self, request, then_stop, was_running, cancel, scanned, parent };
         let report = save.run(&mut vm, machine.meta, &layout, memory, progress);
         let report = report.map_err(|failure| self.wind_up(failure, &mut vm, was_running));
         self.ended(request, then_stop, &report)?;
@@ -53,13 +59,15 @@ impl Operations for Qemu {
     }
 
     fn rest(&self) {
-        if let Ok(machine) = self.machine() {
+        // One descriptor at a time can have the guest's memory.
+        if let Some(machine) = self.machine().ok().filter(|_| !self.changes.are_followed()) {
             self.usage.start(&machine);
         }
     }
 
     fn leave(&self) {
         self.usage.finish();
+        self.changes.finish();
     }
 
     fn end(&self, request: StopRequest) -> Result<(), Failure> {
@@ -73,7 +81,8 @@ impl Operations for Qemu {
 
 impl Qemu {
     pub(crate) fn new(journal: Arc<JournalFile>, hypervisor: Arc<ProcessHandle>) -> Self {
-        Self { journal, hypervisor, usage: Usage::default() }
+        let (usage, changes) = Default::default();
+        Self { journal, hypervisor, usage, changes }
     }
 
     fn machine(&self) -> Result<Machine, Failure> {
@@ -149,6 +158,11 @@ impl Qemu {
                 journal.note_failure(format!("no checkpoint to {image}: {failure}"));
             }
         };
+        let followed = self.changes.are_followed();
+        let change = |journal: &mut Journal| {
+            journal.machine.iter_mut().for_each(|machine| machine.followed = followed);
+            change(journal);
+        };
         self.journal.update(change).doing("writing the journal")
     }
 }
@@ -181,6 +195,8 @@ struct Save<'a> {
     cancel: &'a AtomicBool,
     /// What the guest used lately, if it was scanned.
     scanned: Option<Pages>,
+    /// The image that the new one is to build on.
+    parent: Option<Arc<Image>>,
 }
 
 impl Save<'_> {
@@ -192,7 +208,11 @@ impl Save<'_> {
         memory: Memory,
         progress: &dyn Fn(Progress),
     ) -> Result<SaveReport, Failure> {
-        let options = options(&self.request.choices, self.then_stop, memory.guest.is_shared());
+        let parent = self.parent.as_deref();
+        let options =
+            options(&self.request.choices, self.then_stop, memory.guest.is_shared(), parent);
+        let changes = &self.operations.changes;
+        let tracker = changes.take_for(options.strategy, &memory.guest);
         let used = self.used(vm, &memory, options.strategy)?;
         if self.then_stop {
             // Before disks are looked at: a VM that runs may write to them after that.
@@ -214,6 +234,8 @@ impl Save<'_> {
             memory: memory.guest,
             aux: &layout.aux,
             used,
+            parent: self.parent.clone(),
+            tracker,
             steps: &steps,
         };
         let image = &self.request.image;
@@ -223,7 +245,10 @@ impl Save<'_> {
             let bytes = |blocks: u32| u64::from(blocks) * block_bytes;
             progress(Progress::new(stage, bytes(now.blocks_done), bytes(now.blocks_total)));
         };
-        firn_checkpoint::save(&mut context, &self.request.image, meta, &options, &report)
+        let saved =
+            firn_checkpoint::save(&mut context, &self.request.image, meta, &options, &report);
+        changes.keep(context.tracker.take());
+        saved
             .map_err(|error| save_failure(&error))
             .map_err(|failure| failure.while_doing(format!("saving to {}", image.display())))
     }
@@ -239,12 +264,14 @@ impl Save<'_> {
         strategy: Strategy,
     ) -> Result<Option<Pages>, Failure> {
         let after = match strategy {
-            Strategy::Trace | Strategy::Cow => Estimator::Trace,
+            Strategy::Trace | Strategy::Cow | Strategy::PreCopy => Estimator::Trace,
             Strategy::Stop => Estimator::AccessBits,
         };
         match self.request.choices.working_set.unwrap_or(after) {
             Estimator::Trace => Ok(None),
-            Estimator::AccessBits if self.scanned.is_some() || !self.was_running => {
+            Estimator::AccessBits
+                if self.scanned.is_some() || !self.was_running || strategy == Strategy::PreCopy =>
+            {
                 Ok(self.scanned.clone())
             }
             Estimator::AccessBits => {
@@ -315,17 +342,36 @@ fn run_on(vm: &mut Vm) {
     }
 }
 
-/// Private memory can be followed for writes only.
+/// Private memory can be followed for writes only. What changed since another image is quickly known if writes are
+/// followed from one checkpoint to the next.
 fn strategy(choices: &SaveChoices, then_stop: bool, is_shared: bool) -> Strategy {
-    let fitting = if is_shared { Strategy::Trace } else { Strategy::Cow };
+    let fitting = match is_shared {
+        _ if choices.parent.is_some() && changes::can_be_followed() => Strategy::PreCopy,
+        true => Strategy::Trace,
+        false => Strategy::Cow,
+    };
     match then_stop {
         true => Strategy::Stop,
         false => choices.strategy.unwrap_or(fitting),
     }
 }
 
-fn options(choices: &SaveChoices, then_stop: bool, is_shared: bool) -> SaveOptions {
-    let default = SaveOptions::default();
+fn open_parent(path: &Path) -> Result<Arc<Image>, Failure> {
+    let image = Image::open(path).map_err(|error| image_failure(&error));
+    image.map(Arc::new).map_err(|failure| failure.while_doing("opening the image to build on"))
+}
+
+fn options(
+    choices: &SaveChoices,
+    then_stop: bool,
+    is_shared: bool,
+    parent: Option<&Image>,
+) -> SaveOptions {
+    let mut default = SaveOptions::default();
+    if let Some(parent) = parent.map(Image::geometry) {
+        default.block_size = parent.block_size;
+        default.locality_block_bytes = parent.locality_block_bytes;
+    }
     SaveOptions {
         strategy: strategy(choices, then_stop, is_shared),
         codec: choices.codec.unwrap_or(default.codec),
@@ -340,5 +386,10 @@ fn options(choices: &SaveChoices, then_stop: bool, is_shared: bool) -> SaveOptio
 }
 
 fn facts(request: &SaveRequest, report: &SaveReport) -> serde_json::Value {
-    json!({ "image": request.image, "page_bytes": PAGE_SIZE, "report": report })
+    json!({
+        "image": request.image,
+        "parent": request.choices.parent,
+        "page_bytes": PAGE_SIZE,
+        "report": report,
+    })
 }

@@ -86,6 +86,9 @@ pub struct SaveChoices {
     /// How memory is kept as it was at the cut while it is copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strategy: Option<Strategy>,
+    /// The image that the new one is to build on; absolute.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<PathBuf>,
     /// How its working set is found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_set: Option<Estimator>,

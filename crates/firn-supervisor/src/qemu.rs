@@ -183,6 +183,7 @@ pub(crate) fn describe(
         meta,
         since: now(),
         access_bits: None,
+        followed: false,
     })
 }
 

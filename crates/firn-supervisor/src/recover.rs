@@ -123,7 +123,8 @@ impl Recoverer<'_> {
     }
 
     fn go_on(self, hypervisor: ProcessHandle) -> Result<Found, Failure> {
-        if let Some(machine) = self.journal.read().machine.filter(|it| it.access_bits.is_some()) {
+        let is_registered = |it: &Machine| it.access_bits.is_some() || it.followed;
+        if let Some(machine) = self.journal.read().machine.filter(is_registered) {
             let_go_of_memory(&machine)?;
         }
         let hypervisor = Arc::new(hypervisor);

@@ -18,5 +18,6 @@ pub fn machine(launched: bool) -> Machine {
         meta: Meta::default(),
         since: 0,
         access_bits: None,
+        followed: false,
     }
 }

@@ -26,7 +26,14 @@ use crate::working_set::estimator;
 ///   trace  copy-on-access: what the guest touches is copied first, and noted: a restore brings it in first (the default)
 ///   cow    copy-on-write: only what it writes is copied first. Costs it less, and works with memory that is private to
 ///          QEMU; a restore does not know what to bring in first
+///   pre-copy
+///          copied while it runs, and what it writes meanwhile again, until little is left. Costs it nothing but a pause,
+///          which is longer the more it writes. Its writes are followed on, so that the next checkpoint can be quick
 ///   stop   the guest stands still until all of its memory is copied
+///
+/// With --parent the image holds what changed since another one was made, and needs that one from then on. The first such
+/// checkpoint compares all of memory with its parent; the next ones, each on the one before, take what was written since
+/// (their strategy is pre-copy, unless another one is chosen). See `firn image chain`, `merge` and `rebase`.
 ///
 /// If this command is interrupted the checkpoint goes on; `firn status` shows it.
 ///
@@ -34,6 +41,7 @@ use crate::working_set::estimator;
 ///   firn checkpoint web -o web.firn
 ///   firn checkpoint web -o web.firn --codec zstd --json
 ///   firn checkpoint web -o web.firn --strategy cow
+///   firn checkpoint web -o web-2.firn --parent web.firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -47,8 +55,8 @@ pub struct Args {
     /// Abort the checkpoint if this command is interrupted.
     #[arg(long)]
     cancel: bool,
-    /// How memory is kept as it was while it is copied: trace, cow or stop. By default trace, and cow where memory is private to
-    /// QEMU.
+    /// How memory is kept as it was while it is copied: trace, cow, pre-copy or stop. By default trace, and cow where memory is
+    /// private to QEMU.
     #[arg(long, value_name = "HOW", value_parser = strategy)]
     strategy: Option<Strategy>,
     /// What a restore is to bring in first: `trace`, what the guest touches after the checkpoint (the default), or
@@ -75,6 +83,9 @@ pub struct ImageArgs {
     /// Size of a locality block: a power of two from 16K to 1M.
     #[arg(long, value_name = "SIZE", value_parser = locality_block)]
     locality_block: Option<u32>,
+    /// Save only what changed since this image was made, and build on it. It must stay where it is.
+    #[arg(long, value_name = "IMAGE")]
+    parent: Option<PathBuf>,
     /// Threads that compress.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
@@ -106,6 +117,7 @@ impl ImageArgs {
             block_size: self.block_pages,
             locality_block_bytes: self.locality_block,
             compressors: self.threads.map(usize::from),
+            parent: self.parent.as_deref().map(absolute).transpose()?,
             ..SaveChoices::default()
         };
         Ok(SaveRequest { image: absolute(&self.output)?, choices, cancel_with_client: false })
@@ -144,8 +156,9 @@ fn describe(facts: &serde_json::Value) -> String {
     }
     let report = &facts["report"];
     let number = |value: &serde_json::Value| value.as_f64().unwrap_or(0.0);
+    let what = if facts["parent"].is_string() { " of changes" } else { "" };
     format!(
-        "{}: {} in {}, pause {}\n",
+        "{}: {}{what} in {}, pause {}\n",
         facts["image"].as_str().unwrap_or("?"),
         units::bytes(report["image_bytes"].as_u64().unwrap_or(0)),
         units::ms(number(&report["total_ms"])),

@@ -47,6 +47,9 @@ fn facts(image: &Image) -> serde_json::Value {
         "stored_bytes": summary.stored_bytes,
         "zero_blocks": summary.zero_blocks,
         "untouched_blocks": summary.untouched_blocks,
+        "inherited_blocks": summary.inherited_blocks,
+        "parent": image.chain().nth(1),
+        "identity": image.identity(),
         "overhead_bytes": summary.overhead_bytes,
         "device_state_bytes": image.device_state().len(),
         "aux_blocks": aux,
@@ -71,7 +74,13 @@ fn describe(image: &Image) -> String {
     line("memory blocks", format!("of {}", units::bytes(block_bytes)));
     line("  stored", blocks(summary.stored_blocks));
     line("  zero", blocks(summary.zero_blocks));
-    line("  untouched", blocks(summary.untouched_blocks));
+    match image.chain().nth(1) {
+        Some(parent) => line(
+            "  as in parent",
+            format!("{}, {}", blocks(summary.inherited_blocks), parent.display()),
+        ),
+        None => line("  untouched", blocks(summary.untouched_blocks)),
+    }
     let locality = units::bytes(summary.geometry.locality_block_bytes.into());
     line("locality blocks", format!("{} of {locality}", summary.locality_blocks));
     let raw = u64::from(summary.stored_blocks) * block_bytes;

@@ -8,9 +8,13 @@ use firn_supervisor::{Failure, FailureKind};
 
 use crate::output::Output;
 
+mod chain;
 mod compare;
 mod inspect;
+mod merge;
+mod rebase;
 mod reorder;
+mod rewrite;
 mod verify;
 
 /// Look into images, check and rearrange them.
@@ -25,6 +29,9 @@ enum Verb {
     Inspect(inspect::Args),
     Verify(verify::Args),
     Reorder(reorder::Args),
+    Chain(chain::Args),
+    Merge(merge::Args),
+    Rebase(rebase::Args),
     Compare(compare::Args),
 }
 
@@ -35,6 +42,9 @@ impl Args {
             Verb::Inspect(args) => args.run(out),
             Verb::Verify(args) => args.run(out),
             Verb::Reorder(args) => args.run(out),
+            Verb::Chain(args) => args.run(out),
+            Verb::Merge(args) => args.run(out),
+            Verb::Rebase(args) => args.run(out),
             Verb::Compare(args) => args.run(out),
         }
     }

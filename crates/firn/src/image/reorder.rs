@@ -4,12 +4,10 @@ use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
 use firn_image::{Codec, Image, Organization, Reorder, Summary};
-use firn_supervisor::{Failure, Progress};
-use serde_json::json;
+use firn_supervisor::Failure;
 
-use crate::bar::Bar;
+use super::rewrite::{Rewriting, describe, facts};
 use crate::output::Output;
-use crate::units;
 
 /// Rewrite an image with its memory blocks in another order.
 ///
@@ -49,17 +47,7 @@ impl Args {
         let summary = self.reorder(&image).map_err(|failure| {
             failure.while_doing(format!("can't reorder {}", self.image.display()))
         })?;
-        let facts = json!({
-            "image": summary.path,
-            "organization": summary.organization,
-            "file_bytes": summary.file_bytes,
-            "locality_blocks": summary.locality_blocks,
-            "stored_blocks": summary.stored_blocks,
-        });
-        out.facts(&facts, || {
-            let bytes = units::bytes(summary.file_bytes);
-            format!("{}: {bytes}, {}\n", summary.path.display(), summary.organization)
-        })
+        out.facts(&facts(&summary, None), || describe(&summary))
     }
 
     fn reorder(&self, image: &Image) -> Result<Summary, Failure> {
@@ -69,12 +57,8 @@ impl Args {
             threads: super::threads(),
             ..Reorder::by(self.by)
         };
-        let bytes = image.geometry().block_size.bytes() as u64;
-        let bar = std::cell::RefCell::new(Bar::new());
-        let show = |done: u32, total: u32| {
-            let bytes = |blocks: u32| u64::from(blocks) * bytes;
-            bar.borrow_mut().show(&Progress::new("reordering", bytes(done), bytes(total)));
-        };
+        let rewriting = Rewriting::new("reordering", image);
+        let show = |done, total| rewriting.show(done, total);
         firn_image::reorder(image, &how, &self.output, &show)
             .map_err(|error| super::failure(&error))
     }

@@ -11,6 +11,7 @@ mod damaged_image;
 mod faults;
 mod help;
 mod hypervisor_dies;
+mod incremental;
 mod input;
 mod session;
 mod vm;

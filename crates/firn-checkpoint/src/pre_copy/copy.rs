@@ -1,0 +1,226 @@
+//! The rounds, and the copying.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+use firn_image::{Image, Placement};
+use firn_memory::GuestMemory;
+use firn_types::{Block, BlockSize, GuestPhys, Page};
+
+use super::rounds::{Rounds, Step};
+use super::tracker::Tracker;
+use crate::cut::{Cut, Ready};
+use crate::lane::Lane;
+use crate::options::SaveOptions;
+use crate::order;
+use crate::pipeline::{Intake, RawBlock};
+use crate::report::{Progress, SaveReport, ms};
+use crate::save::{Copied, SaveContext, SaveError};
+
+/// Blocks between two looks at whether the save is to go on.
+const LOOK_EVERY: usize = 256;
+
+/// A save by rounds.
+pub(crate) struct PreCopy<'c, 'a> {
+    pub(crate) context: &'c mut SaveContext<'a>,
+    pub(crate) options: &'c SaveOptions,
+    pub(crate) intake: &'c Intake,
+    pub(crate) progress: &'c dyn Fn(Progress),
+    pub(crate) started: std::time::Instant,
+}
+
+/// What a save by rounds has done so far.
+struct Done {
+    /// Blocks that were copied, and may be told to be copied again.
+    copied: Vec<bool>,
+    /// How many of them.
+    count: u32,
+    /// What was written while the save went on: the guest's writable working set.
+    hot: Vec<Block>,
+}
+
+impl PreCopy<'_, '_> {
+    pub(crate) fn run(mut self) -> Result<Copied, SaveError> {
+        // What it gives back becomes zeros, and the kernel does not tell.
+        if self.context.vm.balloon()?.is_some() {
+            return Err(SaveError::Balloon);
+        }
+        if let Some(other) = self.context.memory.other_users()?.first() {
+            return Err(SaveError::Foreign(other.to_string()));
+        }
+        let mut tracker = self.tracker()?;
+        firn_fault::point("pre-copy.armed");
+        let copied = self.copy(&mut tracker);
+        self.context.tracker = Some(tracker);
+        copied
+    }
+
+    /// The tracker from the last checkpoint, or a new one.
+    fn tracker(&mut self) -> Result<Tracker, SaveError> {
+        if let Some(tracker) = self.context.tracker.take() {
+            return Ok(tracker);
+        }
+        let vcpus = self.context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
+        let (process, memory) = (self.context.process.clone(), self.context.memory.clone());
+        Ok(Tracker::start(process, memory, vcpus)?)
+    }
+
+    fn copy(&mut self, tracker: &mut Tracker) -> Result<Copied, SaveError> {
+        let blocks = self.size().blocks_in(self.context.memory.map().total_pages());
+        let mut done = Done { copied: vec![false; blocks as usize], count: 0, hot: Vec::new() };
+        let (mut written, roots) = self.first(tracker)?;
+        let mut rounds = Rounds::default();
+        let is_running = self.context.vm.status()?.running;
+        while is_running && rounds.next(written.len()) == Step::Copy {
+            self.let_requests_end()?;
+            self.copy_all(&written, &mut done)?;
+            self.intake.settle(&|| self.context.steps.cancelled());
+            firn_fault::point("pre-copy.round");
+            written = self.blocks_of(&tracker.newly_written()?);
+            done.hot.extend(&written);
+        }
+        let ready = Ready::make(self.context)?;
+        let arm_ms = ms(self.started.elapsed());
+        let (memory, size, intake) =
+            (Arc::clone(&self.context.memory), self.size(), self.intake.clone());
+        let cut = Cut::make(self.context, self.options, ready, || {
+            let last = blocks_of(size, &tracker.newly_written()?);
+            tracker.cut();
+            let left = union(&written, &last);
+            left.iter().try_for_each(|&block| done.copy(block, &memory, size, &intake))?;
+            done.hot.extend(last);
+            firn_fault::point("pre-copy.copied");
+            Ok(left.len() as u64 * size.pages() as u64)
+        })?;
+        firn_fault::point("save.resumed");
+        self.report(&done);
+        let report = SaveReport {
+            rounds: rounds.done(),
+            arm_ms,
+            pause: cut.pause,
+            blocks_total: blocks,
+            ..SaveReport::default()
+        };
+        let working_set = self.working_set(done.hot);
+        Ok(Copied { cut, working_set, roots, report })
+    }
+
+    /// What has to be copied first: what was written since the parent, or else all there is.
+    fn first(&mut self, tracker: &mut Tracker) -> Result<(Vec<Block>, Vec<GuestPhys>), SaveError> {
+        let parent = self.context.parent.clone();
+        match parent.filter(|parent| tracker.knows(&parent.identity())) {
+            Some(_) => Ok((self.blocks_of(&tracker.written()?), Vec::new())),
+            None => {
+                // What was written before is copied now, and what is written from now on is told.
+                tracker.written()?;
+                let spaces = order::address_spaces(self.context.vm, &self.context.memory)?;
+                let mut order = order::blocks(&self.context.memory, &spaces, self.size())?;
+                order.add_unbacked(|block| stores(self.context.parent.as_deref(), block));
+                Ok((order.blocks, spaces.roots))
+            }
+        }
+    }
+
+    /// Has the device models complete what they have begun (see the module's documentation).
+    fn let_requests_end(&mut self) -> Result<(), SaveError> {
+        if !self.context.vm.status()?.running {
+            // By its user, meanwhile. Then nothing is under way.
+            return Ok(());
+        }
+        self.context.steps.about_to_stop().map_err(SaveError::Step)?;
+        let stopped = self.context.vm.stop();
+        firn_fault::point("pre-copy.drained");
+        let continued = self.context.vm.cont();
+        stopped?;
+        continued?;
+        self.context.steps.resumed().map_err(SaveError::Step)
+    }
+
+    fn copy_all(&self, blocks: &[Block], done: &mut Done) -> Result<(), SaveError> {
+        for (at, &block) in blocks.iter().enumerate() {
+            if at % LOOK_EVERY == 0 {
+                self.report(done);
+                if self.intake.failed() || self.context.steps.cancelled() {
+                    return Err(SaveError::Cancelled);
+                }
+            }
+            done.copy(block, &self.context.memory, self.size(), self.intake)?;
+        }
+        Ok(())
+    }
+
+    /// What the guest writes now, then what is in the parent's list: a restore brings that in first.
+    fn working_set(&self, hot: Vec<Block>) -> Vec<Block> {
+        let parents = self.context.parent.as_deref().map(Image::working_set).unwrap_or_default();
+        let mut known = HashSet::new();
+        let all = hot.into_iter().chain(parents.iter().copied());
+        all.filter(|&block| known.insert(block)).collect()
+    }
+
+    fn size(&self) -> BlockSize {
+        self.options.block_size
+    }
+
+    fn blocks_of(&self, pages: &[Range<Page>]) -> Vec<Block> {
+        blocks_of(self.size(), pages)
+    }
+
+    fn report(&self, done: &Done) {
+        (self.progress)(Progress {
+            blocks_done: done.count,
+            blocks_total: done.copied.len() as u32,
+            bytes_written: self.intake.written(),
+        });
+    }
+}
+
+impl Done {
+    fn copy(
+        &mut self,
+        block: Block,
+        memory: &GuestMemory,
+        size: BlockSize,
+        intake: &Intake,
+    ) -> Result<(), SaveError> {
+        let Some(mut bytes) = intake.buffer() else { return Ok(()) };
+        memory.read(size.first_page(block), &mut bytes)?;
+        let again = std::mem::replace(&mut self.copied[block.index()], true);
+        self.count += u32::from(!again);
+        intake.submit(RawBlock { lane: Lane::Sweep, block, bytes, again });
+        Ok(())
+    }
+}
+
+/// Whether the parent has something else than zeros of a block.
+pub(crate) fn stores(parent: Option<&Image>, block: Block) -> bool {
+    parent.is_some_and(|parent| matches!(parent.lookup(block), Placement::Stored { .. }))
+}
+
+/// The blocks that hold any of these pages, in order, each once.
+fn blocks_of(size: BlockSize, pages: &[Range<Page>]) -> Vec<Block> {
+    let of_run = |run: &Range<Page>| size.block_of(run.start).0..size.blocks_in(run.end.0);
+    let mut blocks: Vec<Block> = pages.iter().flat_map(of_run).map(Block).collect();
+    blocks.dedup();
+    blocks
+}
+
+/// Two lists of blocks as one, in order, each once.
+fn union(one: &[Block], other: &[Block]) -> Vec<Block> {
+    let mut all = [one, other].concat();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_told_once() {
+        let runs = [0..1, 1..2, 3..6].map(|run: Range<u32>| Page(run.start)..Page(run.end));
+        assert_eq!(blocks_of(BlockSize::default(), &runs), [0, 1, 2].map(Block));
+        assert_eq!(union(&[Block(4), Block(1)], &[Block(2), Block(4)]), [1, 2, 4].map(Block));
+    }
+}

@@ -1,0 +1,60 @@
+//! `firn image rebase`
+
+use std::path::PathBuf;
+
+use clap::Args as ClapArgs;
+use firn_image::Image;
+use firn_supervisor::Failure;
+
+use super::rewrite::{Rewriting, describe, facts};
+use crate::output::Output;
+
+/// Have an image build on another one.
+///
+/// The image keeps what differs from its new parent, which may be an image further down its chain, an image of the same
+/// RAM that it has nothing to do with, or its old parent at another place. The checkpoint stays the same, and so does its
+/// identity.
+///
+/// An image whose parent was moved can't be opened. Say with --moved where its parent is now: it must be that very image.
+///
+/// Examples:
+///   firn image rebase web-20.firn --parent web-10.firn
+///   firn image rebase web-20.firn --moved /archive/web-19.firn
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+#[command(group = clap::ArgGroup::new("target").required(true))]
+pub struct Args {
+    /// The image.
+    image: PathBuf,
+    /// The image to build on from now on.
+    #[arg(long, value_name = "IMAGE", group = "target")]
+    parent: Option<PathBuf>,
+    /// Where the parent it has is now.
+    #[arg(long, value_name = "IMAGE", group = "target")]
+    moved: Option<PathBuf>,
+    /// The image to write; by default it takes the image's own place.
+    #[arg(long, short, value_name = "IMAGE")]
+    output: Option<PathBuf>,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let image = match &self.moved {
+            Some(moved) => Image::open_with_parent(&self.image, moved).map_err(|error| {
+                super::failure(&error).while_doing(format!("opening {}", self.image.display()))
+            })?,
+            None => super::open(&self.image)?,
+        };
+        let parent =
+            super::open(self.moved.as_ref().or(self.parent.as_ref()).unwrap_or(&self.image))?;
+        let target = self.output.as_ref().unwrap_or(&self.image);
+        let rewriting = Rewriting::new("rebasing", &image);
+        let show = |done, total| rewriting.show(done, total);
+        let summary = firn_image::rebase(&image, &parent, target, super::threads(), &show)
+            .map_err(|error| {
+                super::failure(&error).while_doing(format!("can't rebase {}", self.image.display()))
+            })?;
+        out.facts(&facts(&summary, Some(parent.path())), || describe(&summary))
+    }
+}
