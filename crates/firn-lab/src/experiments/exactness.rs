@@ -4,7 +4,8 @@
 //!
 //! **What varies**, drawn at random for each run from its seed: vCPUs (1, 2, 4), RAM (256 MiB to 4.5 GiB, to the page, in
 //! one or several backends, also split around the PCI hole), the load, the size of memory blocks and locality blocks,
-//! the codec, copy-on-access or copy-on-write, whether the sweep yields, the mode of the restore.
+//! the codec, the strategy (copy-on-access, copy-on-write, pre-copy), how many images the image builds on, whether the
+//! sweep yields, the mode of the restore.
 //!
 //! **What is held equal**: during every save writers run on each vCPU, a disk and a network card do DMA, a computation
 //! is under way.

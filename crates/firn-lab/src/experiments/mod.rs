@@ -15,6 +15,7 @@ mod halite_nginx;
 mod halite_organization;
 mod halite_pgbench;
 mod halite_save;
+mod incremental;
 mod peers_restore;
 mod peers_ttr;
 mod synthetic;
@@ -87,6 +88,11 @@ pub const ALL: &[Experiment] = &[
         name: "halite-pgbench",
         about: "Figure 6: a database in memory; lazy, physical and locality restore",
         run: halite_pgbench::run,
+    },
+    Experiment {
+        name: "incremental",
+        about: "checkpoints of what changed: size and time by dirty rate, restores by depth of chain",
+        run: incremental::run,
     },
     Experiment {
         name: "peers-restore",

@@ -71,6 +71,8 @@ pub(super) struct Drawn {
     pub(super) throttled: bool,
     pub(super) strategy: &'static str,
     pub(super) mode: Mode,
+    /// How many checkpoints, each built on the one before, are below the one that is compared.
+    pub(super) below: usize,
 }
 
 impl Drawn {
@@ -105,7 +107,8 @@ impl Drawn {
                 Mode::Locality,
                 Mode::WorkingSet,
             ]),
-            strategy: dice.pick(&["trace", "trace", "cow"]),
+            strategy: dice.pick(&["trace", "cow", "pre-copy", "pre-copy"]),
+            below: dice.pick(&[0, 0, 1, 3]),
         }
     }
 
@@ -138,6 +141,7 @@ impl Drawn {
             label("sweep", if self.throttled { &"throttled" } else { &"unthrottled" }),
             label("strategy", &self.strategy),
             label("mode", &self.mode),
+            label("below", &self.below),
         ]
     }
 
@@ -149,7 +153,7 @@ impl Drawn {
             "sha_rounds": self.sha.rounds, "sha_threads": self.sha.threads,
             "block_pages": self.block_pages, "locality_kib": self.locality_kib,
             "codec": self.codec, "throttled": self.throttled, "strategy": self.strategy,
-            "mode": self.mode,
+            "mode": self.mode, "below": self.below,
         })
     }
 }

@@ -86,8 +86,9 @@ impl<'a> Bench<'a> {
     pub(super) fn run(&self, drawn: &Drawn) -> Result<Outcome> {
         let outcome = Trial::new(self, drawn).and_then(|trial| trial.run());
         self.lab.firn().stop(VM);
-        for file in ["exact.firn", "exact.ram"] {
-            let _ = std::fs::remove_file(self.lab.file(file));
+        let below = (0..drawn.below).map(below);
+        for file in below.chain(["exact.firn".to_owned(), "exact.ram".to_owned()]) {
+            let _ = std::fs::remove_file(self.lab.file(&file));
         }
         outcome
     }
@@ -103,6 +104,11 @@ fn prepare(disk: &Path) -> std::io::Result<()> {
         bytes.extend(page.iter().flat_map(|word| word.to_le_bytes()));
     }
     std::fs::write(disk, bytes)
+}
+
+/// The name of an image below the one that is compared.
+fn below(number: usize) -> String {
+    format!("below-{number}.firn")
 }
 
 struct Trial<'a> {
@@ -181,11 +187,18 @@ impl<'a> Trial<'a> {
     /// `firn checkpoint`, with the network card at work.
     fn save(&self) -> Result<Value> {
         let lab = self.bench.lab;
-        let args = self.drawn.save_args().with("--reference", lab.file("exact.ram"));
+        let args = || self.drawn.save_args();
         let before = disk_report(&mut self.control()?)?["progress"].as_u64().unwrap_or(0);
         let (said, echoes) = self.under_network_load(|| {
             std::thread::sleep(Duration::from_millis(self.drawn.lead_ms));
-            Ok(lab.firn().checkpoint(VM, &lab.file("exact.firn"), &args)?)
+            let mut how = args();
+            for number in 0..self.drawn.below {
+                let image = lab.file(&below(number));
+                lab.firn().checkpoint(VM, &image, &how)?;
+                how = args().with("--parent", image);
+            }
+            let how = how.with("--reference", lab.file("exact.ram"));
+            Ok(lab.firn().checkpoint(VM, &lab.file("exact.firn"), &how)?)
         })?;
         ensure!(echoes.wrong == 0, "{} echoes were wrong during the save", echoes.wrong);
         let requests =
