@@ -121,10 +121,20 @@ fn seeds(dir: &Path) -> Result<Vec<Seed>> {
     let mut seeds = Vec::new();
     for (codec, pages) in [("none", 1), ("lz4", 2), ("zstd", 1), ("zlib", 4)] {
         let path = dir.join("seed.firn");
-        write(&path, codec.parse()?, BlockSize::new(pages)?)?;
+        let (codec, block_size) = (codec.parse()?, BlockSize::new(pages)?);
+        write(&path, codec, Draft::whole(geometry(block_size), Organization::Access))?;
         seeds.push(seed(&path)?);
+        // It stays where the mutated ones that build on it look for it.
+        let parent = dir.join(format!("parent-{pages}.firn"));
+        std::fs::rename(&path, &parent)?;
+        let parent = Image::open(&parent)?;
+        for (parent, again) in [(None, true), (Some(&parent), false), (Some(&parent), true)] {
+            let whole = Draft::whole(geometry(block_size), Organization::Access);
+            write(&path, codec, Draft { parent, again, ..whole })?;
+            seeds.push(seed(&path)?);
+        }
         let other = dir.join("other.firn");
-        reorder(&Image::open(&path)?, &Reorder::by(Organization::Random), &other, &|_, _| ())?;
+        reorder(&parent, &Reorder::by(Organization::Random), &other, &|_, _| ())?;
         seeds.push(seed(&other)?);
     }
     Ok(seeds)
@@ -135,13 +145,22 @@ fn seed(path: &Path) -> Result<Seed> {
     Ok(Seed { bytes: std::fs::read(path)?, blocks })
 }
 
-fn write(path: &Path, codec: Codec, block_size: BlockSize) -> Result<()> {
+fn geometry(block_size: BlockSize) -> Geometry {
     let total_pages = 40 * block_size.pages() as u32;
-    let geometry = Geometry { block_size, locality_block_bytes: 16 << 10, total_pages };
-    let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access))?;
+    Geometry { block_size, locality_block_bytes: 16 << 10, total_pages }
+}
+
+fn write(path: &Path, codec: Codec, draft: Draft<'_>) -> Result<()> {
+    let (geometry, block_size) = (draft.geometry, draft.geometry.block_size);
+    let mut writer = Writer::create(path, &draft)?;
     let mut packers = [FilledBy::Vcpu(VcpuId(0)), FilledBy::Sweep]
         .map(|filled_by| Packer::filled_by(geometry, filled_by));
-    for number in (0..40u32).filter(|number| number % 5 != 0) {
+    let some = (0..40u32).filter(|number| number % 5 != 0);
+    let (some, again): (Vec<u32>, Vec<u32>) = match draft.parent {
+        None => (some.collect(), vec![4, 6, 2]),
+        Some(_) => (vec![3, 5, 8, 13], vec![8, 3]),
+    };
+    for number in some.into_iter().chain(again.into_iter().filter(|_| draft.again)) {
         let word = |at: u32| u64::from(number % 3) * u64::from(at % 50).pow(number % 7 + 1);
         let words = block_size.bytes() as u32 / 8;
         let raw: Vec<u8> = (0..words).flat_map(|at| word(at).to_le_bytes()).collect();

@@ -120,23 +120,35 @@ fn save_points() -> impl Iterator<Item = &'static str> {
 fn qemu_killed_anywhere_in_a_save() {
     let mut vm = base();
     for point in save_points() {
-        let stop = Stop::arm(&mut vm, point);
-        vm.session.firn(&["restore", "base.firn", "--mode", "eager", "--wait"]).succeeds();
-        vm.session.arm(None);
-        let mut saving = start(&vm, &["checkpoint", "web", "-o", "new.firn"]);
-        if !stop.is_reached(&mut saving) {
-            assert!(point.contains('@'), "{point} was not reached");
-            answer(saving).succeeds();
-            vm.session.firn(&["stop", "web"]).succeeds();
-            continue;
-        }
-        kill(qemu(&vm));
-        stop.go_on();
-        let saved = answer(saving);
-        eprintln!("{point}: exit {}: {}", saved.code, saved.err.trim());
-        is_whole_or_not_there(&vm, saved, point);
-        is_shown_dead_and_goes(&vm, point);
+        qemu_killed_in_a_save(&mut vm, point, &[]);
     }
+}
+
+#[test]
+fn qemu_killed_anywhere_in_a_pre_copy() {
+    let mut vm = base();
+    for point in points(&["pre-copy.", "save.stopped", "save.resumed"]) {
+        qemu_killed_in_a_save(&mut vm, point, &["--parent", "base.firn"]);
+    }
+}
+
+fn qemu_killed_in_a_save(vm: &mut Vm, point: &str, how: &[&str]) {
+    let stop = Stop::arm(vm, point);
+    vm.session.firn(&["restore", "base.firn", "--mode", "eager", "--wait"]).succeeds();
+    vm.session.arm(None);
+    let mut saving = start(vm, &[&["checkpoint", "web", "-o", "new.firn"], how].concat());
+    if !stop.is_reached(&mut saving) {
+        assert!(point.contains('@'), "{point} was not reached");
+        answer(saving).succeeds();
+        vm.session.firn(&["stop", "web"]).succeeds();
+        return;
+    }
+    kill(qemu(vm));
+    stop.go_on();
+    let saved = answer(saving);
+    eprintln!("{point}: exit {}: {}", saved.code, saved.err.trim());
+    is_whole_or_not_there(vm, saved, point);
+    is_shown_dead_and_goes(vm, point);
 }
 
 /// Once all of the guest's memory is copied, an image may become whole without the VM.
