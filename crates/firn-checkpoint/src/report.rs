@@ -71,8 +71,12 @@ pub struct Pause {
 pub struct SaveReport {
     /// Where the pause went.
     pub pause: Pause,
-    /// Rounds of re-protecting before the pause.
+    /// Rounds of re-protecting, or of copying, before the pause.
     pub rounds: u32,
+    /// How long the VM stood still in all before the pause: once in each round of copying, so that the requests of its
+    /// devices end. In milliseconds.
+    #[serde(default)]
+    pub drained_ms: f64,
     /// From the command to the pause, in milliseconds.
     pub arm_ms: f64,
     /// From the command to the finished file, in milliseconds.

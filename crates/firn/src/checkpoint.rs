@@ -1,6 +1,7 @@
 //! `firn checkpoint`
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args as ClapArgs;
 use firn_checkpoint::{Estimator, Strategy, StrategyError};
@@ -11,6 +12,7 @@ use firn_supervisor::{
 use firn_types::BlockSize;
 
 use crate::bar::Bar;
+use crate::every::Every;
 use crate::output::Output;
 use crate::units;
 use crate::working_set::estimator;
@@ -35,6 +37,10 @@ use crate::working_set::estimator;
 /// checkpoint compares all of memory with its parent; the next ones, each on the one before, take what was written since
 /// (their strategy is pre-copy, unless another one is chosen). See `firn image chain`, `merge` and `rebase`.
 ///
+/// With --every it goes on making such checkpoints, each on the one before, until it is ended: --output web.firn names
+/// web-000001.firn and so on. Each can be restored. Of those that are more than --keep asks for, the oldest that stays is
+/// made whole and the others go, now and then.
+///
 /// If this command is interrupted the checkpoint goes on; `firn status` shows it.
 ///
 /// Examples:
@@ -42,6 +48,7 @@ use crate::working_set::estimator;
 ///   firn checkpoint web -o web.firn --codec zstd --json
 ///   firn checkpoint web -o web.firn --strategy cow
 ///   firn checkpoint web -o web-2.firn --parent web.firn
+///   firn checkpoint web -o web.firn --every 30s --keep 20
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -63,6 +70,17 @@ pub struct Args {
     /// `access-bits`, what it used before (the default with --strategy stop).
     #[arg(long, value_name = "HOW", value_parser = estimator)]
     working_set: Option<Estimator>,
+    /// Make one at such intervals: 30s, 5m, 2h.
+    #[arg(long, value_name = "TIME", value_parser = units::parse_duration)]
+    #[arg(conflicts_with_all = ["parent", "reference"])]
+    every: Option<Duration>,
+    /// With --every: how many are kept.
+    #[arg(long, value_name = "N", requires = "every", default_value_t = 20)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=128))]
+    keep: u16,
+    /// With --every: end after so many.
+    #[arg(long, value_name = "N", requires = "every")]
+    times: Option<u32>,
     /// For tests: while the guest stands still, also copy its memory to this file.
     #[arg(long, value_name = "FILE", hide = true)]
     reference: Option<PathBuf>,
@@ -134,9 +152,21 @@ impl Args {
         request.choices.throttle = self.no_throttle.then_some(false);
         request.choices.reference = self.reference.as_deref().map(absolute).transpose()?;
         let base = crate::hidden::runtime_dir()?;
+        if let Some(interval) = self.every {
+            return self.go_on(request, interval).run(&base, out);
+        }
         let facts = save(&base, &self.name, &Request::Checkpoint(request))
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
         out.facts(&facts, || describe(&facts))
+    }
+}
+
+impl Args {
+    /// The first of a series has no parent, and is made so that the next one is quick.
+    fn go_on(&self, mut request: SaveRequest, interval: Duration) -> Every {
+        request.choices.strategy.get_or_insert(Strategy::PreCopy);
+        let (name, keep) = (self.name.clone(), usize::from(self.keep));
+        Every { name, request, interval, keep, times: self.times }
     }
 }
 
@@ -150,7 +180,8 @@ pub fn save(
     ask(base, name, request, &mut |progress| bar.show(progress))
 }
 
-fn describe(facts: &serde_json::Value) -> String {
+/// What came of a checkpoint, in a line.
+pub fn describe(facts: &serde_json::Value) -> String {
     if let Some(news) = recovered(facts) {
         return news;
     }

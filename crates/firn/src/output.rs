@@ -32,6 +32,17 @@ impl Output {
             false => print(&for_people()),
         }
     }
+    /// Prints facts of which there will be more: a line of JSON each, or as `for_people` tells them.
+    pub fn line(
+        self,
+        facts: &impl Serialize,
+        for_people: impl FnOnce() -> String,
+    ) -> Result<(), Failure> {
+        match self.json {
+            true => print(&format!("{}\n", serde_json::to_string(facts).doing("writing JSON")?)),
+            false => print(&for_people()),
+        }
+    }
 }
 
 /// Prints to standard output. A reader that has seen enough is no error.

@@ -1,5 +1,7 @@
 //! Sizes and times, as people write and read them.
 
+use std::time::Duration;
+
 /// Reads a size in bytes: `65536`, `64K`, `1M`, `2G` (powers of 1024; `KiB` and the like are understood too).
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
@@ -17,6 +19,23 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         .checked_shl(shift)
         .filter(|bytes| bytes >> shift == number)
         .ok_or_else(|| format!("{text:?} is too large"))
+}
+
+/// Reads a span of time: `500ms`, `30s` (or `30`), `5m`, `2h`.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let ms = match unit {
+        "ms" => 1,
+        "" | "s" => 1000,
+        "m" | "min" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err(format!("{text:?} is no span of time: write 500ms, 30s, 5m or 2h")),
+    };
+    let number: u64 =
+        number.parse().map_err(|_| format!("{text:?} does not begin with a number"))?;
+    let ms = number.checked_mul(ms).ok_or_else(|| format!("{text:?} is too long"))?;
+    Ok(Duration::from_millis(ms))
 }
 
 /// A size for people: `64 KiB`, `1.5 GiB`.
@@ -56,6 +75,19 @@ pub fn ms(ms: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn spans_of_time_are_read() {
+        let ms = |text| parse_duration(text).map(|it| it.as_millis());
+        assert_eq!(ms("500ms"), Ok(500));
+        assert_eq!(
+            (ms("30"), ms("30s"), ms("5m"), ms("2h")),
+            (Ok(30_000), Ok(30_000), Ok(300_000), Ok(7_200_000))
+        );
+        for wrong in ["", "s", "-1s", "1.5s", "3 s", "9d", "99999999999999999999h"] {
+            assert!(ms(wrong).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn sizes_are_read() {

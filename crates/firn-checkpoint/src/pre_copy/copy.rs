@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use firn_image::{Image, Placement};
 use firn_memory::GuestMemory;
@@ -27,7 +28,7 @@ pub(crate) struct PreCopy<'c, 'a> {
     pub(crate) options: &'c SaveOptions,
     pub(crate) intake: &'c Intake,
     pub(crate) progress: &'c dyn Fn(Progress),
-    pub(crate) started: std::time::Instant,
+    pub(crate) started: Instant,
 }
 
 /// What a save by rounds has done so far.
@@ -72,8 +73,9 @@ impl PreCopy<'_, '_> {
         let (mut written, roots) = self.first(tracker)?;
         let mut rounds = Rounds::default();
         let is_running = self.context.vm.status()?.running;
+        let mut drained = Duration::ZERO;
         while is_running && rounds.next(written.len()) == Step::Copy {
-            self.let_requests_end()?;
+            drained += self.let_requests_end()?;
             self.copy_all(&written, &mut done)?;
             self.intake.settle(&|| self.context.steps.cancelled());
             firn_fault::point("pre-copy.round");
@@ -97,6 +99,7 @@ impl PreCopy<'_, '_> {
         self.report(&done);
         let report = SaveReport {
             rounds: rounds.done(),
+            drained_ms: ms(drained),
             arm_ms,
             pause: cut.pause,
             blocks_total: blocks,
@@ -122,19 +125,23 @@ impl PreCopy<'_, '_> {
         }
     }
 
-    /// Has the device models complete what they have begun (see the module's documentation).
-    fn let_requests_end(&mut self) -> Result<(), SaveError> {
+    /// Has the device models complete what they have begun (see the module's documentation). Gives how long the VM stood
+    /// still for that.
+    fn let_requests_end(&mut self) -> Result<Duration, SaveError> {
         if !self.context.vm.status()?.running {
             // By its user, meanwhile. Then nothing is under way.
-            return Ok(());
+            return Ok(Duration::ZERO);
         }
         self.context.steps.about_to_stop().map_err(SaveError::Step)?;
+        let since = Instant::now();
         let stopped = self.context.vm.stop();
         firn_fault::point("pre-copy.drained");
         let continued = self.context.vm.cont();
         stopped?;
         continued?;
-        self.context.steps.resumed().map_err(SaveError::Step)
+        let drained = since.elapsed();
+        self.context.steps.resumed().map_err(SaveError::Step)?;
+        Ok(drained)
     }
 
     fn copy_all(&self, blocks: &[Block], done: &mut Done) -> Result<(), SaveError> {
@@ -150,12 +157,10 @@ impl PreCopy<'_, '_> {
         Ok(())
     }
 
-    /// What the guest writes now, then what is in the parent's list: a restore brings that in first.
+    /// What the guest writes now, then what was in the parent's list.
     fn working_set(&self, hot: Vec<Block>) -> Vec<Block> {
         let parents = self.context.parent.as_deref().map(Image::working_set).unwrap_or_default();
-        let mut known = HashSet::new();
-        let all = hot.into_iter().chain(parents.iter().copied());
-        all.filter(|&block| known.insert(block)).collect()
+        renewed(hot, parents)
     }
 
     fn size(&self) -> BlockSize {
@@ -192,6 +197,15 @@ impl Done {
     }
 }
 
+/// A working set from one checkpoint to the next: what is new comes first, and what has been longest in it goes, so that
+/// it does not grow with the chain.
+fn renewed(hot: Vec<Block>, parents: &[Block]) -> Vec<Block> {
+    let longest = hot.len().max(parents.len());
+    let mut known = HashSet::new();
+    let all = hot.into_iter().chain(parents.iter().copied());
+    all.filter(|&block| known.insert(block)).take(longest).collect()
+}
+
 /// Whether the parent has something else than zeros of a block.
 pub(crate) fn stores(parent: Option<&Image>, block: Block) -> bool {
     parent.is_some_and(|parent| matches!(parent.lookup(block), Placement::Stored { .. }))
@@ -216,6 +230,15 @@ fn union(one: &[Block], other: &[Block]) -> Vec<Block> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_working_set_does_not_grow_with_the_chain() {
+        let blocks = |numbers: &[u32]| numbers.iter().copied().map(Block).collect::<Vec<_>>();
+        let renewed = |hot: &[u32], parents: &[u32]| renewed(blocks(hot), &blocks(parents));
+        assert_eq!(renewed(&[7, 7, 2], &[1, 2, 3, 4]), blocks(&[7, 2, 1, 3]));
+        assert_eq!(renewed(&[], &[1, 2]), blocks(&[1, 2]));
+        assert_eq!(renewed(&[5, 6], &[1]), blocks(&[5, 6]));
+    }
 
     #[test]
     fn blocks_are_told_once() {

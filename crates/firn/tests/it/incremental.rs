@@ -148,7 +148,43 @@ fn a_dead_supervisor_costs_a_comparison() {
     assert_eq!(userfaultfds(vm.pid()), 0);
     let saved = save(session, "d1.firn", &["--parent", "d0.firn"]);
     assert!(inherited(&saved) > 0.5, "{saved}");
+    // Nothing of it stays in a VM that is let go of. That one does not end with the session.
+    let pid = vm.pid();
     session.firn(&["detach", "web"]).succeeds();
+    let left = userfaultfds(pid);
+    kill(pid);
+    assert_eq!(left, 0);
+}
+
+/// Twelve checkpoints of which four are kept, and then any of those.
+#[test]
+fn a_series_goes_on_and_old_ones_go() {
+    let vm = Vm::boot();
+    let session = &vm.session;
+    let every = ["checkpoint", "web", "-o", "web.firn", "--every", "200ms", "--keep", "4"];
+    let said = session.firn(&[&["--json"], &every[..], &["--times", "12"]].concat()).succeeds();
+    let facts: Vec<Value> =
+        said.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(facts.len(), 12);
+    assert!(facts[1..].iter().all(|facts| inherited(facts) > 0.5), "{facts:?}");
+    let mut files = session.files("web-");
+    files.sort_unstable();
+    let expected: Vec<String> = (8..=12).map(|number| format!("web-{number:06}.firn")).collect();
+    assert!(files == expected || files == expected[1..], "{files:?}");
+    assert_eq!(session.json(&["image", "chain", "web-000012.firn"])["depth"], files.len());
+    // Where it was left, even by another run.
+    session.firn(&[&every[..], &["--times", "1"]].concat()).succeeds();
+    session.firn(&["stop", "web"]).succeeds();
+    for number in [9, 11, 13] {
+        let image = format!("web-{number:06}.firn");
+        session.firn(&["image", "verify", &image]).succeeds();
+        session.firn(&["restore", &image, "--name", "web", "--wait"]).succeeds();
+        vm.is_well();
+        session.firn(&["stop", "web"]).succeeds();
+    }
+    let ended = session.firn(&[&every[..], &["--times", "3"]].concat());
+    ended.fails(3, "no checkpoint of web");
+    session.firn(&["checkpoint", "web", "-o", "x", "--every", "1 day"]).fails(2, "span of time");
 }
 
 #[test]

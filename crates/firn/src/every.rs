@@ -1,0 +1,94 @@
+//! `firn checkpoint --every`: checkpoints until somebody ends it.
+
+use std::time::{Duration, Instant};
+
+use firn_image::Image;
+use firn_supervisor::{
+    Failure, FailureKind, Request, RuntimeDir, SaveRequest, VmName, image_failure,
+};
+
+use crate::checkpoint::{describe, save};
+use crate::output::{Output, print_failure};
+use crate::series::{Series, remove};
+
+/// Checkpoints that fail one after another before this ends.
+const FAILURES_MAX: u32 = 3;
+
+/// A series that goes on.
+pub struct Every {
+    /// The VM.
+    pub name: VmName,
+    /// How each checkpoint is made; its image names the series.
+    pub request: SaveRequest,
+    /// From the beginning of one to the beginning of the next.
+    pub interval: Duration,
+    /// How many are kept.
+    pub keep: usize,
+    /// How many are made; `None` if it goes on and on.
+    pub times: Option<u32>,
+}
+
+impl Every {
+    /// Makes them.
+    pub fn run(&self, base: &RuntimeDir, out: Output) -> Result<(), Failure> {
+        let series = Series::of(&self.request.image)?;
+        let (mut next, mut failures) = (Instant::now(), 0);
+        for made in 1.. {
+            match self.one(base, &series, out) {
+                Ok(()) => failures = 0,
+                Err(failure) if failures + 1 == FAILURES_MAX || is_final(&failure) => {
+                    return Err(failure);
+                }
+                Err(failure) => {
+                    failures += 1;
+                    print_failure(&failure);
+                }
+            }
+            if self.times == Some(made) {
+                break;
+            }
+            next = (next + self.interval).max(Instant::now());
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+        }
+        Ok(())
+    }
+
+    fn one(&self, base: &RuntimeDir, series: &Series, out: Output) -> Result<(), Failure> {
+        let mut members = series.members()?;
+        let number = members.last().map_or(1, |last| last + 1);
+        let mut request = self.request.clone();
+        request.image = series.path(number);
+        request.choices.parent =
+            members.last().map(|&last| series.path(last)).filter(|it| Image::open(it).is_ok());
+        let facts = save(base, &self.name, &Request::Checkpoint(request))
+            .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
+        out.line(&facts, || describe(&facts))?;
+        members.push(number);
+        self.rotate(series, &members)
+    }
+
+    fn rotate(&self, series: &Series, members: &[u32]) -> Result<(), Failure> {
+        let Some(surplus) = series.surplus(members, self.keep) else { return Ok(()) };
+        let whole = &surplus.whole;
+        let merged = Image::open(whole).and_then(|image| match image.chain().len() {
+            1 => Ok(()),
+            _ => firn_image::merge(&image, whole, crate::image::threads(), &|_, _| ()).map(drop),
+        });
+        merged.map_err(|error| {
+            image_failure(&error).while_doing(format!("making {} whole", whole.display()))
+        })?;
+        for image in &surplus.remove {
+            remove(image).map_err(|error| {
+                let doing = format!("removing {}", image.display());
+                Failure::from_error(FailureKind::Other, &error).while_doing(doing)
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether there is no VM any more, or the request will never do.
+fn is_final(failure: &Failure) -> bool {
+    use FailureKind::{Ended, NoSuchVm, Refused, Usage};
+    matches!(failure.kind, Ended | NoSuchVm | Refused | Usage)
+}

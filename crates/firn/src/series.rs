@@ -1,0 +1,141 @@
+//! A series of checkpoints of one VM, made at intervals, each of what changed since the one before.
+//!
+//! ```text
+//!   --output web.firn --keep 4        web-000001.firn <- web-000002.firn <- ... <- web-000005.firn
+//!   the next one makes six, of which the newest four stay, and the oldest of them becomes whole:
+//!                                     web-000003.firn <- web-000004.firn <- ... <- web-000006.firn
+//! ```
+//!
+//! Making an image whole costs as much as a full checkpoint writes, so it is not done each time: a quarter more images
+//! than were asked for may lie there. An image becomes whole in its place and only then its ancestors go, so that all
+//! that lies there can be restored at any time, whenever this is interrupted; what was not removed then is removed the
+//! next time.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use firn_supervisor::{Context, Failure, FailureKind};
+
+/// Digits of a number at least, so that names sort as numbers do.
+const DIGITS: usize = 6;
+
+/// The images that an output path stands for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Series {
+    dir: PathBuf,
+    stem: String,
+    extension: String,
+}
+
+/// What to do about images that are too many.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Surplus {
+    /// This one is made whole.
+    pub whole: PathBuf,
+    /// Then these go.
+    pub remove: Vec<PathBuf>,
+}
+
+impl Series {
+    /// Of `web.firn`: `web-000001.firn` and so on, beside it.
+    pub fn of(output: &Path) -> Result<Self, Failure> {
+        let text =
+            |part: Option<&std::ffi::OsStr>| part.and_then(|it| it.to_str()).map(str::to_owned);
+        let Some(stem) = text(output.file_stem()) else {
+            let problem = format!("{} is no name for a series of images", output.display());
+            return Err(Failure::new(FailureKind::Usage, problem));
+        };
+        let extension = text(output.extension()).map_or(String::new(), |it| format!(".{it}"));
+        let dir = output.parent().unwrap_or(Path::new("")).to_owned();
+        Ok(Self { dir, stem, extension })
+    }
+
+    /// The numbers of the images that are there, in order.
+    pub fn members(&self) -> Result<Vec<u32>, Failure> {
+        let looking = || format!("looking for images in {}", self.dir.display());
+        let mut members = Vec::new();
+        for entry in std::fs::read_dir(&self.dir).doing(looking())? {
+            let name = entry.doing(looking())?.file_name();
+            members.extend(name.to_str().and_then(|name| self.number_in(name)));
+        }
+        members.sort_unstable();
+        Ok(members)
+    }
+
+    /// The image of a number.
+    pub fn path(&self, number: u32) -> PathBuf {
+        let Self { dir, stem, extension } = self;
+        dir.join(format!("{stem}-{number:0DIGITS$}{extension}"))
+    }
+
+    fn number_in(&self, name: &str) -> Option<u32> {
+        let rest = name.strip_prefix(&self.stem)?.strip_prefix('-')?;
+        let digits = rest.strip_suffix(&self.extension)?;
+        let is_number = digits.len() >= DIGITS && digits.bytes().all(|it| it.is_ascii_digit());
+        is_number.then(|| digits.parse().ok())?
+    }
+
+    /// What to do so that the newest `keep` are left, if there are too many.
+    pub fn surplus(&self, members: &[u32], keep: usize) -> Option<Surplus> {
+        let keep = keep.max(1);
+        if members.len() <= keep + keep / 4 {
+            return None;
+        }
+        let (old, kept) = members.split_at(members.len() - keep);
+        let whole = self.path(*kept.first()?);
+        Some(Surplus { whole, remove: old.iter().map(|&number| self.path(number)).collect() })
+    }
+}
+
+/// Removes an image, and what restores of it have learned.
+pub fn remove(image: &Path) -> io::Result<()> {
+    let mut learned = image.as_os_str().to_owned();
+    learned.push(".learned");
+    match std::fs::remove_file(PathBuf::from(learned)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    std::fs::remove_file(image)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn series() -> Series {
+        Series::of(Path::new("/a/web.firn")).unwrap()
+    }
+
+    #[test]
+    fn names_and_numbers_belong_together() {
+        assert_eq!(series().path(7), Path::new("/a/web-000007.firn"));
+        assert_eq!(series().path(1_234_567), Path::new("/a/web-1234567.firn"));
+        assert_eq!(series().number_in("web-000007.firn"), Some(7));
+        for other in [
+            "web.firn",
+            "web-7.firn",
+            "web-00000x.firn",
+            "db-000007.firn",
+            "web-000007.firn.learned",
+        ] {
+            assert_eq!(series().number_in(other), None, "{other}");
+        }
+        let plain = Series::of(Path::new("/a/web")).unwrap();
+        assert_eq!(plain.path(1), Path::new("/a/web-000001"));
+        assert!(Series::of(Path::new("/")).is_err());
+    }
+
+    #[test]
+    fn a_quarter_more_than_asked_for_may_lie_there() {
+        let surplus = |count: u32, keep| series().surplus(&(1..=count).collect::<Vec<_>>(), keep);
+        assert_eq!(surplus(5, 4), None);
+        let path = |number| series().path(number);
+        let expected = Surplus { whole: path(3), remove: vec![path(1), path(2)] };
+        assert_eq!(surplus(6, 4), Some(expected));
+        assert_eq!(surplus(1, 1), None);
+        assert_eq!(surplus(2, 1), Some(Surplus { whole: path(2), remove: vec![path(1)] }));
+        assert_eq!(surplus(2, 0), surplus(2, 1));
+        assert_eq!(surplus(25, 20), None);
+        assert_eq!(surplus(26, 20).map(|it| it.remove.len()), Some(6));
+    }
+}
