@@ -7,6 +7,7 @@
 
 mod app;
 mod application;
+mod cow_downtime;
 mod exactness;
 mod fault_latency;
 mod halite_compression;
@@ -48,6 +49,11 @@ pub const ALL: &[Experiment] = &[
         name: "app-structures",
         about: "application checkpointing: transactions on thirteen data structures, by tracker",
         run: app::structures::run,
+    },
+    Experiment {
+        name: "cow-downtime",
+        about: "Figure 2 of Sun and Blough: the pause of an idle guest, by strategy, against QEMU's ways",
+        run: cow_downtime::run,
     },
     Experiment {
         name: "exactness",

@@ -1,0 +1,263 @@
+//! `cow-downtime`: how long an idle guest stands still for a checkpoint, by who makes it.
+//!
+//! Reproduces Figure 2 of Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing"): an idle guest of 256 MB.
+//!
+//! **What varies**: who saves: each strategy of Firn (`firn-STRATEGY`, and `firn-default`, which is what comes without asking),
+//! and QEMU: standing still (`qemu-stop`), live migration into a file (`qemu-file`), its background snapshot; and the *floor*:
+//! nothing but stop, device state and cont, on a monitor connection. **What is held equal**: all take turns on the same guest,
+//! which was started by hand and has private memory; Firn is attached for its turn and lets go afterwards. `firn-shared` is
+//! Firn's default for a guest that `firn run` started.
+//!
+//! **What is measured**: `downtime_ms`: as Firn reports it, and as QEMU does (`query-migrate`), which leaves out what its user
+//! needs to let the guest go on; for `qemu-stop` and the floor, from asking the hypervisor to stop until it has said that it
+//! goes on. `stood_still_ms`: how long the guest's own clock stood still, by heartbeats. Of Firn's two defaults the worse
+//! counts.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use firn_report::plot::BarPlot;
+use firn_vmm::Vm;
+use serde_json::{Value, json};
+
+use crate::experiments::synthetic::words;
+use crate::firn::SaveArgs;
+use crate::guest::{Control, GuestImage, Machine, QemuArgs, accel};
+use crate::lab::{Lab, interleaved};
+use crate::peer::{self, Way};
+use crate::prober::GuestClock;
+use crate::report::Report;
+use crate::stats::Sample;
+
+const VM: &str = "idle";
+const MIB: u32 = 256;
+const BOOT: Duration = Duration::from_secs(120);
+/// Time between two pauses, so that neither feels the one before.
+const SETTLE: Duration = Duration::from_millis(300);
+const BEATS_PER_S: u32 = 500;
+/// Pauses of each kind, in quick and in full runs.
+const ROUNDS: (usize, usize) = (5, 40);
+
+/// Who saves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum System {
+    Floor,
+    QemuStop,
+    Qemu(Way),
+    /// With a strategy, or without asking for one.
+    Firn(Option<&'static str>),
+    FirnShared,
+}
+
+impl System {
+    fn name(self) -> String {
+        match self {
+            Self::Floor => "floor".to_owned(),
+            Self::QemuStop => "qemu-stop".to_owned(),
+            Self::Qemu(way) => way.name().to_owned(),
+            Self::Firn(strategy) => format!("firn-{}", strategy.unwrap_or("default")),
+            Self::FirnShared => "firn-shared".to_owned(),
+        }
+    }
+}
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("cow-downtime");
+    let mut bench = Bench::start(lab)?;
+    let systems = bench.systems(&mut report)?;
+    interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &systems, |_, &system| {
+        bench.pause(system, &mut report)
+    })?;
+    lab.firn().stop(VM);
+    figures(&systems, &mut report);
+    let drawing = drawing(&systems, &report)?;
+    report.drawing("cow-downtime", drawing);
+    Ok(report)
+}
+
+/// An idle guest and its clock.
+struct Guest {
+    clock: GuestClock,
+}
+
+impl Guest {
+    fn args(lab: &Lab, name: &str) -> Result<QemuArgs> {
+        Ok(QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+            .memory_mib(MIB)
+            .vcpus(1)
+            .console(&lab.file(&format!("{name}.console")))
+            .agent(&lab.file(&format!("{name}.agent")))
+            .heartbeat(&lab.file(&format!("{name}.beats"))))
+    }
+
+    fn idle(lab: &Lab, name: &str) -> Result<Self> {
+        let mut control = Control::connect(&lab.file(&format!("{name}.agent")), BOOT)?;
+        let clock = GuestClock::start(&lab.file(&format!("{name}.beats")))?;
+        let beats = format!("firn-guest heartbeat --rate {BEATS_PER_S} --work-mib 0");
+        control.spawn("beats", &words(&beats))?;
+        std::thread::sleep(SETTLE);
+        Ok(Self { clock })
+    }
+}
+
+/// Two guests: one started by hand, one by Firn.
+struct Bench<'a> {
+    lab: &'a Lab,
+    plain: Guest,
+    machine: Machine,
+    /// The experiment's own monitor connection, and the monitor that Firn is given.
+    bare: Vm,
+    monitor: PathBuf,
+    shared: Guest,
+}
+
+impl<'a> Bench<'a> {
+    fn start(lab: &'a Lab) -> Result<Self> {
+        let [bare, monitor] = ["bare.qmp", "firn.qmp"].map(|name| lab.file(name));
+        let qmp = |path: &PathBuf| format!("unix:{},server=on,wait=off", path.display());
+        let args = Guest::args(lab, "plain")?.more(&["-qmp", &qmp(&bare), "-qmp", &qmp(&monitor)]);
+        let mut machine = Machine::start(args)?;
+        machine.wait_ready(BOOT)?;
+        let plain = Guest::idle(lab, "plain")?;
+        lab.firn().run(VM, &Guest::args(lab, "shared")?)?;
+        let shared = Guest::idle(lab, "shared")?;
+        Ok(Self { lab, plain, machine, bare: Vm::connect(&bare)?, monitor, shared })
+    }
+
+    fn systems(&mut self, report: &mut Report) -> Result<Vec<System>> {
+        let strategies = ["stop", "pre-copy", "cow"].map(|it| System::Firn(Some(it)));
+        let mut systems = vec![System::Floor, System::QemuStop];
+        for way in Way::ALL {
+            match way.is_known_to(self.bare.qmp())? {
+                true => systems.push(System::Qemu(way)),
+                false => report.note(format!("this QEMU has no {way}")),
+            }
+        }
+        systems.extend(strategies);
+        systems.extend([System::Firn(None), System::FirnShared]);
+        Ok(systems)
+    }
+
+    fn pause(&mut self, system: System, report: &mut Report) -> Result<()> {
+        let before = Instant::now() - SETTLE;
+        let pause_ms = self.save(system).with_context(|| system.name())?;
+        std::thread::sleep(SETTLE);
+        let guest = if system == System::FirnShared { &self.shared } else { &self.plain };
+        let still_ms = guest.clock.stood_still_since(before).map(ms);
+        let name = system.name();
+        let clock = still_ms.unwrap_or(f64::NAN);
+        self.lab.say(&format!("{name}: {pause_ms:.1} ms, guest's clock {clock:.1} ms"));
+        report.repetition(json!({ "system": name, "pause_ms": pause_ms, "still_ms": still_ms }));
+        Ok(())
+    }
+
+    fn save(&mut self, system: System) -> Result<f64> {
+        let file = self.lab.file("image");
+        match system {
+            System::Floor => self.floor(),
+            System::QemuStop => self.stand_still(&file),
+            System::Qemu(way) => Ok(peer::save(self.bare.qmp(), way, &file)?.downtime_ms),
+            System::Firn(strategy) => {
+                let how = SaveArgs::default();
+                let how = strategy.map_or(how.clone(), |it| how.with("--strategy", it));
+                self.attached("plain", &how)
+            }
+            System::FirnShared => self.checkpoint(VM, &SaveArgs::default()),
+        }
+    }
+
+    /// What the hypervisor itself needs.
+    fn floor(&mut self) -> Result<f64> {
+        self.bare.prepare_save()?;
+        let started = Instant::now();
+        let saved = self.bare.stop_and_save_device_state();
+        self.bare.cont()?;
+        let pause_ms = ms(started.elapsed());
+        saved?;
+        self.bare.finish_save()?;
+        Ok(pause_ms)
+    }
+
+    fn stand_still(&mut self, file: &std::path::Path) -> Result<f64> {
+        let started = Instant::now();
+        self.bare.stop()?;
+        // Lets the guest go on itself.
+        peer::save(self.bare.qmp(), Way::File, file)?;
+        Ok(ms(started.elapsed()))
+    }
+
+    fn attached(&self, name: &str, how: &SaveArgs) -> Result<f64> {
+        let pid = self.machine.pid().to_string();
+        let monitor = self.monitor.display().to_string();
+        self.lab.firn().attach(name, &["--pid", &pid, "--qmp", &monitor])?;
+        let pause_ms = self.checkpoint(name, how);
+        self.lab.firn().detach(name)?;
+        pause_ms
+    }
+
+    fn checkpoint(&self, name: &str, how: &SaveArgs) -> Result<f64> {
+        let said = self.lab.firn().checkpoint(name, &self.lab.file("pause.firn"), how)?;
+        said.number("/report/pause/downtime_ms").context("no downtime is reported")
+    }
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
+fn figures(systems: &[System], report: &mut Report) {
+    for system in systems {
+        let name = system.name();
+        let key = |what: &str| match system {
+            System::Floor => format!("floor_{what}"),
+            _ => format!("{what}.{name}"),
+        };
+        let pause = if *system == System::Floor { "ms" } else { "downtime_ms" };
+        for (key, field) in [(key(pause), "pause_ms"), (key("stood_still_ms"), "still_ms")] {
+            percentiles(&key, measured(report, &name, field), report);
+        }
+    }
+    let p95 = |key: &str| report.value(&format!("{key}.p95"));
+    let of = |name: &str| p95(&format!("downtime_ms.{name}")).unwrap_or(f64::NAN);
+    let default = of("firn-default").max(of("firn-shared"));
+    let peers = systems.iter().filter(|it| matches!(it, System::QemuStop | System::Qemu(_)));
+    let best = peers.map(|peer| of(&peer.name())).fold(f64::INFINITY, f64::min);
+    let floor = p95("floor_ms").unwrap_or(f64::NAN);
+    report.number("default_to_best_peer_p95", default / best);
+    report.number("default_to_floor_p95", default / floor);
+}
+
+fn percentiles(key: &str, values: Vec<f64>, report: &mut Report) {
+    match Sample::new(values) {
+        Some(sample) => {
+            report.number(format!("{key}.p50"), sample.p50());
+            report.number(format!("{key}.p95"), sample.p95());
+            report.number(format!("{key}.n"), sample.count() as f64);
+        }
+        None => ["p50", "p95"].iter().for_each(|which| {
+            report.missing(format!("{key}.{which}"), "no pause could be told");
+        }),
+    }
+}
+
+fn measured(report: &Report, name: &str, field: &str) -> Vec<f64> {
+    let is_it = |run: &&Value| run["system"] == name;
+    report.repetitions().iter().filter(is_it).filter_map(|run| run[field].as_f64()).collect()
+}
+
+fn drawing(systems: &[System], report: &Report) -> Result<String> {
+    let names: Vec<String> = systems.iter().map(|system| system.name()).collect();
+    let series = |title: &str, field: &str| {
+        let p95 = |name: &String| Sample::new(measured(report, name, field)).map(|it| it.p95());
+        (title.to_owned(), names.iter().map(|name| p95(name).unwrap_or(0.0)).collect())
+    };
+    let plot = BarPlot {
+        title: "Pause of an idle guest of 256 MB by who saves it, 95th percentile".into(),
+        y: "milliseconds".into(),
+        series: vec![series("as reported", "pause_ms"), series("by the guest's clock", "still_ms")],
+        groups: names,
+    };
+    plot.svg().context("the pauses")
+}
