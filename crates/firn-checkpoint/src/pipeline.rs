@@ -45,8 +45,14 @@ pub(crate) struct RawBlock {
 enum Finished {
     /// The parent has it so.
     Inherited,
-    Zero(Block),
+    Zero(ZeroBlock),
     Packed(Lane, PackedBlock),
+}
+
+/// A block of zeros, and whether it was something else before.
+struct ZeroBlock {
+    block: Block,
+    again: bool,
 }
 
 /// The sending end: what the fault handler and the sweep hold.
@@ -155,7 +161,10 @@ impl Pipeline {
             .map(|compressor| thread::spawn(move || compressor.run()))
             .collect();
         let intake = Intake { blocks, empty, state: Arc::clone(&state) };
-        let writer = thread::spawn(move || write_all(writer, geometry, &packed, &state));
+        let writer = thread::spawn(move || {
+            let _alarm = Alarm(Arc::clone(&state));
+            write_all(writer, geometry, &packed, &state)
+        });
         (Self { compressors, writer }, intake)
     }
 
@@ -202,7 +211,7 @@ impl Compressor {
             let done = match parent.is_some_and(|it| it.holds(block, &bytes, &mut buffer)) {
                 true => Finished::Inherited,
                 false => match compress(codec, block, &bytes) {
-                    Compressed::Zero => Finished::Zero(block),
+                    Compressed::Zero => Finished::Zero(ZeroBlock { block, again }),
                     Compressed::Packed(packed) => Finished::Packed(lane, packed),
                 },
             };
@@ -254,7 +263,10 @@ impl Packers {
     fn take(&mut self, done: Finished, writer: &mut Writer) -> Result<(), ImageError> {
         let (lane, packed) = match done {
             Finished::Inherited => return Ok(()),
-            Finished::Zero(block) => {
+            Finished::Zero(ZeroBlock { block, again }) => {
+                if again {
+                    self.write_out(block, writer)?;
+                }
                 writer.set_zero(block);
                 return Ok(());
             }
@@ -266,6 +278,15 @@ impl Packers {
             Some(full) => writer.append(full).map(drop),
             None => Ok(()),
         }
+    }
+
+    /// What counts is what is given to the writer last. What a block was before may still wait here.
+    fn write_out(&mut self, block: Block, writer: &mut Writer) -> Result<(), ImageError> {
+        let mut holding = self.open.values_mut().filter(|packer| packer.holds(block));
+        holding.try_for_each(|packer| match packer.finish() {
+            Some(part) => writer.append(part).map(drop),
+            None => Ok(()),
+        })
     }
 
     fn finish(self, writer: &mut Writer) -> Result<(), ImageError> {
@@ -284,6 +305,49 @@ impl From<Lane> for FilledBy {
             Lane::Vcpu(vcpu) => Self::Vcpu(vcpu),
             Lane::Device => Self::Device,
             Lane::Sweep => Self::Sweep,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_image::{Draft, Organization, Sections};
+    use firn_types::RegionMap;
+
+    const PAGES: u32 = 64;
+
+    fn submit(intake: &Intake, block: u32, byte: u8, again: bool) {
+        let mut bytes = intake.buffer().unwrap();
+        bytes.fill(byte);
+        intake.submit(RawBlock { lane: Lane::Sweep, block: Block(block), bytes, again });
+    }
+
+    /// Every memory block in turn as one thing, then as another.
+    #[test]
+    fn what_a_block_was_last_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.firn");
+        let whole = Draft::whole(Geometry::new(PAGES), Organization::Access);
+        let writer = Writer::create(&path, &Draft { again: true, ..whole }).unwrap();
+        let limits = Limits { compressors: 2, buffer_bytes: 1 << 20 };
+        let (pipeline, intake) = Pipeline::start(writer, Codec::Lz4, None, limits);
+        let rounds = [[7, 0, 7, 0], [0, 7, 8, 0]];
+        for (number, contents) in rounds.iter().enumerate() {
+            for block in 0..PAGES / 2 {
+                submit(&intake, block, contents[block as usize % 4], number > 0);
+            }
+            intake.settle(&|| false);
+        }
+        drop(intake);
+        let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * 4096)]).unwrap();
+        pipeline.finish().unwrap().finish(Sections { regions, ..Sections::default() }).unwrap();
+        let image = Image::open(&path).unwrap();
+        let (mut stored, mut bytes) = (Vec::new(), vec![0; 8192]);
+        for block in 0..PAGES / 2 {
+            image.read_block(Block(block), &mut stored, &mut bytes).unwrap();
+            let expected = rounds[1][block as usize % 4];
+            assert!(bytes.iter().all(|&byte| byte == expected), "block {block}: {}", bytes[0]);
         }
     }
 }

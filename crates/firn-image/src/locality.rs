@@ -172,6 +172,11 @@ impl Packer {
         self.open.bytes.len() + bytes <= self.capacity && self.open.entries.len() < ENTRIES_MAX
     }
 
+    /// Whether it has a memory block that is in no locality block yet.
+    pub fn holds(&self, block: Block) -> bool {
+        self.open.entries.iter().any(|entry| entry.block == block)
+    }
+
     /// Takes out what has been filled so far, if anything. The packer can go on.
     pub fn finish(&mut self) -> Option<LocalityBlock> {
         let empty = LocalityBlock { filled_by: self.filled_by, ..LocalityBlock::default() };
