@@ -185,8 +185,9 @@ impl PageFaults {
     /// # Errors
     /// If the hypervisor is gone.
     pub fn close(self, tracee: &mut Tracee<'_>) -> Result<(), PageFaultError> {
-        self.unregister()?;
-        Ok(make::close(tracee, self.remote)?)
+        let unregistered = self.unregister();
+        make::close(tracee, self.remote)?;
+        unregistered
     }
 
     /// Waits until there is something, at most `timeout`, and adds it to `out`: up to some dozens of events at once, none

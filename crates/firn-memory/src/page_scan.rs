@@ -193,6 +193,14 @@ impl PageScan {
         Ok(())
     }
 
+    /// Unregisters all of RAM. What is left is a descriptor that does nothing.
+    ///
+    /// # Errors
+    /// If the hypervisor is gone.
+    pub fn unregister(&self) -> Result<(), ScanError> {
+        Ok(self.faults.unregister()?)
+    }
+
     /// Unregisters, and closes the hypervisor's descriptor: nothing is left.
     ///
     /// # Errors

@@ -17,15 +17,16 @@ pub(crate) struct Changes {
 }
 
 impl Changes {
-    /// The tracker, for a save that can use it. It is ended if that save can't: nothing else can follow the guest's
-    /// memory as long as it does.
-    pub(crate) fn take_for(&self, strategy: Strategy, memory: &GuestMemory) -> Option<Tracker> {
-        let tracker = self.take()?;
-        if strategy == Strategy::PreCopy && tracker.follows(memory) {
-            return Some(tracker);
-        }
-        end(tracker);
-        None
+    /// Ends the tracker unless a save can use it: nothing else can follow the guest's memory as long as it does.
+    pub(crate) fn make_way_for(&self, strategy: Strategy, memory: &GuestMemory) {
+        let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_of_use = |it: &mut Tracker| strategy == Strategy::PreCopy && it.follows(memory);
+        tracker.take_if(|tracker| !is_of_use(tracker)).into_iter().for_each(end);
+    }
+
+    /// The tracker, for a save, which gives it back by [`Self::keep`].
+    pub(crate) fn take(&self) -> Option<Tracker> {
+        self.tracker.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Leaves it for the next save.
@@ -41,10 +42,6 @@ impl Changes {
     /// Lets go of the guest's memory.
     pub(crate) fn finish(&self) {
         self.take().into_iter().for_each(end);
-    }
-
-    fn take(&self) -> Option<Tracker> {
-        self.tracker.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 

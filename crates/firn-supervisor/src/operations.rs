@@ -212,7 +212,7 @@ impl Save<'_> {
         let options =
             options(&self.request.choices, self.then_stop, memory.guest.is_shared(), parent);
         let changes = &self.operations.changes;
-        let tracker = changes.take_for(options.strategy, &memory.guest);
+        changes.make_way_for(options.strategy, &memory.guest);
         let used = self.used(vm, &memory, options.strategy)?;
         if self.then_stop {
             // Before disks are looked at: a VM that runs may write to them after that.
@@ -235,7 +235,7 @@ impl Save<'_> {
             aux: &layout.aux,
             used,
             parent: self.parent.clone(),
-            tracker,
+            tracker: changes.take(),
             steps: &steps,
         };
         let image = &self.request.image;

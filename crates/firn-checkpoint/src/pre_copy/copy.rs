@@ -43,18 +43,38 @@ struct Done {
 
 impl PreCopy<'_, '_> {
     pub(crate) fn run(mut self) -> Result<Copied, SaveError> {
-        // What it gives back becomes zeros, and the kernel does not tell.
-        if self.context.vm.balloon()?.is_some() {
-            return Err(SaveError::Balloon);
-        }
-        if let Some(other) = self.context.memory.other_users()?.first() {
-            return Err(SaveError::Foreign(other.to_string()));
+        if let Err(refusal) = self.check() {
+            // What was written meanwhile by others is not known, whether they stay or not.
+            self.forget();
+            return Err(refusal);
         }
         let mut tracker = self.tracker()?;
         firn_fault::point("pre-copy.armed");
         let copied = self.copy(&mut tracker);
         self.context.tracker = Some(tracker);
+        if let Err(SaveError::Scan(_)) = &copied {
+            // Some pages may have been armed again without being told.
+            self.forget();
+        }
         copied
+    }
+
+    fn check(&mut self) -> Result<(), SaveError> {
+        // What a balloon gives back becomes zeros, and the kernel does not tell.
+        if self.context.vm.balloon()?.is_some() {
+            return Err(SaveError::Balloon);
+        }
+        match self.context.memory.other_users()?.first() {
+            Some(other) => Err(SaveError::Foreign(other.to_string())),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the tracker: the next save compares everything.
+    fn forget(&mut self) {
+        if let Some(Err(error)) = self.context.tracker.take().map(Tracker::close) {
+            tracing::warn!("the guest's memory is still being followed: {error}");
+        }
     }
 
     /// The tracker from the last checkpoint, or a new one.

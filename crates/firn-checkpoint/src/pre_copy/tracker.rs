@@ -95,7 +95,10 @@ impl Tracker {
     /// # Errors
     /// If the hypervisor is gone.
     pub fn close(self) -> Result<(), ScanError> {
-        self.scan.close(&mut seize(&self.process, &self.vcpus)?)
+        // That much is possible even if no thread can be stopped.
+        let unregistered = self.scan.unregister();
+        self.scan.close(&mut seize(&self.process, &self.vcpus)?)?;
+        unregistered
     }
 }
 
