@@ -77,6 +77,8 @@ impl Parent {
     }
 
     fn seen_from(&self, child: &Path) -> PathBuf {
+        // Beside the file itself, not beside a link to it.
+        let child = std::fs::canonicalize(child).unwrap_or_else(|_| child.to_owned());
         child.parent().unwrap_or(Path::new("")).join(&self.path)
     }
 }
@@ -183,6 +185,13 @@ impl Chain {
             return Err(ImageError::ChainTooLong { path: self.layers[0].path().to_owned() });
         }
         let mut layer = oldest.open_parent(&parent)?;
+        if self.layers.iter().any(|it| it.header.identity == layer.header.identity) {
+            return Err(ImageError::WrongParent {
+                path: oldest.path().to_owned(),
+                parent: layer.path().to_owned(),
+                problem: "it builds on itself".to_owned(),
+            });
+        }
         layer.first = self.index.locality_blocks();
         layer.start = oldest.start + oldest.footer.file_bytes(&oldest.header.geometry);
         let blocks = u64::from(layer.first) + u64::from(layer.footer.locality_blocks);

@@ -1,5 +1,6 @@
 //! `firn checkpoint --every`: checkpoints until somebody ends it.
 
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use firn_image::Image;
@@ -64,7 +65,11 @@ impl Every {
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
         out.line(&facts, || describe(&facts))?;
         members.push(number);
-        self.rotate(series, &members)
+        // The checkpoint is there all the same; it is tried again with the next one.
+        if let Err(failure) = self.rotate(series, &members) {
+            print_failure(&failure);
+        }
+        Ok(())
     }
 
     fn rotate(&self, series: &Series, members: &[u32]) -> Result<(), Failure> {
@@ -77,7 +82,8 @@ impl Every {
         merged.map_err(|error| {
             image_failure(&error).while_doing(format!("making {} whole", whole.display()))
         })?;
-        for image in &surplus.remove {
+        let needed = needed(series, members, &surplus.remove);
+        for image in surplus.remove.iter().filter(|it| !needed.contains(&canonical(it))) {
             remove(image).map_err(|error| {
                 let doing = format!("removing {}", image.display());
                 Failure::from_error(FailureKind::Other, &error).while_doing(doing)
@@ -85,6 +91,18 @@ impl Every {
         }
         Ok(())
     }
+}
+
+/// The files on which images build that stay: somebody may have rebased one.
+fn needed(series: &Series, members: &[u32], remove: &[PathBuf]) -> Vec<PathBuf> {
+    let chain = |image: Image| image.chain().skip(1).map(canonical).collect::<Vec<_>>();
+    let paths = members.iter().map(|&number| series.path(number));
+    let staying = paths.filter(|path| !remove.contains(path));
+    staying.filter_map(|path| Image::open(&path).ok()).flat_map(chain).collect()
+}
+
+fn canonical(path: &Path) -> PathBuf {
+    std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
 /// Whether there is no VM any more, or the request will never do.

@@ -70,9 +70,9 @@ impl Series {
 
     fn number_in(&self, name: &str) -> Option<u32> {
         let rest = name.strip_prefix(&self.stem)?.strip_prefix('-')?;
-        let digits = rest.strip_suffix(&self.extension)?;
-        let is_number = digits.len() >= DIGITS && digits.bytes().all(|it| it.is_ascii_digit());
-        is_number.then(|| digits.parse().ok())?
+        let number = rest.strip_suffix(&self.extension)?.parse().ok()?;
+        // Which `+7` and `0000007` are not.
+        (self.path(number).file_name()?.to_str()? == name).then_some(number)
     }
 
     /// What to do so that the newest `keep` are left, if there are too many.
@@ -83,7 +83,8 @@ impl Series {
         }
         let (old, kept) = members.split_at(members.len() - keep);
         let whole = self.path(*kept.first()?);
-        Some(Surplus { whole, remove: old.iter().map(|&number| self.path(number)).collect() })
+        // The newest first: whatever is left at any time has all that it builds on.
+        Some(Surplus { whole, remove: old.iter().rev().map(|&number| self.path(number)).collect() })
     }
 }
 
@@ -115,6 +116,8 @@ mod tests {
             "web.firn",
             "web-7.firn",
             "web-00000x.firn",
+            "web-0000007.firn",
+            "web-+00007.firn",
             "db-000007.firn",
             "web-000007.firn.learned",
         ] {
@@ -130,7 +133,7 @@ mod tests {
         let surplus = |count: u32, keep| series().surplus(&(1..=count).collect::<Vec<_>>(), keep);
         assert_eq!(surplus(5, 4), None);
         let path = |number| series().path(number);
-        let expected = Surplus { whole: path(3), remove: vec![path(1), path(2)] };
+        let expected = Surplus { whole: path(3), remove: vec![path(2), path(1)] };
         assert_eq!(surplus(6, 4), Some(expected));
         assert_eq!(surplus(1, 1), None);
         assert_eq!(surplus(2, 1), Some(Surplus { whole: path(2), remove: vec![path(1)] }));

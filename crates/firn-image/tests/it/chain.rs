@@ -245,6 +245,16 @@ fn what_can_not_be_a_parent_is_refused() {
     assert_eq!(std::fs::read_dir(chain.dir.path()).unwrap().count(), 4);
 }
 
+#[test]
+fn an_image_may_be_opened_by_a_link() {
+    let mut chain = Chain::new();
+    chain.add(&all_kinds(10));
+    let elsewhere = tempfile::tempdir().unwrap();
+    let link = elsewhere.path().join("latest.firn");
+    std::os::unix::fs::symlink(chain.path(1), &link).unwrap();
+    assert_eq!(chain.check(1, &link).chain().len(), 2);
+}
+
 /// Damage in any file of a chain is found, and named by its file.
 #[test]
 fn every_flipped_byte_of_an_ancestor_is_seen() {
