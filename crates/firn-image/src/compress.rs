@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use firn_types::Block;
 use flate2::{Compress, Compression, FlushCompress, Status};
 use lz4_flex::block::CompressTable;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::codec::{Codec, StoredAs};
 
@@ -50,7 +50,7 @@ pub fn compress(codec: Codec, block: Block, raw: &[u8]) -> Compressed {
 
 /// The checksum under which a memory block is stored: xxh3, 64 bits, of its uncompressed bytes.
 pub fn checksum(raw: &[u8]) -> u64 {
-    xxh3_64(raw)
+    XxHash3_64::oneshot(raw)
 }
 
 /// Whether all bytes are zero. Stops at the first 64 that are not.
@@ -127,8 +127,9 @@ mod tests {
 
     #[test]
     fn what_does_not_shrink_is_stored_as_it_is() {
-        let noise: Vec<u8> =
-            (0..2048u64).flat_map(|i| xxh3_64(&i.to_le_bytes()).to_le_bytes()).collect();
+        let noise: Vec<u8> = (0..2048u64)
+            .flat_map(|i| XxHash3_64::oneshot(&i.to_le_bytes()).to_le_bytes())
+            .collect();
         for codec in ["none", "lz4", "zstd", "zlib", "zlib:9"] {
             let codec = codec.parse().unwrap();
             let Compressed::Packed(packed) = compress(codec, Block(0), &noise[..8192]) else {

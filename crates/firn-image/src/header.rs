@@ -19,7 +19,7 @@
 use std::fmt;
 
 use firn_types::BlockSize;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::bytes::Bytes;
 use crate::error::Flaw;
@@ -101,7 +101,7 @@ fn check_reserved(reserved: u16, mut rest: Bytes<'_>) -> Result<(), Flaw> {
 /// Fills up with zeros to `len` bytes, the last 8 being the checksum of those before.
 pub(crate) fn seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
     bytes.resize(len - 8, 0);
-    let checksum = xxh3_64(&bytes);
+    let checksum = XxHash3_64::oneshot(&bytes);
     bytes.extend(checksum.to_le_bytes());
     bytes
 }
@@ -109,7 +109,7 @@ pub(crate) fn seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
 /// Checks what [`seal`] made.
 pub(crate) fn check_seal(place: &'static str, bytes: &[u8], len: usize) -> Result<(), Flaw> {
     let mut all = Bytes::new(place, bytes);
-    let found = xxh3_64(all.take(len - 8)?);
+    let found = XxHash3_64::oneshot(all.take(len - 8)?);
     let expected = all.u64()?;
     all.end()?;
     if found == expected {

@@ -1,7 +1,7 @@
 //! The index of an image while it is written. What a reader would refuse is refused here.
 
 use firn_types::Block;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::arrange::Bitmap;
 use crate::geometry::Geometry;
@@ -82,7 +82,7 @@ impl IndexBuilder {
         }
         self.filled_by.push(filled.filled_by);
         self.counts.push(filled.entries.len() as u16);
-        self.checksums.push(xxh3_64(&filled.bytes));
+        self.checksums.push(XxHash3_64::oneshot(&filled.bytes));
         self.entries.extend_from_slice(&filled.entries);
         Ok(id)
     }

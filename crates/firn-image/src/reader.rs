@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use firn_types::{Block, GuestPhys, RegionMap};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::chain::{Chain, Layer, Own};
 use crate::error::ImageError;
@@ -202,7 +202,7 @@ impl Image {
     /// Whether these are the used bytes of a locality block, by its checksum. Stricter than [`Image::decode`], which lets
     /// stored bytes pass that make the right memory block in another way.
     pub fn has_checksum(&self, id: LocalityBlockId, used_bytes: &[u8]) -> bool {
-        self.index.checksum_of(id) == Some(xxh3_64(used_bytes))
+        self.index.checksum_of(id) == Some(XxHash3_64::oneshot(used_bytes))
     }
 
     /// How many bytes of a locality block are used.

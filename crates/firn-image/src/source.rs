@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Advice, OFlags, fadvise, fstatfs};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::error::{Flaw, ImageError};
 use crate::footer::{FOOTER_BYTES, Footer, Kind, SectionAt};
@@ -29,9 +29,7 @@ impl Source {
     pub(crate) fn open(path: &Path) -> Result<Self, ImageError> {
         let failed = |source| ImageError::Io { step: "open", path: path.to_owned(), source };
         firn_fault::io("image.open").map_err(failed)?;
-        // A pipe of that name must not make us wait for somebody to write into it.
-        let flags = OFlags::NONBLOCK.bits() as i32;
-        let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(failed)?;
+        let file = open_for_reading(path).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;
         if !metadata.is_file() {
             return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
@@ -144,7 +142,7 @@ impl Source {
         // The footer's own check bounds the length by that of the file.
         let mut stored = vec![0; at.stored_len as usize];
         self.read_exact_at(&mut stored, at.offset)?;
-        let (found, expected) = (xxh3_64(&stored), at.checksum);
+        let (found, expected) = (XxHash3_64::oneshot(&stored), at.checksum);
         if found == expected {
             return Ok(stored);
         }
@@ -155,6 +153,17 @@ impl Source {
     /// Checks a section that is not needed yet, if there is one.
     pub(crate) fn check_section(&self, footer: &Footer, kind: Kind) -> Result<(), ImageError> {
         footer.section(kind).map_or(Ok(()), |at| self.read_stored(at).map(drop))
+    }
+}
+
+/// Opens a file without its access time being kept, which each read would pay for; only its owner may (open(2)). A pipe
+/// of that name must not make us wait for somebody to write into it.
+fn open_for_reading(path: &Path) -> io::Result<File> {
+    let open =
+        |flags: OFlags| OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(path);
+    match open(OFlags::NONBLOCK | OFlags::NOATIME) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => open(OFlags::NONBLOCK),
+        opened => opened,
     }
 }
 

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use firn_types::{Block, RegionMap};
 use serde::Serialize;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::chain::{CHAIN_MAX, Parent};
 use crate::error::ImageError;
@@ -313,7 +313,7 @@ fn write_section(
         offset,
         stored_len: stored.len() as u64,
         decoded_len: decoded.len() as u64,
-        checksum: xxh3_64(stored),
+        checksum: XxHash3_64::oneshot(stored),
     })
 }
 

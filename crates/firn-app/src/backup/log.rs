@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
 use super::record::{HEADER, Header, MAGIC, encode_state};
@@ -135,7 +135,7 @@ fn start(name: &str) -> Vec<u8> {
     start.extend(VERSION.to_le_bytes());
     start.extend((name.len() as u32).to_le_bytes());
     start.extend(name.as_bytes());
-    start.extend(xxh3_64(&start).to_le_bytes());
+    start.extend(XxHash3_64::oneshot(&start).to_le_bytes());
     start
 }
 

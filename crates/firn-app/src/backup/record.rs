@@ -15,7 +15,9 @@
 //! All numbers are little-endian. A *change* record says what a transaction changed, and defines the areas that it is the
 //! first to have. A *state* record has everything; what came before it does not matter.
 
-use xxhash_rust::xxh3::Xxh3;
+use std::hash::Hasher as _;
+
+use twox_hash::XxHash3_64;
 
 use super::error::BackupError;
 use super::{Compression, Image};
@@ -113,10 +115,10 @@ pub(crate) fn encode_state(image: &Image, codec: Compression) -> Vec<u8> {
 }
 
 fn checksum(head: &[u8], stored: &[u8]) -> u64 {
-    let mut hash = Xxh3::new();
-    hash.update(&head[..32]);
-    hash.update(stored);
-    hash.digest()
+    let mut hash = XxHash3_64::new();
+    hash.write(&head[..32]);
+    hash.write(stored);
+    hash.finish()
 }
 
 impl Header {

@@ -3,7 +3,7 @@
 //! A checksum stops a blind mutation at the door. To get to the parsers behind it, [`Parts`] takes an image apart,
 //! decodes its sections, and puts them together again after they were changed.
 
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 const FOOTER: usize = 1024;
 const HEADER: usize = 4096;
@@ -161,7 +161,7 @@ impl Parts {
             table.extend((stored.len() as u64).to_le_bytes());
             let lie = if dice.one_in(50) { interesting(dice) } else { decoded.len() as u64 };
             table.extend(lie.to_le_bytes());
-            table.extend(xxh3_64(stored).to_le_bytes());
+            table.extend(XxHash3_64::oneshot(stored).to_le_bytes());
             image.extend(stored);
         }
         let mut footer = self.footer[..48].to_vec();
@@ -198,7 +198,7 @@ fn section(image: &[u8], entry: &[u8]) -> (u32, Vec<u8>) {
 
 fn seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
     bytes.resize(len - 8, 0);
-    let checksum = xxh3_64(&bytes);
+    let checksum = XxHash3_64::oneshot(&bytes);
     bytes.extend(checksum.to_le_bytes());
     bytes
 }
