@@ -105,17 +105,22 @@ fn images(nodes: Vec<Node>) -> Vec<Disk> {
 }
 
 impl Node {
-    /// Where options keep QEMU from naming an image by its path, it writes them out: `json:{"driver": "qcow2", "file":
-    /// {"driver": "file", "filename": "a.qcow2"}, ...}`. The path is in there.
     fn with_plain_file(mut self) -> Self {
-        let options = self.file.strip_prefix("json:");
-        let options: Option<Value> = options.and_then(|json| serde_json::from_str(json).ok());
-        let path = options.as_ref().and_then(|options| options.pointer("/file/filename")?.as_str());
-        if let Some(path) = path {
-            self.file = path.to_owned();
-        }
+        self.file = plain_file(&self.file);
         self
     }
+}
+
+/// Where options keep QEMU from naming an image by its path, it writes them out: `json:{"driver": "qcow2", "file":
+/// {"driver": "file", "filename": "a.qcow2"}, ...}`. The path is in there.
+pub(crate) fn plain_file(name: &str) -> String {
+    let options = name.strip_prefix("json:");
+    let options: Option<Value> = options.and_then(|json| serde_json::from_str(json).ok());
+    let path = options.as_ref().and_then(|options| {
+        let path = options.pointer("/file/filename").or_else(|| options.get("filename"));
+        path?.as_str()
+    });
+    path.unwrap_or(name).to_owned()
 }
 
 fn is_file(driver: &str) -> bool {
@@ -148,11 +153,31 @@ impl FileView {
     }
 
     fn identity(&self, file: &str) -> Option<FileIdentity> {
-        let path = match file.strip_prefix('/') {
-            Some(inside) => self.root.join(inside),
-            None => self.cwd.join(file),
-        };
-        FileIdentity::of(&path).ok()
+        FileIdentity::of(&self.seen(Path::new(file))).ok()
+    }
+
+    /// A file of the process, as Firn reaches it.
+    fn seen(&self, file: &Path) -> PathBuf {
+        match file.strip_prefix("/") {
+            Ok(inside) => self.root.join(inside),
+            Err(_) => self.cwd.join(file),
+        }
+    }
+
+    /// The absolute path by which the process knows a file; `None` if there is none.
+    pub(crate) fn absolute(&self, file: &str) -> Option<PathBuf> {
+        let file = Path::new(file);
+        self.seen(file).metadata().ok()?;
+        match file.is_absolute() {
+            true => Some(file.to_owned()),
+            false => Some(std::fs::canonicalize(&self.cwd).ok()?.join(file)),
+        }
+    }
+
+    /// Whether an absolute path means the same file to Firn.
+    pub(crate) fn is_mine(&self, file: &Path) -> bool {
+        let which = |path: &Path| FileIdentity::of(path).ok().map(|it| (it.dev, it.inode));
+        which(file).is_some_and(|mine| which(&self.seen(file)) == Some(mine))
     }
 }
 

@@ -7,6 +7,7 @@
 //!   layout         where guest RAM lies: guest-physical, and in QEMU's address space
 //!   device_state   devices and vCPUs, out of one QEMU and into another
 //!   disks          which files its disks are, and whether they still are the same
+//!   drives         which of them the guest writes to, and how they are kept as they are
 //!   vm             all of it as one VM
 //! ```
 //!
@@ -18,6 +19,7 @@
 pub mod command_line;
 mod device_state;
 mod disks;
+mod drives;
 pub mod hmp;
 mod launch;
 pub mod layout;
@@ -28,6 +30,7 @@ mod wait;
 
 pub use device_state::{DeviceStateError, STATE_BYTES_MAX};
 pub use disks::{Disk, FileIdentity};
+pub use drives::{Drive, DriveCut, DriveError, Overlay, clone_file, create_overlay};
 pub use launch::{LaunchError, Launched, launch, log_tail};
 pub use layout::{AuxRam, Layout, LayoutError, Location};
 pub use qmp::{Qmp, QmpError};

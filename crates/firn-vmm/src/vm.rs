@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::disks::{self, Disk, FileView};
+use crate::drives::{self, Drive, DriveCut, Overlay};
 use crate::hmp;
 use crate::layout::{self, Layout, LayoutError};
 use crate::qmp::{Qmp, QmpError};
@@ -177,6 +178,22 @@ impl Vm {
         disks::find(&mut self.qmp, &process)
     }
 
+    /// The drives that the guest can write to.
+    pub fn drives(&mut self) -> Result<Vec<Drive>, QmpError> {
+        let process = FileView::of(self.pid()?);
+        drives::find(&mut self.qmp, &process)
+    }
+
+    /// Opens an overlay that is to be put on a drive. The VM may run.
+    pub fn open_overlay(&mut self, drive: &Drive, overlay: &Overlay) -> Result<(), QmpError> {
+        drives::open_overlay(&mut self.qmp, drive, overlay)
+    }
+
+    /// Closes an overlay, if QEMU has it open. `false` if it is in use: the guest writes to it.
+    pub fn close_overlay(&mut self, overlay: &Overlay) -> Result<bool, QmpError> {
+        drives::close_overlay(&mut self.qmp, overlay)
+    }
+
     /// Why QEMU would not migrate this VM: devices whose state it cannot carry, CPU features it must not. What is
     /// named here cannot be checkpointed either, whether or not saving device state succeeds.
     pub fn blockers(&mut self) -> Result<Vec<String>, QmpError> {
@@ -218,11 +235,21 @@ impl Vm {
 
     /// [`Self::stop`] and [`Self::save_device_state`] in one round trip. On an error the VM may be stopped.
     pub fn stop_and_save_device_state(&mut self) -> Result<Vec<u8>, DeviceStateError> {
+        self.cut(&DriveCut::default())
+    }
+
+    /// [`Self::stop`], the overlays of `drives`, and [`Self::save_device_state`], in one round trip. On an error the VM may
+    /// be stopped, and the overlays may have been put on.
+    pub fn cut(&mut self, drives: &DriveCut) -> Result<Vec<u8>, DeviceStateError> {
         self.with_state_file(|qmp, file| {
             let stop = qmp.send("stop", Value::Null)?;
+            let cut = drives.transaction().map(|actions| qmp.send("transaction", actions));
+            let cut = cut.transpose()?;
             let save = file.ask(qmp)?;
             qmp.answer(stop)?;
+            let cut = cut.map(|cut| qmp.answer(cut)).transpose();
             qmp.answer(save)?;
+            cut?;
             file.read()
         })
     }

@@ -17,14 +17,18 @@
 //! there is; with one file for each region of it, [`Plan::augment`] or [`Plan::for_restore`] gives the new command line
 //! and a note for each change.
 //!
+//! A VM that is to have other files for its disks gets them by [`Plan::with_drives`].
+//!
 //! The first word of a command line is the program.
 
 mod arguments;
 mod backend;
+mod drives;
 mod error;
 mod plan;
 mod properties;
 mod size;
 
+pub use drives::DriveFile;
 pub use error::CommandLineError;
 pub use plan::{Augmented, MONITOR_ID, Paths, Plan, RAM_ID, RamPlan, plan};

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::arguments::{self, Argument};
 use super::backend::{self, Backend};
+use super::drives::{self, DriveFile};
 use super::error::CommandLineError;
 use super::properties::{Properties, escape};
 use super::size;
@@ -208,6 +209,22 @@ impl Plan {
     /// The RAM that the command line asks for: one file of this size is wanted for each.
     pub fn ram(&self) -> &[RamPlan] {
         &self.ram
+    }
+
+    /// The files of disks that the command line names, as it names them.
+    pub fn disk_files(&self) -> Vec<String> {
+        drives::files(&self.arguments)
+    }
+
+    /// The same command line with other files for its disks.
+    pub fn with_drives(mut self, drives: &[DriveFile]) -> Result<Self, CommandLineError> {
+        for drive in drives {
+            if !drives::replace(&mut self.arguments, drive) {
+                let option = format!("disk {}", drive.named);
+                return Err(CommandLineError::refused(option, "no option names it"));
+            }
+        }
+        Ok(self)
     }
 
     /// The command line for a VM that starts anew.

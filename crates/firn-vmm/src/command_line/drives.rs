@@ -1,0 +1,207 @@
+//! Disks on a command line: which files its options name, and other files in their place.
+//!
+//! ```text
+//!   -drive file=a.img,format=raw,if=virtio           -drive file=o.qcow2,format=qcow2,if=virtio
+//!   -blockdev driver=file,node-name=f,filename=a     -blockdev driver=file,node-name=f,filename=o.qcow2
+//!   -blockdev driver=raw,node-name=d,file=f          -blockdev driver=qcow2,node-name=d,file=f
+//!   -hda a.img                                       -hda o.qcow2
+//! ```
+//!
+//! What lies below a file is found by what the file itself says, so an option that names it (`backing=`) goes.
+
+use serde_json::Value;
+
+use super::arguments::Argument;
+use super::properties::Properties;
+
+/// Options whose whole value is the file of a disk. So is a bare word.
+const PLAIN: &[&str] = &["hda", "hdb", "hdc", "hdd", "mtdblock", "pflash", "sd"];
+
+/// Where a file name may stand among the properties of `-drive` and `-blockdev`.
+const FILE_KEYS: &[&str] = &["file", "file.filename", "filename"];
+
+/// Block drivers whose `filename` is a local file.
+const PROTOCOLS: &[&str] = &["file", "host_device"];
+
+/// A file that takes the place of another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriveFile {
+    /// The file that the command line names, as it names it.
+    pub named: String,
+    /// The one to be used.
+    pub file: String,
+    /// Its format: `qcow2` or `raw`.
+    pub format: String,
+}
+
+/// The files that options name.
+pub(super) fn files(arguments: &[Argument]) -> Vec<String> {
+    arguments.iter().filter_map(file_of).collect()
+}
+
+fn file_of(argument: &Argument) -> Option<String> {
+    match argument {
+        Argument::Word(word) => Some(word.clone()),
+        Argument::Option { name, value: Some(value) } if PLAIN.contains(&&**name) => {
+            Some(value.clone())
+        }
+        Argument::Option { name, .. } if matches!(&**name, "drive" | "blockdev") => {
+            let properties = Properties::read(argument.value(), "")?;
+            let key = file_key(name, &properties)?;
+            text(&properties, key)
+        }
+        Argument::Option { .. } => None,
+    }
+}
+
+/// Under which key the properties of `-drive` or `-blockdev` name a file.
+fn file_key(option: &str, properties: &Properties) -> Option<&'static str> {
+    let is_there = |key: &str| text(properties, key).is_some();
+    let protocol = || properties.get("driver").is_some_and(|it| PROTOCOLS.contains(&&*it));
+    FILE_KEYS.iter().copied().find(|&key| match (option, key) {
+        // There it is the name of another node.
+        ("blockdev", "file") => false,
+        ("drive", "filename") => false,
+        ("blockdev", "filename") => is_there(key) && protocol(),
+        _ => is_there(key),
+    })
+}
+
+/// A property, which JSON may hold in an object of its own.
+fn text(properties: &Properties, key: &str) -> Option<String> {
+    let flat = properties.get(key).map(Into::into);
+    flat.or_else(|| match (properties, key.split_once('.')) {
+        (Properties::Json(object), Some((outer, inner))) => {
+            Some(object.get(outer)?.get(inner)?.as_str()?.to_owned())
+        }
+        _ => None,
+    })
+}
+
+fn set(properties: &mut Properties, key: &str, value: &str) {
+    if let (Properties::Json(object), Some((outer, inner))) =
+        (&mut *properties, key.split_once('.'))
+        && let Some(Value::Object(nested)) = object.get_mut(outer)
+    {
+        nested.insert(inner.to_owned(), value.into());
+        return;
+    }
+    properties.set(key, value);
+}
+
+/// Puts a file in the place of another. `false` if no option names that.
+pub(super) fn replace(arguments: &mut [Argument], drive: &DriveFile) -> bool {
+    let mut nodes = Vec::new();
+    let mut found = false;
+    for argument in &mut *arguments {
+        if file_of(argument).as_ref() != Some(&drive.named) {
+            continue;
+        }
+        found = true;
+        match argument {
+            Argument::Word(word) => word.clone_from(&drive.file),
+            Argument::Option { name, value } if PLAIN.contains(&&**name) => {
+                *value = Some(drive.file.clone());
+            }
+            Argument::Option { .. } => nodes.extend(replace_in(argument, drive)),
+        }
+    }
+    arguments.iter_mut().for_each(|argument| set_format_over(argument, &nodes, &drive.format));
+    found
+}
+
+/// Puts the file into `-drive` or `-blockdev`. Gives the name of the node, if that is only of the file.
+fn replace_in(argument: &mut Argument, drive: &DriveFile) -> Option<String> {
+    let mut properties = Properties::read(argument.value(), "")?;
+    let key = file_key(argument.name(), &properties)?;
+    set(&mut properties, key, &drive.file);
+    let node = match (argument.name(), key) {
+        ("blockdev", "filename") => {
+            // A file, whatever was there before.
+            properties.set("driver", "file");
+            text(&properties, "node-name")
+        }
+        (option, _) => {
+            set_format(option, &mut properties, &drive.format);
+            None
+        }
+    };
+    *argument = Argument::new(argument.name(), properties.to_text(""));
+    node
+}
+
+fn set_format(option: &str, properties: &mut Properties, format: &str) {
+    let has_driver = option == "blockdev" || properties.get("driver").is_some();
+    properties.set(if has_driver { "driver" } else { "format" }, format);
+    properties.remove("backing");
+}
+
+/// The format of a node that lies over a file that was replaced.
+fn set_format_over(argument: &mut Argument, nodes: &[String], format: &str) {
+    if argument.name() != "blockdev" {
+        return;
+    }
+    let Some(mut properties) = Properties::read(argument.value(), "") else { return };
+    if properties.get("file").is_some_and(|file| nodes.iter().any(|node| **node == *file)) {
+        set_format("blockdev", &mut properties, format);
+        *argument = Argument::new("blockdev", properties.to_text(""));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command_line::arguments::{join, split};
+
+    fn words(line: &str) -> Vec<String> {
+        line.split(' ').map(str::to_owned).collect()
+    }
+
+    fn replaced(line: &str, named: &str) -> Option<String> {
+        let mut arguments = split(&words(line));
+        let drive = DriveFile { named: named.into(), file: "/o,1".into(), format: "qcow2".into() };
+        replace(&mut arguments, &drive).then(|| join(&arguments).join(" "))
+    }
+
+    #[test]
+    fn files_are_found_in_every_form() {
+        let line = concat!(
+            "-drive file=a,,b,format=raw -hda c -cdrom no -blockdev driver=file,node-name=f,filename=d ",
+            "-blockdev driver=raw,file=f -blockdev {\"driver\":\"raw\",\"file\":{\"driver\":\"file\",\"filename\":\"e\"}} ",
+            "-blockdev driver=raw,file.driver=file,file.filename=g -drive if=none,id=x h -blockdev driver=nbd,filename=z"
+        );
+        assert_eq!(files(&split(&words(line))), ["a,b", "c", "d", "e", "g", "h"]);
+    }
+
+    #[test]
+    fn another_file_takes_the_place_of_one() {
+        let same = |line: &str, named: &str, expected: &str| {
+            assert_eq!(replaced(line, named).as_deref(), Some(expected), "{line}");
+        };
+        same(
+            "-drive file=a,format=raw,if=virtio -drive file=b",
+            "a",
+            "-drive file=/o,,1,format=qcow2,if=virtio -drive file=b",
+        );
+        same("-drive file=a", "a", "-drive file=/o,,1,format=qcow2");
+        same("-drive file=a,driver=raw", "a", "-drive file=/o,,1,driver=qcow2");
+        same("-hda a -hdb b", "a", "-hda /o,1 -hdb b");
+        same("a", "a", "/o,1");
+        same(
+            "-blockdev driver=host_device,node-name=f,filename=a -blockdev driver=raw,node-name=d,file=f,backing=x",
+            "a",
+            "-blockdev driver=file,node-name=f,filename=/o,,1 -blockdev driver=qcow2,node-name=d,file=f",
+        );
+        same(
+            "-blockdev {\"driver\":\"raw\",\"file\":{\"driver\":\"file\",\"filename\":\"a\"},\"node-name\":\"d\"}",
+            "a",
+            "-blockdev {\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"/o,1\"},\"node-name\":\"d\"}",
+        );
+        same(
+            "-blockdev driver=raw,file.driver=file,file.filename=a",
+            "a",
+            "-blockdev driver=qcow2,file.driver=file,file.filename=/o,,1",
+        );
+        assert_eq!(replaced("-drive file=a -cdrom b", "b"), None);
+    }
+}
