@@ -91,8 +91,10 @@ impl Cut {
         fix: impl FnOnce() -> Result<u64, SaveError>,
     ) -> Result<Self, SaveError> {
         let mut pause = Pause::default();
-        let (device_state, took) = timed(|| Ok(context.vm.stop_and_save_device_state()?))?;
+        let (device_state, took) = timed(|| Ok(context.vm.cut(&context.drives)?))?;
         pause.device_state_ms = took;
+        ((), pause.clone_ms) = timed(|| Ok(context.drives.clone_files()?))?;
+        firn_fault::point("save.drives-cut");
         firn_fault::point("save.stopped");
         let (aux, took) = timed(|| read_all_aux(context))?;
         pause.aux_ms = took;

@@ -44,4 +44,4 @@ pub use cut::{NoSteps, Steps};
 pub use options::{Estimator, EstimatorError, SaveOptions, Strategy, StrategyError};
 pub use pre_copy::Tracker;
 pub use report::{FaultCounts, Pause, Progress, SaveReport};
-pub use save::{SaveContext, SaveError, save};
+pub use save::{Describe, SaveContext, SaveError, save};

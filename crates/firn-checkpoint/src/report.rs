@@ -56,6 +56,9 @@ pub struct Pause {
     pub downtime_ms: f64,
     /// Stopping the vCPUs and saving device state.
     pub device_state_ms: f64,
+    /// Cloning the files of disks, where that can be done.
+    #[serde(default)]
+    pub clone_ms: f64,
     /// Copying the small RAM blocks beside guest RAM (video memory).
     pub aux_ms: f64,
     /// Write-protecting what was written last.

@@ -23,7 +23,7 @@ use firn_memory::{
     TraceError,
 };
 use firn_types::{Block, GuestPhys, Page, Tid};
-use firn_vmm::{AuxRam, DeviceStateError, QmpError, Vm};
+use firn_vmm::{AuxRam, DeviceStateError, DriveCut, DriveError, QmpError, Vm};
 use thiserror::Error;
 
 use crate::armed::Armed;
@@ -66,6 +66,9 @@ pub enum SaveError {
     /// The hypervisor could not save its devices.
     #[error("the VM's devices could not be saved")]
     DeviceState(#[from] DeviceStateError),
+    /// A disk could not be cloned.
+    #[error("the VM's disks could not be kept as they are")]
+    Drives(#[from] DriveError),
     /// The image could not be written.
     #[error("the image could not be written")]
     Image(#[from] ImageError),
@@ -124,15 +127,20 @@ pub struct SaveContext<'a> {
     /// What follows the guest's writes since the last checkpoint, for [`Strategy::PreCopy`]: taken if it is there, and left
     /// there for the next one. No other strategy works while there is one.
     pub tracker: Option<Tracker>,
+    /// What becomes of the VM's disks in the pause.
+    pub drives: DriveCut,
     /// What the caller wants told before and after the pause.
     pub steps: &'a dyn Steps,
 }
 
-/// Saves a VM to an image at `out`. `meta` is stored as it is.
+/// What there is to say of a VM, asked for once its memory and disks are fixed.
+pub type Describe<'a> = dyn Fn() -> std::io::Result<serde_json::Value> + 'a;
+
+/// Saves a VM to an image at `out`. What `describe` gives is stored as it is.
 pub fn save(
     context: &mut SaveContext<'_>,
     out: &Path,
-    meta: serde_json::Value,
+    describe: &Describe<'_>,
     options: &SaveOptions,
     progress: &dyn Fn(Progress),
 ) -> Result<SaveReport, SaveError> {
@@ -149,7 +157,7 @@ pub fn save(
     let copied =
         Copying { context: &mut *context, options, intake: &intake, progress, started }.run();
     drop(intake);
-    let report = finish(context, pipeline.finish(), copied, meta);
+    let report = finish(context, pipeline.finish(), copied, describe);
     if report.is_err() && options.leave_stopped {
         context.vm.cont()?;
     }
@@ -163,7 +171,7 @@ fn finish(
     context: &SaveContext<'_>,
     writer: Result<Writer, ImageError>,
     copied: Result<Copied, SaveError>,
-    meta: serde_json::Value,
+    describe: &Describe<'_>,
 ) -> Result<SaveReport, SaveError> {
     // An image that can't be written makes everything after it fail as well: its error is the one that says why.
     let writer = writer?;
@@ -172,6 +180,7 @@ fn finish(
         return Err(SaveError::Cancelled);
     }
     firn_fault::point("save.sections");
+    let meta = describe().map_err(SaveError::Step)?;
     let summary = writer.finish(sections(context, meta, &mut copied))?;
     firn_fault::point("save.finished");
     let (image_bytes, blocks_inherited) = (summary.file_bytes, summary.inherited_blocks);

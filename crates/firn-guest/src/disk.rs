@@ -6,7 +6,8 @@
 //! ```text
 //!   prepare   write every block once, sequence 0, and end
 //!   read      read prepared blocks and check them: the disk never changes, so any restore finds it right
-//!   write     write blocks, read them back, check: needs a disk that goes back with the checkpoint
+//!   write     check that a block is as it was written last, write it anew, read it back, check: needs a disk that goes
+//!             back with the checkpoint, and notices one that is older or newer than memory
 //! ```
 
 use std::fs::{File, OpenOptions};
@@ -76,6 +77,9 @@ pub fn run(args: &DiskDma) -> Result<bool> {
         let block = mix(args.seed ^ requests) % disk.blocks;
         let sequence = &mut sequences[block as usize];
         if args.mode == Mode::Write {
+            if *sequence > 0 {
+                disk.read_and_check(block, *sequence)?;
+            }
             *sequence += 1;
             disk.write(block, *sequence)?;
         }

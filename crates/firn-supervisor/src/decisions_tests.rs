@@ -25,7 +25,7 @@ fn kinds(actions: &[Action]) -> Vec<Option<FailureKind>> {
 }
 
 fn stop(force: bool) -> Request {
-    Request::Stop(StopRequest { powerdown_s: None, force })
+    Request::Stop(StopRequest { force, ..StopRequest::default() })
 }
 
 fn fail() -> Failure {

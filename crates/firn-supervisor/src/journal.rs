@@ -30,6 +30,7 @@ use firn_types::{HostVirt, RegionMap, Tid};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::disks::Pending;
 use crate::failure::Failure;
 use crate::identity::ProcessIdentity;
 use crate::meta::Meta;
@@ -88,6 +89,12 @@ pub struct Journal {
     /// How often a successor has taken over.
     #[serde(default)]
     pub recoveries: u32,
+    /// Files that the VM's drives are written to and no image refers to.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub overlays: Vec<PathBuf>,
+    /// They are to go with the VM.
+    #[serde(default)]
+    pub discard: bool,
 }
 
 /// A hypervisor process that runs a VM.
@@ -140,6 +147,9 @@ pub enum Phase {
         paused_by_us: bool,
         /// A suspend: the VM is to end once the image is whole.
         then_stop: bool,
+        /// What is being made for the VM's drives.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        drives: Vec<Pending>,
     },
     /// The guest runs, or is about to, and misses pages that the image holds.
     Restoring {
@@ -232,7 +242,16 @@ impl Journal {
     /// The journal of a VM that is about to be.
     pub fn new(name: VmName, launching: Option<PathBuf>) -> Self {
         let phase = Phase::Starting { launching };
-        Self { version: VERSION, name, machine: None, phase, last: None, recoveries: 0 }
+        Self {
+            version: VERSION,
+            name,
+            machine: None,
+            phase,
+            last: None,
+            recoveries: 0,
+            overlays: Vec::new(),
+            discard: false,
+        }
     }
 
     /// Notes that something went as it should.
@@ -369,6 +388,7 @@ mod tests {
                 replaces: Some(FileIdentity { dev: 1, ino: 2 }),
                 paused_by_us: true,
                 then_stop: false,
+                drives: vec![Pending::Clone("/c".into())],
             },
             Phase::Restoring {
                 image: "/a".into(),

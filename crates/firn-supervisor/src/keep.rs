@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::decisions::{Action, ClientId, Core, Event};
+use crate::disks;
 use crate::failure::{Failure, FailureKind};
 use crate::guard::{self, Restarts};
 use crate::identity::ProcessHandle;
@@ -219,6 +220,7 @@ impl Loop {
         tracing::info!("the VM has ended: {exit}");
         if let Phase::Saving { image, .. } = self.keeper.journal.read().phase {
             abandon(&image);
+            disks::give_up(&self.keeper.journal, None);
         }
         let ended = self.keeper.journal.update(|journal| {
             journal.phase = Phase::Ended { exit, at: now() };
@@ -227,6 +229,10 @@ impl Loop {
             }
         });
         ended.map_err(io::Error::other)?;
+        let journal = self.keeper.journal.read();
+        if journal.discard {
+            disks::discard(&journal);
+        }
         match exit {
             Exit::Stopped => vm.remove().map_err(io::Error::other),
             _ => remove_sockets(vm),

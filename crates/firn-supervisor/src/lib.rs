@@ -24,6 +24,7 @@
 mod changes;
 mod client;
 mod decisions;
+mod disks;
 mod failure;
 mod guard;
 mod identity;
@@ -56,10 +57,11 @@ pub use failure::{Context, Failure, FailureKind, image_failure};
 pub use guard::guard;
 pub use identity::{ProcessHandle, ProcessIdentity};
 pub use journal::{Exit, Journal, JournalError, Note, Phase};
-pub use meta::{Meta, Mismatch, Qemu};
+pub use meta::{FrozenDrive, Meta, Mismatch, Qemu};
 pub use name::{NAME_BYTES_MAX, VmName, VmNameError};
 pub use protocol::{
-    Plan, Progress, Reply, Request, RestoreNow, SaveChoices, SaveRequest, StopRequest,
+    Plan, Progress, Reply, Request, RestoreDisks, RestoreNow, SaveChoices, SaveDisks, SaveRequest,
+    StopRequest,
 };
 pub use restore::Timings;
 pub use runtime::{RuntimeDir, RuntimeError, VmDir};

@@ -31,9 +31,32 @@ pub struct Meta {
     pub memory_bytes: u64,
     /// Virtual CPUs.
     pub vcpus: u32,
-    /// Disks, by reference: their contents are not in the image.
+    /// Images of disks that it refers to and that are to be unchanged: what lies below drives, what can only be read, and
+    /// what could not be kept.
     #[serde(default)]
     pub disks: Vec<Disk>,
+    /// The drives that the guest writes to, as they were. Their contents are not in the image, but in files that nobody
+    /// writes to any more.
+    #[serde(default)]
+    pub drives: Vec<FrozenDrive>,
+}
+
+/// A drive as it was.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FrozenDrive {
+    /// The file that the command line names, as it names it.
+    pub named: String,
+    /// The one that has the drive's contents, absolute.
+    pub file: PathBuf,
+    /// Its format: `qcow2` or `raw`.
+    pub format: String,
+    /// The size of the drive that the guest sees, in bytes.
+    pub bytes: u64,
+    /// Which file it is, and its contents.
+    pub identity: FileIdentity,
+    /// Whether it was made for this image, as a clone of the file that the VM went on with.
+    #[serde(default)]
+    pub is_clone: bool,
 }
 
 /// A QEMU and its command line.
@@ -96,6 +119,22 @@ impl Meta {
             }
         };
         self.disks.iter().filter_map(changed).collect()
+    }
+
+    /// Compares the drives that were kept.
+    pub fn drive_mismatches(
+        &self,
+        look: impl Fn(&FrozenDrive) -> Option<FileIdentity>,
+    ) -> Vec<Mismatch> {
+        let changed = |drive: &FrozenDrive| {
+            let name = drive.file.display().to_string();
+            match look(drive) {
+                None => Some(Mismatch::DiskMissing(name)),
+                Some(now) if same_content(now, drive.identity) => None,
+                Some(_) => Some(Mismatch::DiskChanged(name)),
+            }
+        };
+        self.drives.iter().filter_map(changed).collect()
     }
 
     /// Compares QEMU's version: the number, not what the distribution adds to it.

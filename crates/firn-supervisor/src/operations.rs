@@ -14,6 +14,7 @@ use firn_vmm::{Layout, Vm};
 use serde_json::json;
 
 use crate::changes::{self, Changes};
+use crate::disks::{self, Cutting};
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
 use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase, now};
@@ -46,16 +47,28 @@ impl Operations for Qemu {
             prepare(&machine).map_err(explain)?;
         refuse_blocked(blockers)?;
         let parent = request.choices.parent.as_deref().map(open_parent).transpose()?;
+        let meta = machine.meta.clone();
+        let mut cutting =
+            Cutting::plan(&mut vm, &meta, &request.choices, then_stop).map_err(|failure| {
+                match failure.kind {
+                    FailureKind::Refused => failure,
+                    _ => explain(failure),
+                }
+            })?;
         // One descriptor at a time can have the guest's memory.
         let scanned = self.usage.finish();
         self.begin(request, then_stop, was_running, &mut vm, &layout).map_err(explain)?;
         firn_fault::point("save.journaled");
         let save =
             Save { operations: self, request, then_stop, was_running, cancel, scanned, parent };
-        let report = save.run(&mut vm, machine.meta, &layout, memory, progress);
-        let report = report.map_err(|failure| self.wind_up(failure, &mut vm, was_running));
+        let report = save.run(&mut vm, machine.meta, &layout, memory, &mut cutting, progress);
+        let report = report.map_err(|failure| {
+            let failure = self.wind_up(failure, &mut vm, was_running);
+            cutting.undo(&mut vm, &self.journal);
+            failure
+        });
         self.ended(request, then_stop, &report)?;
-        report.map(|report| facts(request, &report))
+        report.map(|report| facts(request, &report, &cutting))
     }
 
     fn rest(&self) {
@@ -71,7 +84,13 @@ impl Operations for Qemu {
     }
 
     fn end(&self, request: StopRequest) -> Result<(), Failure> {
-        qemu::end(&self.machine()?, &self.hypervisor, request)
+        let discard = |discard| self.journal.update(|journal| journal.discard = discard);
+        discard(request.discard).doing("writing the journal")?;
+        let ended = qemu::end(&self.machine()?, &self.hypervisor, request);
+        if ended.is_err() {
+            discard(false).doing("writing the journal")?;
+        }
+        ended
     }
 
     fn is_paused(&self) -> Option<bool> {
@@ -106,6 +125,7 @@ impl Qemu {
             replaces: FileIdentity::at(&request.image),
             paused_by_us: then_stop && was_running,
             then_stop,
+            drives: Vec::new(),
         };
         let change = |journal: &mut Journal| {
             if let Some(machine) = &mut journal.machine {
@@ -150,6 +170,8 @@ impl Qemu {
         let change = |journal: &mut Journal| match report {
             Ok(_) if then_stop => {}
             Ok(_) => {
+                let drives = disks::pending(journal);
+                disks::hand_over(journal, &drives);
                 journal.phase = Phase::Running;
                 journal.note_success(format!("checkpoint {image} is whole"));
             }
@@ -206,6 +228,7 @@ impl Save<'_> {
         meta: Meta,
         layout: &Layout,
         memory: Memory,
+        cutting: &mut Cutting<'_>,
         progress: &dyn Fn(Progress),
     ) -> Result<SaveReport, Failure> {
         let parent = self.parent.as_deref();
@@ -218,16 +241,22 @@ impl Save<'_> {
             // Before disks are looked at: a VM that runs may write to them after that.
             vm.stop().doing("stopping the VM")?;
         }
-        let meta = Meta {
-            created: now(),
-            firn: env!("CARGO_PKG_VERSION").to_owned(),
-            disks: vm.disks().doing("looking at the VM's disks")?,
-            ..meta
-        };
+        let mut disks = vm.disks().doing("looking at the VM's disks")?;
+        disks.retain(|disk| !cutting.covers(&disk.file));
+        let firn = env!("CARGO_PKG_VERSION").to_owned();
+        let meta = Meta { created: now(), firn, disks, drives: Vec::new(), ..meta };
         firn_fault::point("save.disks");
-        let meta = serde_json::to_value(meta).doing("describing the VM")?;
         let journal = &self.operations.journal;
-        let steps = JournalSteps { journal, paused: self.was_running, cancel: self.cancel };
+        if !self.then_stop {
+            cutting.prepare(vm, journal)?;
+        }
+        let cutting = &*cutting;
+        let describe = || {
+            let meta = Meta { drives: cutting.frozen()?, ..meta.clone() };
+            Ok(serde_json::to_value(meta)?)
+        };
+        let (paused, cancel) = (self.was_running, self.cancel);
+        let steps = JournalSteps { journal, paused, cancel, cutting };
         let mut context = SaveContext {
             vm,
             process: memory.process,
@@ -236,6 +265,7 @@ impl Save<'_> {
             used,
             parent: self.parent.clone(),
             tracker: changes.take(),
+            drives: cutting.cut(),
             steps: &steps,
         };
         let image = &self.request.image;
@@ -246,7 +276,7 @@ impl Save<'_> {
             progress(Progress::new(stage, bytes(now.blocks_done), bytes(now.blocks_total)));
         };
         let saved =
-            firn_checkpoint::save(&mut context, &self.request.image, meta, &options, &report);
+            firn_checkpoint::save(&mut context, &self.request.image, &describe, &options, &report);
         changes.keep(context.tracker.take());
         saved
             .map_err(|error| save_failure(&error))
@@ -289,6 +319,7 @@ struct JournalSteps<'a> {
     /// Whether the VM ran when the save began; else it is its user who has stopped it.
     paused: bool,
     cancel: &'a AtomicBool,
+    cutting: &'a Cutting<'a>,
 }
 
 impl JournalSteps<'_> {
@@ -304,7 +335,9 @@ impl JournalSteps<'_> {
 
 impl Steps for JournalSteps<'_> {
     fn about_to_stop(&self) -> io::Result<()> {
-        self.set(self.paused)
+        self.set(self.paused)?;
+        self.cutting.begin();
+        Ok(())
     }
 
     fn resumed(&self) -> io::Result<()> {
@@ -385,11 +418,12 @@ fn options(
     }
 }
 
-fn facts(request: &SaveRequest, report: &SaveReport) -> serde_json::Value {
+fn facts(request: &SaveRequest, report: &SaveReport, cutting: &Cutting<'_>) -> serde_json::Value {
     json!({
         "image": request.image,
         "parent": request.choices.parent,
         "page_bytes": PAGE_SIZE,
+        "drives": cutting.facts(),
         "report": report,
     })
 }

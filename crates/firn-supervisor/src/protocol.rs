@@ -89,12 +89,39 @@ pub struct SaveChoices {
     /// The image that the new one is to build on; absolute.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<PathBuf>,
+    /// What becomes of its disks; by default they are kept as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disks: Option<SaveDisks>,
+    /// Where files for its disks are made, absolute; by default beside them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_dir: Option<PathBuf>,
     /// How its working set is found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_set: Option<Estimator>,
     /// For tests: also copy RAM to this file while the guest stands still.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reference: Option<PathBuf>,
+}
+
+/// What a save does about the disks that the guest writes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SaveDisks {
+    /// Their contents are kept as they are at the cut; the VM goes on with files of its own.
+    Cut,
+    /// They are only named: a restore finds out whether they have changed.
+    Reference,
+}
+
+/// What a restore does about the disks that an image has kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RestoreDisks {
+    /// The VM writes to files of its own.
+    #[default]
+    Own,
+    /// The VM writes to the image's: it can be restored once only.
+    InPlace,
 }
 
 /// How to end a VM.
@@ -106,6 +133,9 @@ pub struct StopRequest {
     /// End it even while a checkpoint is being written.
     #[serde(default)]
     pub force: bool,
+    /// Remove what its drives were written to since the last checkpoint.
+    #[serde(default)]
+    pub discard: bool,
 }
 
 /// What a new supervisor is to look after.
@@ -141,6 +171,12 @@ pub enum Plan {
         /// Count which prefetched pages the guest uses, at its expense.
         #[serde(default)]
         account_use: bool,
+        /// What its drives are written to.
+        #[serde(default)]
+        disks: RestoreDisks,
+        /// Where files for them are made, absolute; by default beside those of the image.
+        #[serde(default)]
+        disk_dir: Option<PathBuf>,
         /// Go by what earlier restores of the image had to ask for, and keep what this one does.
         learn: bool,
         /// As with `Run`.
@@ -307,7 +343,7 @@ mod tests {
 
     #[test]
     fn requests_survive_the_wire() {
-        let stop = Request::Stop(StopRequest { powerdown_s: Some(3), force: false });
+        let stop = Request::Stop(StopRequest { powerdown_s: Some(3), ..StopRequest::default() });
         for request in [Request::Status, checkpoint(), stop, Request::Watch] {
             let line = encode(&request);
             assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);

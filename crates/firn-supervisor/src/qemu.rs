@@ -17,7 +17,7 @@ use serde_json::Value;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, Machine, now};
-use crate::meta::{self, Meta, Qemu};
+use crate::meta::{self, FrozenDrive, Meta, Qemu};
 use crate::protocol::StopRequest;
 
 /// How long QEMU may take to answer a monitor command.
@@ -141,6 +141,8 @@ pub(crate) struct Known {
     pub(crate) user_args: Vec<String>,
     pub(crate) args: Vec<String>,
     pub(crate) directory: PathBuf,
+    /// The drives of the image that it was restored from.
+    pub(crate) drives: Vec<FrozenDrive>,
 }
 
 /// Asks a QEMU what the journal, and later an image, has to say of it.
@@ -172,6 +174,7 @@ pub(crate) fn describe(
         memory_bytes: layout.map.ram_bytes(),
         vcpus: vcpus.len() as u32,
         disks: vm.disks().doing(ASKING)?,
+        drives: known.drives,
     };
     Ok(Machine {
         process: known.process,

@@ -8,6 +8,7 @@ use firn_memory::{PageFaults, Tracee};
 use firn_restore::Mode;
 use serde_json::json;
 
+use crate::disks;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{self, ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, FileIdentity, Journal, JournalFile, Machine, Phase, now};
@@ -98,6 +99,11 @@ impl Recoverer<'_> {
         if let (true, Some(hypervisor)) = (kill, hypervisor) {
             hypervisor.kill().doing("ending a QEMU that was only starting")?;
         }
+        let journal = self.journal.read();
+        // One that was only being attached to has what it needs.
+        if !matches!(journal.phase, Phase::Starting { launching: None }) {
+            disks::discard(&journal);
+        }
         self.vm.remove().doing("removing what was left of the VM")?;
         Ok(None)
     }
@@ -113,6 +119,13 @@ impl Recoverer<'_> {
             remove_unfinished(image);
             format!("the checkpoint to {} was aborted: the VM ended", image.display())
         });
+        if unfinished.is_some() {
+            disks::give_up(&self.journal, None);
+        }
+        let journal = self.journal.read();
+        if journal.discard {
+            disks::discard(&journal);
+        }
         let change = |journal: &mut Journal| {
             journal.phase = Phase::Ended { exit: Exit::Unknown, at: now() };
             text.into_iter().for_each(|text| journal.note_failure(text));
@@ -157,6 +170,7 @@ impl Recoverer<'_> {
         let_go_of_memory(&machine)?;
         resume(&machine, cont)?;
         remove_unfinished(unfinished);
+        self.give_up_drives(&machine)?;
         let text = format!(
             "the checkpoint to {} was aborted: the supervisor died; the VM runs on",
             unfinished.display()
@@ -169,7 +183,20 @@ impl Recoverer<'_> {
         let_go_of_memory(&machine)?;
         resume(&machine, cont)?;
         let text = format!("checkpoint {} is whole", image.display());
-        self.running(|journal| journal.note_success(text))
+        let drives = disks::pending(&self.journal.read());
+        self.running(|journal| {
+            disks::hand_over(journal, &drives);
+            journal.note_success(text);
+        })
+    }
+
+    /// Overlays of a save that came to nothing.
+    fn give_up_drives(&self, machine: &Machine) -> Result<(), Failure> {
+        if disks::pending(&self.journal.read()).is_empty() {
+            return Ok(());
+        }
+        disks::give_up(&self.journal, Some(&mut qemu::connect(&machine.qmp)?));
+        Ok(())
     }
 
     fn finish_suspend(self, image: &Path, hypervisor: &ProcessHandle) -> Result<Found, Failure> {

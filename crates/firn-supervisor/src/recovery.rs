@@ -131,7 +131,14 @@ mod tests {
     }
 
     fn saving(paused_by_us: bool, then_stop: bool) -> Journal {
-        journal(Phase::Saving { image: "/i".into(), replaces: None, paused_by_us, then_stop })
+        let drives = Vec::new();
+        journal(Phase::Saving {
+            image: "/i".into(),
+            replaces: None,
+            paused_by_us,
+            then_stop,
+            drives,
+        })
     }
 
     fn restoring(started: bool) -> Journal {

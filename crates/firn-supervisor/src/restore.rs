@@ -29,13 +29,14 @@ use firn_vmm::{FileIdentity as DiskIdentity, Layout, Vm};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use crate::disks::Own;
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
 use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
 use crate::learned::{self, Learning};
 use crate::meta::{self, Meta, Mismatch};
-use crate::protocol::{Progress, RestoreNow};
+use crate::protocol::{Progress, RestoreDisks, RestoreNow};
 use crate::qemu::{self, Known, Memory};
 use crate::runtime::VmDir;
 use crate::start::{self, Child, Place, Started};
@@ -59,6 +60,9 @@ pub(crate) struct Wanted<'a> {
     pub(crate) account_use: bool,
     /// Go by earlier restores, and keep what there is to learn from this one.
     pub(crate) learn: bool,
+    /// What the VM's drives are written to, and where files for them are made.
+    pub(crate) disks: RestoreDisks,
+    pub(crate) disk_dir: Option<&'a Path>,
 }
 
 /// How long each step took, in milliseconds.
@@ -110,7 +114,8 @@ pub(crate) fn restore(
     let mut watch = Watch { since, lap: Instant::now() };
     let mut timings = Timings::default();
     let (image, identity, meta) = open(wanted.image)?;
-    let mismatches = meta.disk_mismatches(|disk| look(&meta, &disk.file));
+    let mut mismatches = meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file)));
+    mismatches.extend(meta.drive_mismatches(|drive| look(&meta, &drive.file)));
     timings.image_open = watch.lap();
     refuse(&mismatches, wanted.force)?;
     let learning = Learning::about(&image, wanted.mode).filter(|_| wanted.learn);
@@ -121,15 +126,20 @@ pub(crate) fn restore(
         since,
         ..RestoreOptions::default()
     };
-    let (child, args, early) = launch(place, &meta, &image, &options)?;
+    let disks = (wanted.disks, wanted.disk_dir);
+    let own = Own::make(&meta, place.vm.name().as_str(), disks, place.journal)?;
+    let (child, args, early) = launch(place, &meta, &image, &options, &own)?;
     firn_fault::point("restore.spawned");
     timings.spawn = watch.lap();
     let load = Load { place, wanted, image, identity, meta, child: &child, options, learning };
     let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
     let (work, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
+    facts["overlays"] = json!(place.journal.read().overlays);
     let restoring = Some(work.boxed());
-    Ok(Started { hypervisor: child.keep()?, restoring, facts, guard: None })
+    let hypervisor = child.keep()?;
+    own.keep();
+    Ok(Started { hypervisor, restoring, facts, guard: None })
 }
 
 /// What goes into a QEMU that has been started, up to its first instruction.
@@ -275,7 +285,7 @@ fn open(path: &Path) -> Result<(Arc<Image>, FileIdentity, Meta), Failure> {
 }
 
 /// What a disk is now; relative paths start where QEMU was started.
-fn look(meta: &Meta, file: &str) -> Option<DiskIdentity> {
+fn look(meta: &Meta, file: &Path) -> Option<DiskIdentity> {
     DiskIdentity::of(&meta.qemu.directory.join(file)).ok()
 }
 
@@ -300,8 +310,11 @@ fn launch(
     meta: &Meta,
     image: &Arc<Image>,
     options: &RestoreOptions,
+    own: &Own,
 ) -> Result<(Child, Vec<String>, Option<Prefill>), Failure> {
-    let plan = command_line::plan(&meta.qemu.user_args).map_err(start::refused)?;
+    let plan = command_line::plan(&meta.qemu.user_args)
+        .and_then(|plan| plan.with_drives(own.files()))
+        .map_err(start::refused)?;
     let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
     let augmented = plan.for_restore(&start::paths(place.vm, &ram)).map_err(start::refused)?;
     if std::env::set_current_dir(&meta.qemu.directory).is_err() {
@@ -347,6 +360,7 @@ fn describe(
         user_args: meta.qemu.user_args.clone(),
         args,
         directory: meta.qemu.directory.clone(),
+        drives: meta.drives.clone(),
     };
     qemu::describe(vm, known, layout, place.vm.name().as_str())
 }

@@ -125,6 +125,7 @@ fn get_to_know(
         user_args: args.to_vec(),
         args: augmented.args.clone(),
         directory: place.directory.clone(),
+        drives: Vec::new(),
     };
     qemu::describe(vm, known, &layout, place.vm.name().as_str())
 }
@@ -155,6 +156,7 @@ pub(crate) fn attach(
         user_args,
         args,
         directory: before.map_or(directory, |it| it.meta.qemu.directory.clone()),
+        drives: before.map(|it| it.meta.drives.clone()).unwrap_or_default(),
     };
     let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
     let facts = facts(&machine, &[]);

@@ -42,6 +42,9 @@ pub struct Status {
     /// How far that has come.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<Progress>,
+    /// Files that its drives are written to and no image refers to.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub overlays: Vec<PathBuf>,
     /// What happened last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last: Option<Note>,
@@ -81,6 +84,7 @@ impl Status {
             qmp: machine.map(|machine| machine.qmp.clone()),
             image,
             progress: None,
+            overlays: journal.overlays.clone(),
             last: journal.last.clone(),
             recoveries: journal.recoveries,
             supervisor_pid: None,

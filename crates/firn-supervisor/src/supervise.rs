@@ -102,7 +102,8 @@ impl Begun {
         tracing::info!("supervisor of {} in {}", vm.name(), base.path().display());
         let launching = (!matches!(plan, Plan::Attach { .. })).then(|| vm.qmp());
         let machine = before.as_ref().and_then(|journal| journal.machine.clone());
-        let journal = Journal { machine, ..Journal::new(vm.name().clone(), launching) };
+        let overlays = before.as_ref().map(|it| it.overlays.clone()).unwrap_or_default();
+        let journal = Journal { machine, overlays, ..Journal::new(vm.name().clone(), launching) };
         let journal = JournalFile::create(vm.journal(), journal).doing("writing the journal")?;
         Ok(Self { vm: vm.clone(), journal: Arc::new(journal), before, _role: role })
     }
@@ -127,9 +128,10 @@ impl Begun {
                 let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
                 start::attach(&place, *pid, qmp, before)
             }
-            Plan::Restore { image, mode, force, account_use, learn, .. } => {
+            Plan::Restore { image, mode, force, account_use, learn, disks, disk_dir, .. } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
-                let wanted = Wanted { image, mode, force, account_use, learn };
+                let (disks, disk_dir) = (*disks, disk_dir.as_deref());
+                let wanted = Wanted { image, mode, force, account_use, learn, disks, disk_dir };
                 let mut tell = |progress| starter.tell(&Reply::Progress(progress));
                 restore::restore(&place, &wanted, since, &mut tell)
             }

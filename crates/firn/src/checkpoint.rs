@@ -7,7 +7,7 @@ use clap::Args as ClapArgs;
 use firn_checkpoint::{Estimator, Strategy, StrategyError};
 use firn_image::Codec;
 use firn_supervisor::{
-    Failure, Request, RuntimeDir, SaveChoices, SaveRequest, VmName, absolute, ask,
+    Failure, Request, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, VmName, absolute, ask,
 };
 use firn_types::BlockSize;
 
@@ -40,6 +40,10 @@ use crate::working_set::estimator;
 /// With --every it goes on making such checkpoints, each on the one before, until it is ended: --output web.firn names
 /// web-000001.firn and so on. Each can be restored. Of those that are more than --keep asks for, the oldest that stays is
 /// made whole and the others go, now and then.
+///
+/// The disks that the guest writes to are kept as they are at the same moment: from then on nobody writes to their files, and
+/// the VM goes on with overlays upon them (qcow2), or, where the file system can share blocks, with the files as before
+/// while clones of them are kept. A disk that can't be kept is named before anything is done.
 ///
 /// If this command is interrupted the checkpoint goes on; `firn status` shows it.
 ///
@@ -101,12 +105,27 @@ pub struct ImageArgs {
     /// Size of a locality block: a power of two from 16K to 1M.
     #[arg(long, value_name = "SIZE", value_parser = locality_block)]
     locality_block: Option<u32>,
+    /// What becomes of disks that the guest writes to: `cut`, they are kept as they are (the default), or `reference`, they are
+    /// only named: a restore works as long as they have not changed.
+    #[arg(long, value_name = "HOW", value_parser = disks)]
+    disks: Option<SaveDisks>,
+    /// Where files for disks are made; by default beside the disks.
+    #[arg(long, value_name = "DIR")]
+    disk_dir: Option<PathBuf>,
     /// Save only what changed since this image was made, and build on it. It must stay where it is.
     #[arg(long, value_name = "IMAGE")]
     parent: Option<PathBuf>,
     /// Threads that compress.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
+}
+
+fn disks(text: &str) -> Result<SaveDisks, String> {
+    match text {
+        "cut" => Ok(SaveDisks::Cut),
+        "reference" => Ok(SaveDisks::Reference),
+        other => Err(format!("{other:?} is neither cut nor reference")),
+    }
 }
 
 fn strategy(text: &str) -> Result<Strategy, String> {
@@ -136,6 +155,8 @@ impl ImageArgs {
             locality_block_bytes: self.locality_block,
             compressors: self.threads.map(usize::from),
             parent: self.parent.as_deref().map(absolute).transpose()?,
+            disks: self.disks,
+            disk_dir: self.disk_dir.as_deref().map(absolute).transpose()?,
             ..SaveChoices::default()
         };
         Ok(SaveRequest { image: absolute(&self.output)?, choices, cancel_with_client: false })
@@ -188,12 +209,24 @@ pub fn describe(facts: &serde_json::Value) -> String {
     let report = &facts["report"];
     let number = |value: &serde_json::Value| value.as_f64().unwrap_or(0.0);
     let what = if facts["parent"].is_string() { " of changes" } else { "" };
+    let drives: String =
+        facts["drives"].as_array().into_iter().flatten().map(describe_drive).collect();
     format!(
-        "{}: {}{what} in {}, pause {}\n",
+        "{}: {}{what} in {}, pause {}\n{drives}",
         facts["image"].as_str().unwrap_or("?"),
         units::bytes(report["image_bytes"].as_u64().unwrap_or(0)),
         units::ms(number(&report["total_ms"])),
         units::ms(number(&report["pause"]["downtime_ms"])),
+    )
+}
+
+fn describe_drive(drive: &serde_json::Value) -> String {
+    let text = |key: &str| drive[key].as_str().unwrap_or("?");
+    format!(
+        "disk {}: {} is kept as it is; the VM goes on with {}\n",
+        text("drive"),
+        text("kept"),
+        text("goes_on_with")
     )
 }
 

@@ -7,7 +7,8 @@ use clap::Args as ClapArgs;
 use firn_report::Run;
 use firn_restore::Mode;
 use firn_supervisor::{
-    Failure, FailureKind, Meta, Plan, Request, RuntimeDir, VmName, absolute, ask, start,
+    Failure, FailureKind, Meta, Plan, Request, RestoreDisks, RuntimeDir, VmName, absolute, ask,
+    start,
 };
 
 use crate::bar::Bar;
@@ -35,6 +36,9 @@ use crate::working_set::WorkingSetArgs;
 /// An image of another version of QEMU, or of disks that were written to since, is refused: the guest would find them
 /// in contradiction to its memory. --force goes on all the same.
 ///
+/// The VM's disks are those of the image, and it writes to overlays of its own upon them, so that an image can be restored as
+/// often as one likes, also side by side. `firn stop --discard` removes them with the VM.
+///
 /// Examples:
 ///   firn restore web.firn
 ///   firn restore web.firn --name web2 --mode eager --json
@@ -49,6 +53,13 @@ pub struct Args {
     /// How memory comes back: auto, locality, lazy, working-set or eager.
     #[arg(long, default_value_t)]
     mode: Mode,
+    /// What the VM's disks are written to: `own`, overlays upon those of the image (the default), or `in-place`, those of the
+    /// image, which can't be restored again then.
+    #[arg(long, value_name = "HOW", value_parser = disks, default_value = "own")]
+    disks: RestoreDisks,
+    /// Where overlays are made; by default beside the disks of the image.
+    #[arg(long, value_name = "DIR")]
+    disk_dir: Option<PathBuf>,
     #[command(flatten)]
     working_set: WorkingSetArgs,
     /// Return only when all memory is there.
@@ -91,6 +102,8 @@ impl Args {
             force: self.force,
             account_use: self.account_use,
             learn: !self.no_learn,
+            disks: self.disks,
+            disk_dir: self.disk_dir.as_deref().map(absolute).transpose()?,
             access_bits: self.working_set.access_bits(),
         };
         let mut facts = {
@@ -108,6 +121,14 @@ impl Args {
             facts["run"] = serde_json::to_value(run.facts()).unwrap_or_default();
         }
         Ok(facts)
+    }
+}
+
+fn disks(text: &str) -> Result<RestoreDisks, String> {
+    match text {
+        "own" => Ok(RestoreDisks::Own),
+        "in-place" => Ok(RestoreDisks::InPlace),
+        other => Err(format!("{other:?} is neither own nor in-place")),
     }
 }
 
@@ -142,6 +163,9 @@ fn describe(facts: &serde_json::Value) -> String {
         let _ = writeln!(text, "{note}");
     }
     let _ = writeln!(text, "{}", summary(facts));
+    for overlay in facts["overlays"].as_array().into_iter().flatten() {
+        let _ = writeln!(text, "it writes to {}", overlay.as_str().unwrap_or("?"));
+    }
     let total = facts["timings_ms"]["total"].as_f64().unwrap_or(0.0);
     let _ = writeln!(text, "running after {}", units::ms(total));
     if let Some(run) = facts.get("run") {

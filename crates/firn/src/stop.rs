@@ -1,7 +1,9 @@
 //! `firn stop`
 
+use std::path::PathBuf;
+
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, StopRequest, VmName, ask};
+use firn_supervisor::{Failure, Request, RuntimeDir, Status, StopRequest, VmName, ask};
 
 use crate::output::Output;
 
@@ -13,6 +15,7 @@ use crate::output::Output;
 ///   firn stop web
 ///   firn stop web --powerdown        press the guest's power button, and wait a minute
 ///   firn stop web --powerdown=10     ... ten seconds
+///   firn stop web --discard          forget what it wrote to its disks since the last checkpoint
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -30,16 +33,35 @@ pub struct Args {
     /// End it even while a checkpoint is being written, which is then lost.
     #[arg(long)]
     force: bool,
+    /// Remove the overlays that it writes to: what it wrote since it was last saved or restored is lost.
+    #[arg(long, conflicts_with = "keep")]
+    discard: bool,
+    /// Leave the overlays that it writes to, and say where they are (the default).
+    #[arg(long)]
+    keep: bool,
 }
 
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let request = StopRequest { powerdown_s: self.powerdown, force: self.force };
+        // Nobody can be asked afterwards.
+        let overlays = self.overlays(&base);
+        let (powerdown_s, force, discard) = (self.powerdown, self.force, self.discard);
+        let request = StopRequest { powerdown_s, force, discard };
         ask(&base, &self.name, &Request::Stop(request), &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't stop {}", self.name)))?;
-        let facts = serde_json::json!({ "name": self.name, "stopped": true });
-        out.facts(&facts, || format!("{} has ended\n", self.name))
+        let facts = serde_json::json!({ "name": self.name, "stopped": true, "overlays": overlays });
+        out.facts(&facts, || {
+            let lines = overlays.iter().map(|path| format!("its disk: {}\n", path.display()));
+            std::iter::once(format!("{} has ended\n", self.name)).chain(lines).collect()
+        })
+    }
+
+    /// The files that are left of it.
+    fn overlays(&self, base: &RuntimeDir) -> Vec<PathBuf> {
+        let status = ask(base, &self.name, &Request::Status, &mut |_| ()).ok();
+        let status = status.and_then(|facts| serde_json::from_value::<Status>(facts).ok());
+        status.filter(|_| !self.discard).map(|it| it.overlays).unwrap_or_default()
     }
 }

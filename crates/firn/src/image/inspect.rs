@@ -103,6 +103,9 @@ fn describe_meta(meta: &Meta, line: &mut impl FnMut(&str, String)) {
     line("QEMU", format!("{}, {}, {}", meta.qemu.version, meta.qemu.accel, meta.machine));
     line("started in", meta.qemu.directory.display().to_string());
     line("as", meta.qemu.user_args.join(" "));
+    for drive in &meta.drives {
+        line("drive", format!("{} as in {} ({})", drive.named, drive.file.display(), drive.format));
+    }
     for disk in &meta.disks {
         let access = if disk.read_only { ", read-only" } else { "" };
         line("disk", format!("{} ({}{access})", disk.file, disk.format));

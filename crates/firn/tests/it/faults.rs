@@ -35,9 +35,9 @@ pub fn points(beginnings: &[&str]) -> Vec<&'static str> {
 
 /// A guest saved while it worked, to start each try from.
 pub fn base() -> Vm {
-    let vm = Vm::boot();
+    let vm = Vm::boot_with_disks();
     vm.session.firn(&["checkpoint", "web", "-o", "base.firn"]).succeeds();
-    vm.session.firn(&["stop", "web"]).succeeds();
+    vm.session.firn(&["stop", "web", "--discard"]).succeeds();
     vm
 }
 

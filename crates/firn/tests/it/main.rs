@@ -8,6 +8,7 @@
 mod attribution;
 mod completions;
 mod damaged_image;
+mod disks;
 mod faults;
 mod help;
 mod hypervisor_dies;

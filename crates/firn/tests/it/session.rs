@@ -82,7 +82,11 @@ impl Session {
     pub fn files(&self, beginning: &str) -> Vec<String> {
         let entries = std::fs::read_dir(self.dir.path()).unwrap();
         let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        names.filter(|name| name.starts_with(beginning) && !name.ends_with(".learned")).collect()
+        let mut names: Vec<String> = names
+            .filter(|name| name.starts_with(beginning) && !name.ends_with(".learned"))
+            .collect();
+        names.sort_unstable();
+        names
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use firn_lab::guest::{Control, GuestImage, QemuArgs, accel};
+use firn_lab::guest::{Control, Disk, GuestImage, JobState, QemuArgs, accel};
 use firn_lab::prober::{Heartbeats, Prober};
 
 use crate::session::{Session, eventually, kill, text};
@@ -15,6 +15,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// A session with a guest that checks its own memory all the time, as VM `web`.
 pub struct Vm {
     pub session: Session,
+    /// Its disks, with their formats; the guest writes to them and checks what it wrote.
+    disks: Vec<(PathBuf, &'static str)>,
     _alone: MutexGuard<'static, ()>,
 }
 
@@ -22,6 +24,25 @@ impl Vm {
     /// Boots a guest and lets it work.
     pub fn boot() -> Self {
         Self::boot_writing(&["--mib", "48", "--rate", "2000"])
+    }
+
+    /// Boots a guest that also writes to two disks, and checks them.
+    pub fn boot_with_disks() -> Self {
+        let mut vm = Self::new();
+        for (name, format) in [("disk0.raw", "raw"), ("disk1.qcow2", "qcow2")] {
+            let path = vm.session.path(name);
+            qemu_img(&["create", "-q", "-f", format, text(&path), "16M"]);
+            vm.disks.push((path, format));
+        }
+        let vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
+        let mut control = vm.control();
+        for (number, device) in ["/dev/vda", "/dev/vdb"].iter().enumerate() {
+            let write = ["firn-guest", "disk-dma", "write", "--rate", "60", "--device", device];
+            let job = format!("disk{number}");
+            control.spawn(&job, &write).unwrap();
+            control.wait_output(&job, "progress", PATIENCE).unwrap();
+        }
+        vm
     }
 
     /// Boots a guest whose writers are given these words.
@@ -69,7 +90,7 @@ impl Vm {
     pub fn new() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        Self { session: Session::new(), _alone: alone }
+        Self { session: Session::new(), disks: Vec::new(), _alone: alone }
     }
 
     pub fn qemu_args(&self) -> Vec<String> {
@@ -78,6 +99,9 @@ impl Vm {
             .append("no_timer_check")
             .agent(&self.session.path("agent"))
             .heartbeat(&self.session.path("heart"));
+        let args = self.disks.iter().fold(args, |args, (file, format)| {
+            args.disk(Disk { file: file.clone(), format, read_only: false })
+        });
         let program = args.program_name().to_str().unwrap().to_owned();
         [vec![program], args.args()].concat()
     }
@@ -92,6 +116,23 @@ impl Vm {
         let mut control = self.control();
         let before = writes(&mut control);
         eventually("writers go on", PATIENCE, || writes(&mut control) > before);
+        // One at a time can talk to the guest.
+        drop(control);
+        for number in 0..self.disks.len() {
+            let report = self.disk_report(number);
+            assert_eq!(report["wrong"], 0, "disk{number}: {report}");
+        }
+    }
+
+    /// What the guest says of a disk: blocks that are not what it wrote last, of those it has looked at.
+    #[track_caller]
+    pub fn disk_report(&self, number: usize) -> serde_json::Value {
+        let state = self.control().poll(&format!("disk{number}")).unwrap();
+        let JobState::Running { stdout, .. } = state else {
+            unreachable!("it goes on for ever: {state:?}")
+        };
+        let last = stdout.lines().rfind(|line| line.contains("progress")).unwrap();
+        serde_json::from_str(last).unwrap()
     }
 
     pub fn image(&self, name: &str) -> PathBuf {
@@ -101,6 +142,13 @@ impl Vm {
     pub fn pid(&self) -> i64 {
         self.session.status("web")["pid"].as_i64().unwrap()
     }
+}
+
+/// Runs QEMU's tool for image files.
+#[track_caller]
+pub fn qemu_img(args: &[&str]) {
+    let done = std::process::Command::new("qemu-img").args(args).output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
 /// Pages written so far; fails if any is wrong.

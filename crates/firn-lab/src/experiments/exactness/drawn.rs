@@ -73,6 +73,8 @@ pub(super) struct Drawn {
     pub(super) mode: Mode,
     /// How many checkpoints, each built on the one before, are below the one that is compared.
     pub(super) below: usize,
+    /// The format of the disk that the guest writes to.
+    pub(super) written: &'static str,
 }
 
 impl Drawn {
@@ -109,6 +111,7 @@ impl Drawn {
             ]),
             strategy: dice.pick(&["trace", "cow", "pre-copy", "pre-copy"]),
             below: dice.pick(&[0, 0, 1, 3]),
+            written: dice.pick(&["raw", "qcow2"]),
         }
     }
 
@@ -142,6 +145,7 @@ impl Drawn {
             label("strategy", &self.strategy),
             label("mode", &self.mode),
             label("below", &self.below),
+            label("written", &self.written),
         ]
     }
 
@@ -153,7 +157,7 @@ impl Drawn {
             "sha_rounds": self.sha.rounds, "sha_threads": self.sha.threads,
             "block_pages": self.block_pages, "locality_kib": self.locality_kib,
             "codec": self.codec, "throttled": self.throttled, "strategy": self.strategy,
-            "mode": self.mode, "below": self.below,
+            "mode": self.mode, "below": self.below, "written": self.written,
         })
     }
 }

@@ -1,13 +1,14 @@
 //! One run: a guest under load is saved, compared with the copy, followed to its end, restored, followed again.
 //!
 //! ```text
-//!   boot -> load: writers, disk DMA, network DMA, a computation -> checkpoint + reference copy
+//!   boot -> load: writers, DMA of two disks, network DMA, a computation -> checkpoint + reference copy
 //!                                                                     |            \
 //!          the saved guest goes on: its memory right? its result?  <--'             '--> compare, verify
 //!          the restored one: the same questions, at once and when all of its memory is there
 //! ```
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -32,6 +33,9 @@ const PATIENCE: Duration = Duration::from_secs(300);
 const VM: &str = "exact";
 const WRITERS: &str = "writers";
 const DISK: &str = "disk";
+const WRITTEN: &str = "written-disk";
+/// How the names of the files begin that the guest writes to.
+const WRITTEN_FILE: &str = "written.disk";
 const ECHO: &str = "echo";
 const SHA: &str = "sha";
 const DISK_MIB: u64 = 16;
@@ -90,7 +94,17 @@ impl<'a> Bench<'a> {
         for file in below.chain(["exact.firn".to_owned(), "exact.ram".to_owned()]) {
             let _ = std::fs::remove_file(self.lab.file(&file));
         }
+        self.remove_written();
         outcome
+    }
+
+    /// Removes the disk that the guest wrote to, and what lies upon it.
+    fn remove_written(&self) {
+        for entry in std::fs::read_dir(self.lab.dir()).into_iter().flatten().flatten() {
+            if entry.file_name().to_string_lossy().starts_with(WRITTEN_FILE) {
+                let _ = std::fs::remove_file(entry.path());
+            }
+        }
     }
 }
 
@@ -151,12 +165,18 @@ impl<'a> Trial<'a> {
             false => HostForward::tcp(self.port, net::PORT),
         };
         let disk = Disk { file: self.bench.disk.clone(), format: "raw", read_only: true };
+        let written = Disk {
+            file: self.bench.lab.file(WRITTEN_FILE),
+            format: self.drawn.written,
+            read_only: false,
+        };
         let args = QemuArgs::new(&self.bench.image, accel::decide().accel)
             .vcpus(self.drawn.vcpus)
             .append("no_timer_check")
             .console(&self.bench.lab.file("console"))
             .agent(&self.agent)
             .disk(disk)
+            .disk(written)
             .network(&[forward]);
         self.drawn.ram.add_to(args)
     }
@@ -165,7 +185,17 @@ impl<'a> Trial<'a> {
         Ok(Control::connect(&self.agent, PATIENCE)?)
     }
 
+    fn make_written(&self) -> Result<()> {
+        let file = self.bench.lab.file(WRITTEN_FILE);
+        let mut command = Command::new("qemu-img");
+        command.args(["create", "-q", "-f", self.drawn.written]).arg(&file);
+        let status = command.arg(format!("{DISK_MIB}M")).status().context("cannot run qemu-img")?;
+        ensure!(status.success(), "qemu-img cannot make {}", file.display());
+        Ok(())
+    }
+
     fn boot_under_load(&self) -> Result<()> {
+        self.make_written()?;
         self.bench.lab.firn().run(VM, &self.qemu_args())?;
         let mut control = self.control()?;
         let given: Vec<&str> = self.drawn.writers.iter().map(String::as_str).collect();
@@ -173,7 +203,11 @@ impl<'a> Trial<'a> {
         control.wait_output(WRITERS, "\"ready\":true", PATIENCE)?;
         let (mib, kib) = (DISK_MIB, self.drawn.disk_block_kib);
         let read = format!("firn-guest disk-dma read --mib {mib} --block-kib {kib}");
-        for (job, line) in [(DISK, &*read), (ECHO, "firn-guest net-dma echo")] {
+        let write = format!(
+            "firn-guest disk-dma write --mib {mib} --block-kib {kib} --device /dev/vdb --rate 100"
+        );
+        let jobs = [(DISK, &*read), (WRITTEN, &*write), (ECHO, "firn-guest net-dma echo")];
+        for (job, line) in jobs {
             control.spawn(job, &words(line))?;
             control.wait_output(job, "\"ready\":true", PATIENCE)?;
         }
@@ -188,7 +222,7 @@ impl<'a> Trial<'a> {
     fn save(&self) -> Result<Value> {
         let lab = self.bench.lab;
         let args = || self.drawn.save_args();
-        let before = disk_report(&mut self.control()?)?["progress"].as_u64().unwrap_or(0);
+        let before = disk_report(&mut self.control()?, DISK)?["progress"].as_u64().unwrap_or(0);
         let (said, echoes) = self.under_network_load(|| {
             std::thread::sleep(Duration::from_millis(self.drawn.lead_ms));
             let mut how = args();
@@ -202,7 +236,7 @@ impl<'a> Trial<'a> {
         })?;
         ensure!(echoes.wrong == 0, "{} echoes were wrong during the save", echoes.wrong);
         let requests =
-            disk_report(&mut self.control()?)?["progress"].as_u64().unwrap_or(0) - before;
+            disk_report(&mut self.control()?, DISK)?["progress"].as_u64().unwrap_or(0) - before;
         Ok(json!({ "report": said.facts["report"], "took_s": said.took.as_secs_f64(),
             "echoes": echoes.echoed, "disk_requests": requests }))
     }
@@ -260,7 +294,9 @@ impl<'a> Trial<'a> {
         let writers = last_line(&control.wait(WRITERS, PATIENCE)?.stdout)?;
         wrong_pages = wrong_pages.max(writers["wrong"].as_u64().context("no count")?);
         let result = control.wait(SHA, PATIENCE)?.stdout.trim().to_owned();
-        wrong_pages += disk_report(&mut control)?["wrong"].as_u64().unwrap_or(0);
+        for job in [DISK, WRITTEN] {
+            wrong_pages += disk_report(&mut control, job)?["wrong"].as_u64().unwrap_or(0);
+        }
         let echoes = self.exchange_until(&|report| report.echoed + report.wrong >= ECHOES);
         Ok(Checked { wrong_pages, wrong_echoes: echoes.wrong, result, was_computing })
     }
@@ -274,11 +310,11 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// The last line of progress of the guest's disk load.
-fn disk_report(control: &mut Control) -> Result<Value> {
-    match control.poll(DISK)? {
+/// The last line of progress of a disk load of the guest.
+fn disk_report(control: &mut Control, job: &str) -> Result<Value> {
+    match control.poll(job)? {
         JobState::Running { stdout, .. } => last_line(&stdout),
-        JobState::Ended(ended) => Err(anyhow!("disk-dma has ended: {ended:?}")),
+        JobState::Ended(ended) => Err(anyhow!("{job} has ended: {ended:?}")),
     }
 }
 
