@@ -23,7 +23,7 @@ use firn_memory::{
     TraceError,
 };
 use firn_types::{Block, GuestPhys, Page, Tid};
-use firn_vmm::{AuxRam, DeviceStateError, DriveCut, DriveError, QmpError, Vm};
+use firn_vmm::{AuxRam, CutError, DeviceStateError, DriveCut, DriveError, QmpError, Vm};
 use thiserror::Error;
 
 use crate::armed::Armed;
@@ -66,6 +66,9 @@ pub enum SaveError {
     /// The hypervisor could not save its devices.
     #[error("the VM's devices could not be saved")]
     DeviceState(#[from] DeviceStateError),
+    /// The hypervisor could not save its devices, or keep its disks as they are.
+    #[error("the VM could not be fixed at one instant")]
+    Cut(#[from] CutError),
     /// A disk could not be cloned.
     #[error("the VM's disks could not be kept as they are")]
     Drives(#[from] DriveError),

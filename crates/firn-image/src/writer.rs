@@ -231,8 +231,9 @@ impl Writer {
         if regions != image {
             return Err(ImageError::Pages { regions, image });
         }
-        if let Some((parent, _)) = self.parent.as_ref().filter(|(_, ram)| *ram != sections.regions)
-        {
+        // Where the guest sees a region is its own affair, and changes while it boots.
+        let is_other = |ram: &RegionMap| ram.regions() != sections.regions.regions();
+        if let Some((parent, _)) = self.parent.as_ref().filter(|(_, ram)| is_other(ram)) {
             return Err(ImageError::OtherRam { parent: parent.path.clone() });
         }
         if let Some(problem) = unstorable_aux(&sections.aux_blocks) {

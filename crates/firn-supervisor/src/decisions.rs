@@ -71,7 +71,10 @@ pub enum Action {
     /// End the hypervisor; reports by [`Event::HypervisorGone`], or [`Event::StopFailed`].
     EndHypervisor(StopRequest),
     /// End the hypervisor at once, whatever it does.
-    KillHypervisor,
+    KillHypervisor {
+        /// What it writes to goes with it.
+        discard: bool,
+    },
     /// Report [`Event::GraceOver`] in a while.
     StartGrace,
     /// Start a new guard.
@@ -217,7 +220,10 @@ impl Core {
         }
         self.stopping = Some(vec![(client, serde_json::Value::Null)]);
         match saving {
-            true => vec![Action::CancelSave, Action::KillHypervisor],
+            true => {
+                let discard = request.discard;
+                vec![Action::CancelSave, Action::KillHypervisor { discard }]
+            }
             false => vec![Action::EndHypervisor(request)],
         }
     }
@@ -284,7 +290,7 @@ impl Core {
                 }
                 // vCPUs wait for pages that nobody will bring: better no VM than one that hangs.
                 self.lost = Some(failure);
-                vec![Action::KillHypervisor]
+                vec![Action::KillHypervisor { discard: false }]
             }
         }
     }

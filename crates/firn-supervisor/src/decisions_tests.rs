@@ -90,7 +90,7 @@ fn stopping_during_a_checkpoint_needs_force() {
     let refused = core.on(Event::Request(B, stop(false)));
     assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
     let forced = core.on(Event::Request(B, stop(true)));
-    assert_eq!(forced, [Action::CancelSave, Action::KillHypervisor]);
+    assert_eq!(forced, [Action::CancelSave, Action::KillHypervisor { discard: false }]);
     core.on(Event::HypervisorGone(Exit::Signal(9)));
     let ended = core.on(Event::SaveEnded(Err(fail())));
     let record = Action::RecordEnd { exit: Exit::Stopped, reason: None };
@@ -182,7 +182,10 @@ fn a_save_that_hangs_without_its_hypervisor_is_not_waited_for() {
 fn a_restore_that_can_not_go_on_takes_its_vm_down_and_says_why() {
     let mut core = Core::new(true);
     assert_eq!(core.on(Event::Request(A, Request::Watch)), []);
-    assert_eq!(core.on(Event::RestoreEnded(Err(fail()))), [Action::KillHypervisor]);
+    assert_eq!(
+        core.on(Event::RestoreEnded(Err(fail()))),
+        [Action::KillHypervisor { discard: false }]
+    );
     let reason = Some(fail());
     let exit = Exit::Signal(9);
     let record = Action::RecordEnd { exit, reason };

@@ -7,15 +7,15 @@
 //!   restore   "a.qcow2 is ..."  ->  overlay on a.qcow2                   the VM writes to that, and is alone with it
 //! ```
 //!
-//! Overlays that no image refers to are the VM's own: they are in the journal, and `firn stop --discard` removes them.
-//! What a save is about to put on drives is in the journal before it is made, so that a successor finds out from the
-//! hypervisor how far that came:
+//! Overlays that no image stands on are the VM's own: they are in the journal, and `firn stop --discard` removes them. What a
+//! save does about drives is in the journal before it is done, so that a successor finds out from the hypervisor how
+//! far that came:
 //!
 //! | overlay | image | then |
 //! |---|---|---|
 //! | not in use | no | it is removed |
 //! | in use | no | the VM goes on with it; what lies below is the VM's own still |
-//! | in use | whole | the VM goes on with it; what lies below is the image's |
+//! | in use | whole | the VM goes on with it; all that lies below is the image's |
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_vmm::command_line::{self, DriveFile};
-use firn_vmm::{Drive, DriveCut, FileIdentity, Overlay, Vm, clone_file, create_overlay};
+use firn_vmm::{CHAIN_MAX, Drive, DriveCut, FileIdentity, Overlay, Vm, can_clone, create_overlay};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -34,17 +34,22 @@ use crate::protocol::{RestoreDisks, SaveChoices, SaveDisks};
 
 const KEEPING: &str = "keeping the VM's disks as they are";
 
+/// What a save does about a drive.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// What the image will stand on: files that are the VM's own no more when it is whole.
+    pub chain: Vec<PathBuf>,
+    /// What is made for that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub made: Option<Made>,
+}
+
 /// A file that a save makes for a drive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Pending {
+pub enum Made {
     /// What the VM is to write to.
-    Overlay {
-        /// The drive's file until then.
-        below: PathBuf,
-        /// The overlay.
-        overlay: Overlay,
-    },
+    Overlay(Overlay),
     /// What the image is to refer to.
     Clone(PathBuf),
 }
@@ -55,49 +60,84 @@ pub(crate) struct Cutting<'a> {
     program: &'a str,
     vm_name: &'a str,
     dir: Option<&'a Path>,
+    /// They are only referred to, and stay the VM's own.
+    refers: bool,
+    then_stop: bool,
     drives: Vec<Planned>,
     /// Whether the pause has begun: until then no overlay is in use.
     begun: AtomicBool,
 }
 
-/// A drive that is to be kept.
+/// A drive that a restore is to have again.
 struct Planned {
     /// The file of the command line that it stands for, as it is named there.
     named: String,
     drive: Drive,
-    /// `None` if the VM ends: then nothing has to be done about it.
-    pending: Option<Pending>,
+    /// What it was, if it is only referred to.
+    before: Option<FileIdentity>,
+    /// `None` if nothing has to be done about it: the VM ends, or it is only referred to.
+    made: Option<Made>,
 }
 
 impl<'a> Cutting<'a> {
-    /// Looks at the drives, and leaves them as they are. Refuses drives that can't be kept, unless the VM is to end.
+    /// Looks at the drives, and leaves them as they are. Refuses what could not be restored: drives that can't be kept, if
+    /// they are to be kept while the VM runs on, and else those that are not what the command line names.
     pub(crate) fn plan(
         vm: &mut Vm,
         meta: &'a Meta,
         choices: &'a SaveChoices,
         then_stop: bool,
     ) -> Result<Self, Failure> {
-        let program = meta.qemu.args.first().map_or("", String::as_str);
-        let (vm_name, dir) = (meta.name.as_str(), choices.disk_dir.as_deref());
-        let mut cutting =
-            Self { program, vm_name, dir, drives: Vec::new(), begun: AtomicBool::default() };
-        if choices.disks == Some(SaveDisks::Reference) {
-            return Ok(cutting);
-        }
+        let refers = choices.disks == Some(SaveDisks::Reference);
+        let mut cutting = Self {
+            program: meta.qemu.args.first().map_or("", String::as_str),
+            vm_name: &meta.name,
+            dir: choices.disk_dir.as_deref(),
+            refers,
+            then_stop,
+            drives: Vec::new(),
+            begun: AtomicBool::default(),
+        };
+        let goes_on = !then_stop && !refers;
         let mut obstacles = Vec::new();
         for drive in vm.drives().doing("looking at the VM's disks")? {
-            match keepable(meta, drive) {
-                Ok((named, drive)) => {
-                    cutting.drives.push(Planned { named, drive, pending: None });
-                }
-                Err(_) if then_stop => {}
+            let is_as_started = is_as_started(meta, &drive);
+            match keepable(meta, drive, goes_on) {
+                Ok((named, drive)) => cutting.add(named, drive),
+                Err(_) if !goes_on && is_as_started => {}
                 Err(obstacle) => obstacles.push(obstacle),
             }
         }
+        obstacles.extend(cutting.ambiguous(meta));
         match obstacles.is_empty() {
             true => Ok(cutting),
-            false => Err(refused(obstacles)),
+            false => Err(refused(obstacles, goes_on)),
         }
+    }
+
+    fn add(&mut self, named: String, drive: Drive) {
+        let is_written = self.refers && !self.then_stop;
+        let before = is_written.then(|| FileIdentity::of(drive.file()).ok()).flatten();
+        self.drives.push(Planned { named, drive, before, made: None });
+    }
+
+    /// Why a restore could not put other files in the place of those that the command line names.
+    fn ambiguous(&self, meta: &Meta) -> Option<String> {
+        let mut names: Vec<&str> = self.drives.iter().map(|it| &*it.named).collect();
+        names.sort_unstable();
+        if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Some(format!("two drives stand for {}", pair[0]));
+        }
+        let (file, format) = ("/", "qcow2");
+        let drive = |named: &&str| DriveFile {
+            named: (*named).to_owned(),
+            file: file.to_owned(),
+            format: format.to_owned(),
+        };
+        let drives: Vec<_> = names.iter().map(drive).collect();
+        let tried = command_line::plan(&meta.qemu.user_args).and_then(|it| it.with_drives(&drives));
+        // A command line that can't be restored at all is no affair of disks.
+        tried.err().filter(|_| !drives.is_empty()).map(|error| error.to_string())
     }
 
     /// Makes the files, and has the hypervisor open them. On an error nothing is left of them.
@@ -109,28 +149,29 @@ impl<'a> Cutting<'a> {
         firn_fault::point("save.drives-ready");
         prepared.map_err(|failure| {
             self.undo(vm, journal);
-            failure.while_doing(KEEPING).hint("--disk-dir DIR says where files for disks are made")
+            failure.while_doing(KEEPING)
         })
     }
 
-    /// Whether each file can be cloned, or else gets an overlay. A clone that is made to find out is made again in the
-    /// pause.
+    /// Whether each file can be cloned, or else gets an overlay.
     fn choose(&mut self) -> Result<(), Failure> {
-        for Planned { named, drive, pending } in &mut self.drives {
-            let (suffix, path) = new_file(self.dir, &drive.file, named, self.vm_name);
-            *pending = Some(match clone_file(&drive.file, &path).doing("trying to clone it")? {
-                true => Pending::Clone(path),
-                false => Pending::Overlay {
-                    below: drive.file.clone(),
-                    overlay: Overlay { node: format!("firn-{suffix}"), path },
-                },
+        if self.then_stop || self.refers {
+            return Ok(());
+        }
+        for Planned { named, drive, made, .. } in &mut self.drives {
+            let (suffix, path) = new_file(self.dir, drive.file(), named, self.vm_name);
+            let dir = path.parent().unwrap_or(Path::new("/"));
+            let can = can_clone(drive.file(), dir).doing("finding out whether it can be cloned");
+            *made = Some(match can.map_err(|failure| failure.hint(DISK_DIR))? {
+                true => Made::Clone(path),
+                false => Made::Overlay(Overlay { node: format!("firn-{suffix}"), path }),
             });
         }
         Ok(())
     }
 
     fn write_down(&self, journal: &JournalFile) -> Result<(), Failure> {
-        let all: Vec<Pending> = self.pending().cloned().collect();
+        let all = self.kept();
         let change = |journal: &mut Journal| {
             if let Phase::Saving { drives, .. } = &mut journal.phase {
                 *drives = all;
@@ -139,31 +180,38 @@ impl<'a> Cutting<'a> {
         journal.update(change).doing("writing the journal")
     }
 
+    fn kept(&self) -> Vec<Kept> {
+        match self.refers {
+            true => Vec::new(),
+            false => self.drives.iter().map(Planned::kept).collect(),
+        }
+    }
+
     fn make(&self, vm: &mut Vm) -> Result<(), Failure> {
-        for Planned { drive, pending, .. } in &self.drives {
-            let Some(Pending::Overlay { below, overlay }) = pending else { continue };
-            create_overlay(self.program, below, &drive.format, drive.bytes, &overlay.path)
-                .doing("making an overlay")?;
+        for Planned { drive, made, .. } in &self.drives {
+            let Some(Made::Overlay(overlay)) = made else { continue };
+            create_overlay(self.program, drive.file(), &drive.format, drive.bytes, &overlay.path)
+                .doing("making an overlay")
+                .map_err(|failure| failure.hint(DISK_DIR))?;
             vm.open_overlay(drive, overlay).doing("opening an overlay")?;
         }
         Ok(())
     }
 
-    fn pending(&self) -> impl Iterator<Item = &Pending> {
-        self.drives.iter().filter_map(|planned| planned.pending.as_ref())
-    }
-
     /// What is to be done in the pause.
     pub(crate) fn cut(&self) -> DriveCut {
         let mut cut = DriveCut::default();
-        for Planned { drive, pending, .. } in &self.drives {
-            match pending {
-                Some(Pending::Overlay { overlay, .. }) => {
+        for Planned { drive, made, .. } in &self.drives {
+            match made {
+                Some(Made::Overlay(overlay)) => {
                     cut.overlays.push((drive.node.clone(), overlay.clone()));
                 }
-                Some(Pending::Clone(path)) => cut.clones.push((drive.file.clone(), path.clone())),
+                Some(Made::Clone(path)) => {
+                    cut.clones.push((drive.file().to_owned(), path.clone()));
+                }
                 None => {}
             }
+            cut.expected.push(drive.expected());
         }
         cut
     }
@@ -174,8 +222,11 @@ impl<'a> Cutting<'a> {
     }
 
     /// Whether a file is the one that a drive is written to, or was.
-    pub(crate) fn covers(&self, file: &str) -> bool {
-        self.drives.iter().any(|it| it.drive.chain.first().is_some_and(|top| top == file))
+    pub(crate) fn covers(&self, file: Option<FileIdentity>) -> bool {
+        let which = |it: FileIdentity| (it.dev, it.inode);
+        let Some(file) = file.map(which) else { return false };
+        let tops = self.drives.iter().filter_map(|it| FileIdentity::of(it.drive.file()).ok());
+        tops.map(which).any(|top| top == file)
     }
 
     /// What the image has to say of them, after the pause.
@@ -183,52 +234,61 @@ impl<'a> Cutting<'a> {
         self.drives.iter().map(Planned::frozen).collect()
     }
 
-    /// After a failure: removes what is not in use.
+    /// After a failure: removes what is not in use. `false` says that the image is not there.
     pub(crate) fn undo(&self, vm: &mut Vm, journal: &JournalFile) {
-        let all: Vec<Pending> = self.pending().cloned().collect();
-        let in_use = unused_removed(&all, self.begun.load(Ordering::Relaxed), &mut |overlay| {
-            vm.close_overlay(overlay)
-        });
-        // What is in use is written down; else the worst is a file that nobody needs.
-        let _ = journal.update(|journal| journal.overlays.extend(in_use));
+        let begun = self.begun.load(Ordering::Relaxed);
+        let in_use = unused_removed(&self.kept(), begun, &mut |overlay| vm.close_overlay(overlay));
+        adopt(journal, in_use);
     }
 
     /// What there is to say about them.
     pub(crate) fn facts(&self) -> serde_json::Value {
         let fact = |planned: &Planned| {
-            let now = match &planned.pending {
-                Some(Pending::Overlay { overlay, .. }) => Some(overlay.path.as_path()),
-                Some(Pending::Clone(_)) => Some(planned.drive.file.as_path()),
+            let now = match &planned.made {
+                Some(Made::Overlay(overlay)) => Some(overlay.path.as_path()),
+                Some(Made::Clone(_)) => Some(planned.drive.file()),
                 None => None,
             };
-            json!({ "drive": planned.drive.name, "kept": planned.kept(), "goes_on_with": now })
+            json!({ "drive": planned.drive.name, "kept": planned.file(), "goes_on_with": now })
         };
-        self.drives.iter().map(fact).collect()
+        self.drives.iter().filter(|_| !self.refers).map(fact).collect()
     }
 }
 
+const DISK_DIR: &str = "--disk-dir DIR says where files for disks are made";
+
 impl Planned {
     /// The file that stays as it is.
-    fn kept(&self) -> &Path {
-        match &self.pending {
-            Some(Pending::Clone(path)) => path,
-            _ => &self.drive.file,
+    fn file(&self) -> &Path {
+        match &self.made {
+            Some(Made::Clone(path)) => path,
+            _ => self.drive.file(),
         }
+    }
+
+    fn kept(&self) -> Kept {
+        let skip = usize::from(matches!(self.made, Some(Made::Clone(_))));
+        let chain = self.drive.chain.iter().skip(skip).cloned().collect();
+        Kept { chain, made: self.made.clone() }
     }
 
     /// Whoever finds the image after a power failure finds its disks too.
     fn frozen(&self) -> io::Result<FrozenDrive> {
-        let file = self.kept();
+        let file = self.file();
         sync(file)?;
+        let identity = match self.before {
+            Some(before) => before,
+            None => FileIdentity::of(file).map_err(|error| {
+                io::Error::new(error.kind(), format!("{}: {error}", file.display()))
+            })?,
+        };
         Ok(FrozenDrive {
             named: self.named.clone(),
             file: file.to_owned(),
             format: self.drive.format.clone(),
             bytes: self.drive.bytes,
-            identity: FileIdentity::of(file).map_err(|error| {
-                io::Error::new(error.kind(), format!("{}: {error}", file.display()))
-            })?,
-            is_clone: matches!(self.pending, Some(Pending::Clone(_))),
+            identity,
+            is_clone: matches!(self.made, Some(Made::Clone(_))),
         })
     }
 }
@@ -243,9 +303,14 @@ fn sync(file: &Path) -> io::Result<()> {
 }
 
 /// The file of the command line that a drive stands for; or why it can't be kept.
-fn keepable(meta: &Meta, drive: Drive) -> Result<(String, Drive), String> {
+fn keepable(meta: &Meta, drive: Drive, goes_on: bool) -> Result<(String, Drive), String> {
     if let Some(obstacle) = &drive.obstacle {
         return Err(format!("{}: {obstacle}", drive.name));
+    }
+    if goes_on && drive.chain.len() >= CHAIN_MAX {
+        let depth = drive.chain.len();
+        let text = "images lie upon each other already; merge some (qemu-img commit)";
+        return Err(format!("{}: {depth} {text}", drive.name));
     }
     match named(meta, &drive) {
         Some(named) => Ok((named, drive)),
@@ -253,23 +318,37 @@ fn keepable(meta: &Meta, drive: Drive) -> Result<(String, Drive), String> {
     }
 }
 
-/// Some image of its chain is named by the command line, or took the place of one that is.
+/// The image of its chain, from the top, that the command line names, or that took the place of one that is.
 fn named(meta: &Meta, drive: &Drive) -> Option<String> {
-    let directory = &meta.qemu.directory;
-    let is_in_chain =
-        |file: &Path| drive.chain.iter().any(|layer| directory.join(layer) == directory.join(file));
-    let replaced = meta.drives.iter().find(|it| is_in_chain(&it.file));
-    replaced.map(|it| it.named.clone()).or_else(|| {
-        let files = command_line::plan(&meta.qemu.user_args).ok()?.disk_files();
-        files.into_iter().find(|file| is_in_chain(Path::new(file)))
+    let files = disk_files(meta);
+    drive.chain.iter().find_map(|layer| {
+        let kept = meta.drives.iter().find(|it| it.file == *layer);
+        let file = || files.iter().find(|file| meta.qemu.directory.join(file) == *layer).cloned();
+        kept.map(|it| it.named.clone()).or_else(file)
     })
 }
 
-fn refused(obstacles: Vec<String>) -> Failure {
+fn disk_files(meta: &Meta) -> Vec<String> {
+    command_line::plan(&meta.qemu.user_args).map(|plan| plan.disk_files()).unwrap_or_default()
+}
+
+/// Whether a drive is what the command line makes it: then it is so again after a restore, whatever it is.
+fn is_as_started(meta: &Meta, drive: &Drive) -> bool {
+    let is_it =
+        |file: &String| *file == drive.named || meta.qemu.directory.join(file) == drive.file();
+    disk_files(meta).iter().any(is_it)
+}
+
+fn refused(obstacles: Vec<String>, goes_on: bool) -> Failure {
     let failure = Failure { kind: FailureKind::Refused, chain: obstacles, hint: None };
-    failure.while_doing("the VM's disks can't be kept as they are at the checkpoint").hint(
-        "suspend the VM, or save it without its disks: with --disks reference a restore works only while they are unchanged",
-    )
+    match goes_on {
+        true => failure.while_doing("the VM's disks can't be kept as they are at the checkpoint").hint(
+            "suspend the VM, or save it without its disks: with --disks reference a restore works only while they are unchanged",
+        ),
+        false => failure
+            .while_doing("a restore would give the VM other disks than it has")
+            .hint("start the VM with what it uses now on its command line"),
+    }
 }
 
 /// A name for a file that belongs to `vm` and stands for `named`: its random part, and the path, beside `file` or in `dir`.
@@ -283,28 +362,26 @@ fn new_file(dir: Option<&Path>, file: &Path, named: &str, vm: &str) -> (String, 
     (suffix, dir.join(name))
 }
 
-/// Removes what is not in use of what a save has made and no image refers to. Gives the overlays that are in use, or may
+/// Removes what is not in use of what a save has made and no image stands on. Gives the overlays that are in use, or may
 /// be.
 fn unused_removed<E: std::fmt::Display>(
-    pending: &[Pending],
+    drives: &[Kept],
     begun: bool,
     close: &mut dyn FnMut(&Overlay) -> Result<bool, E>,
 ) -> Vec<PathBuf> {
     let mut in_use = Vec::new();
-    for file in pending {
-        match file {
-            Pending::Clone(path) => remove(path),
-            Pending::Overlay { overlay, .. } => {
+    for made in drives.iter().filter_map(|kept| kept.made.as_ref()) {
+        match made {
+            Made::Clone(path) => remove(path),
+            Made::Overlay(overlay) => {
+                let path = &overlay.path;
                 let closed = close(overlay).unwrap_or_else(|error| {
-                    tracing::warn!(
-                        "what becomes of {} is not known: {error}",
-                        overlay.path.display()
-                    );
+                    tracing::warn!("what becomes of {} is not known: {error}", path.display());
                     !begun
                 });
                 match closed {
-                    true => remove(&overlay.path),
-                    false => in_use.push(overlay.path.clone()),
+                    true => remove(path),
+                    false => in_use.push(path.clone()),
                 }
             }
         }
@@ -312,40 +389,54 @@ fn unused_removed<E: std::fmt::Display>(
     in_use
 }
 
-/// The image is whole: what lay on top until then is its own, and what lies on top now is the VM's.
-pub(crate) fn hand_over(journal: &mut Journal, pending: &[Pending]) {
-    for file in pending {
-        if let Pending::Overlay { below, overlay } = file {
-            journal.overlays.retain(|path| path != below);
+/// The image is whole: what it stands on is its own, and what lies on top now is the VM's.
+pub(crate) fn hand_over(journal: &mut Journal) {
+    let Phase::Saving { drives, .. } = &journal.phase else { return };
+    for Kept { chain, made } in drives {
+        journal.overlays.retain(|path| !chain.contains(path));
+        if let Some(Made::Overlay(overlay)) = made {
             journal.overlays.push(overlay.path.clone());
         }
     }
 }
 
-/// What a save has made that was under way when the journal was written.
-pub(crate) fn pending(journal: &Journal) -> Vec<Pending> {
-    match &journal.phase {
-        Phase::Saving { drives, .. } => drives.clone(),
-        _ => Vec::new(),
-    }
+/// A save came to nothing, whose thread or supervisor is dead. `vm` is `None` if the hypervisor is, too.
+pub(crate) fn give_up(journal: &JournalFile, vm: Option<&mut Vm>) {
+    let Phase::Saving { drives, .. } = journal.read().phase else { return };
+    let in_use = match vm {
+        Some(vm) => unused_removed(&drives, true, &mut |overlay| vm.close_overlay(overlay)),
+        None => unused_removed(&drives, true, &mut |_| Ok::<_, io::Error>(false)),
+    };
+    adopt(journal, in_use);
 }
 
-/// A save came to nothing, and its supervisor is dead. `vm` is `None` if the hypervisor is, too.
-pub(crate) fn give_up(journal: &JournalFile, vm: Option<&mut Vm>) {
-    let pending = pending(&journal.read());
-    if pending.is_empty() {
+/// Overlays become the VM's own.
+fn adopt(journal: &JournalFile, overlays: Vec<PathBuf>) {
+    if overlays.is_empty() {
         return;
     }
-    let in_use = match vm {
-        Some(vm) => unused_removed(&pending, true, &mut |overlay| vm.close_overlay(overlay)),
-        None => unused_removed(&pending, true, &mut |_| Ok::<_, io::Error>(false)),
-    };
-    let _ = journal.update(|journal| journal.overlays.extend(in_use));
+    // Else the worst is a file that nobody removes.
+    if let Err(error) = journal.update(|journal| journal.overlays.extend(overlays)) {
+        tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
+    }
 }
 
 /// Removes the overlays that are the VM's own.
 pub(crate) fn discard(journal: &Journal) {
     journal.overlays.iter().for_each(|path| remove(path));
+}
+
+/// What a VM writes to and would leave behind.
+pub(crate) fn left_behind(journal: &Journal) -> Vec<PathBuf> {
+    let mut all = journal.overlays.clone();
+    if let Phase::Saving { drives, .. } = &journal.phase {
+        let made = drives.iter().filter_map(|kept| kept.made.as_ref());
+        all.extend(made.filter_map(|made| match made {
+            Made::Overlay(overlay) => Some(overlay.path.clone()),
+            Made::Clone(_) => None,
+        }));
+    }
+    all
 }
 
 fn remove(path: &Path) {
@@ -426,20 +517,19 @@ mod tests {
     use super::*;
     use crate::name::VmName;
 
-    fn overlay(dir: &Path, name: &str) -> Pending {
+    fn overlay(dir: &Path, name: &str, chain: &[&str]) -> Kept {
         let path = dir.join(name);
         std::fs::write(&path, "").unwrap();
-        Pending::Overlay {
-            below: format!("/below-{name}").into(),
-            overlay: Overlay { node: name.into(), path },
+        Kept {
+            chain: chain.iter().map(PathBuf::from).collect(),
+            made: Some(Made::Overlay(Overlay { node: name.into(), path })),
         }
     }
 
     #[test]
     fn what_is_not_in_use_is_removed() {
         let dir = tempfile::tempdir().unwrap();
-        let all =
-            [overlay(dir.path(), "used"), overlay(dir.path(), "idle"), overlay(dir.path(), "lost")];
+        let all = ["used", "idle", "lost"].map(|name| overlay(dir.path(), name, &["/a"]));
         let mut close = |overlay: &Overlay| match &*overlay.node {
             "used" => Ok(false),
             "idle" => Ok(true),
@@ -453,13 +543,29 @@ mod tests {
         assert!(!dir.path().join("lost").exists());
     }
 
+    /// Overlays of failed saves, `/o0` and `/o1`, lie below what the image refers to.
     #[test]
-    fn the_image_gets_what_lay_on_top() {
+    fn the_image_gets_all_that_it_stands_on() {
         let dir = tempfile::tempdir().unwrap();
-        let mut journal = Journal::new(VmName::new("web").unwrap(), None);
-        journal.overlays = vec!["/below-a".into(), "/other".into()];
-        hand_over(&mut journal, &[overlay(dir.path(), "a"), Pending::Clone("/c".into())]);
+        let saving = |drives: Vec<Kept>| {
+            let phase = Phase::Saving {
+                image: "/i".into(),
+                replaces: None,
+                paused_by_us: false,
+                then_stop: false,
+                drives,
+            };
+            let overlays = ["/o0", "/o1", "/other"].map(PathBuf::from).into();
+            Journal { phase, overlays, ..Journal::new(VmName::new("web").unwrap(), None) }
+        };
+        let mut journal = saving(vec![overlay(dir.path(), "a", &["/o1", "/o0", "/base"])]);
+        assert_eq!(left_behind(&journal).len(), 4);
+        hand_over(&mut journal);
         assert_eq!(journal.overlays, [PathBuf::from("/other"), dir.path().join("a")]);
+        let clone = Kept { chain: vec!["/o0".into()], made: Some(Made::Clone("/c".into())) };
+        let mut journal = saving(vec![clone]);
+        hand_over(&mut journal);
+        assert_eq!(journal.overlays, ["/o1", "/other"].map(PathBuf::from), "/o1 is the top still");
     }
 
     #[test]

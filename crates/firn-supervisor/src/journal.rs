@@ -30,14 +30,14 @@ use firn_types::{HostVirt, RegionMap, Tid};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::disks::Pending;
+use crate::disks::Kept;
 use crate::failure::Failure;
 use crate::identity::ProcessIdentity;
 use crate::meta::Meta;
 use crate::name::VmName;
 
 /// The journal's own version: another Firn's journal is not guessed at.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// The largest journal that is read, in bytes: a command line (at most 2 MiB in Linux) and some hundred regions.
 const BYTES_MAX: u64 = 8 << 20;
@@ -147,16 +147,16 @@ pub enum Phase {
         paused_by_us: bool,
         /// A suspend: the VM is to end once the image is whole.
         then_stop: bool,
-        /// What is being made for the VM's drives.
+        /// What is being done about the VM's drives.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
-        drives: Vec<Pending>,
+        drives: Vec<Kept>,
     },
     /// The guest runs, or is about to, and misses pages that the image holds.
     Restoring {
         /// The file they come from.
         image: PathBuf,
-        /// Which file that is, should its name come to mean another.
-        identity: FileIdentity,
+        /// Which image that is, should its name come to mean another.
+        identity: String,
         /// How they come.
         mode: Mode,
         /// The device state is in place and the guest may run. Before that there is nothing worth keeping.
@@ -254,6 +254,17 @@ impl Journal {
         }
     }
 
+    /// Whether the image that is being saved has its name already, and so is whole.
+    pub fn image_whole(&self) -> bool {
+        match &self.phase {
+            Phase::Saving { image, replaces, .. } => {
+                let now = FileIdentity::at(image);
+                now.is_some() && now != *replaces
+            }
+            _ => false,
+        }
+    }
+
     /// Notes that something went as it should.
     pub fn note_success(&mut self, text: impl Into<String>) {
         self.last = Some(Note { at: now(), good: true, text: text.into(), failure: None });
@@ -328,11 +339,19 @@ impl JournalFile {
         Ok(Self { path, journal: Mutex::new(journal) })
     }
 
-    /// Changes the journal.
+    /// Changes the journal, unless that can't be written down.
     pub fn update(&self, change: impl FnOnce(&mut Journal)) -> Result<(), JournalError> {
         let mut journal = self.journal.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut journal);
-        journal.store(&self.path)
+        let mut changed = journal.clone();
+        change(&mut changed);
+        changed.store(&self.path)?;
+        *journal = changed;
+        Ok(())
+    }
+
+    /// Whether the image that is being saved has its name already, and so is whole.
+    pub fn image_whole(&self) -> bool {
+        self.read().image_whole()
     }
 
     /// The journal as it is now.
@@ -388,11 +407,11 @@ mod tests {
                 replaces: Some(FileIdentity { dev: 1, ino: 2 }),
                 paused_by_us: true,
                 then_stop: false,
-                drives: vec![Pending::Clone("/c".into())],
+                drives: vec![Kept { chain: vec!["/c".into()], made: None }],
             },
             Phase::Restoring {
                 image: "/a".into(),
-                identity: FileIdentity { dev: 1, ino: 2 },
+                identity: "1f".into(),
                 mode: Mode::Lazy,
                 started: true,
             },
@@ -418,7 +437,7 @@ mod tests {
     fn half_a_journal_is_an_error_that_names_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal.json");
-        fs::write(&path, r#"{"version":1,"na"#).unwrap();
+        fs::write(&path, r#"{"version":2,"na"#).unwrap();
         let error = Journal::load(&path).unwrap_err();
         assert!(error.to_string().contains("journal.json"), "{error}");
     }

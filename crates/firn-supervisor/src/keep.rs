@@ -142,7 +142,7 @@ impl Loop {
             Action::BeginSave { request, then_stop } => self.begin_save(request, then_stop)?,
             Action::CancelSave => self.cancel.store(true, Ordering::Relaxed),
             Action::EndHypervisor(request) => self.end_hypervisor(request)?,
-            Action::KillHypervisor => self.keeper.hypervisor.kill()?,
+            Action::KillHypervisor { discard } => self.kill(discard)?,
             Action::StartGrace => watch::grace(self.sender.clone())?,
             Action::RestartGuard => self.restart_guard()?,
             Action::LetGo => self.let_go()?,
@@ -197,6 +197,14 @@ impl Loop {
         })
     }
 
+    fn kill(&self, discard: bool) -> io::Result<()> {
+        if discard {
+            let noted = self.keeper.journal.update(|journal| journal.discard = true);
+            noted.map_err(io::Error::other)?;
+        }
+        self.keeper.hypervisor.kill()
+    }
+
     /// The VM runs on. One that was attached to leaves nothing behind; of one that Firn started the monitor socket
     /// stays, since QEMU has no other.
     fn let_go(&self) -> io::Result<()> {
@@ -218,21 +226,24 @@ impl Loop {
     fn record_end(&self, exit: Exit, reason: Option<Failure>) -> io::Result<()> {
         let vm = &self.keeper.vm;
         tracing::info!("the VM has ended: {exit}");
-        if let Phase::Saving { image, .. } = self.keeper.journal.read().phase {
+        let journal = &self.keeper.journal;
+        if let Phase::Saving { image, .. } = journal.read().phase {
             abandon(&image);
-            disks::give_up(&self.keeper.journal, None);
+            match journal.image_whole() {
+                true => journal.update(disks::hand_over).map_err(io::Error::other)?,
+                false => disks::give_up(journal, None),
+            }
         }
-        let ended = self.keeper.journal.update(|journal| {
+        if journal.read().discard {
+            disks::discard(&journal.read());
+        }
+        let ended = journal.update(|journal| {
             journal.phase = Phase::Ended { exit, at: now() };
             if let Some(reason) = reason {
                 journal.note_end(reason);
             }
         });
         ended.map_err(io::Error::other)?;
-        let journal = self.keeper.journal.read();
-        if journal.discard {
-            disks::discard(&journal);
-        }
         match exit {
             Exit::Stopped => vm.remove().map_err(io::Error::other),
             _ => remove_sockets(vm),

@@ -12,10 +12,13 @@ use serde::{Deserialize, Serialize};
 /// The version of [`Meta`] itself.
 pub const VERSION: u32 = 1;
 
+/// The version of one with drives: who does not know of them would have the VM write to them.
+pub const VERSION_WITH_DRIVES: u32 = 2;
+
 /// Where an image comes from.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Meta {
-    /// `VERSION`.
+    /// [`VERSION`] or [`VERSION_WITH_DRIVES`].
     pub version: u32,
     /// The VM's name.
     pub name: String,
@@ -105,6 +108,12 @@ impl fmt::Display for Mismatch {
 }
 
 impl Meta {
+    /// The same with these drives.
+    pub(crate) fn with(self, drives: Vec<FrozenDrive>) -> Self {
+        let version = if drives.is_empty() { VERSION } else { VERSION_WITH_DRIVES };
+        Self { version, drives, ..self }
+    }
+
     /// Compares the disks. `look` tells what a file is now; `None` if it isn't there.
     ///
     /// Size and time of the last write decide, so that a copy that kept both passes, wherever it is stored. A disk

@@ -1,14 +1,14 @@
 //! What can be done to a VM that runs: save it, end it.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_checkpoint::{
     Estimator, SaveContext, SaveError, SaveOptions, SaveReport, Steps, Strategy,
 };
-use firn_image::Image;
+use firn_image::{Image, ImageError};
 use firn_types::PAGE_SIZE;
 use firn_vmm::{Layout, Vm};
 use serde_json::json;
@@ -46,7 +46,8 @@ impl Operations for Qemu {
         let Prepared { mut vm, blockers, was_running, layout, memory } =
             prepare(&machine).map_err(explain)?;
         refuse_blocked(blockers)?;
-        let parent = request.choices.parent.as_deref().map(open_parent).transpose()?;
+        let open = |path: &PathBuf| open_parent(path, &layout);
+        let parent = request.choices.parent.as_ref().map(open).transpose()?;
         let meta = machine.meta.clone();
         let mut cutting =
             Cutting::plan(&mut vm, &meta, &request.choices, then_stop).map_err(|failure| {
@@ -64,7 +65,10 @@ impl Operations for Qemu {
         let report = save.run(&mut vm, machine.meta, &layout, memory, &mut cutting, progress);
         let report = report.map_err(|failure| {
             let failure = self.wind_up(failure, &mut vm, was_running);
-            cutting.undo(&mut vm, &self.journal);
+            // What fails after the image has its name does not take its files.
+            if !self.journal.image_whole() {
+                cutting.undo(&mut vm, &self.journal);
+            }
             failure
         });
         self.ended(request, then_stop, &report)?;
@@ -85,12 +89,14 @@ impl Operations for Qemu {
 
     fn end(&self, request: StopRequest) -> Result<(), Failure> {
         let discard = |discard| self.journal.update(|journal| journal.discard = discard);
-        discard(request.discard).doing("writing the journal")?;
-        let ended = qemu::end(&self.machine()?, &self.hypervisor, request);
-        if ended.is_err() {
-            discard(false).doing("writing the journal")?;
+        if request.discard {
+            discard(true).doing("writing the journal")?;
         }
-        ended
+        let ended = qemu::end(&self.machine()?, &self.hypervisor, request);
+        match ended.is_err() && request.discard {
+            true => ended.and(discard(false).doing("writing the journal")),
+            false => ended,
+        }
     }
 
     fn is_paused(&self) -> Option<bool> {
@@ -168,14 +174,16 @@ impl Qemu {
     ) -> Result<(), Failure> {
         let image = request.image.display();
         let change = |journal: &mut Journal| match report {
-            Ok(_) if then_stop => {}
+            Ok(_) if then_stop => disks::hand_over(journal),
             Ok(_) => {
-                let drives = disks::pending(journal);
-                disks::hand_over(journal, &drives);
+                disks::hand_over(journal);
                 journal.phase = Phase::Running;
                 journal.note_success(format!("checkpoint {image} is whole"));
             }
             Err(failure) => {
+                if journal.image_whole() {
+                    disks::hand_over(journal);
+                }
                 journal.phase = Phase::Running;
                 journal.note_failure(format!("no checkpoint to {image}: {failure}"));
             }
@@ -242,19 +250,14 @@ impl Save<'_> {
             vm.stop().doing("stopping the VM")?;
         }
         let mut disks = vm.disks().doing("looking at the VM's disks")?;
-        disks.retain(|disk| !cutting.covers(&disk.file));
+        disks.retain(|disk| !cutting.covers(disk.identity));
         let firn = env!("CARGO_PKG_VERSION").to_owned();
         let meta = Meta { created: now(), firn, disks, drives: Vec::new(), ..meta };
         firn_fault::point("save.disks");
         let journal = &self.operations.journal;
-        if !self.then_stop {
-            cutting.prepare(vm, journal)?;
-        }
+        cutting.prepare(vm, journal)?;
         let cutting = &*cutting;
-        let describe = || {
-            let meta = Meta { drives: cutting.frozen()?, ..meta.clone() };
-            Ok(serde_json::to_value(meta)?)
-        };
+        let describe = || Ok(serde_json::to_value(meta.clone().with(cutting.frozen()?))?);
         let (paused, cancel) = (self.was_running, self.cancel);
         let steps = JournalSteps { journal, paused, cancel, cutting };
         let mut context = SaveContext {
@@ -389,8 +392,12 @@ fn strategy(choices: &SaveChoices, then_stop: bool, is_shared: bool) -> Strategy
     }
 }
 
-fn open_parent(path: &Path) -> Result<Arc<Image>, Failure> {
-    let image = Image::open(path).map_err(|error| image_failure(&error));
+fn open_parent(path: &Path, layout: &Layout) -> Result<Arc<Image>, Failure> {
+    let image = Image::open(path).and_then(|image| match image.regions().regions() {
+        regions if regions == layout.map.regions() => Ok(image),
+        _ => Err(ImageError::OtherRam { parent: path.to_owned() }),
+    });
+    let image = image.map_err(|error| image_failure(&error));
     image.map(Arc::new).map_err(|failure| failure.while_doing("opening the image to build on"))
 }
 

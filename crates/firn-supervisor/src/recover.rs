@@ -1,6 +1,6 @@
 //! Putting right what a dead supervisor left: the deeds that [`crate::recovery`] decides on.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use serde_json::json;
 use crate::disks;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{self, ProcessHandle, ProcessIdentity};
-use crate::journal::{Exit, FileIdentity, Journal, JournalFile, Machine, Phase, now};
+use crate::journal::{Exit, Journal, JournalFile, Machine, Phase, now};
 use crate::keep;
 use crate::qemu;
 use crate::recovery::{Recovery, Remains, decide};
@@ -26,7 +26,7 @@ type Found = Option<(Arc<JournalFile>, Started)>;
 pub(crate) fn take_over(vm: &VmDir, mut journal: Journal) -> Result<Found, Failure> {
     let hypervisor = hypervisor(&journal)?;
     let remains =
-        Remains { hypervisor_lives: hypervisor.is_some(), image_whole: image_whole(&journal) };
+        Remains { hypervisor_lives: hypervisor.is_some(), image_whole: journal.image_whole() };
     let recovery = decide(&journal, remains);
     tracing::warn!("taking over from a dead supervisor: {recovery:?}");
     journal.recoveries += 1;
@@ -47,16 +47,6 @@ fn hypervisor(journal: &Journal) -> Result<Option<ProcessHandle>, Failure> {
     let Phase::Starting { launching: Some(socket) } = &journal.phase else { return Ok(None) };
     let found = identity::find_by_argument(&socket.to_string_lossy()).doing(LOOKING)?;
     found.first().map_or(Ok(None), ProcessIdentity::open).doing(LOOKING)
-}
-
-fn image_whole(journal: &Journal) -> bool {
-    match &journal.phase {
-        Phase::Saving { image, replaces, .. } => {
-            let now = FileIdentity::at(image);
-            now.is_some() && now != *replaces
-        }
-        _ => false,
-    }
 }
 
 struct Recoverer<'a> {
@@ -89,7 +79,7 @@ impl Recoverer<'_> {
                 self.finish_suspend(&image, &hypervisor)
             }
             (Recovery::ServeOn { image, identity, mode }, Some(hypervisor)) => {
-                self.serve_on(hypervisor, (&image, identity, mode))
+                self.serve_on(hypervisor, (image.as_path(), &identity, mode))
             }
         }
     }
@@ -122,20 +112,25 @@ impl Recoverer<'_> {
         if unfinished.is_some() {
             disks::give_up(&self.journal, None);
         }
-        let journal = self.journal.read();
-        if journal.discard {
-            disks::discard(&journal);
-        }
         let change = |journal: &mut Journal| {
+            if unfinished.is_none() {
+                disks::hand_over(journal);
+            }
             journal.phase = Phase::Ended { exit: Exit::Unknown, at: now() };
             text.into_iter().for_each(|text| journal.note_failure(text));
         };
         self.journal.update(change).doing("writing the journal")?;
+        let journal = self.journal.read();
+        if journal.discard {
+            disks::discard(&journal);
+        }
         keep::remove_sockets(self.vm).doing("removing sockets")?;
         Ok(None)
     }
 
     fn go_on(self, hypervisor: ProcessHandle) -> Result<Found, Failure> {
+        // Whoever wanted the VM to end was told that it did not.
+        self.journal.update(|journal| journal.discard = false).doing("writing the journal")?;
         let is_registered = |it: &Machine| it.access_bits.is_some() || it.followed;
         if let Some(machine) = self.journal.read().machine.filter(is_registered) {
             let_go_of_memory(&machine)?;
@@ -149,7 +144,7 @@ impl Recoverer<'_> {
     fn serve_on(
         self,
         hypervisor: ProcessHandle,
-        what: (&PathBuf, FileIdentity, Mode),
+        what: (&Path, &str, Mode),
     ) -> Result<Found, Failure> {
         let machine = self.machine()?;
         let hypervisor = Arc::new(hypervisor);
@@ -183,16 +178,15 @@ impl Recoverer<'_> {
         let_go_of_memory(&machine)?;
         resume(&machine, cont)?;
         let text = format!("checkpoint {} is whole", image.display());
-        let drives = disks::pending(&self.journal.read());
         self.running(|journal| {
-            disks::hand_over(journal, &drives);
+            disks::hand_over(journal);
             journal.note_success(text);
         })
     }
 
     /// Overlays of a save that came to nothing.
     fn give_up_drives(&self, machine: &Machine) -> Result<(), Failure> {
-        if disks::pending(&self.journal.read()).is_empty() {
+        if disks::left_behind(&self.journal.read()).is_empty() {
             return Ok(());
         }
         disks::give_up(&self.journal, Some(&mut qemu::connect(&machine.qmp)?));
@@ -205,6 +199,7 @@ impl Recoverer<'_> {
         qemu::end(&machine, hypervisor, Default::default())?;
         let text = format!("suspended to {}", image.display());
         let change = |journal: &mut Journal| {
+            disks::hand_over(journal);
             journal.phase = Phase::Ended { exit: Exit::Stopped, at: now() };
             journal.note_success(text);
         };
@@ -215,8 +210,8 @@ impl Recoverer<'_> {
 
     fn running(&self, note: impl FnOnce(&mut Journal)) -> Result<(), Failure> {
         let change = |journal: &mut Journal| {
-            journal.phase = Phase::Running;
             note(journal);
+            journal.phase = Phase::Running;
         };
         self.journal.update(change).doing("writing the journal")
     }

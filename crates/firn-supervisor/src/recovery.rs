@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 use firn_restore::Mode;
 
-use crate::journal::{FileIdentity, Journal, Phase};
+use crate::journal::{Journal, Phase};
 
 /// What is left of a VM whose supervisor has died.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,7 +71,7 @@ pub enum Recovery {
         /// The image its pages come from.
         image: PathBuf,
         /// Which file that has to be.
-        identity: FileIdentity,
+        identity: String,
         /// How they come.
         mode: Mode,
     },
@@ -100,7 +100,7 @@ pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
             recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
         }
         Phase::Restoring { image, identity, mode, started: true } => {
-            Recovery::ServeOn { image: image.clone(), identity: *identity, mode: *mode }
+            Recovery::ServeOn { image: image.clone(), identity: identity.clone(), mode: *mode }
         }
     }
 }
@@ -120,7 +120,7 @@ mod tests {
     use crate::name::VmName;
     use crate::testing::machine;
 
-    const IMAGE: FileIdentity = FileIdentity { dev: 1, ino: 2 };
+    const IMAGE: &str = "1f";
     const LIVES: Remains = Remains { hypervisor_lives: true, image_whole: false };
     const LIVES_WHOLE: Remains = Remains { hypervisor_lives: true, image_whole: true };
     const GONE: Remains = Remains { hypervisor_lives: false, image_whole: false };
@@ -143,7 +143,7 @@ mod tests {
 
     fn restoring(started: bool) -> Journal {
         let mode = Mode::Locality;
-        journal(Phase::Restoring { image: "/i".into(), identity: IMAGE, mode, started })
+        journal(Phase::Restoring { image: "/i".into(), identity: IMAGE.into(), mode, started })
     }
 
     #[test]
@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn a_started_restore_is_served_on() {
         let mode = Mode::Locality;
-        let serve = Recovery::ServeOn { image: "/i".into(), identity: IMAGE, mode };
+        let serve = Recovery::ServeOn { image: "/i".into(), identity: IMAGE.into(), mode };
         assert_eq!(decide(&restoring(true), LIVES), serve);
         assert_eq!(decide(&restoring(true), GONE), Recovery::RecordEnd { unfinished: None });
     }

@@ -32,7 +32,7 @@ use serde_json::json;
 use crate::disks::Own;
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
-use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase};
+use crate::journal::{Journal, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
 use crate::learned::{self, Learning};
 use crate::meta::{self, Meta, Mismatch};
@@ -113,7 +113,7 @@ pub(crate) fn restore(
 ) -> Result<Started, Failure> {
     let mut watch = Watch { since, lap: Instant::now() };
     let mut timings = Timings::default();
-    let (image, identity, meta) = open(wanted.image)?;
+    let (image, meta) = open(wanted.image)?;
     let mut mismatches = meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file)));
     mismatches.extend(meta.drive_mismatches(|drive| look(&meta, &drive.file)));
     timings.image_open = watch.lap();
@@ -131,7 +131,7 @@ pub(crate) fn restore(
     let (child, args, early) = launch(place, &meta, &image, &options, &own)?;
     firn_fault::point("restore.spawned");
     timings.spawn = watch.lap();
-    let load = Load { place, wanted, image, identity, meta, child: &child, options, learning };
+    let load = Load { place, wanted, image, meta, child: &child, options, learning };
     let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
     let (work, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
@@ -147,7 +147,6 @@ struct Load<'a> {
     place: &'a Place<'a>,
     wanted: &'a Wanted<'a>,
     image: Arc<Image>,
-    identity: FileIdentity,
     meta: Meta,
     child: &'a Child,
     options: RestoreOptions,
@@ -213,7 +212,7 @@ impl Load<'_> {
     fn phase(&self) -> Phase {
         Phase::Restoring {
             image: self.wanted.image.to_owned(),
-            identity: self.identity,
+            identity: self.image.identity(),
             mode: self.wanted.mode,
             started: false,
         }
@@ -266,19 +265,18 @@ fn restore_failure(error: &RestoreError) -> Failure {
     Failure::from_error(kind, error).while_doing(RESTORING)
 }
 
-fn open(path: &Path) -> Result<(Arc<Image>, FileIdentity, Meta), Failure> {
+fn open(path: &Path) -> Result<(Arc<Image>, Meta), Failure> {
     let opening = format!("opening {}", path.display());
     let image = Image::open(path).map_err(|error| image_failure(&error).while_doing(&*opening))?;
-    let gone =
-        || Failure::new(FailureKind::Other, "it was removed meanwhile").while_doing(&*opening);
-    let identity = FileIdentity::at(path).ok_or_else(gone)?;
     let meta: Meta = serde_json::from_value(image.meta().clone())
         .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
     match meta.version {
-        meta::VERSION => Ok((Arc::new(image), identity, meta)),
+        meta::VERSION | meta::VERSION_WITH_DRIVES => Ok((Arc::new(image), meta)),
         other => {
-            let text =
-                format!("the image describes its VM in version {other}, not {}", meta::VERSION);
+            let text = format!(
+                "the image describes its VM in version {other}, not {}",
+                meta::VERSION_WITH_DRIVES
+            );
             Err(Failure::new(FailureKind::Refused, text).hint("use the Firn that wrote it"))
         }
     }
@@ -471,18 +469,19 @@ pub(crate) fn resume(
     journal: &Arc<JournalFile>,
     vm: &VmDir,
     hypervisor: &Arc<ProcessHandle>,
-    (image, identity, mode): (&PathBuf, FileIdentity, Mode),
+    (path, identity, mode): (&Path, &str, Mode),
 ) -> Result<Option<Restoring>, Failure> {
     const RESUMING: &str = "taking the guest's memory over";
     let (process, memory) = qemu::open_journaled(machine)?;
     let Some(faults) = PageFaults::adopt(&process, Arc::clone(&memory)).doing(RESUMING)? else {
         return Ok(None);
     };
-    if FileIdentity::at(image) != Some(identity) {
-        let text = format!("{} is not the file it was when the restore began", image.display());
+    // Another file may be the same image: one that was made whole meanwhile.
+    let (image, _) = open(path)?;
+    if image.identity() != identity {
+        let text = format!("{} is not the image it was when the restore began", path.display());
         return Err(Failure::new(FailureKind::Refused, text));
     }
-    let (image, ..) = open(image)?;
     let presence = Presence::open(&vm.presence(), memory.map().total_pages())
         .doing("reading the presence file")?;
     let options = RestoreOptions { mode, vcpus: vcpus(machine), ..RestoreOptions::default() };

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::disks::left_behind;
 use crate::journal::{Exit, Journal, Note, Phase};
 use crate::name::VmName;
 use crate::protocol::Progress;
@@ -42,7 +43,7 @@ pub struct Status {
     /// How far that has come.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<Progress>,
-    /// Files that its drives are written to and no image refers to.
+    /// Files that its drives are written to, or are about to, and no image stands on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub overlays: Vec<PathBuf>,
     /// What happened last.
@@ -84,7 +85,7 @@ impl Status {
             qmp: machine.map(|machine| machine.qmp.clone()),
             image,
             progress: None,
-            overlays: journal.overlays.clone(),
+            overlays: left_behind(journal),
             last: journal.last.clone(),
             recoveries: journal.recoveries,
             supervisor_pid: None,

@@ -138,6 +138,8 @@ fn disk(node: Node) -> Disk {
 pub(crate) struct FileView {
     root: PathBuf,
     cwd: PathBuf,
+    /// Where what it has open is seen.
+    fds: Option<PathBuf>,
 }
 
 impl FileView {
@@ -146,38 +148,40 @@ impl FileView {
         match pid {
             Some(pid) => {
                 let proc = PathBuf::from(format!("/proc/{pid}"));
-                Self { root: proc.join("root"), cwd: proc.join("cwd") }
+                Self { root: proc.join("root"), cwd: proc.join("cwd"), fds: Some(proc.join("fd")) }
             }
-            None => Self { root: "/".into(), cwd: ".".into() },
+            None => Self { root: "/".into(), cwd: ".".into(), fds: None },
         }
     }
 
     fn identity(&self, file: &str) -> Option<FileIdentity> {
-        FileIdentity::of(&self.seen(Path::new(file))).ok()
+        let path = match file.strip_prefix('/') {
+            Some(inside) => self.root.join(inside),
+            None => self.cwd.join(file),
+        };
+        FileIdentity::of(&path).ok()
     }
 
-    /// A file of the process, as Firn reaches it.
-    fn seen(&self, file: &Path) -> PathBuf {
-        match file.strip_prefix("/") {
-            Ok(inside) => self.root.join(inside),
-            Err(_) => self.cwd.join(file),
-        }
+    /// The absolute path by which the process knows a file; what is no file stays as it is.
+    pub(crate) fn absolute(&self, name: &str) -> PathBuf {
+        let file = Path::new(name);
+        let cwd = std::fs::canonicalize(&self.cwd).ok().filter(|_| !file.is_absolute());
+        cwd.map(|cwd| cwd.join(file))
+            .filter(|path| path.exists())
+            .unwrap_or_else(|| file.to_owned())
     }
 
-    /// The absolute path by which the process knows a file; `None` if there is none.
-    pub(crate) fn absolute(&self, file: &str) -> Option<PathBuf> {
-        let file = Path::new(file);
-        self.seen(file).metadata().ok()?;
-        match file.is_absolute() {
-            true => Some(file.to_owned()),
-            false => Some(std::fs::canonicalize(&self.cwd).ok()?.join(file)),
-        }
-    }
-
-    /// Whether an absolute path means the same file to Firn.
-    pub(crate) fn is_mine(&self, file: &Path) -> bool {
+    /// Whether an absolute path means to Firn a file that the process has open.
+    pub(crate) fn has_open(&self, file: &Path) -> bool {
         let which = |path: &Path| FileIdentity::of(path).ok().map(|it| (it.dev, it.inode));
-        which(file).is_some_and(|mine| which(&self.seen(file)) == Some(mine))
+        let Some(mine) = which(file) else { return false };
+        match &self.fds {
+            None => true,
+            Some(fds) => {
+                let fds = std::fs::read_dir(fds).into_iter().flatten().flatten();
+                fds.into_iter().any(|fd| which(&fd.path()) == Some(mine))
+            }
+        }
     }
 }
 

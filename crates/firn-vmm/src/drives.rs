@@ -16,17 +16,22 @@
 //!
 //! Source: QEMU `docs/interop/live-block-operations.rst`, `qapi/block-core.json`.
 
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
+use crate::device_state::DeviceStateError;
 use crate::disks::{FileIdentity, FileView, plain_file};
+use crate::qcow2;
 use crate::qmp::{Qmp, QmpError};
 
 /// The most images that may lie upon each other. QEMU holds all of them open, and gets slow long before it gives up.
@@ -42,10 +47,11 @@ pub struct Drive {
     pub name: String,
     /// QEMU's name for its topmost node.
     pub node: String,
-    /// The images that it consists of, the topmost first: the only one that is written to. As QEMU names them.
-    pub chain: Vec<String>,
-    /// The topmost image as an absolute path.
-    pub file: PathBuf,
+    /// The images that it consists of, the topmost first: the only one that is written to. Absolute paths, except of what
+    /// is no file.
+    pub chain: Vec<PathBuf>,
+    /// How QEMU names the topmost.
+    pub named: String,
     /// Its format: `qcow2` or `raw`, or another that can't be cut.
     pub format: String,
     /// The size of the drive that the guest sees, in bytes.
@@ -54,8 +60,19 @@ pub struct Drive {
     direct: bool,
     /// Whether QEMU ignores the guest's flushes.
     no_flush: bool,
-    /// Why its contents can't be kept while the VM runs on, if so.
+    /// Why its contents can't be kept, if so.
     pub obstacle: Option<String>,
+}
+
+/// A drive as it has to be still when the pause has begun.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Expected {
+    /// QEMU's name for its topmost node.
+    pub node: String,
+    /// How QEMU names its topmost image.
+    pub file: String,
+    /// The size of the drive that the guest sees, in bytes.
+    pub bytes: u64,
 }
 
 /// A file that takes what a guest writes from some moment on.
@@ -74,6 +91,25 @@ pub struct DriveCut {
     pub overlays: Vec<(String, Overlay)>,
     /// A file, and the one to become a clone of it.
     pub clones: Vec<(PathBuf, PathBuf)>,
+    /// What all of this was decided for.
+    pub expected: Vec<Expected>,
+}
+
+/// Why a VM could not be stopped with its disks and devices saved.
+#[derive(Debug, Error)]
+pub enum CutError {
+    /// Its devices.
+    #[error("the VM's devices could not be saved")]
+    DeviceState(#[from] DeviceStateError),
+    /// Its disks.
+    #[error("the VM's disks could not be kept as they are")]
+    Drives(#[source] QmpError),
+    /// A disk is not what it was when the save began.
+    #[error("disk {node} was changed, or taken away, while the VM was being saved; save it again")]
+    Changed {
+        /// QEMU's name for the node that was its topmost.
+        node: String,
+    },
 }
 
 /// Why an overlay or a clone could not be made.
@@ -129,6 +165,8 @@ struct Inserted {
 #[derive(Clone, Debug, Deserialize)]
 struct Layer {
     filename: String,
+    #[serde(default)]
+    format: String,
     #[serde(rename = "virtual-size", default)]
     virtual_size: u64,
     #[serde(rename = "backing-image")]
@@ -153,68 +191,110 @@ struct Job {
 pub(crate) fn find(qmp: &mut Qmp, view: &FileView) -> Result<Vec<Drive>, QmpError> {
     let devices: Vec<Device> = qmp.query("query-block")?;
     let jobs: Vec<Job> = qmp.query("query-block-jobs")?;
-    let mut drives: Vec<Drive> =
-        devices.into_iter().filter_map(|device| drive(device, view)).collect();
+    let mut drives: Vec<Drive> = devices.iter().filter_map(|it| drive(it, view)).collect();
+    let shared = shared(&devices, view);
     for drive in &mut drives {
-        let job = jobs.iter().find(|job| [&drive.name, &drive.node].contains(&&job.device));
-        let busy = job.map(|job| format!("a block job ({}) is at work on it", job.kind));
-        drive.obstacle = drive.obstacle.take().or(busy);
+        let is_shared = drive.chain.first().is_some_and(|top| shared.contains(&which(top)));
+        let also = match jobs.first() {
+            // Which images a job changes can't be told from outside.
+            Some(Job { device, kind }) => {
+                Some(format!("a block job is at work ({kind}, {device})"))
+            }
+            None => is_shared.then(|| "another device has the same file".to_owned()),
+        };
+        drive.obstacle = drive.obstacle.take().or(also);
     }
     Ok(drives)
 }
 
-fn drive(device: Device, view: &FileView) -> Option<Drive> {
-    let Device { device, qdev, inserted } = device;
-    let inserted = inserted.filter(|inserted| !inserted.ro)?;
-    let file = view.absolute(&plain_file(&inserted.file));
-    let obstacle = obstacle(&inserted, view, file.as_deref());
+/// Which file, whatever its name.
+fn which(path: &Path) -> Option<(u64, u64)> {
+    FileIdentity::of(path).ok().map(|it| (it.dev, it.inode))
+}
+
+/// The files that lie somewhere in the chains of more than one device.
+fn shared(devices: &[Device], view: &FileView) -> Vec<Option<(u64, u64)>> {
+    let files = |inserted: &Inserted| -> HashSet<(u64, u64)> {
+        chain(inserted, view).iter().filter_map(|path| which(path)).collect()
+    };
+    let inserted = devices.iter().filter_map(|device| device.inserted.as_ref());
+    let mut seen = HashMap::new();
+    inserted.flat_map(files).for_each(|file| *seen.entry(file).or_insert(0) += 1);
+    seen.into_iter().filter(|&(_, count)| count > 1).map(|(file, _)| Some(file)).collect()
+}
+
+fn drive(device: &Device, view: &FileView) -> Option<Drive> {
+    let inserted = device.inserted.as_ref().filter(|inserted| !inserted.ro)?;
+    let chain = chain(inserted, view);
+    let name = if device.device.is_empty() { &device.qdev } else { &device.device };
     Some(Drive {
-        name: if device.is_empty() { qdev } else { device },
-        node: inserted.node,
-        chain: chain(&inserted.image),
-        file: file.unwrap_or_default(),
-        format: inserted.drv,
+        name: name.clone(),
+        node: inserted.node.clone(),
+        obstacle: obstacle(inserted, &chain, view).err(),
+        chain,
+        named: inserted.file.clone(),
+        format: inserted.drv.clone(),
         bytes: inserted.image.virtual_size,
         direct: inserted.cache.direct,
         no_flush: inserted.cache.no_flush,
-        obstacle,
     })
 }
 
-fn chain(top: &Layer) -> Vec<String> {
-    let layers = std::iter::successors(Some(top), |layer| layer.backing.as_deref());
-    layers.map(|layer| plain_file(&layer.filename)).collect()
+fn chain(inserted: &Inserted, view: &FileView) -> Vec<PathBuf> {
+    let lower =
+        std::iter::successors(inserted.image.backing.as_deref(), |layer| layer.backing.as_deref());
+    let names = std::iter::once(&inserted.file).chain(lower.map(|layer| &layer.filename));
+    names.map(|name| plain_file(name)).map(|name| view.absolute(&name)).collect()
 }
 
-fn obstacle(drive: &Inserted, view: &FileView, file: Option<&Path>) -> Option<String> {
+/// Says why a drive's contents can't be kept, if so.
+fn obstacle(drive: &Inserted, chain: &[PathBuf], view: &FileView) -> Result<(), String> {
     if !matches!(&*drive.drv, "qcow2" | "raw") {
-        return Some(format!("its format is {}; only qcow2 and raw can be kept", drive.drv));
+        return Err(format!("its format is {}; only qcow2 and raw can be kept", drive.drv));
     }
     if drive.encrypted {
-        return Some("it is encrypted".to_owned());
+        return Err("it is encrypted".to_owned());
     }
-    let depth = chain(&drive.image).len();
-    if depth >= CHAIN_MAX {
-        return Some(format!(
-            "it has {depth} images upon each other already; merge some (qemu-img commit)"
-        ));
-    }
-    let Some(file) = file.filter(|file| view.is_mine(file)) else {
-        return Some(format!("{} is no file that Firn can see", drive.file));
+    let Some(top) = chain.first().filter(|top| view.has_open(top)) else {
+        return Err(format!("{} is no file that Firn can see", drive.file));
     };
-    let metadata = match file.metadata() {
-        Ok(metadata) => metadata,
-        Err(error) => return Some(format!("{} can't be looked at: {error}", file.display())),
-    };
-    if metadata.file_type().is_block_device() {
-        return Some(format!(
+    let metadata = top.metadata().map_err(|error| format!("{}: {error}", top.display()))?;
+    if !metadata.is_file() {
+        return Err(format!(
             "{} is a device, which has no place for files beside it",
-            file.display()
+            top.display()
         ));
     }
     let is_part =
         drive.drv == "raw" && metadata.len().next_multiple_of(512) != drive.image.virtual_size;
-    is_part.then(|| format!("it is only a part of {}", file.display()))
+    if is_part {
+        return Err(format!("it is only a part of {}", top.display()));
+    }
+    let layers = std::iter::successors(Some(&drive.image), |layer| layer.backing.as_deref());
+    chain.iter().zip(layers).enumerate().try_for_each(|(at, (file, layer))| {
+        check_layer(file, layer.format == "qcow2", chain.get(at + 1).map(PathBuf::as_path))
+    })
+}
+
+/// What lies below a layer must be what the layer itself names: a restore goes by that.
+fn check_layer(file: &Path, is_qcow2: bool, below: Option<&Path>) -> Result<(), String> {
+    let name = file.display();
+    let head = match is_qcow2 {
+        true => qcow2::head(file).map_err(|error| format!("{name}: {error}"))?,
+        false => None,
+    };
+    let named = head.as_ref().and_then(|head| head.below.as_deref());
+    let is_same = match (named, below) {
+        (None, None) => true,
+        (Some(named), Some(below)) => which(named).is_some_and(|it| which(below) == Some(it)),
+        _ => false,
+    };
+    match head {
+        Some(head) if head.is_encrypted => Err(format!("{name} is encrypted")),
+        Some(head) if head.has_data_file => Err(format!("{name} has its data in another file")),
+        _ if !is_same => Err(format!("what lies below {name} is not what it says")),
+        _ => Ok(()),
+    }
 }
 
 /// Makes the file of an overlay on `below`, with the owner and the mode of that. `program` is the hypervisor, whose own
@@ -257,26 +337,34 @@ fn like(other: &Path, file: &Path) -> io::Result<()> {
     std::fs::set_permissions(file, std::fs::Permissions::from_mode(metadata.mode() & 0o660))
 }
 
-/// Makes `to` a clone of `from`, if the file system can. Both share their blocks until one of them is written to.
-pub fn clone_file(from: &Path, to: &Path) -> Result<bool, DriveError> {
+/// Whether files in `dir` can be clones of `from`. Leaves nothing behind.
+pub fn can_clone(from: &Path, dir: &Path) -> Result<bool, DriveError> {
     let source = File::open(from).map_err(io_error("open", from))?;
-    let target = File::create(to).map_err(io_error("create", to))?;
-    match rustix::fs::ioctl_ficlone(&target, &source) {
-        Ok(()) => {
-            like(from, to).map(|()| true).map_err(io_error("give the owner of its disk to", to))
+    let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+    let probe = match rustix::fs::open(dir, flags, Mode::from_raw_mode(0o600)) {
+        Ok(probe) => probe,
+        // A file system without files that have no name is none that can clone.
+        Err(Errno::OPNOTSUPP | Errno::ISDIR) => return Ok(false),
+        Err(errno) => return Err(io_error("make files in", dir)(errno.into())),
+    };
+    match rustix::fs::ioctl_ficlone(&probe, &source) {
+        Ok(()) => Ok(true),
+        Err(Errno::OPNOTSUPP | Errno::NOTTY | Errno::INVAL | Errno::XDEV | Errno::NOSYS) => {
+            Ok(false)
         }
-        Err(errno) => {
-            let _ = std::fs::remove_file(to);
-            match errno {
-                rustix::io::Errno::OPNOTSUPP
-                | rustix::io::Errno::NOTTY
-                | rustix::io::Errno::INVAL
-                | rustix::io::Errno::XDEV
-                | rustix::io::Errno::NOSYS => Ok(false),
-                errno => Err(io_error("clone into", to)(errno.into())),
-            }
-        }
+        Err(errno) => Err(io_error("clone", from)(errno.into())),
     }
+}
+
+/// Makes `to`, which must not be there, a clone of `from`: both share their blocks until one of them is written to.
+fn clone_file(from: &Path, to: &Path) -> Result<(), DriveError> {
+    let source = File::open(from).map_err(io_error("open", from))?;
+    let target = File::create_new(to).map_err(io_error("create", to))?;
+    let cloned = rustix::fs::ioctl_ficlone(&target, &source).map_err(io::Error::from);
+    cloned.and_then(|()| like(from, to)).map_err(|error| {
+        let _ = std::fs::remove_file(to);
+        io_error("clone into", to)(error)
+    })
 }
 
 fn io_error<'a>(
@@ -335,17 +423,41 @@ impl DriveCut {
 
     /// Clones files, whose VM stands still.
     pub fn clone_files(&self) -> Result<(), DriveError> {
-        self.clones.iter().try_for_each(|(from, to)| match clone_file(from, to)? {
-            true => Ok(()),
-            false => Err(io_error("clone into", to)(io::ErrorKind::Unsupported.into())),
-        })
+        self.clones.iter().try_for_each(|(from, to)| clone_file(from, to))
+    }
+}
+
+impl DriveCut {
+    /// Whether there is anything to be done.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.overlays.is_empty() && self.clones.is_empty()
+    }
+
+    /// The first drive that is not as it was expected to be, of what `query-block` says.
+    pub(crate) fn changed(&self, said: Value) -> Result<Option<&Expected>, QmpError> {
+        let devices: Vec<Device> = serde_json::from_value(said)
+            .map_err(|error| QmpError::unexpected("query-block", error.to_string()))?;
+        let inserted: Vec<_> = devices.into_iter().filter_map(|device| device.inserted).collect();
+        let is_there = |expected: &&Expected| {
+            inserted.iter().any(|it| {
+                it.node == expected.node
+                    && it.file == expected.file
+                    && it.image.virtual_size == expected.bytes
+            })
+        };
+        Ok(self.expected.iter().find(|expected| !is_there(expected)))
     }
 }
 
 impl Drive {
-    /// What identifies its topmost image, and its contents.
-    pub fn identity(&self) -> io::Result<FileIdentity> {
-        FileIdentity::of(&self.file)
+    /// The topmost image.
+    pub fn file(&self) -> &Path {
+        self.chain.first().map_or(Path::new(""), PathBuf::as_path)
+    }
+
+    /// What it has to be still in the pause.
+    pub fn expected(&self) -> Expected {
+        Expected { node: self.node.clone(), file: self.named.clone(), bytes: self.bytes }
     }
 }
 
@@ -365,43 +477,76 @@ mod tests {
         serde_json::from_value(json!({ "device": "disk0", "inserted": inserted })).unwrap()
     }
 
+    fn found(device: &Device) -> Drive {
+        drive(device, &FileView::of(None)).unwrap()
+    }
+
     #[test]
     fn a_drive_is_what_can_be_written_to() {
-        let view = FileView::of(None);
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         std::fs::write(&path, vec![0; 1000]).unwrap();
         let text = path.to_str().unwrap();
-        let found = drive(device("raw", text, 1024), &view).unwrap();
-        assert_eq!((found.obstacle.as_deref(), found.file.as_path()), (None, &*path));
-        assert_eq!(found.chain, [text, "/base"]);
-        let mut read_only = device("raw", text, 1024);
-        read_only.inserted.as_mut().unwrap().ro = true;
-        assert!(drive(read_only, &view).is_none());
+        let mut plain = device("raw", text, 1024);
+        plain.inserted.as_mut().unwrap().image.backing = None;
+        let drive = found(&plain);
+        assert_eq!((drive.obstacle.as_deref(), drive.file()), (None, &*path));
+        assert_eq!(found(&device("raw", text, 1024)).chain, [path.clone(), "/base".into()]);
+        plain.inserted.as_mut().unwrap().ro = true;
+        assert!(super::drive(&plain, &FileView::of(None)).is_none());
         let empty = Device { device: "cd".into(), qdev: String::new(), inserted: None };
-        assert!(drive(empty, &view).is_none());
+        assert!(super::drive(&empty, &FileView::of(None)).is_none());
     }
 
     #[test]
     fn what_cannot_be_kept_says_why() {
-        let view = FileView::of(None);
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         std::fs::write(&path, vec![0; 2048]).unwrap();
         let text = path.to_str().unwrap();
-        let why = |device| drive(device, &view).unwrap().obstacle.unwrap_or_default();
-        assert!(why(device("vmdk", text, 2048)).contains("vmdk"));
-        assert!(why(device("raw", text, 1024)).contains("only a part of"));
-        assert!(why(device("raw", "/nowhere/b", 1024)).contains("/nowhere/b is no file"));
+        let why = |device: &Device| found(device).obstacle.unwrap_or_default();
+        assert!(why(&device("vmdk", text, 2048)).contains("vmdk"));
+        assert!(why(&device("raw", text, 1024)).contains("only a part of"));
+        assert!(why(&device("raw", "/nowhere/b", 1024)).contains("/nowhere/b is no file"));
+        assert!(why(&device("raw", "/dev", 1024)).contains("is a device"));
+        assert!(why(&device("raw", text, 2048)).contains("is not what it says"));
         let mut secret = device("qcow2", text, 2048);
         secret.inserted.as_mut().unwrap().encrypted = true;
-        assert!(why(secret).contains("encrypted"));
-        let mut deep = device("qcow2", text, 2048);
-        for _ in 0..CHAIN_MAX {
-            let image = &mut deep.inserted.as_mut().unwrap().image;
-            image.backing = Some(Box::new(image.clone()));
+        assert!(why(&secret).contains("encrypted"));
+    }
+
+    #[test]
+    fn a_file_of_two_devices_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for name in ["a", "b"] {
+            std::fs::write(path(name), name).unwrap();
         }
-        assert!(why(deep).contains("upon each other"));
+        let of = |name: &str| device("raw", path(name).to_str().unwrap(), 512);
+        let view = FileView::of(None);
+        assert!(shared(&[of("a"), of("b")], &view).is_empty());
+        assert_eq!(shared(&[of("a"), of("b"), of("a")], &view), [which(&path("a"))]);
+        let mut above = of("b");
+        let inserted = above.inserted.as_mut().unwrap();
+        inserted.image.backing.as_mut().unwrap().filename = path("a").to_str().unwrap().into();
+        assert_eq!(shared(&[of("a"), above], &view), [which(&path("a"))]);
+    }
+
+    #[test]
+    fn a_drive_that_has_changed_is_told() {
+        let drive = found(&device("raw", "/a", 512));
+        let cut = DriveCut { expected: vec![drive.expected()], ..DriveCut::default() };
+        let said = |file: &str, bytes: u64| {
+            let image = json!({ "filename": file, "virtual-size": bytes });
+            let cache = json!({ "direct": true, "no-flush": false });
+            json!([{ "device": "disk0", "inserted": { "node-name": "#block1", "file": file, "drv": "raw",
+                "ro": false, "image": image, "cache": cache } }, { "device": "cd" }])
+        };
+        assert_eq!(cut.changed(said("/a", 512)).unwrap(), None);
+        assert_eq!(cut.changed(said("/b", 512)).unwrap(), Some(&cut.expected[0]));
+        assert!(cut.changed(said("/a", 1024)).unwrap().is_some());
+        assert!(cut.changed(json!([])).unwrap().is_some());
+        assert!(cut.changed(json!(7)).is_err());
     }
 
     #[test]
@@ -409,7 +554,7 @@ mod tests {
         let overlay = |name: &str| Overlay { node: name.to_owned(), path: "/o".into() };
         assert_eq!(DriveCut::default().transaction(), None);
         let overlays = vec![("a".into(), overlay("x")), ("b".into(), overlay("y"))];
-        let actions = DriveCut { overlays, clones: Vec::new() }.transaction().unwrap();
+        let actions = DriveCut { overlays, ..DriveCut::default() }.transaction().unwrap();
         assert_eq!(actions["actions"].as_array().unwrap().len(), 2);
         assert_eq!(actions["actions"][1]["data"], json!({ "node": "b", "overlay": "y" }));
     }
@@ -419,10 +564,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (from, to) = (dir.path().join("a"), dir.path().join("b"));
         std::fs::write(&from, "contents").unwrap();
-        match clone_file(&from, &to).unwrap() {
-            true => assert_eq!(std::fs::read(&to).unwrap(), b"contents"),
-            false => assert!(!to.exists()),
-        }
+        let can = can_clone(&from, dir.path()).unwrap();
+        assert_eq!(clone_file(&from, &to).is_ok(), can);
+        assert_eq!(to.exists(), can);
+        assert!(can_clone(&from, &dir.path().join("c")).is_err());
         assert!(matches!(clone_file(&dir.path().join("c"), &to), Err(DriveError::Io { .. })));
     }
 }

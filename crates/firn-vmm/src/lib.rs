@@ -23,6 +23,7 @@ mod drives;
 pub mod hmp;
 mod launch;
 pub mod layout;
+mod qcow2;
 pub mod qmp;
 mod version;
 mod vm;
@@ -30,7 +31,9 @@ mod wait;
 
 pub use device_state::{DeviceStateError, STATE_BYTES_MAX};
 pub use disks::{Disk, FileIdentity};
-pub use drives::{Drive, DriveCut, DriveError, Overlay, clone_file, create_overlay};
+pub use drives::{
+    CHAIN_MAX, CutError, Drive, DriveCut, DriveError, Expected, Overlay, can_clone, create_overlay,
+};
 pub use launch::{LaunchError, Launched, launch, log_tail};
 pub use layout::{AuxRam, Layout, LayoutError, Location};
 pub use qmp::{Qmp, QmpError};

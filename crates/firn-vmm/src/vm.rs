@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::disks::{self, Disk, FileView};
-use crate::drives::{self, Drive, DriveCut, Overlay};
+use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
 use crate::hmp;
 use crate::layout::{self, Layout, LayoutError};
 use crate::qmp::{Qmp, QmpError};
@@ -235,23 +235,43 @@ impl Vm {
 
     /// [`Self::stop`] and [`Self::save_device_state`] in one round trip. On an error the VM may be stopped.
     pub fn stop_and_save_device_state(&mut self) -> Result<Vec<u8>, DeviceStateError> {
-        self.cut(&DriveCut::default())
+        self.with_state_file(|qmp, file| {
+            let stop = qmp.send("stop", Value::Null)?;
+            let save = file.ask(qmp)?;
+            qmp.answer(stop)?;
+            qmp.answer(save)?;
+            file.read()
+        })
     }
 
     /// [`Self::stop`], the overlays of `drives`, and [`Self::save_device_state`], in one round trip. On an error the VM may
     /// be stopped, and the overlays may have been put on.
-    pub fn cut(&mut self, drives: &DriveCut) -> Result<Vec<u8>, DeviceStateError> {
-        self.with_state_file(|qmp, file| {
+    ///
+    /// What the drives are is looked at once more when nothing can change it any longer.
+    pub fn cut(&mut self, drives: &DriveCut) -> Result<Vec<u8>, CutError> {
+        if drives.is_empty() {
+            return Ok(self.stop_and_save_device_state()?);
+        }
+        let mut problem = Ok(());
+        let saved = self.with_state_file(|qmp, file| {
             let stop = qmp.send("stop", Value::Null)?;
-            let cut = drives.transaction().map(|actions| qmp.send("transaction", actions));
-            let cut = cut.transpose()?;
+            let look = qmp.send("query-block", Value::Null)?;
+            let put = drives.transaction().map(|actions| qmp.send("transaction", actions));
+            let put = put.transpose()?;
             let save = file.ask(qmp)?;
             qmp.answer(stop)?;
-            let cut = cut.map(|cut| qmp.answer(cut)).transpose();
+            let said = qmp.answer(look).and_then(|said| drives.changed(said));
+            let put = put.map(|put| qmp.answer(put)).transpose();
+            problem = match (said, put) {
+                (Err(error), _) | (_, Err(error)) => Err(CutError::Drives(error)),
+                (Ok(Some(drive)), _) => Err(CutError::Changed { node: drive.node.clone() }),
+                (Ok(None), Ok(_)) => Ok(()),
+            };
             qmp.answer(save)?;
-            cut?;
             file.read()
-        })
+        });
+        problem?;
+        Ok(saved?)
     }
 
     fn with_state_file(

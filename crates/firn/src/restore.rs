@@ -54,7 +54,7 @@ pub struct Args {
     #[arg(long, default_value_t)]
     mode: Mode,
     /// What the VM's disks are written to: `own`, overlays upon those of the image (the default), or `in-place`, those of the
-    /// image, which can't be restored again then.
+    /// image: neither that nor any that builds on them can be restored again then.
     #[arg(long, value_name = "HOW", value_parser = disks, default_value = "own")]
     disks: RestoreDisks,
     /// Where overlays are made; by default beside the disks of the image.

@@ -51,6 +51,7 @@ impl Args {
         let request = StopRequest { powerdown_s, force, discard };
         ask(&base, &self.name, &Request::Stop(request), &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't stop {}", self.name)))?;
+        let overlays: Vec<_> = overlays.into_iter().filter(|path| path.exists()).collect();
         let facts = serde_json::json!({ "name": self.name, "stopped": true, "overlays": overlays });
         out.facts(&facts, || {
             let lines = overlays.iter().map(|path| format!("its disk: {}\n", path.display()));
@@ -58,10 +59,10 @@ impl Args {
         })
     }
 
-    /// The files that are left of it.
+    /// The files that it would leave behind.
     fn overlays(&self, base: &RuntimeDir) -> Vec<PathBuf> {
         let status = ask(base, &self.name, &Request::Status, &mut |_| ()).ok();
         let status = status.and_then(|facts| serde_json::from_value::<Status>(facts).ok());
-        status.filter(|_| !self.discard).map(|it| it.overlays).unwrap_or_default()
+        status.map(|it| it.overlays).unwrap_or_default()
     }
 }

@@ -134,6 +134,7 @@ fn set_format(option: &str, properties: &mut Properties, format: &str) {
     let has_driver = option == "blockdev" || properties.get("driver").is_some();
     properties.set(if has_driver { "driver" } else { "format" }, format);
     properties.remove("backing");
+    properties.remove_all("backing.");
 }
 
 /// The format of a node that lies over a file that was replaced.
@@ -188,7 +189,7 @@ mod tests {
         same("-hda a -hdb b", "a", "-hda /o,1 -hdb b");
         same("a", "a", "/o,1");
         same(
-            "-blockdev driver=host_device,node-name=f,filename=a -blockdev driver=raw,node-name=d,file=f,backing=x",
+            "-blockdev driver=host_device,node-name=f,filename=a -blockdev driver=raw,node-name=d,file=f,backing=x,backing.driver=raw",
             "a",
             "-blockdev driver=file,node-name=f,filename=/o,,1 -blockdev driver=qcow2,node-name=d,file=f",
         );

@@ -77,6 +77,14 @@ impl Properties {
         }
     }
 
+    /// Removes the keys that begin so.
+    pub(super) fn remove_all(&mut self, beginning: &str) {
+        match self {
+            Self::Json(object) => object.retain(|key, _| !key.starts_with(beginning)),
+            Self::Text(parts) => parts.retain(|(key, _)| !key.starts_with(beginning)),
+        }
+    }
+
     /// Adds those of a later option of the same kind: QEMU merges repeated `-machine` and `-m`.
     pub(super) fn merge(&mut self, later: Self) {
         match later {

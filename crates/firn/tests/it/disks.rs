@@ -160,19 +160,60 @@ fn a_disk_that_cannot_be_kept_is_named_before_anything_is_done() {
     assert!(refused.err.contains("--disks reference"), "{}", refused.err);
     assert_eq!(session.files(""), before);
     assert_eq!(session.status("web")["state"], "running");
-    session.firn(&["checkpoint", "web", "-o", "web.firn", "--disks", "reference"]).succeeds();
-    session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
-    session.firn(&["restore", "web.firn", "--wait"]).succeeds();
+    // What the guest wrote is in a file without a name: a restore would not have it.
+    for how in [
+        &["checkpoint", "web", "-o", "web.firn", "--disks", "reference"][..],
+        &["suspend", "web", "-o", "web.firn"],
+    ] {
+        session.firn(how).fails(5, "other disks than it has");
+        assert_eq!(session.status("web")["state"], "running");
+    }
+    assert_eq!(session.files(""), before);
     session.firn(&["stop", "web"]).succeeds();
     // A directory that is not there.
     bare(session, &["-drive", "file=disk.img,format=raw,if=virtio"]);
     let refused = session.firn(&["checkpoint", "web", "-o", "web.firn", "--disk-dir", "nowhere"]);
-    refused.fails(1, "cannot create");
+    refused.fails(1, "cannot make files in");
     session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
     session.firn(&["stop", "web"]).succeeds();
     let refused = session.firn(&["restore", "web.firn", "--disk-dir", "nowhere"]);
     refused.fails(1, "--disk-dir says where");
     assert_eq!(session.ls(), []);
+}
+
+/// What failed saves have put on a drive belongs to the next image, too.
+#[test]
+fn an_image_keeps_all_that_it_stands_on() {
+    let mut vm = Vm::boot_with_disks();
+    vm.session.firn(&["checkpoint", "web", "-o", "base.firn"]).succeeds();
+    vm.session.firn(&["stop", "web", "--discard"]).succeeds();
+    vm.session.arm(Some("save.sections"));
+    vm.session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();
+    vm.session.arm(None);
+    vm.session.firn(&["checkpoint", "web", "-o", "lost.firn"]).fails(8, "aborted");
+    let overlays = vm.session.status("web")["overlays"].as_array().unwrap().len();
+    assert_eq!(overlays, 4, "two of the restore, and two of the save that came to nothing");
+    let_it_work();
+    vm.session.firn(&["checkpoint", "web", "-o", "whole.firn"]).succeeds();
+    vm.session.firn(&["suspend", "web", "-o", "end.firn"]).succeeds();
+    assert_eq!(vm.session.ls(), []);
+    for image in ["whole.firn", "end.firn"] {
+        vm.session.firn(&["restore", image, "--name", "web", "--wait"]).succeeds();
+        let_it_work();
+        vm.is_well();
+        vm.session.firn(&["stop", "web", "--discard"]).succeeds();
+    }
+    // A VM on an overlay that is only referred to has it again, and nobody writes to it.
+    vm.session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();
+    let_it_work();
+    vm.session.firn(&["suspend", "web", "-o", "named.firn", "--disks", "reference"]).succeeds();
+    vm.session.firn(&["restore", "named.firn", "--name", "web", "--wait"]).succeeds();
+    let_it_work();
+    vm.is_well();
+    vm.session.firn(&["stop", "web", "--discard"]).succeeds();
+    vm.session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();
+    let_it_work();
+    vm.is_well();
 }
 
 /// Firn killed while it works on the disks: what the VM does not write to goes, what it writes to stays.
