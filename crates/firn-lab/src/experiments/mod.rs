@@ -8,6 +8,7 @@
 mod app;
 mod application;
 mod cow_downtime;
+mod cow_writers;
 mod exactness;
 mod fault_latency;
 mod halite_compression;
@@ -17,6 +18,7 @@ mod halite_organization;
 mod halite_pgbench;
 mod halite_save;
 mod incremental;
+mod pauses;
 mod peers_restore;
 mod peers_ttr;
 mod synthetic;
@@ -54,6 +56,11 @@ pub const ALL: &[Experiment] = &[
         name: "cow-downtime",
         about: "Figure 2 of Sun and Blough: the pause of an idle guest, by strategy, against QEMU's ways",
         run: cow_downtime::run,
+    },
+    Experiment {
+        name: "cow-writers",
+        about: "pause and stalls of a checkpoint as RAM and the rate of writing grow",
+        run: cow_writers::run,
     },
     Experiment {
         name: "exactness",

@@ -1,0 +1,123 @@
+//! `cow-writers`: the pause and the stalls of a checkpoint, as the guest's RAM and its rate of writing grow.
+//!
+//! Beyond Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing"), who measure a guest of 512 MB: a pause that is worth
+//! something must not grow with either.
+//!
+//! **What varies**: RAM (256 MiB to 8 GiB), and what the guest's two vCPUs do: nothing, write a thousand pages a second each, or
+//! write as fast as they can, at random in half of RAM, 1 GiB at most. **What is held equal**: Firn's default strategy; and the
+//! *floor*, nothing but stop, device state and cont on a monitor connection, which takes turns with it.
+//!
+//! **What is measured**: `downtime_ms.CASE`, the pause as Firn reports it; `longest_stall_ms`, over all cases: the longest time for
+//! which the guest's own clock stood still around each checkpoint, by heartbeats that come before all else in the guest: pause
+//! and page faults alike. `flatness_p95` is the longest pause of a case (p95) against that of the shortest; `flatness_to_floor_p95`
+//! is the same for what Firn takes beyond the floor of the same case, which is what it can do something about.
+
+use anyhow::{Context as _, Result};
+use firn_report::plot::BarPlot;
+
+use crate::experiments::pauses::{Case, Guest, Load, System, measured, percentiles};
+use crate::lab::{Lab, interleaved};
+use crate::report::Report;
+
+/// RAM in MiB, in quick and in full runs.
+const SIZES: (&[u32], &[u32]) = (&[256, 2048], &[256, 1024, 4096, 8192]);
+/// Pages a second on each vCPU.
+const RATE: u32 = 1000;
+/// Most memory that is written to, in MiB: filling it takes long under emulation.
+const WRITTEN_MIB_MAX: u32 = 1024;
+/// Pauses of either kind in each case, in quick and in full runs.
+const ROUNDS: (usize, usize) = (6, 40);
+const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
+const STALLS: [(&str, f64); 3] = [("p50", 50.0), ("p95", 95.0), ("p999", 99.9)];
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("cow-writers");
+    let sizes: &[u32] = if lab.extent.quick { SIZES.0 } else { SIZES.1 };
+    let cases: Vec<Case> = sizes.iter().flat_map(|&mib| cases(mib)).collect();
+    for case in &cases {
+        let mut guest = Guest::start(lab, case.clone())?;
+        report.note(format!("{}: {}", case.name, case.load.said()));
+        interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &System::ALL, |_, &system| {
+            guest.pause(system, &mut report)
+        })?;
+        guest.stop();
+    }
+    figures(&cases, &mut report);
+    let drawing = drawing(sizes, &report)?;
+    report.drawing("cow-writers", drawing);
+    Ok(report)
+}
+
+fn cases(mib: u32) -> impl Iterator<Item = Case> {
+    let written = (mib / 2).min(WRITTEN_MIB_MAX);
+    let loads = [
+        ("idle", Load::Idle),
+        ("paced", Load::Paced { mib: written, rate: RATE }),
+        ("flat-out", Load::FlatOut { mib: written }),
+    ];
+    loads.into_iter().map(move |(name, load)| Case { name: format!("{mib}MiB-{name}"), mib, load })
+}
+
+fn figures(cases: &[Case], report: &mut Report) {
+    let mut stalls = Vec::new();
+    for Case { name, .. } in cases {
+        for (key, system) in [("downtime_ms", System::Firn), ("floor_ms", System::Floor)] {
+            let values = measured(report, name, system, "pause_ms");
+            percentiles(&format!("{key}.{name}"), values, &PERCENTILES, report);
+        }
+        stalls.extend(measured(report, name, System::Firn, "still_ms"));
+    }
+    percentiles("longest_stall_ms", stalls, &STALLS, report);
+    let p95 = |key: &str, case: &Case| report.value(&format!("{key}.{}.p95", case.name));
+    let pauses = cases.iter().filter_map(|case| p95("downtime_ms", case));
+    let ratios =
+        cases.iter().filter_map(|case| Some(p95("downtime_ms", case)? / p95("floor_ms", case)?));
+    let (flat, beyond) = (flatness(pauses), flatness(ratios));
+    report.number("flatness_p95", flat);
+    report.number("flatness_to_floor_p95", beyond);
+}
+
+/// The largest against the smallest.
+fn flatness(values: impl Iterator<Item = f64>) -> f64 {
+    let (low, high) = values
+        .fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
+    high / low
+}
+
+fn drawing(sizes: &[u32], report: &Report) -> Result<String> {
+    let p95 = |load: &str| {
+        let value = |mib: &u32| report.value(&format!("downtime_ms.{mib}MiB-{load}.p95"));
+        (load.to_owned(), sizes.iter().map(|mib| value(mib).unwrap_or(f64::NAN)).collect())
+    };
+    let plot = BarPlot {
+        title: "Pause of a checkpoint by RAM and load, 95th percentile".into(),
+        y: "milliseconds".into(),
+        groups: sizes.iter().map(|mib| format!("{mib} MiB")).collect(),
+        series: ["idle", "paced", "flat-out"].map(p95).into(),
+    };
+    plot.svg().context("the pauses")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_longest_pause_is_set_against_the_shortest() {
+        let mut report = Report::new("cow-writers", true);
+        let cases: Vec<Case> = cases(256).collect();
+        for (case, pause_ms) in cases.iter().zip([2.0, 3.0, 8.0]) {
+            for (system, pause_ms) in [(System::Firn, pause_ms), (System::Floor, pause_ms / 2.0)] {
+                report.repetition(json!({ "system": system.name(), "case": case.name,
+                    "pause_ms": pause_ms, "still_ms": pause_ms * 2.0 }));
+            }
+        }
+        figures(&cases, &mut report);
+        assert_eq!(report.value("flatness_p95"), Some(4.0));
+        assert_eq!(report.value("flatness_to_floor_p95"), Some(1.0));
+        assert_eq!(report.value("longest_stall_ms.p999"), Some(16.0));
+        assert_eq!(report.value("downtime_ms.256MiB-idle.p50"), Some(2.0));
+    }
+}

@@ -1,0 +1,215 @@
+//! Pauses of a guest under load: what `halite-save` and `cow-writers` have in common.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use firn_vmm::Vm;
+use serde_json::{Value, json};
+
+use crate::experiments::synthetic::{last_line, words};
+use crate::firn::SaveArgs;
+use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::lab::Lab;
+use crate::prober::GuestClock;
+use crate::report::Report;
+use crate::stats::Sample;
+
+const VM: &str = "pause";
+const VCPUS: u32 = 2;
+/// How long a guest may take to boot.
+const BOOT: Duration = Duration::from_secs(120);
+/// How long it may take to fill its memory.
+const FILL: Duration = Duration::from_secs(600);
+/// Time between two pauses, so that neither feels the one before.
+const SETTLE: Duration = Duration::from_millis(300);
+/// Heartbeats per second.
+const BEATS_PER_S: u32 = 500;
+
+/// A guest, and what it does.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// What it is called in keys.
+    pub name: String,
+    /// Its RAM.
+    pub mib: u32,
+    /// What its vCPUs do.
+    pub load: Load,
+}
+
+/// What vCPUs do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// Nothing but heartbeats.
+    Idle,
+    /// They write so many pages a second each, at random.
+    Paced {
+        /// In so much memory.
+        mib: u32,
+        /// Pages a second.
+        rate: u32,
+    },
+    /// They write as fast as they can, at random.
+    FlatOut {
+        /// In so much memory.
+        mib: u32,
+    },
+}
+
+/// Who pauses the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum System {
+    /// Firn, by a checkpoint.
+    Firn,
+    /// Nothing but stop, device state and cont.
+    Floor,
+}
+
+impl System {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Firn, Self::Floor];
+
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Firn => "firn",
+            Self::Floor => "floor",
+        }
+    }
+}
+
+/// A running guest under load.
+pub struct Guest<'a> {
+    lab: &'a Lab,
+    case: Case,
+    image: PathBuf,
+    clock: GuestClock,
+    /// The experiment's own monitor connection.
+    bare: Vm,
+}
+
+impl<'a> Guest<'a> {
+    /// Boots it and puts it under load.
+    pub fn start(lab: &'a Lab, case: Case) -> Result<Self> {
+        let [agent, beats, monitor] = ["agent", "beats", "monitor"].map(|name| lab.file(name));
+        let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+            .memory_mib(case.mib)
+            .vcpus(VCPUS)
+            .console(&lab.file("console"))
+            .agent(&agent)
+            .heartbeat(&beats)
+            .more(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+        lab.firn().run(VM, &args)?;
+        let mut control = Control::connect(&agent, BOOT)?;
+        let clock = GuestClock::start(&beats)?;
+        case.load(&mut control)?;
+        let bare = Vm::connect(&monitor)?;
+        lab.say(&format!("{}: {}", case.name, case.load.said()));
+        std::thread::sleep(SETTLE);
+        Ok(Self { lab, case, image: lab.file("pause.firn"), clock, bare })
+    }
+
+    /// One pause, which becomes a repetition of the report.
+    pub fn pause(&mut self, system: System, report: &mut Report) -> Result<()> {
+        let before = Instant::now() - SETTLE;
+        let (pause_ms, facts) = match system {
+            System::Firn => self.checkpoint()?,
+            System::Floor => (self.floor()?, Value::Null),
+        };
+        std::thread::sleep(SETTLE);
+        let still_ms = self.clock.stood_still_since(before).map(ms);
+        let said = format!("{}: {} {pause_ms:.1} ms", self.case.name, system.name());
+        self.lab.say(&format!("{said}, guest's clock {:.1} ms", still_ms.unwrap_or(f64::NAN)));
+        report.repetition(json!({ "system": system.name(), "case": self.case.name,
+            "pause_ms": pause_ms, "still_ms": still_ms, "facts": facts }));
+        Ok(())
+    }
+
+    /// Ends it.
+    pub fn stop(self) {
+        self.lab.firn().stop(VM);
+    }
+
+    /// The sweep need not yield: it comes after the pause.
+    fn checkpoint(&self) -> Result<(f64, Value)> {
+        let how = SaveArgs::default().flag("--no-throttle");
+        let said = self.lab.firn().checkpoint(VM, &self.image, &how)?;
+        let pause = said.number("/report/pause/downtime_ms").context("no downtime is reported")?;
+        Ok((pause, said.facts["report"].clone()))
+    }
+
+    /// What the hypervisor itself needs. Firn would take back a file that is left with it.
+    fn floor(&mut self) -> Result<f64> {
+        self.bare.prepare_save()?;
+        let started = Instant::now();
+        let saved = self.bare.stop_and_save_device_state();
+        self.bare.cont()?;
+        let pause_ms = ms(started.elapsed());
+        saved?;
+        self.bare.finish_save()?;
+        Ok(pause_ms)
+    }
+}
+
+impl Case {
+    /// Starts heartbeats, ahead of all else in the guest, and writers, and waits until memory is filled.
+    fn load(&self, control: &mut Control) -> Result<()> {
+        let beats = format!(
+            "renice -n -20 -p $$ >/dev/null; exec firn-guest heartbeat --rate {BEATS_PER_S} --work-mib 0"
+        );
+        control.spawn("beats", &["sh", "-c", &beats])?;
+        let Some((mib, rate)) = self.load.writers() else { return Ok(()) };
+        let writers = format!(
+            "firn-guest writers --mib {mib} --rate {rate} --compresses-to 10 --light --no-check --order random"
+        );
+        control.spawn("writers", &words(&writers))?;
+        let said = control.wait_output("writers", "\"ready\":true", FILL)?;
+        last_line(&said).map(drop)
+    }
+}
+
+impl Load {
+    /// How much is written, in MiB, and how many pages a second; 0 is flat out.
+    fn writers(self) -> Option<(u32, u32)> {
+        match self {
+            Self::Idle => None,
+            Self::Paced { mib, rate } => Some((mib, rate)),
+            Self::FlatOut { mib } => Some((mib, 0)),
+        }
+    }
+
+    /// In words.
+    pub fn said(self) -> String {
+        match self {
+            Self::Idle => format!("{VCPUS} vCPUs are idle"),
+            Self::Paced { mib, rate } => {
+                format!("{VCPUS} vCPUs write {rate} pages a second each, in {mib} MiB at random")
+            }
+            Self::FlatOut { mib } => format!("{VCPUS} vCPUs write {mib} MiB at random, flat out"),
+        }
+    }
+}
+
+/// What was measured of one system in one case.
+pub fn measured(report: &Report, case: &str, system: System, field: &str) -> Vec<f64> {
+    let is_it = |run: &&Value| run["case"] == case && run["system"] == system.name();
+    report.repetitions().iter().filter(is_it).filter_map(|run| run[field].as_f64()).collect()
+}
+
+/// Percentiles under `KEY.p50` and so on, and how many values there were under `KEY.n`.
+pub fn percentiles(key: &str, values: Vec<f64>, of: &[(&str, f64)], report: &mut Report) {
+    let Some(sample) = Sample::new(values) else {
+        for (name, _) in of {
+            report.missing(format!("{key}.{name}"), "no pause could be told");
+        }
+        return;
+    };
+    for (name, percent) in of {
+        report.number(format!("{key}.{name}"), sample.percentile(*percent));
+    }
+    report.number(format!("{key}.n"), sample.count() as f64);
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
