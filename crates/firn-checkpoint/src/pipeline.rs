@@ -8,14 +8,16 @@
 //!        +------- empty buffers ------------+
 //! ```
 //!
-//! The buffers are a fixed number: whoever copies a block first takes an empty one, and waits if there is none. That
-//! is the stated limit of a save's memory, and what slows a guest that touches memory faster than it can be written.
+//! The buffers are limited in number: whoever copies a block first takes an empty one, and waits if there is none. That
+//! is the stated limit of a save's memory, and what slows a guest that touches memory faster than it can be written. Some
+//! are there from the beginning, so that the first faults need not wait for memory; the others are made when they are
+//! needed, for a small save needs few.
 //! When the file can't be written the pipeline keeps taking blocks and drops them, so that nobody waits for a buffer
 //! that never comes; the error is returned at the end.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -32,6 +34,9 @@ const NICENESS: i32 = 10;
 
 /// How often a thread that waits for the pipeline looks at it.
 const SETTLE_LOOK: Duration = Duration::from_micros(200);
+
+/// Buffers that are there from the beginning.
+const BUFFERS_READY: usize = 256;
 
 /// A memory block as it was at the cut.
 pub(crate) struct RawBlock {
@@ -60,6 +65,7 @@ struct ZeroBlock {
 pub(crate) struct Intake {
     blocks: Sender<RawBlock>,
     empty: Receiver<Box<[u8]>>,
+    block_bytes: usize,
     state: Arc<PipelineState>,
 }
 
@@ -67,6 +73,8 @@ pub(crate) struct Intake {
 struct PipelineState {
     failed: AtomicBool,
     written: AtomicU64,
+    /// Buffers that may still be made.
+    unmade: AtomicUsize,
     /// Blocks that went in, and that came out at the end.
     submitted: AtomicU64,
     done: AtomicU64,
@@ -86,7 +94,15 @@ impl Drop for Alarm {
 impl Intake {
     /// An empty buffer of one memory block, waiting for one if need be. `None` once the pipeline is gone.
     pub(crate) fn buffer(&self) -> Option<Box<[u8]>> {
-        self.empty.recv().ok()
+        self.empty.try_recv().ok().or_else(|| self.make()).or_else(|| self.empty.recv().ok())
+    }
+
+    /// Makes a buffer, if there may be one more.
+    fn make(&self) -> Option<Box<[u8]>> {
+        let take = |unmade: usize| unmade.checked_sub(1);
+        let unmade = &self.state.unmade;
+        unmade.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).ok()?;
+        Some(empty_buffer(self.block_bytes))
     }
 
     /// Hands a filled buffer on. Never waits: there are no more blocks than buffers.
@@ -112,7 +128,8 @@ impl Intake {
 
     /// Whether enough buffers are empty that taking one leaves some for the fault handler.
     pub(crate) fn has_room(&self) -> bool {
-        self.empty.len() * 4 > self.empty.capacity().unwrap_or(0)
+        let free = self.empty.len() + self.state.unmade.load(Ordering::Acquire);
+        free * 4 > self.empty.capacity().unwrap_or(0)
     }
 
     /// Whether the image can no longer be written.
@@ -147,8 +164,10 @@ impl Pipeline {
         let (blocks, raw) = bounded(buffers);
         let (recycle, empty) = bounded(buffers);
         let (finished, packed) = bounded(1024);
-        (0..buffers).for_each(|_| drop(recycle.send(vec![0; block_bytes].into_boxed_slice())));
-        let state = Arc::new(PipelineState::default());
+        let ready = buffers.min(BUFFERS_READY);
+        (0..ready).for_each(|_| drop(recycle.send(empty_buffer(block_bytes))));
+        let unmade = AtomicUsize::new(buffers - ready);
+        let state = Arc::new(PipelineState { unmade, ..PipelineState::default() });
         let compressors = (0..limits.compressors.max(1))
             .map(|_| Compressor {
                 codec,
@@ -160,7 +179,7 @@ impl Pipeline {
             })
             .map(|compressor| thread::spawn(move || compressor.run()))
             .collect();
-        let intake = Intake { blocks, empty, state: Arc::clone(&state) };
+        let intake = Intake { blocks, empty, block_bytes, state: Arc::clone(&state) };
         let writer = thread::spawn(move || {
             let _alarm = Alarm(Arc::clone(&state));
             write_all(writer, geometry, &packed, &state)
@@ -176,6 +195,10 @@ impl Pipeline {
             Err(panic) => std::panic::resume_unwind(panic),
         }
     }
+}
+
+fn empty_buffer(bytes: usize) -> Box<[u8]> {
+    vec![0; bytes].into_boxed_slice()
 }
 
 /// What a pipeline may use.

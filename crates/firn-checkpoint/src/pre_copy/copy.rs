@@ -3,10 +3,11 @@
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use firn_image::{Image, Placement};
-use firn_memory::GuestMemory;
+use firn_memory::{GuestMemory, MemoryError, User};
 use firn_types::{Block, BlockSize, GuestPhys, Page};
 
 use super::rounds::{Rounds, Step};
@@ -43,31 +44,21 @@ struct Done {
 
 impl PreCopy<'_, '_> {
     pub(crate) fn run(mut self) -> Result<Copied, SaveError> {
-        if let Err(refusal) = self.check() {
-            // What was written meanwhile by others is not known, whether they stay or not.
+        let others = Others::look_for(&self.context.memory);
+        // What a balloon gives back becomes zeros, and the kernel does not tell.
+        if self.context.vm.balloon()?.is_some() {
             self.forget();
-            return Err(refusal);
+            return Err(SaveError::Balloon);
         }
         let mut tracker = self.tracker()?;
         firn_fault::point("pre-copy.armed");
-        let copied = self.copy(&mut tracker);
+        let copied = self.copy(&mut tracker, others);
         self.context.tracker = Some(tracker);
-        if let Err(SaveError::Scan(_)) = &copied {
-            // Some pages may have been armed again without being told.
+        if let Err(SaveError::Scan(_) | SaveError::Foreign(_)) = &copied {
+            // Some pages may have been armed again without being told; what others write is not told at all.
             self.forget();
         }
         copied
-    }
-
-    fn check(&mut self) -> Result<(), SaveError> {
-        // What a balloon gives back becomes zeros, and the kernel does not tell.
-        if self.context.vm.balloon()?.is_some() {
-            return Err(SaveError::Balloon);
-        }
-        match self.context.memory.other_users()?.first() {
-            Some(other) => Err(SaveError::Foreign(other.to_string())),
-            None => Ok(()),
-        }
     }
 
     /// Ends the tracker: the next save compares everything.
@@ -87,7 +78,7 @@ impl PreCopy<'_, '_> {
         Ok(Tracker::start(process, memory, vcpus)?)
     }
 
-    fn copy(&mut self, tracker: &mut Tracker) -> Result<Copied, SaveError> {
+    fn copy(&mut self, tracker: &mut Tracker, others: Others) -> Result<Copied, SaveError> {
         let blocks = self.size().blocks_in(self.context.memory.map().total_pages());
         let mut done = Done { copied: vec![false; blocks as usize], count: 0, hot: Vec::new() };
         let (mut written, roots) = self.first(tracker)?;
@@ -102,6 +93,7 @@ impl PreCopy<'_, '_> {
             written = self.blocks_of(&tracker.newly_written()?);
             done.hot.extend(&written);
         }
+        others.are_none()?;
         let ready = Ready::make(self.context)?;
         let arm_ms = ms(self.started.elapsed());
         let (memory, size, intake) =
@@ -197,6 +189,25 @@ impl PreCopy<'_, '_> {
             blocks_total: done.copied.len() as u32,
             bytes_written: self.intake.written(),
         });
+    }
+}
+
+/// Other processes that map the guest's memory. Finding them means looking at every process of the host, which takes
+/// milliseconds, and nobody needs to know before the cut.
+struct Others(JoinHandle<Result<Vec<User>, MemoryError>>);
+
+impl Others {
+    fn look_for(memory: &Arc<GuestMemory>) -> Self {
+        let memory = Arc::clone(memory);
+        Self(thread::spawn(move || memory.other_users()))
+    }
+
+    fn are_none(self) -> Result<(), SaveError> {
+        let found = self.0.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        match found.first() {
+            Some(other) => Err(SaveError::Foreign(other.to_string())),
+            None => Ok(()),
+        }
     }
 }
 
