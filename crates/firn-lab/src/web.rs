@@ -7,6 +7,7 @@ use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -121,22 +122,33 @@ fn line(stream: &mut BufReader<TcpStream>) -> io::Result<String> {
     }
 }
 
-/// Asks until a page is answered, on a new connection whenever `patience` is over.
+/// Asks until a page is answered: on one more connection each time that `again` is over, while the others go on. The
+/// first answer counts.
 ///
 /// # Errors
 /// The last one, if no page was answered within `limit`.
 pub fn first_page(
     address: SocketAddr,
     page: u32,
-    patience: Duration,
+    again: Duration,
     limit: Duration,
 ) -> io::Result<()> {
-    let start = Instant::now();
+    let deadline = Instant::now() + limit;
+    let (sender, answers) = mpsc::channel();
     loop {
-        match WebClient::new(address, patience).get(page) {
-            Ok(()) => return Ok(()),
-            Err(error) if start.elapsed() >= limit => return Err(error),
-            Err(_) => thread::sleep(MOMENT),
+        let left = deadline.saturating_duration_since(Instant::now());
+        let (sender, mut client) = (sender.clone(), WebClient::new(address, left.max(MOMENT)));
+        thread::spawn(move || drop(sender.send(client.get(page))));
+        let error = match answers.recv_timeout(again) {
+            Ok(Ok(())) => return Ok(()),
+            Ok(Err(error)) => {
+                thread::sleep(MOMENT);
+                error
+            }
+            Err(_) => io::ErrorKind::TimedOut.into(),
+        };
+        if Instant::now() >= deadline {
+            return Err(error);
         }
     }
 }

@@ -16,9 +16,10 @@
 //! a round. `first_response_s`: from the command (QEMU, or `firn restore`) until the first page was read. `pages_s`: until
 //! all pages were read, the others on one connection. `response_avg_ms` and `response_max_s` (Table 2): over all but the first page.
 //!
-//! What a guest is asked before its network is up is lost, and QEMU's user networking repeats it only after seconds. So
-//! the client of a restored guest asks when `firn restore` returns, which is once the guest runs; the client of a booting
-//! guest, of which nobody says when it is up, asks anew after [`BOOT_PATIENCE`].
+//! What a guest is asked before its network answers is lost, and QEMU's user networking repeats it only after seconds, which
+//! says nothing about the guest. So every client asks once more, on another connection, each time that [`AGAIN`] is over,
+//! until one of them has its page: that of a booting guest from the beginning, that of a restored one from when `firn restore`
+//! returns, which is once the guest runs.
 
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -48,8 +49,8 @@ const HTTP: u16 = 80;
 const CLIENTS: u64 = 2;
 /// How long they have asked by then.
 const LOADED: Duration = Duration::from_secs(2);
-/// After how long a client of a booting guest asks anew.
-const BOOT_PATIENCE: Duration = Duration::from_millis(250);
+/// After how long a client asks once more for its first page.
+const AGAIN: Duration = Duration::from_millis(250);
 /// How long a client waits for a page otherwise.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How long a guest may take until its first page.
@@ -74,10 +75,6 @@ impl System {
             Self::Locality => "locality",
             Self::Auto => "auto",
         }
-    }
-
-    fn patience(self) -> Duration {
-        if self == Self::Boot { BOOT_PATIENCE } else { PATIENCE }
     }
 }
 
@@ -134,7 +131,7 @@ impl<'a> Guest<'a> {
         self.lab.firn().run(VM, &self.args)?;
         let mut pages = Gaussian::new(self.lab.extent.seed);
         let first = pages.next().unwrap_or_default();
-        first_page(self.address, first, BOOT_PATIENCE, LIMIT).context("no page")?;
+        first_page(self.address, first, AGAIN, LIMIT).context("no page")?;
         ask(WebClient::new(self.address, PATIENCE), pages.take(self.pages))?;
         self.lab.say("the guest's page cache is warm");
         let load = WebLoad::start(self.address, CLIENTS, self.lab.extent.seed + 1, PATIENCE);
@@ -173,7 +170,7 @@ impl<'a> Guest<'a> {
         let first = pages.next().unwrap_or_default();
         let start = Instant::now();
         let running = self.start(system, throttle)?;
-        first_page(self.address, first, system.patience(), LIMIT)
+        first_page(self.address, first, AGAIN, LIMIT)
             .with_context(|| format!("{}: no page", system.name()))?;
         let first_response = start.elapsed();
         let client = WebClient::new(self.address, PATIENCE);

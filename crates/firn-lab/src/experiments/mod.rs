@@ -7,6 +7,7 @@
 
 mod app;
 mod application;
+mod cow_compile;
 mod cow_downtime;
 mod cow_writers;
 mod exactness;
@@ -51,6 +52,11 @@ pub const ALL: &[Experiment] = &[
         name: "app-structures",
         about: "application checkpointing: transactions on thirteen data structures, by tracker",
         run: app::structures::run,
+    },
+    Experiment {
+        name: "cow-compile",
+        about: "Figures 3 and 4 of Sun and Blough: a guest that compiles, checkpointed at short intervals",
+        run: cow_compile::run,
     },
     Experiment {
         name: "cow-downtime",
