@@ -4,6 +4,7 @@ use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, Request, VmName, ask};
 
 use crate::output::Output;
+use crate::overlays;
 
 /// Let go of a VM; it runs on without Firn.
 ///
@@ -24,9 +25,12 @@ impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
+        let overlays = overlays::of(&base, &self.name);
         ask(&base, &self.name, &Request::Detach, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't detach {}", self.name)))?;
-        let facts = serde_json::json!({ "name": self.name, "detached": true });
-        out.facts(&facts, || format!("{} runs on without Firn\n", self.name))
+        let facts =
+            serde_json::json!({ "name": self.name, "detached": true, "overlays": overlays });
+        let lines = overlays::lines(&overlays);
+        out.facts(&facts, || format!("{} runs on without Firn\n{lines}", self.name))
     }
 }

@@ -25,6 +25,7 @@ mod image;
 mod live;
 mod ls;
 mod output;
+mod overlays;
 mod report;
 mod restore;
 mod rm;

@@ -4,6 +4,7 @@ use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, VmName, forget};
 
 use crate::output::Output;
+use crate::overlays;
 
 /// Forget a VM that has ended, with its logs.
 ///
@@ -22,8 +23,11 @@ impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
+        let overlays = overlays::of(&base, &self.name);
         forget(&base, &self.name)?;
-        let facts = serde_json::json!({ "name": self.name, "forgotten": true });
-        out.facts(&facts, || format!("{} is forgotten\n", self.name))
+        let overlays = overlays::left(overlays);
+        let facts =
+            serde_json::json!({ "name": self.name, "forgotten": true, "overlays": overlays });
+        out.facts(&facts, || format!("{} is forgotten\n{}", self.name, overlays::lines(&overlays)))
     }
 }

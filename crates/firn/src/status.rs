@@ -68,6 +68,9 @@ fn describe(status: &Status, qemu_log: &str) -> String {
     if let Some(qmp) = &status.qmp {
         line("monitor", qmp.display().to_string());
     }
+    for overlay in &status.overlays {
+        line("writes to", overlay.display().to_string());
+    }
     line("output", qemu_log.to_owned());
     line("since", format!("{} ago", units::seconds(age(status.since))));
     if let Some(note) = &status.last {

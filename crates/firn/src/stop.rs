@@ -1,11 +1,10 @@
 //! `firn stop`
 
-use std::path::PathBuf;
-
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, RuntimeDir, Status, StopRequest, VmName, ask};
+use firn_supervisor::{Failure, Request, StopRequest, VmName, ask};
 
 use crate::output::Output;
+use crate::overlays;
 
 /// End a VM.
 ///
@@ -46,23 +45,13 @@ impl Args {
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         // Nobody can be asked afterwards.
-        let overlays = self.overlays(&base);
+        let overlays = overlays::of(&base, &self.name);
         let (powerdown_s, force, discard) = (self.powerdown, self.force, self.discard);
         let request = StopRequest { powerdown_s, force, discard };
         ask(&base, &self.name, &Request::Stop(request), &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't stop {}", self.name)))?;
-        let overlays: Vec<_> = overlays.into_iter().filter(|path| path.exists()).collect();
+        let overlays = overlays::left(overlays);
         let facts = serde_json::json!({ "name": self.name, "stopped": true, "overlays": overlays });
-        out.facts(&facts, || {
-            let lines = overlays.iter().map(|path| format!("its disk: {}\n", path.display()));
-            std::iter::once(format!("{} has ended\n", self.name)).chain(lines).collect()
-        })
-    }
-
-    /// The files that it would leave behind.
-    fn overlays(&self, base: &RuntimeDir) -> Vec<PathBuf> {
-        let status = ask(base, &self.name, &Request::Status, &mut |_| ()).ok();
-        let status = status.and_then(|facts| serde_json::from_value::<Status>(facts).ok());
-        status.map(|it| it.overlays).unwrap_or_default()
+        out.facts(&facts, || format!("{} has ended\n{}", self.name, overlays::lines(&overlays)))
     }
 }
