@@ -55,13 +55,19 @@ impl Partial {
     }
 
     /// Brings everything to disk and gives the file its name.
+    ///
+    /// If it can't be seen to that the name stays, it goes again: what did not succeed is not there.
     pub(crate) fn publish(mut self) -> Result<(), ImageError> {
+        let dir = dir_of(&self.target);
+        let names = File::open(dir).map_err(io_error("open", dir))?;
         fault("image.sync", || self.file.sync_all()).map_err(io_error("sync", &self.path))?;
         fault("image.rename", || std::fs::rename(&self.path, &self.target))
             .map_err(io_error("rename", &self.path))?;
         self.is_renamed = true;
-        let dir = dir_of(&self.target);
-        File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("sync", dir))
+        names.sync_all().map_err(|error| {
+            drop(std::fs::remove_file(&self.target));
+            io_error("sync", dir)(error)
+        })
     }
 }
 

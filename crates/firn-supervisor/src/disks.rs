@@ -23,7 +23,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_vmm::command_line::{self, DriveFile};
-use firn_vmm::{CHAIN_MAX, Drive, DriveCut, FileIdentity, Overlay, Vm, can_clone, create_overlay};
+use firn_vmm::{
+    Below, CHAIN_MAX, Drive, DriveCut, FileIdentity, Overlay, Vm, can_clone, create_overlay,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -162,7 +164,10 @@ impl<'a> Cutting<'a> {
             let (suffix, path) = new_file(self.dir, drive.file(), named, self.vm_name);
             let dir = path.parent().unwrap_or(Path::new("/"));
             let can = can_clone(drive.file(), dir).doing("finding out whether it can be cloned");
-            *made = Some(match can.map_err(|failure| failure.hint(DISK_DIR))? {
+            let can = can.map_err(|failure| failure.hint(DISK_DIR))?;
+            // What lies below may be named as seen from where it is.
+            let is_at_home = drive.chain.len() == 1 || drive.file().parent() == Some(dir);
+            *made = Some(match can && is_at_home {
                 true => Made::Clone(path),
                 false => Made::Overlay(Overlay { node: format!("firn-{suffix}"), path }),
             });
@@ -190,7 +195,9 @@ impl<'a> Cutting<'a> {
     fn make(&self, vm: &mut Vm) -> Result<(), Failure> {
         for Planned { drive, made, .. } in &self.drives {
             let Some(Made::Overlay(overlay)) = made else { continue };
-            create_overlay(self.program, drive.file(), &drive.format, drive.bytes, &overlay.path)
+            let (file, named) = (drive.file(), &*drive.named);
+            let below = Below { file, named, format: &drive.format, bytes: drive.bytes };
+            create_overlay(self.program, &below, &overlay.path)
                 .doing("making an overlay")
                 .map_err(|failure| failure.hint(DISK_DIR))?;
             vm.open_overlay(drive, overlay).doing("opening an overlay")?;
@@ -332,11 +339,15 @@ fn disk_files(meta: &Meta) -> Vec<String> {
     command_line::plan(&meta.qemu.user_args).map(|plan| plan.disk_files()).unwrap_or_default()
 }
 
-/// Whether a drive is what the command line makes it: then it is so again after a restore, whatever it is.
+/// Whether a drive is what the command line makes it: then it is so again after a restore, whatever it is. That is what it
+/// was when the VM was started, unless that was a restore that put other files in the place of what is named.
 fn is_as_started(meta: &Meta, drive: &Drive) -> bool {
-    let is_it =
-        |file: &String| *file == drive.named || meta.qemu.directory.join(file) == drive.file();
-    disk_files(meta).iter().any(is_it)
+    let top = drive.file();
+    // With -snapshot, a file whose name is gone.
+    let is_nameless = top.is_absolute() && !top.exists();
+    let same = |file: &str| *file == drive.named || meta.qemu.directory.join(file) == top;
+    let at_first = || meta.drives.is_empty() && meta.disks.iter().any(|disk| same(&disk.file));
+    !is_nameless && (disk_files(meta).iter().any(|file| same(file)) || at_first())
 }
 
 fn refused(obstacles: Vec<String>, goes_on: bool) -> Failure {
@@ -416,9 +427,33 @@ fn adopt(journal: &JournalFile, overlays: Vec<PathBuf>) {
         return;
     }
     // Else the worst is a file that nobody removes.
-    if let Err(error) = journal.update(|journal| journal.overlays.extend(overlays)) {
+    if let Err(error) = journal.update(|journal| add(journal, overlays)) {
         tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
     }
+}
+
+fn add(journal: &mut Journal, overlays: Vec<PathBuf>) {
+    let is_new = |path: &PathBuf| !journal.overlays.contains(path);
+    let new: Vec<_> = overlays.into_iter().filter(is_new).collect();
+    journal.overlays.extend(new);
+}
+
+/// A save that was never written down as over, before another one begins: nothing of it is forgotten.
+pub(crate) fn settle(journal: &mut Journal) {
+    match journal.image_whole() {
+        true => hand_over(journal),
+        false => {
+            let all = left_behind(journal);
+            add(journal, all);
+        }
+    }
+}
+
+/// Whether a save has made anything that may have to be given up, and whether the hypervisor knows of any of it.
+pub(crate) fn has_made(journal: &Journal) -> (bool, bool) {
+    let Phase::Saving { drives, .. } = &journal.phase else { return (false, false) };
+    let is_overlay = |kept: &Kept| matches!(kept.made, Some(Made::Overlay(_)));
+    (drives.iter().any(|kept| kept.made.is_some()), drives.iter().any(is_overlay))
 }
 
 /// Removes the overlays that are the VM's own.
@@ -486,7 +521,8 @@ impl Own {
     fn create(&self, meta: &Meta) -> Result<(), Failure> {
         let program = meta.qemu.args.first().map_or("", String::as_str);
         for (drive, path) in meta.drives.iter().zip(&self.made) {
-            create_overlay(program, &drive.file, &drive.format, drive.bytes, path)
+            let (file, format, bytes) = (&*drive.file, &*drive.format, drive.bytes);
+            create_overlay(program, &Below { file, named: "", format, bytes }, path)
                 .doing("making a disk of the VM's own")
                 .map_err(|failure| {
                     failure.hint("--disk-dir says where, --disks in-place does without")

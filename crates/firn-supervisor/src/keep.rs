@@ -22,7 +22,7 @@ use crate::disks;
 use crate::failure::{Failure, FailureKind};
 use crate::guard::{self, Restarts};
 use crate::identity::ProcessHandle;
-use crate::journal::{Exit, JournalFile, Phase, now};
+use crate::journal::{Exit, Journal, JournalFile, Phase, now};
 use crate::lock::{self, Role};
 use crate::protocol::{Progress, Reply, SaveRequest, StopRequest};
 use crate::runtime::{RuntimeDir, VmDir};
@@ -198,9 +198,9 @@ impl Loop {
     }
 
     fn kill(&self, discard: bool) -> io::Result<()> {
-        if discard {
-            let noted = self.keeper.journal.update(|journal| journal.discard = true);
-            noted.map_err(io::Error::other)?;
+        let discard = |journal: &mut Journal| journal.discard |= discard;
+        if let Err(error) = self.keeper.journal.update(discard) {
+            tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
         }
         self.keeper.hypervisor.kill()
     }

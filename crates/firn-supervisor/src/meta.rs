@@ -18,7 +18,7 @@ pub const VERSION_WITH_DRIVES: u32 = 2;
 /// Where an image comes from.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Meta {
-    /// [`VERSION`] or [`VERSION_WITH_DRIVES`].
+    /// `VERSION` or `VERSION_WITH_DRIVES`.
     pub version: u32,
     /// The VM's name.
     pub name: String,

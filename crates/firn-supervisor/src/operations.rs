@@ -134,6 +134,7 @@ impl Qemu {
             drives: Vec::new(),
         };
         let change = |journal: &mut Journal| {
+            disks::settle(journal);
             if let Some(machine) = &mut journal.machine {
                 machine.map = layout.map.clone();
                 machine.locations = places;

@@ -30,6 +30,8 @@ pub(crate) fn take_over(vm: &VmDir, mut journal: Journal) -> Result<Found, Failu
     let recovery = decide(&journal, remains);
     tracing::warn!("taking over from a dead supervisor: {recovery:?}");
     journal.recoveries += 1;
+    // Whoever wanted a VM to end that has not was told so.
+    journal.discard &= hypervisor.is_none();
     let journal = JournalFile::create(vm.journal(), journal).doing("writing the journal")?;
     let since = Instant::now();
     let found = Recoverer { vm, journal: Arc::new(journal) }.perform(recovery, hypervisor)?;
@@ -112,25 +114,23 @@ impl Recoverer<'_> {
         if unfinished.is_some() {
             disks::give_up(&self.journal, None);
         }
-        let change = |journal: &mut Journal| {
-            if unfinished.is_none() {
-                disks::hand_over(journal);
-            }
-            journal.phase = Phase::Ended { exit: Exit::Unknown, at: now() };
-            text.into_iter().for_each(|text| journal.note_failure(text));
-        };
-        self.journal.update(change).doing("writing the journal")?;
+        if unfinished.is_none() {
+            self.journal.update(disks::hand_over).doing("writing the journal")?;
+        }
         let journal = self.journal.read();
         if journal.discard {
             disks::discard(&journal);
         }
+        let change = |journal: &mut Journal| {
+            journal.phase = Phase::Ended { exit: Exit::Unknown, at: now() };
+            text.into_iter().for_each(|text| journal.note_failure(text));
+        };
+        self.journal.update(change).doing("writing the journal")?;
         keep::remove_sockets(self.vm).doing("removing sockets")?;
         Ok(None)
     }
 
     fn go_on(self, hypervisor: ProcessHandle) -> Result<Found, Failure> {
-        // Whoever wanted the VM to end was told that it did not.
-        self.journal.update(|journal| journal.discard = false).doing("writing the journal")?;
         let is_registered = |it: &Machine| it.access_bits.is_some() || it.followed;
         if let Some(machine) = self.journal.read().machine.filter(is_registered) {
             let_go_of_memory(&machine)?;
@@ -186,10 +186,13 @@ impl Recoverer<'_> {
 
     /// Overlays of a save that came to nothing.
     fn give_up_drives(&self, machine: &Machine) -> Result<(), Failure> {
-        if disks::left_behind(&self.journal.read()).is_empty() {
-            return Ok(());
+        match disks::has_made(&self.journal.read()) {
+            (true, true) => {
+                disks::give_up(&self.journal, Some(&mut qemu::connect(&machine.qmp)?));
+            }
+            (true, false) => disks::give_up(&self.journal, None),
+            (false, _) => {}
         }
-        disks::give_up(&self.journal, Some(&mut qemu::connect(&machine.qmp)?));
         Ok(())
     }
 

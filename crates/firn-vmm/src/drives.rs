@@ -110,6 +110,12 @@ pub enum CutError {
         /// QEMU's name for the node that was its topmost.
         node: String,
     },
+    /// Something changes disks from within the hypervisor.
+    #[error("a block job began to work on the VM's disks ({kind}) while it was being saved")]
+    Busy {
+        /// What sort of job.
+        kind: String,
+    },
 }
 
 /// Why an overlay or a clone could not be made.
@@ -265,51 +271,87 @@ fn obstacle(drive: &Inserted, chain: &[PathBuf], view: &FileView) -> Result<(), 
             top.display()
         ));
     }
-    let is_part =
-        drive.drv == "raw" && metadata.len().next_multiple_of(512) != drive.image.virtual_size;
-    if is_part {
-        return Err(format!("it is only a part of {}", top.display()));
-    }
     let layers = std::iter::successors(Some(&drive.image), |layer| layer.backing.as_deref());
-    chain.iter().zip(layers).enumerate().try_for_each(|(at, (file, layer))| {
-        check_layer(file, layer.format == "qcow2", chain.get(at + 1).map(PathBuf::as_path))
-    })
+    let layers: Vec<(&Path, &Layer)> = chain.iter().map(PathBuf::as_path).zip(layers).collect();
+    (0..layers.len()).try_for_each(|at| check_layer(layers[at], layers.get(at + 1).copied()))
 }
 
-/// What lies below a layer must be what the layer itself names: a restore goes by that.
-fn check_layer(file: &Path, is_qcow2: bool, below: Option<&Path>) -> Result<(), String> {
+/// What a layer is, and what lies below it, must be what a restore will find, which goes by the files alone.
+fn check_layer(
+    (file, layer): (&Path, &Layer),
+    below: Option<(&Path, &Layer)>,
+) -> Result<(), String> {
     let name = file.display();
-    let head = match is_qcow2 {
-        true => qcow2::head(file).map_err(|error| format!("{name}: {error}"))?,
-        false => None,
-    };
-    let named = head.as_ref().and_then(|head| head.below.as_deref());
-    let is_same = match (named, below) {
-        (None, None) => true,
-        (Some(named), Some(below)) => which(named).is_some_and(|it| which(below) == Some(it)),
-        _ => false,
-    };
-    match head {
-        Some(head) if head.is_encrypted => Err(format!("{name} is encrypted")),
-        Some(head) if head.has_data_file => Err(format!("{name} has its data in another file")),
-        _ if !is_same => Err(format!("what lies below {name} is not what it says")),
-        _ => Ok(()),
+    if layer.format != "qcow2" {
+        let bytes = file.metadata().map_err(|error| format!("{name}: {error}"))?.len();
+        let is_whole = bytes.next_multiple_of(512) == layer.virtual_size;
+        return match below {
+            Some(_) => Err(format!("{name} is {}, and something lies below it", layer.format)),
+            None if layer.format == "raw" && !is_whole => {
+                Err(format!("it is only a part of {name}"))
+            }
+            None => Ok(()),
+        };
+    }
+    let head = qcow2::head(file).map_err(|error| format!("{name}: {error}"))?;
+    let head = head.ok_or_else(|| format!("{name} is no qcow2 file"))?;
+    if head.is_encrypted {
+        return Err(format!("{name} is encrypted"));
+    }
+    if head.has_data_file {
+        return Err(format!("{name} has its data in another file"));
+    }
+    match (&head.below, below) {
+        (None, None) => Ok(()),
+        (Some(named), Some((below, layer)))
+            if which(named).is_some_and(|it| which(below) == Some(it)) =>
+        {
+            match head.below_format.as_deref() {
+                Some(format) if format == layer.format => Ok(()),
+                // QEMU finds out by itself, and from what a guest may have written there.
+                None if layer.format == "qcow2" => Ok(()),
+                _ => Err(format!(
+                    "{name} does not say that what lies below it is {} (qemu-img rebase -u -F)",
+                    layer.format
+                )),
+            }
+        }
+        _ => Err(format!("what lies below {name} is not what it says")),
     }
 }
 
-/// Makes the file of an overlay on `below`, with the owner and the mode of that. `program` is the hypervisor, whose own
-/// tool is preferred.
-pub fn create_overlay(
-    program: &str,
-    below: &Path,
-    format: &str,
-    bytes: u64,
-    path: &Path,
-) -> Result<(), DriveError> {
+/// What an overlay is made on.
+#[derive(Clone, Copy, Debug)]
+pub struct Below<'a> {
+    /// The file, absolute.
+    pub file: &'a Path,
+    /// How a hypervisor that has it open names it.
+    pub named: &'a str,
+    /// Its format: `qcow2` or `raw`.
+    pub format: &'a str,
+    /// The size of the drive, in bytes.
+    pub bytes: u64,
+}
+
+impl Below<'_> {
+    /// What the overlay calls it: as the hypervisor does if that means the same file to the overlay. Else the hypervisor
+    /// takes it for another one, and writes out all that lies below in the name of each overlay that follows.
+    fn name(&self, path: &Path) -> PathBuf {
+        let is_beside = path.parent() == self.file.parent();
+        match is_beside && self.file.file_name() == Some(self.named.as_ref()) {
+            true => self.named.into(),
+            false => self.file.to_owned(),
+        }
+    }
+}
+
+/// Makes the file of an overlay, with the owner and the mode of what lies below. `program` is the hypervisor, whose own tool
+/// is preferred.
+pub fn create_overlay(program: &str, below: &Below<'_>, path: &Path) -> Result<(), DriveError> {
     let mut command = Command::new(tool(program));
     // Unsafe only in that it does not look at what is below, which the hypervisor has locked.
-    command.args(["create", "-q", "-f", "qcow2", "-u", "-F", format, "-b"]);
-    let output = command.arg(below).arg(path).arg(bytes.to_string()).output();
+    command.args(["create", "-q", "-f", "qcow2", "-u", "-F", below.format, "-b"]);
+    let output = command.arg(below.name(path)).arg(path).arg(below.bytes.to_string()).output();
     let output = output.map_err(DriveError::Tool)?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
@@ -318,7 +360,7 @@ pub fn create_overlay(
             said.trim().trim_start_matches(&format!("{TOOL}: {}: ", path.display())).to_owned();
         return Err(DriveError::Create { path: path.to_owned(), said });
     }
-    like(below, path).map_err(io_error("give the owner of its disk to", path))
+    like(below.file, path).map_err(io_error("give the owner of its disk to", path))
 }
 
 fn tool(program: &str) -> PathBuf {
@@ -326,15 +368,18 @@ fn tool(program: &str) -> PathBuf {
     if program.contains('/') && beside.exists() { beside } else { TOOL.into() }
 }
 
-/// Gives a file the owner and the mode of another.
+/// Gives a file the owner and the mode of another. Who may not give it away keeps it, and runs the hypervisor then.
 fn like(other: &Path, file: &Path) -> io::Result<()> {
     let metadata = other.metadata()?;
     let mine = file.metadata()?;
     if (mine.uid(), mine.gid()) != (metadata.uid(), metadata.gid()) {
-        std::os::unix::fs::chown(file, Some(metadata.uid()), Some(metadata.gid()))?;
+        match std::os::unix::fs::chown(file, Some(metadata.uid()), Some(metadata.gid())) {
+            Err(error) if error.kind() != io::ErrorKind::PermissionDenied => return Err(error),
+            _ => {}
+        }
     }
     // Whoever may only read the disk may not read what is written to it from now on.
-    std::fs::set_permissions(file, std::fs::Permissions::from_mode(metadata.mode() & 0o660))
+    std::fs::set_permissions(file, std::fs::Permissions::from_mode(metadata.mode() & 0o660 | 0o600))
 }
 
 /// Whether files in `dir` can be clones of `from`. Leaves nothing behind.
@@ -430,11 +475,25 @@ impl DriveCut {
 impl DriveCut {
     /// Whether there is anything to be done.
     pub(crate) fn is_empty(&self) -> bool {
-        self.overlays.is_empty() && self.clones.is_empty()
+        self.overlays.is_empty() && self.clones.is_empty() && self.expected.is_empty()
     }
 
-    /// The first drive that is not as it was expected to be, of what `query-block` says.
-    pub(crate) fn changed(&self, said: Value) -> Result<Option<&Expected>, QmpError> {
+    /// Why drives are not as they were expected to be, by what `query-block` and `query-block-jobs` say.
+    pub(crate) fn check(&self, said: Value, jobs: Value) -> Result<(), CutError> {
+        let unexpected = |error: serde_json::Error| {
+            CutError::Drives(QmpError::unexpected("query-block-jobs", error.to_string()))
+        };
+        let jobs: Vec<Job> = serde_json::from_value(jobs).map_err(unexpected)?;
+        if let (Some(job), false) = (jobs.first(), self.expected.is_empty()) {
+            return Err(CutError::Busy { kind: job.kind.clone() });
+        }
+        match self.changed(said).map_err(CutError::Drives)? {
+            Some(drive) => Err(CutError::Changed { node: drive.node.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    fn changed(&self, said: Value) -> Result<Option<&Expected>, QmpError> {
         let devices: Vec<Device> = serde_json::from_value(said)
             .map_err(|error| QmpError::unexpected("query-block", error.to_string()))?;
         let inserted: Vec<_> = devices.into_iter().filter_map(|device| device.inserted).collect();
@@ -468,6 +527,7 @@ mod tests {
     fn device(drv: &str, file: &str, bytes: u64) -> Device {
         let image = json!({
             "filename": file,
+            "format": drv,
             "virtual-size": bytes,
             "backing-image": { "filename": "/base", "virtual-size": bytes },
         });
@@ -505,11 +565,18 @@ mod tests {
         std::fs::write(&path, vec![0; 2048]).unwrap();
         let text = path.to_str().unwrap();
         let why = |device: &Device| found(device).obstacle.unwrap_or_default();
-        assert!(why(&device("vmdk", text, 2048)).contains("vmdk"));
-        assert!(why(&device("raw", text, 1024)).contains("only a part of"));
-        assert!(why(&device("raw", "/nowhere/b", 1024)).contains("/nowhere/b is no file"));
-        assert!(why(&device("raw", "/dev", 1024)).contains("is a device"));
-        assert!(why(&device("raw", text, 2048)).contains("is not what it says"));
+        let alone = |drv, file, bytes| {
+            let mut device = device(drv, file, bytes);
+            device.inserted.as_mut().unwrap().image.backing = None;
+            device
+        };
+        assert!(why(&alone("vmdk", text, 2048)).contains("vmdk"));
+        assert!(why(&alone("raw", text, 1024)).contains("only a part of"));
+        assert!(why(&alone("raw", "/nowhere/b", 1024)).contains("/nowhere/b is no file"));
+        assert!(why(&alone("raw", "/dev", 1024)).contains("is a device"));
+        assert!(why(&alone("qcow2", text, 2048)).contains("is no qcow2 file"));
+        assert_eq!(why(&alone("raw", text, 2048)), "");
+        assert!(why(&device("raw", text, 2048)).contains("something lies below it"));
         let mut secret = device("qcow2", text, 2048);
         secret.inserted.as_mut().unwrap().encrypted = true;
         assert!(why(&secret).contains("encrypted"));
@@ -547,6 +614,9 @@ mod tests {
         assert!(cut.changed(said("/a", 1024)).unwrap().is_some());
         assert!(cut.changed(json!([])).unwrap().is_some());
         assert!(cut.changed(json!(7)).is_err());
+        assert!(cut.check(said("/a", 512), json!([])).is_ok());
+        let job = json!([{ "device": "j", "type": "commit" }]);
+        assert!(matches!(cut.check(said("/a", 512), job), Err(CutError::Busy { .. })));
     }
 
     #[test]

@@ -32,7 +32,8 @@ mod wait;
 pub use device_state::{DeviceStateError, STATE_BYTES_MAX};
 pub use disks::{Disk, FileIdentity};
 pub use drives::{
-    CHAIN_MAX, CutError, Drive, DriveCut, DriveError, Expected, Overlay, can_clone, create_overlay,
+    Below, CHAIN_MAX, CutError, Drive, DriveCut, DriveError, Expected, Overlay, can_clone,
+    create_overlay,
 };
 pub use launch::{LaunchError, Launched, launch, log_tail};
 pub use layout::{AuxRam, Layout, LayoutError, Location};

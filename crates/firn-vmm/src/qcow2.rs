@@ -3,8 +3,12 @@
 //! ```text
 //!    0  "QFI\xfb"                       16  length of that name         u32      32  encryption  u32, 0: none
 //!    4  version  u32                    72  incompatible features       u64, version 3; bit 2: data in another file
-//!    8  where the name of what lies below it is   u64, 0: nothing       all numbers big-endian
+//!    8  where the name of what lies below it is   u64, 0: nothing      100  bytes of the header u32, version 3; else 72
+//!
+//!   after the header: { kind u32, length u32, data, padded to 8 }, until kind 0; 0xE2792ACA is the format of what lies below
 //! ```
+//!
+//! All numbers are big-endian.
 //!
 //! Source: QEMU `docs/interop/qcow2.txt`.
 
@@ -14,7 +18,12 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 const MAGIC: &[u8; 4] = b"QFI\xfb";
-const HEAD_BYTES: usize = 80;
+const HEAD_BYTES: usize = 104;
+/// The header of version 2.
+const HEAD_BYTES_2: u64 = 72;
+const BELOW_FORMAT: u32 = 0xE279_2ACA;
+/// Header extensions looked at.
+const EXTENSIONS_MAX: usize = 32;
 /// The longest name of what lies below.
 const NAME_BYTES_MAX: u32 = 1023;
 const DATA_FILE: u64 = 1 << 2;
@@ -24,6 +33,8 @@ const DATA_FILE: u64 = 1 << 2;
 pub(crate) struct Head {
     /// The image below it, as it is named there, absolute if that is a path.
     pub(crate) below: Option<PathBuf>,
+    /// The format of that, if it is said.
+    pub(crate) below_format: Option<String>,
     /// Its contents can't be read without a secret.
     pub(crate) is_encrypted: bool,
     /// Its contents are in another file.
@@ -54,11 +65,32 @@ pub(crate) fn head(path: &Path) -> io::Result<Option<Head>> {
             Some(path.parent().unwrap_or(Path::new("/")).join(name))
         }
     };
+    let start = if version >= 3 { u64::from(u32_at(&head, 100)) } else { HEAD_BYTES_2 };
+    let below_format = below_format(&file, start)?;
     Ok(Some(Head {
         below,
+        below_format,
         is_encrypted: encryption != 0,
         has_data_file: features & DATA_FILE != 0,
     }))
+}
+
+/// The header extension that says it, of those that begin at `at`.
+fn below_format(file: &File, mut at: u64) -> io::Result<Option<String>> {
+    let mut extension = [0; HEAD_BYTES];
+    for _ in 0..EXTENSIONS_MAX {
+        file.read_exact_at(&mut extension[..8], at)?;
+        let (kind, len) = (u32_at(&extension, 0), u32_at(&extension, 4));
+        match (kind, len as usize) {
+            (0, _) => break,
+            (BELOW_FORMAT, len @ ..HEAD_BYTES) => {
+                file.read_exact_at(&mut extension[..len], at + 8)?;
+                return Ok(Some(String::from_utf8_lossy(&extension[..len]).into_owned()));
+            }
+            _ => at += 8 + u64::from(len).next_multiple_of(8),
+        }
+    }
+    Ok(None)
 }
 
 fn u32_at(bytes: &[u8; HEAD_BYTES], at: usize) -> u32 {
@@ -74,14 +106,17 @@ mod tests {
     use super::*;
 
     fn write(path: &Path, below: &str, encryption: u8, features: u8) {
-        let mut bytes = vec![0; 200];
+        let mut bytes = vec![0; 300];
         bytes[..4].copy_from_slice(MAGIC);
-        bytes[7] = 3;
+        (bytes[7], bytes[103]) = (3, 104);
+        // One of another kind, of 3 bytes, before that of 5.
+        bytes[104..115].copy_from_slice(b"\x01\x02\x03\x04\0\0\0\x03abc");
+        bytes[120..133].copy_from_slice(b"\xe2\x79\x2a\xca\0\0\0\x05qcow2");
         bytes[35] = encryption;
         bytes[79] = features;
         if !below.is_empty() {
-            (bytes[15], bytes[19]) = (100, below.len() as u8);
-            bytes[100..100 + below.len()].copy_from_slice(below.as_bytes());
+            (bytes[15], bytes[19]) = (200, below.len() as u8);
+            bytes[200..200 + below.len()].copy_from_slice(below.as_bytes());
         }
         std::fs::write(path, bytes).unwrap();
     }
@@ -91,7 +126,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         let expected = |below: Option<PathBuf>, is_encrypted, has_data_file| {
-            assert_eq!(head(&path).unwrap(), Some(Head { below, is_encrypted, has_data_file }));
+            let below_format = Some("qcow2".to_owned());
+            let expected = Head { below, below_format, is_encrypted, has_data_file };
+            assert_eq!(head(&path).unwrap(), Some(expected));
         };
         write(&path, "", 0, 0);
         expected(None, false, false);

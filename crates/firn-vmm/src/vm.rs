@@ -256,17 +256,18 @@ impl Vm {
         let saved = self.with_state_file(|qmp, file| {
             let stop = qmp.send("stop", Value::Null)?;
             let look = qmp.send("query-block", Value::Null)?;
+            let jobs = qmp.send("query-block-jobs", Value::Null)?;
             let put = drives.transaction().map(|actions| qmp.send("transaction", actions));
             let put = put.transpose()?;
             let save = file.ask(qmp)?;
             qmp.answer(stop)?;
-            let said = qmp.answer(look).and_then(|said| drives.changed(said));
+            let (look, jobs) = (qmp.answer(look), qmp.answer(jobs));
             let put = put.map(|put| qmp.answer(put)).transpose();
-            problem = match (said, put) {
-                (Err(error), _) | (_, Err(error)) => Err(CutError::Drives(error)),
-                (Ok(Some(drive)), _) => Err(CutError::Changed { node: drive.node.clone() }),
-                (Ok(None), Ok(_)) => Ok(()),
-            };
+            problem = look
+                .and_then(|look| Ok((look, jobs?)))
+                .map_err(CutError::Drives)
+                .and_then(|(look, jobs)| drives.check(look, jobs))
+                .and(put.map(drop).map_err(CutError::Drives));
             qmp.answer(save)?;
             file.read()
         });

@@ -44,21 +44,29 @@ struct Done {
 
 impl PreCopy<'_, '_> {
     pub(crate) fn run(mut self) -> Result<Copied, SaveError> {
-        let others = Others::look_for(&self.context.memory);
-        // What a balloon gives back becomes zeros, and the kernel does not tell.
-        if self.context.vm.balloon()?.is_some() {
+        let mut others = Others::look_for(&self.context.memory)?;
+        if let Err(refusal) = self.check_balloon() {
             self.forget();
-            return Err(SaveError::Balloon);
+            return Err(refusal);
         }
         let mut tracker = self.tracker()?;
         firn_fault::point("pre-copy.armed");
-        let copied = self.copy(&mut tracker, others);
+        let copied = self.copy(&mut tracker, &mut others);
         self.context.tracker = Some(tracker);
-        if let Err(SaveError::Scan(_) | SaveError::Foreign(_)) = &copied {
-            // Some pages may have been armed again without being told; what others write is not told at all.
+        let is_alone = others.are_none().is_ok();
+        if !is_alone || matches!(&copied, Err(SaveError::Scan(_))) {
+            // What others write is not told at all, and some pages may have been armed again without being told.
             self.forget();
         }
         copied
+    }
+
+    /// What a balloon gives back becomes zeros, and the kernel does not tell.
+    fn check_balloon(&mut self) -> Result<(), SaveError> {
+        match self.context.vm.balloon()? {
+            Some(_) => Err(SaveError::Balloon),
+            None => Ok(()),
+        }
     }
 
     /// Ends the tracker: the next save compares everything.
@@ -78,7 +86,7 @@ impl PreCopy<'_, '_> {
         Ok(Tracker::start(process, memory, vcpus)?)
     }
 
-    fn copy(&mut self, tracker: &mut Tracker, others: Others) -> Result<Copied, SaveError> {
+    fn copy(&mut self, tracker: &mut Tracker, others: &mut Others) -> Result<Copied, SaveError> {
         let blocks = self.size().blocks_in(self.context.memory.map().total_pages());
         let mut done = Done { copied: vec![false; blocks as usize], count: 0, hot: Vec::new() };
         let (mut written, roots) = self.first(tracker)?;
@@ -194,19 +202,32 @@ impl PreCopy<'_, '_> {
 
 /// Other processes that map the guest's memory. Finding them means looking at every process of the host, which takes
 /// milliseconds, and nobody needs to know before the cut.
-struct Others(JoinHandle<Result<Vec<User>, MemoryError>>);
+struct Others {
+    looking: Option<JoinHandle<Result<Vec<User>, MemoryError>>>,
+    /// Whether that has ended well, and found nobody.
+    are_none: bool,
+}
 
 impl Others {
-    fn look_for(memory: &Arc<GuestMemory>) -> Self {
+    fn look_for(memory: &Arc<GuestMemory>) -> Result<Self, SaveError> {
         let memory = Arc::clone(memory);
-        Self(thread::spawn(move || memory.other_users()))
+        let looking = thread::Builder::new().name("firn-others".into());
+        let looking = looking.spawn(move || memory.other_users()).map_err(SaveError::Step)?;
+        Ok(Self { looking: Some(looking), are_none: false })
     }
 
-    fn are_none(self) -> Result<(), SaveError> {
-        let found = self.0.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        match found.first() {
-            Some(other) => Err(SaveError::Foreign(other.to_string())),
-            None => Ok(()),
+    /// An error says why not, the first time.
+    fn are_none(&mut self) -> Result<(), SaveError> {
+        if let Some(looking) = self.looking.take() {
+            let found = looking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            if let Some(other) = found.first() {
+                return Err(SaveError::Foreign(other.to_string()));
+            }
+            self.are_none = true;
+        }
+        match self.are_none {
+            true => Ok(()),
+            false => Err(SaveError::Options("another process maps the guest's memory")),
         }
     }
 }

@@ -148,6 +148,26 @@ fn a_disk_may_be_given_in_any_form() {
     }
 }
 
+/// QEMU names what lies below by all that it consists of once it takes it for something else than the file says.
+#[test]
+fn many_layers_are_as_good_as_one_up_to_a_limit() {
+    let vm = Vm::new();
+    let session = &vm.session;
+    std::fs::write(session.path("disk.img"), vec![0; 1 << 20]).unwrap();
+    bare(session, &["-drive", "file=disk.img,format=raw,if=virtio"]);
+    let save = ["checkpoint", "web", "-o", "web.firn", "--strategy", "cow"];
+    for layers in 1..64 {
+        let saved = session.json(&save);
+        assert_eq!(drives(&saved, "kept").len(), 1, "{layers}: {saved}");
+    }
+    session.firn(&save).fails(5, "64 images lie upon each other");
+    assert_eq!(session.status("web")["state"], "running");
+    session.firn(&["suspend", "web", "-o", "end.firn"]).succeeds();
+    session.firn(&["restore", "end.firn", "--wait"]).succeeds();
+    session.firn(&["stop", "web", "--discard"]).succeeds();
+    session.firn(&["restore", "web.firn", "--wait"]).succeeds();
+}
+
 #[test]
 fn a_disk_that_cannot_be_kept_is_named_before_anything_is_done() {
     let vm = Vm::new();
