@@ -161,9 +161,6 @@ pub fn save(
         Copying { context: &mut *context, options, intake: &intake, progress, started }.run();
     drop(intake);
     let report = finish(context, pipeline.finish(), copied, describe);
-    if report.is_err() && options.leave_stopped {
-        context.vm.cont()?;
-    }
     if let (Ok(_), Some(tracker)) = (&report, &mut context.tracker) {
         tracker.accept(identity);
     }

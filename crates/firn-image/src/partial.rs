@@ -55,8 +55,6 @@ impl Partial {
     }
 
     /// Brings everything to disk and gives the file its name.
-    ///
-    /// If it can't be seen to that the name stays, it goes again: what did not succeed is not there.
     pub(crate) fn publish(mut self) -> Result<(), ImageError> {
         let dir = dir_of(&self.target);
         let names = File::open(dir).map_err(io_error("open", dir))?;
@@ -64,10 +62,7 @@ impl Partial {
         fault("image.rename", || std::fs::rename(&self.path, &self.target))
             .map_err(io_error("rename", &self.path))?;
         self.is_renamed = true;
-        names.sync_all().map_err(|error| {
-            drop(std::fs::remove_file(&self.target));
-            io_error("sync", dir)(error)
-        })
+        names.sync_all().map_err(io_error("sync", dir))
     }
 }
 

@@ -346,7 +346,9 @@ fn is_as_started(meta: &Meta, drive: &Drive) -> bool {
     // With -snapshot, a file whose name is gone.
     let is_nameless = top.is_absolute() && !top.exists();
     let same = |file: &str| *file == drive.named || meta.qemu.directory.join(file) == top;
-    let at_first = || meta.drives.is_empty() && meta.disks.iter().any(|disk| same(&disk.file));
+    // What is no file may be named in ways that are not read here.
+    let is_remote = !top.is_absolute() && meta.drives.is_empty();
+    let at_first = || is_remote && meta.disks.iter().any(|disk| same(&disk.file));
     !is_nameless && (disk_files(meta).iter().any(|file| same(file)) || at_first())
 }
 
@@ -404,10 +406,12 @@ fn unused_removed<E: std::fmt::Display>(
 pub(crate) fn hand_over(journal: &mut Journal) {
     let Phase::Saving { drives, .. } = &journal.phase else { return };
     for Kept { chain, made } in drives {
-        journal.overlays.retain(|path| !chain.contains(path));
-        if let Some(Made::Overlay(overlay)) = made {
-            journal.overlays.push(overlay.path.clone());
-        }
+        let made = match made {
+            Some(Made::Overlay(overlay)) => Some(&overlay.path),
+            _ => None,
+        };
+        journal.overlays.retain(|path| !chain.contains(path) && Some(path) != made);
+        journal.overlays.extend(made.cloned());
     }
 }
 
@@ -438,15 +442,19 @@ fn add(journal: &mut Journal, overlays: Vec<PathBuf>) {
     journal.overlays.extend(new);
 }
 
-/// A save that was never written down as over, before another one begins: nothing of it is forgotten.
+/// A save that was never written down as over, before something else begins: nothing of it is forgotten.
 pub(crate) fn settle(journal: &mut Journal) {
-    match journal.image_whole() {
-        true => hand_over(journal),
-        false => {
-            let all = left_behind(journal);
-            add(journal, all);
+    let Phase::Saving { drives, .. } = &journal.phase else { return };
+    if journal.image_whole() {
+        return hand_over(journal);
+    }
+    for kept in drives {
+        if let Some(Made::Clone(path)) = &kept.made {
+            remove(path);
         }
     }
+    let all = left_behind(journal);
+    add(journal, all);
 }
 
 /// Whether a save has made anything that may have to be given up, and whether the hypervisor knows of any of it.

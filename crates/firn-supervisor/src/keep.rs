@@ -213,7 +213,10 @@ impl Loop {
         keeper.operations.leave();
         keeper
             .journal
-            .update(|journal| journal.phase = Phase::Detached)
+            .update(|journal| {
+                disks::settle(journal);
+                journal.phase = Phase::Detached;
+            })
             .map_err(io::Error::other)?;
         let launched = keeper.journal.read().machine.is_none_or(|machine| machine.launched);
         match launched {

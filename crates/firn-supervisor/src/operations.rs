@@ -182,7 +182,8 @@ impl Qemu {
                 journal.note_success(format!("checkpoint {image} is whole"));
             }
             Err(failure) => {
-                if journal.image_whole() {
+                // A VM that was to end, and goes on, writes to what the image would stand on.
+                if journal.image_whole() && !then_stop {
                     disks::hand_over(journal);
                 }
                 journal.phase = Phase::Running;

@@ -19,7 +19,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -283,13 +283,12 @@ fn check_layer(
 ) -> Result<(), String> {
     let name = file.display();
     if layer.format != "qcow2" {
-        let bytes = file.metadata().map_err(|error| format!("{name}: {error}"))?.len();
-        let is_whole = bytes.next_multiple_of(512) == layer.virtual_size;
+        let metadata = file.metadata().map_err(|error| format!("{name}: {error}"))?;
+        let is_whole =
+            !metadata.is_file() || metadata.len().next_multiple_of(512) == layer.virtual_size;
         return match below {
             Some(_) => Err(format!("{name} is {}, and something lies below it", layer.format)),
-            None if layer.format == "raw" && !is_whole => {
-                Err(format!("it is only a part of {name}"))
-            }
+            None if !is_whole => Err(format!("it is only a part of {name}")),
             None => Ok(()),
         };
     }
@@ -307,16 +306,24 @@ fn check_layer(
             if which(named).is_some_and(|it| which(below) == Some(it)) =>
         {
             match head.below_format.as_deref() {
-                Some(format) if format == layer.format => Ok(()),
+                Some(format) if format == plain_format(&layer.format) => Ok(()),
                 // QEMU finds out by itself, and from what a guest may have written there.
                 None if layer.format == "qcow2" => Ok(()),
                 _ => Err(format!(
                     "{name} does not say that what lies below it is {} (qemu-img rebase -u -F)",
-                    layer.format
+                    plain_format(&layer.format)
                 )),
             }
         }
         _ => Err(format!("what lies below {name} is not what it says")),
+    }
+}
+
+/// Without a format of its own, a file or a device is raw.
+fn plain_format(format: &str) -> &str {
+    match format {
+        "file" | "host_device" => "raw",
+        format => format,
     }
 }
 
@@ -338,7 +345,9 @@ impl Below<'_> {
     /// takes it for another one, and writes out all that lies below in the name of each overlay that follows.
     fn name(&self, path: &Path) -> PathBuf {
         let is_beside = path.parent() == self.file.parent();
-        match is_beside && self.file.file_name() == Some(self.named.as_ref()) {
+        // With a colon it would be a protocol.
+        let is_plain = !self.named.contains(':');
+        match is_beside && is_plain && self.file.file_name() == Some(self.named.as_ref()) {
             true => self.named.into(),
             false => self.file.to_owned(),
         }
@@ -368,14 +377,16 @@ fn tool(program: &str) -> PathBuf {
     if program.contains('/') && beside.exists() { beside } else { TOOL.into() }
 }
 
-/// Gives a file the owner and the mode of another. Who may not give it away keeps it, and runs the hypervisor then.
+/// Gives a file the owner and the mode of another. Who may not give it away keeps it, and runs the hypervisor then; if it is
+/// not of the same group either it is for nobody else.
 fn like(other: &Path, file: &Path) -> io::Result<()> {
     let metadata = other.metadata()?;
     let mine = file.metadata()?;
     if (mine.uid(), mine.gid()) != (metadata.uid(), metadata.gid()) {
-        match std::os::unix::fs::chown(file, Some(metadata.uid()), Some(metadata.gid())) {
-            Err(error) if error.kind() != io::ErrorKind::PermissionDenied => return Err(error),
-            _ => {}
+        let (uid, gid) = (Some(metadata.uid()), Some(metadata.gid()));
+        let given = chown(file, uid, gid).or_else(|_| chown(file, None, gid));
+        if given.is_err() {
+            return std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o600));
         }
     }
     // Whoever may only read the disk may not read what is written to it from now on.

@@ -14,6 +14,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -62,11 +63,16 @@ pub(crate) fn head(path: &Path) -> io::Result<Option<Head>> {
             file.read_exact_at(&mut name, offset)?;
             let name = String::from_utf8_lossy(&name).into_owned();
             let name = name.strip_prefix("file:").unwrap_or(&name);
-            Some(path.parent().unwrap_or(Path::new("/")).join(name))
+            let is_path = name.split('/').next().is_some_and(|first| !first.contains(':'));
+            let dir = path.parent().filter(|_| is_path).unwrap_or(Path::new(""));
+            Some(dir.join(name))
         }
     };
     let start = if version >= 3 { u64::from(u32_at(&head, 100)) } else { HEAD_BYTES_2 };
-    let below_format = below_format(&file, start)?;
+    let below_format = match below {
+        Some(_) => below_format(&file, start..u64_at(&head, 8)).or_else(ended)?,
+        None => None,
+    };
     Ok(Some(Head {
         below,
         below_format,
@@ -75,10 +81,21 @@ pub(crate) fn head(path: &Path) -> io::Result<Option<Head>> {
     }))
 }
 
-/// The header extension that says it, of those that begin at `at`.
-fn below_format(file: &File, mut at: u64) -> io::Result<Option<String>> {
-    let mut extension = [0; HEAD_BYTES];
+/// A file that ends early has no more extensions.
+fn ended(error: io::Error) -> io::Result<Option<String>> {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => Ok(None),
+        _ => Err(error),
+    }
+}
+
+/// The header extension that says it, of those in a range.
+fn below_format(file: &File, range: Range<u64>) -> io::Result<Option<String>> {
+    let (mut at, mut extension) = (range.start, [0; HEAD_BYTES]);
     for _ in 0..EXTENSIONS_MAX {
+        if at + 8 > range.end {
+            break;
+        }
         file.read_exact_at(&mut extension[..8], at)?;
         let (kind, len) = (u32_at(&extension, 0), u32_at(&extension, 4));
         match (kind, len as usize) {
@@ -126,7 +143,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         let expected = |below: Option<PathBuf>, is_encrypted, has_data_file| {
-            let below_format = Some("qcow2".to_owned());
+            let below_format = below.as_ref().map(|_| "qcow2".to_owned());
             let expected = Head { below, below_format, is_encrypted, has_data_file };
             assert_eq!(head(&path).unwrap(), Some(expected));
         };
@@ -136,6 +153,8 @@ mod tests {
         expected(Some(dir.path().join("b.img")), true, false);
         write(&path, "/x/b.img", 0, 4);
         expected(Some("/x/b.img".into()), false, true);
+        write(&path, "nbd:b.img", 0, 0);
+        expected(Some("nbd:b.img".into()), false, false);
         for other in ["", "short", &"x".repeat(500)] {
             std::fs::write(&path, other).unwrap();
             assert_eq!(head(&path).unwrap(), None);
