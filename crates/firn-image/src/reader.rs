@@ -13,6 +13,7 @@ use std::path::Path;
 use firn_types::{Block, GuestPhys, RegionMap};
 use twox_hash::XxHash3_64;
 
+use crate::blocks::ReadOrder;
 use crate::chain::{Chain, Layer, Own};
 use crate::error::ImageError;
 use crate::footer::{Footer, Kind};
@@ -51,7 +52,9 @@ impl Image {
         let sections = read_sections(source, footer, &header.geometry)?;
         // Decoded when asked for, which is rarely; but opening says whether it is damaged.
         source.check_section(footer, Kind::AccessOrder)?;
-        Ok(Self { layers, sections, index, own })
+        let image = Self { layers, sections, index, own };
+        image.advise(ReadOrder::Sequential);
+        Ok(image)
     }
 
     fn layer(&self) -> &Layer {

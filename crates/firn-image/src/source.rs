@@ -34,6 +34,8 @@ impl Source {
         if !metadata.is_file() {
             return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
         }
+        // The kernel reads mebibytes ahead of a few sequential reads, and goes on from there whatever it is told later.
+        let _ = fadvise(&file, 0, None, Advice::Random);
         let is_in_memory = is_in_memory(&file);
         let id = (metadata.dev(), metadata.ino());
         Ok(Self { file, path: path.to_owned(), id, len: metadata.len(), is_in_memory })
