@@ -20,7 +20,7 @@ use crate::report::Report;
 pub const VARIABLE: &str = "FIRN_LAB_DIR";
 
 /// How much to do.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Extent {
     /// Every key, at most five minutes.
     pub quick: bool,
@@ -28,9 +28,18 @@ pub struct Extent {
     pub seed: u64,
     /// How many repetitions; `None` lets the experiment choose.
     pub runs: Option<usize>,
+    /// Words that choose among the experiment's guests and disks, where it has several; none chooses all.
+    pub only: Vec<String>,
 }
 
 impl Extent {
+    /// Of several things of a kind those that are wanted. Words that name none of them choose among something else.
+    pub fn wanted<T: Copy>(&self, kind: &[T], name: impl Fn(T) -> String) -> Vec<T> {
+        let is_named = |&&one: &&T| self.only.contains(&name(one));
+        let named: Vec<T> = kind.iter().filter(is_named).copied().collect();
+        if named.is_empty() { kind.to_vec() } else { named }
+    }
+
     /// Repetitions: what the user asked for, or one of two defaults.
     pub fn runs(&self, quick: usize, full: usize) -> usize {
         self.runs.unwrap_or(if self.quick { quick } else { full }).max(1)
@@ -227,8 +236,18 @@ mod tests {
     }
 
     #[test]
+    fn words_choose_among_the_kind_they_name() {
+        let only = vec!["jvm".to_owned(), "netssd".to_owned()];
+        let extent = Extent { only, ..Extent::default() };
+        let name = |name: &str| name.to_owned();
+        assert_eq!(extent.wanted(&["idle", "jvm"], name), ["jvm"]);
+        assert_eq!(extent.wanted(&["hdd7200", "netssd"], name), ["netssd"]);
+        assert_eq!(extent.wanted(&["eager", "lazy"], name), ["eager", "lazy"]);
+    }
+
+    #[test]
     fn what_the_user_asks_for_goes_first() {
-        let extent = |quick, runs| Extent { quick, seed: 0, runs };
+        let extent = |quick, runs| Extent { quick, runs, ..Extent::default() };
         assert_eq!(extent(true, None).runs(2, 10), 2);
         assert_eq!(extent(false, None).runs(2, 10), 10);
         assert_eq!(extent(true, Some(5)).runs(2, 10), 5);

@@ -37,15 +37,6 @@ pub enum Figure {
     Missing(String),
 }
 
-/// A named SVG file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Drawing {
-    /// File name without `.svg`.
-    pub name: String,
-    /// The file's text.
-    pub svg: String,
-}
-
 /// The outcome of one experiment.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
@@ -54,7 +45,7 @@ pub struct Report {
     figures: Vec<(String, Figure)>,
     notes: Vec<String>,
     repetitions: Vec<Value>,
-    drawings: Vec<Drawing>,
+    files: Vec<(String, String)>,
     host: BTreeMap<String, Value>,
     failed: bool,
 }
@@ -128,9 +119,14 @@ impl Report {
         &self.repetitions
     }
 
+    /// Adds a file that is written beside the report.
+    pub fn file(&mut self, name: impl Into<String>, text: impl Into<String>) {
+        self.files.push((name.into(), text.into()));
+    }
+
     /// Adds a drawing.
     pub fn drawing(&mut self, name: impl Into<String>, svg: String) {
-        self.drawings.push(Drawing { name: name.into(), svg });
+        self.file(format!("{}.svg", name.into()), svg);
     }
 
     /// What stands under a key: the number, or the median.
@@ -187,15 +183,15 @@ impl Report {
         text
     }
 
-    /// Writes `NAME.json` and the drawings into a directory, which is made. Returns what was written.
+    /// Writes `NAME.json` and the other files into a directory, which is made. Returns what was written.
     pub fn write(&self, dir: &Path) -> io::Result<Vec<PathBuf>> {
         fs::create_dir_all(dir)?;
         let json = dir.join(format!("{}.json", self.experiment));
         fs::write(&json, format!("{:#}\n", self.json()))?;
         let mut written = vec![json];
-        for drawing in &self.drawings {
-            let path = dir.join(format!("{}.svg", drawing.name));
-            fs::write(&path, &drawing.svg)?;
+        for (name, text) in &self.files {
+            let path = dir.join(name);
+            fs::write(&path, text)?;
             written.push(path);
         }
         Ok(written)

@@ -43,11 +43,11 @@ impl Prober {
         let replies = Arc::new(Mutex::new(Vec::new()));
         let (stopped, seen) = (Arc::clone(&stop), Arc::clone(&replies));
         let thread = thread::spawn(move || {
-            let mut pace = firn_guest::pace::Pace::new(per_second);
+            let mut pace = Pace::new(per_second);
             while !stopped.load(Ordering::Relaxed) {
                 if source.reply() {
                     seen.lock().unwrap_or_else(PoisonError::into_inner).push(started.elapsed());
-                    pace.wait(1);
+                    pace.wait();
                 } else {
                     thread::sleep(MOMENT);
                 }
@@ -83,6 +83,26 @@ impl Prober {
             // A source that panicked has no more replies to give.
             let _ = thread.join();
         }
+    }
+}
+
+/// A rate. Who is kept waiting does not make up for it: questions asked in a burst afterwards would hide the wait.
+struct Pace {
+    interval: Duration,
+    next: Instant,
+}
+
+impl Pace {
+    fn new(per_second: f64) -> Self {
+        let interval = if per_second > 0.0 { 1.0 / per_second } else { 0.0 };
+        Self { interval: Duration::from_secs_f64(interval), next: Instant::now() }
+    }
+
+    /// Waits until the next question is due.
+    fn wait(&mut self) {
+        let now = Instant::now();
+        self.next = now.max(self.next + self.interval);
+        thread::sleep(self.next - now);
     }
 }
 

@@ -70,6 +70,15 @@ impl Work {
         }
     }
 
+    /// A JVM has one, as in the paper: on two emulated ones, code that the JVM rewrites while it runs breaks it, with Firn
+    /// and without.
+    fn vcpus(self) -> u32 {
+        match self {
+            Self::Jvm | Self::Walk => 1,
+            Self::Idle | Self::Video | Self::Random(_) | Self::Redis => 2,
+        }
+    }
+
     fn image(self) -> Result<GuestImage> {
         Ok(match self {
             Self::Jvm | Self::Video => GuestImage::full()?,
@@ -92,7 +101,7 @@ impl<'a> Subject<'a> {
         let Size { ram, work: used } = work.size();
         let args = QemuArgs::new(&image, accel::decide().accel)
             .memory_mib(lab.extent.pick(ram.0, ram.1))
-            .vcpus(if work == Work::Walk { 1 } else { 2 })
+            .vcpus(work.vcpus())
             .append("firn.services=none")
             .root_in_memory(&image)
             .network(&[])

@@ -9,7 +9,7 @@
 //!
 //! **What is measured**: `ttr_1s_80.{disk}.{work}.{mode}`: TTR(1 s, 80 %) in seconds since the command, from the waits of the
 //! vCPUs in the run record. `auto_to_best` is `auto` by the best of the other four, `auto_below_lazy` how much of lazy's
-//! time it saves.
+//! time it saves. The run records lie beside the report, for `firn report`.
 
 use std::path::Path;
 
@@ -39,9 +39,10 @@ type Points = Vec<(f64, f64)>;
 /// Runs it.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-ttr");
+    let wanted = lab.extent.wanted(&DISKS, |disk| disk.to_string());
     let disks: Vec<Throttle> =
-        DISKS.into_iter().filter_map(|disk| lab.disk(disk, &mut report)).collect();
-    for work in WORKS {
+        wanted.iter().filter_map(|&disk| lab.disk(disk, &mut report)).collect();
+    for work in lab.extent.wanted(&WORKS, Work::name) {
         of_work(lab, work, &disks, &mut report)?;
     }
     let drawing = side_by_side(&report)?;
@@ -57,14 +58,16 @@ fn of_work(lab: &Lab, work: Work, disks: &[Throttle], report: &mut Report) -> Re
     drop(subject);
     report.repetition(json!({ "work": name, "save": said.facts }));
     let mut drawn = Drawn::default();
+    let modes = lab.extent.wanted(&MODES, |mode| mode.to_string());
     for disk in disks {
         let rounds = lab.extent.runs(ROUNDS.0, ROUNDS.1);
-        interleaved(rounds, &MODES, |round, &mode| {
+        interleaved(rounds, &modes, |round, &mode| {
             one(lab, &image, (work, disk, mode, round), &throughput, &mut drawn, report)
         })?;
     }
     std::fs::remove_file(&image)?;
-    DISKS.into_iter().for_each(|disk| figures(disk, &name, report));
+    let wanted = lab.extent.wanted(&DISKS, |disk| disk.to_string());
+    wanted.into_iter().for_each(|disk| figures(disk, &name, &modes, report));
     drawn.draw(work, report)
 }
 
@@ -88,13 +91,15 @@ fn one(
         drawn.curves.push((mode.to_string(), restored.curve()));
         drawn.throughput.push((mode.to_string(), throughput.per_second()));
     }
+    let record = serde_json::to_string(&restored.run.record)?;
+    report.file(format!("ws-ttr-{work}-{profile}-{mode}-{round}.run.json"), record);
     report.repetition(json!({ "work": work, "disk": profile, "mode": mode, "round": round,
         "ttr_1s_80": ttr, "complete": restored.is_complete(), "facts": restored.run.facts() }));
     Ok(())
 }
 
-fn figures(disk: DiskProfile, work: &str, report: &mut Report) {
-    for mode in MODES {
+fn figures(disk: DiskProfile, work: &str, modes: &[Mode], report: &mut Report) {
+    for &mode in modes {
         let is_it = |run: &&Value| {
             run["work"] == work && run["disk"] == disk.name() && run["mode"] == json!(mode)
         };
@@ -103,11 +108,19 @@ fn figures(disk: DiskProfile, work: &str, report: &mut Report) {
         report.sample(key(disk, work, mode), values);
     }
     let of = |mode| report.value(&key(disk, work, mode)).unwrap_or(f64::NAN);
+    if modes.len() < MODES.len() {
+        return;
+    }
     let others = MODES.into_iter().filter(|&mode| mode != Mode::Auto);
     let best = others.map(of).fold(f64::INFINITY, f64::min);
     let (auto, lazy) = (of(Mode::Auto), of(Mode::Lazy));
-    report.number(format!("auto_to_best.{disk}.{work}"), auto / best);
+    report.number(format!("auto_to_best.{disk}.{work}"), ratio(auto, best));
     report.number(format!("auto_below_lazy.{disk}.{work}"), 1.0 - auto / lazy);
+}
+
+/// Where neither takes any time, neither is behind.
+fn ratio(one: f64, other: f64) -> f64 {
+    if one == other { 1.0 } else { one / other }
 }
 
 fn key(disk: DiskProfile, work: &str, mode: Mode) -> String {
