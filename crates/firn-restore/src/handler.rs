@@ -98,6 +98,7 @@ impl<'a> Handler<'a> {
             Answer::Late(page) => self.zero(fault, page..Page(page.0 + 1), Answered::Late)?,
             Answer::Install(install) => self.install(fault, &install),
             Answer::Fetch(install) => self.fetch(fault, &install),
+            Answer::Ask(install) => self.ask(fault, |server| server.missed(&install)),
             Answer::Wait => {}
         }
         Ok(())

@@ -50,6 +50,7 @@ mod restore;
 pub mod server;
 mod shared;
 mod storage;
+mod storage_reads;
 
 pub use error::RestoreError;
 pub use learned::{LEARNED_MAX, Learned};

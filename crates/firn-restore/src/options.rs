@@ -27,8 +27,9 @@ pub enum Mode {
     /// section 4.2).
     WorkingSet,
     /// As [`Mode::Locality`], and meanwhile the working set as fast as storage and the guest allow, in the order in which
-    /// it was touched, beginning before the hypervisor runs. The guest waits for none of it. If it turns out to need
-    /// other memory, that stops.
+    /// it was touched, beginning before the hypervisor runs. The guest waits for none of it, unless storage is so far
+    /// that it could do nothing else without it and all of it will be there soon. If it turns out to need other memory,
+    /// that stops.
     #[default]
     Auto,
 }
@@ -117,8 +118,10 @@ impl Default for RestoreOptions {
     }
 }
 
-/// Bytes of one background read at most: enough that a disk spends its time reading, not seeking.
-const RUN_BYTES_MAX: u32 = 1 << 20;
+/// Bytes of one background read at most: enough that a disk spends its time reading, not seeking. And few enough for one
+/// request: a virtio disk takes 254 pages that do not lie together (`/sys/block/*/queue/max_segments`), and who counts
+/// requests would count a mebibyte twice.
+const RUN_BYTES_MAX: u32 = 960 << 10;
 
 impl RestoreOptions {
     /// In this mode, the rest as by default.
@@ -147,8 +150,7 @@ impl RestoreOptions {
             held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
             fill: self.fill == Fill::Quiet,
             account_use: self.account_use,
-            may_widen: self.mode == Mode::Auto,
-            may_diverge: self.mode == Mode::Auto,
+            adapts: self.mode == Mode::Auto,
             ..Rules::default()
         }
     }
@@ -172,6 +174,6 @@ mod tests {
     fn lazy_reads_one_block_at_a_time() {
         let lazy = RestoreOptions { mode: Mode::Lazy, ..RestoreOptions::default() };
         assert_eq!(lazy.rules(8192).run_max, 1);
-        assert_eq!(RestoreOptions::default().rules(65_536).run_max, 16);
+        assert_eq!(RestoreOptions::default().rules(65_536).run_max, 15);
     }
 }

@@ -15,6 +15,7 @@ use crate::error::RestoreError;
 use crate::hands::{Hands, Role};
 use crate::server::{Read, Stir, Take, Unit, Why};
 use crate::shared::{Shared, Waiter};
+use crate::storage_reads::StorageReads;
 
 /// How often a read that fails is tried again, and after which pause: storage over a network may come back.
 const RETRIES: u32 = 3;
@@ -47,8 +48,8 @@ pub(crate) fn work(shared: &Shared) {
 
 /// Reads what is asked for, until it is over.
 pub(crate) fn read(shared: &Shared, who: Waiter) {
-    let mut reader =
-        Reader { shared, hands: Hands::new(shared, Role::Helper), written: Duration::ZERO };
+    let (hands, storage) = (Hands::new(shared, Role::Helper), StorageReads::of_this_thread());
+    let mut reader = Reader { shared, hands, storage, written: Duration::ZERO };
     let mut inner = shared.lock();
     while !shared.is_over() {
         let now = shared.now();
@@ -62,8 +63,7 @@ pub(crate) fn read(shared: &Shared, who: Waiter) {
                 drop(inner);
                 reader.read(&read);
                 inner = shared.lock();
-                let took = shared.now().saturating_sub(now);
-                inner.server.read_done(read.why, read.units.len() as u32, took);
+                inner.server.read_done(read.why);
                 continue;
             }
             Take::At(then) => Some(then),
@@ -79,6 +79,7 @@ pub(crate) fn read(shared: &Shared, who: Waiter) {
 struct Reader<'a> {
     shared: &'a Shared,
     hands: Hands<'a>,
+    storage: StorageReads,
     /// When presence was last written down.
     written: Duration,
 }
@@ -113,7 +114,9 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn arrived(&self, read: &Read, units: Vec<Bytes>, began: Duration) {
+    fn arrived(&mut self, read: &Read, units: Vec<Bytes>, began: Duration) {
+        // What is read on demand was not in the page cache; that it is read there is what the handler's look may have done.
+        let is_read = self.storage.any() || read.why == Why::Demand;
         let now = self.shared.now();
         let mut inner = self.shared.lock();
         let mut stir = Stir::default();
@@ -123,6 +126,9 @@ impl<'a> Reader<'a> {
         }
         let place = self.shared.storage.place_of(&read.units);
         inner.recorder.read(began, now, place, read.why);
+        if is_read {
+            inner.server.read_took(read.units.len() as u32, began, now);
+        }
         self.shared.act(inner, stir);
     }
 

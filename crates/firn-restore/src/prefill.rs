@@ -13,13 +13,17 @@
 //! anonymous memory meanwhile for want of it (it unmaps pages then), nothing is kept. Whatever else the files hold is
 //! emptied, and that is checked: what is missing must be missing, or the guest would see zeros.
 //!
+//! Starting, the hypervisor reads files too, often from the same disk; where nobody waits for the prefill it rests for as
+//! long as each read took. And it is ended without waiting for the reads that are under way: what they bring is thrown
+//! away.
+//!
 //! Errors end the prefill, quietly: who serves the page faults meets them again, and tells.
 
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -31,8 +35,9 @@ use firn_types::{Block, PAGE_SIZE, Page, RamRegion};
 use crate::bytes::Bytes;
 use crate::error::RestoreError;
 use crate::options::{Mode, RestoreOptions};
-use crate::server::{Settled, sequence};
+use crate::server::{Reach, Settled, sequence};
 use crate::storage::Storage;
+use crate::storage_reads::StorageReads;
 
 /// Threads that fill. One processor is the hypervisor's, which is starting.
 const THREADS: usize = 2;
@@ -60,6 +65,8 @@ pub struct Prefilled {
 pub(crate) struct PrefillRead {
     pub(crate) began: Instant,
     pub(crate) ended: Instant,
+    /// Locality blocks, if the page cache did not have them.
+    pub(crate) from_storage: Option<u32>,
     /// Where in the image, and how much: both in bytes.
     pub(crate) place: (u64, u32),
 }
@@ -70,7 +77,10 @@ struct Job {
     files: Vec<(RamRegion, File)>,
     runs: Vec<Range<u32>>,
     next: AtomicUsize,
-    stop: AtomicBool,
+    /// Whether it rests after each read.
+    rests: bool,
+    /// Who writes to memory holds it; nobody does once it says so.
+    is_over: RwLock<bool>,
     filled: Mutex<Vec<Block>>,
     reads: Mutex<Vec<PrefillRead>>,
 }
@@ -87,7 +97,8 @@ impl Prefill {
             files,
             runs,
             next: AtomicUsize::new(0),
-            stop: AtomicBool::new(false),
+            rests: options.mode == Mode::Auto,
+            is_over: RwLock::new(false),
             filled: Mutex::default(),
             reads: Mutex::default(),
         };
@@ -107,9 +118,10 @@ impl Prefill {
         Prefilled { blocks, reads, is_trusted: scanned.is_some() && scanned == self.scanned_before }
     }
 
+    /// From here on nobody writes. A thread that reads or rests ends by itself.
     fn end(&mut self) {
-        self.job.stop.store(true, Ordering::Release);
-        for thread in self.threads.drain(..) {
+        self.job.end();
+        for thread in self.threads.drain(..).filter(JoinHandle::is_finished) {
             if thread.join().is_err() {
                 tracing::error!("a thread that filled memory has died (this is a bug in Firn)");
                 self.job.filled().clear();
@@ -204,7 +216,8 @@ fn runs(storage: &Storage, options: &RestoreOptions) -> Vec<Range<u32>> {
         }
         Mode::WorkingSet | Mode::Auto => units_of(image, &options.expected(image)),
     };
-    sequence(&units, image.locality_blocks(), options.run_max(storage.unit_bytes()))
+    let reach = Reach::near(options.run_max(storage.unit_bytes()));
+    sequence(&units, image.locality_blocks(), reach)
 }
 
 /// Of an image in a chain, newer ones may have other content for all of a locality block's memory blocks.
@@ -239,37 +252,58 @@ impl Job {
         // Of this thread alone. Without it everything works the same, only less smoothly.
         let _ = rustix::process::setpriority_process(None, NICE);
         let mut raw = vec![0; self.storage.image().geometry().block_size.bytes()];
-        while !self.stop.load(Ordering::Acquire) {
+        let mut storage = StorageReads::of_this_thread();
+        while !self.is_over() {
             let Some(run) = self.runs.get(self.next.fetch_add(1, Ordering::Relaxed)) else { break };
             point("restore.prefill");
-            if self.fill(run, &mut raw).is_none() {
-                self.stop.store(true, Ordering::Release);
+            if self.fill(run, &mut raw, &mut storage).is_none() {
+                self.end();
             }
         }
     }
 
+    fn end(&self) {
+        *self.is_over.write().unwrap_or_else(PoisonError::into_inner) = true;
+    }
+
+    fn is_over(&self) -> bool {
+        *self.is_over.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// `None` if something is wrong.
-    fn fill(&self, run: &Range<u32>, raw: &mut [u8]) -> Option<()> {
-        let (image, units) = (self.storage.image(), self.read(run)?);
+    fn fill(&self, run: &Range<u32>, raw: &mut [u8], storage: &mut StorageReads) -> Option<()> {
+        let (image, began) = (self.storage.image(), Instant::now());
+        let (units, took) = (self.read(run, storage)?, began.elapsed());
         for (unit, bytes) in run.clone().zip(units) {
             for entry in image.entries(LocalityBlockId(unit)) {
-                if self.stop.load(Ordering::Acquire) {
-                    return None;
-                }
                 image.decode(entry, self.storage.stored_in(&bytes, entry), raw).ok()?;
-                self.write(entry.block, raw)?;
-                self.filled().push(entry.block);
+                self.put(entry.block, raw)?;
             }
+        }
+        if self.rests {
+            std::thread::sleep(took);
         }
         Some(())
     }
 
-    fn read(&self, run: &Range<u32>) -> Option<Vec<Bytes>> {
+    fn read(&self, run: &Range<u32>, storage: &mut StorageReads) -> Option<Vec<Bytes>> {
         let began = Instant::now();
         let units = self.storage.read(run).ok()?;
-        let place = self.storage.place_of(run);
-        self.reads().push(PrefillRead { began, ended: Instant::now(), place });
+        let (ended, place) = (Instant::now(), self.storage.place_of(run));
+        let from_storage = storage.any().then_some(run.len() as u32);
+        self.reads().push(PrefillRead { began, ended, from_storage, place });
         Some(units)
+    }
+
+    /// `None` if it is over, too.
+    fn put(&self, block: Block, raw: &[u8]) -> Option<()> {
+        let is_over = self.is_over.read().unwrap_or_else(PoisonError::into_inner);
+        if *is_over {
+            return None;
+        }
+        self.write(block, raw)?;
+        self.filled().push(block);
+        Some(())
     }
 
     /// A block lies in one region, and may reach past its end.

@@ -39,6 +39,9 @@ pub struct Progress {
     pub prefetched_used: Option<f64>,
 }
 
+/// The longest that a guest is kept from running so that it need not wait for each page.
+const PREFIX: Duration = Duration::from_secs(5);
+
 /// What is left of a restore when its threads have ended.
 #[derive(Debug)]
 pub struct Stopped {
@@ -115,6 +118,9 @@ impl Restore {
         for read in prefilled.reads() {
             let (began, ended) = (read.began - since, read.ended - since);
             inner.recorder.read(began, ended, read.place, Why::Ahead);
+            if let Some(units) = read.from_storage {
+                inner.server.read_took(units, began, ended);
+            }
         }
     }
 
@@ -180,8 +186,11 @@ impl Restore {
     /// # Errors
     /// The error because of which memory can't be brought back.
     pub fn prefill(&self) -> Result<(), Arc<RestoreError>> {
-        if self.shared.options.mode != Mode::Auto {
-            self.shared.wait_until(|inner| inner.server.is_ahead_done(), None)?;
+        let adapts = self.shared.options.mode == Mode::Auto;
+        let is_worth_it = !adapts || self.shared.lock().server.is_ahead_soon();
+        if is_worth_it {
+            let deadline = adapts.then(|| Instant::now() + PREFIX);
+            self.shared.wait_until(|inner| inner.server.is_ahead_done(), deadline)?;
         }
         self.shared.lock().recorder.prefilled(self.shared.now());
         self.fill(self.shared.options.fill);

@@ -46,6 +46,8 @@ pub enum Answer<B> {
     /// Nobody has read its unit: look whether the page cache has it, and report [`super::Server::fetched`] or
     /// [`super::Server::missed`].
     Fetch(Install<()>),
+    /// Nobody has read its unit, and where it is a look would cost a way of its own: report [`super::Server::missed`].
+    Ask(Install<()>),
     /// Its unit is being read; whoever reads it installs the block first.
     Wait,
 }

@@ -8,31 +8,37 @@
 //!                                 window: go on      window: few p -> nothing more is read ahead
 //! ```
 //!
-//! Predicted units that are in memory already cause no read, so that a good prediction shows few reads of either kind:
-//! windows are counted in reads, not in time.
+//! Predicted units that are in memory already cause no read. The more of them are, the more of the reads that are left
+//! must be of others, however good the prediction was. So predicted reads are compared with how many there would be by
+//! chance, were the guest to choose among all that is not in memory yet:
+//!
+//! ```text
+//!   not in memory yet    p p p p o o o o   one read of twenty is predicted: the guest has gone elsewhere
+//!                        p o o o o o o o   few reads are predicted either way: nothing can be said for long
+//! ```
 
-/// Reads after which it is decided.
-const WINDOW: u32 = 32;
+/// Predicted reads that there would be by chance after which it is decided.
+const WINDOW: f64 = 16.0;
 
-/// Of these, predicted ones at least.
-const EXPECTED_MIN: u32 = 4;
+/// A guest that goes where it was expected to makes at least this share of them.
+const LEAST: f64 = 0.125;
 
 /// Watches reads that the guest waits for.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Divergence {
-    expected: u32,
-    reads: u32,
+    expected: f64,
+    by_chance: f64,
 }
 
 impl Divergence {
-    /// The guest waits for a read. Whether it has diverged.
-    pub(super) fn read(&mut self, is_expected: bool) -> bool {
-        self.reads += 1;
-        self.expected += u32::from(is_expected);
-        if self.reads < WINDOW {
+    /// The guest waits for a read; `share` of what is not in memory yet was predicted. Whether it has diverged.
+    pub(super) fn read(&mut self, is_expected: bool, share: f64) -> bool {
+        self.by_chance += share;
+        self.expected += f64::from(u8::from(is_expected));
+        if self.by_chance < WINDOW {
             return false;
         }
-        let diverged = self.expected < EXPECTED_MIN;
+        let diverged = self.expected < LEAST * self.by_chance;
         *self = Self::default();
         diverged
     }
@@ -42,20 +48,27 @@ impl Divergence {
 mod tests {
     use super::*;
 
-    fn diverges(reads: impl IntoIterator<Item = bool>) -> bool {
+    fn diverges(share: f64, reads: impl IntoIterator<Item = bool>) -> bool {
         let mut divergence = Divergence::default();
-        reads.into_iter().any(|is_expected| divergence.read(is_expected))
+        reads.into_iter().any(|is_expected| divergence.read(is_expected, share))
     }
 
     #[test]
     fn a_guest_that_does_what_was_expected_does_not_diverge() {
-        assert!(!diverges((0..1000).map(|read| read % 8 == 0)));
+        assert!(!diverges(0.5, (0..1000).map(|read| read % 2 == 0)));
+        assert!(!diverges(0.5, (0..1000).map(|read| read % 8 == 0)));
     }
 
     #[test]
     fn a_guest_that_goes_elsewhere_does() {
-        assert!(!diverges((0..31).map(|_| false)));
-        assert!(diverges((0..32).map(|_| false)));
-        assert!(diverges((0..64).map(|read| read < 30)));
+        assert!(!diverges(0.5, (0..31).map(|_| false)));
+        assert!(diverges(0.5, (0..32).map(|_| false)));
+        assert!(diverges(0.5, (0..64).map(|read| read < 24)));
+    }
+
+    #[test]
+    fn reads_of_others_mean_little_when_little_is_predicted() {
+        assert!(!diverges(0.02, (0..790).map(|_| false)));
+        assert!(diverges(0.02, (0..810).map(|_| false)));
     }
 }

@@ -31,6 +31,19 @@
 //! just taken, the fault handler installs it as well, rather than wait for a thread that may not be running: the kernel
 //! puts pages in place atomically and leaves a page that is present alone.
 //!
+//! # Storage and guest
+//!
+//! With [`Rules::adapts`] it goes by what they turn out to be like ([`cost`], [`ahead`], [`divergence`]):
+//!
+//! ```text
+//!                      storage near: flash            storage far: a disk
+//!   reads on demand    the unit                       as many as getting there was worth
+//!   reads ahead        in the order of first access;  all by place, gaps read through,
+//!                      while the guest waits for      whatever the guest does, which may not
+//!                      storage, short, half the time  even run before it is there
+//!   background fill    when faults are quiet          at once, if all can be there soon; else the same
+//! ```
+//!
 //! # Pages given back
 //!
 //! A page the guest gives back (balloon, free-page reporting) is settled from that moment and zero when touched again.
@@ -44,6 +57,8 @@ use std::time::Duration;
 use firn_types::{Block, BlockSize, Page};
 
 mod actions;
+mod ahead;
+mod cost;
 mod divergence;
 mod pace;
 mod plan;
@@ -60,12 +75,13 @@ pub use actions::{Answer, Counts, Install, Read, Source, Stir, Take, Why, Work};
 pub use pace::Rules;
 pub use plan::{Plan, Unit};
 pub(crate) use rest::LULL;
-pub(crate) use sequence::sequence;
+pub(crate) use sequence::{Reach, sequence};
 pub use settled::{PageMask, Settled};
 
+use ahead::Ahead;
+use cost::Cost;
 use divergence::Divergence;
 use pace::Pace;
-use reading::Ahead;
 use rest::Rest;
 use units::{State, Units};
 
@@ -89,6 +105,7 @@ pub struct Server<B> {
     settled: Settled,
     units: Units<B>,
     taken: Vec<u64>,
+    cost: Cost,
     pace: Pace,
     rest: Rest,
     asked: VecDeque<Unit>,
@@ -131,6 +148,7 @@ impl<B: Clone> Server<B> {
             rules,
             settled,
             units,
+            cost: Cost::default(),
             pace: Pace::new(now),
             rest: Rest::default(),
             asked: VecDeque::with_capacity(64),
@@ -141,7 +159,7 @@ impl<B: Clone> Server<B> {
             spared: Vec::new(),
             damaged: Vec::new(),
             prefetched: Vec::new(),
-            ahead: Ahead::nothing(),
+            ahead: Ahead::nothing(now),
             divergence: Divergence::default(),
             fill_from: 0,
             wants_room: false,
@@ -236,8 +254,12 @@ impl<B: Clone> Server<B> {
         };
         match self.units.state(unit) {
             State::Stored => {
-                self.units.set(unit, State::Trying);
-                Answer::Fetch(self.install(unit, block, page, Source::PageCache))
+                self.begin(unit, State::Trying);
+                let install = self.install(unit, block, page, Source::PageCache);
+                match self.rules.adapts && self.cost.is_far() {
+                    true => Answer::Ask(install),
+                    false => Answer::Fetch(install),
+                }
             }
             State::Memory { source, why, .. } => {
                 let (source, why) = (source.clone(), *why);

@@ -28,10 +28,8 @@ pub struct Rules {
     pub held_max: u32,
     /// Whether memory is filled in the background at all.
     pub fill: bool,
-    /// Whether reads on demand bring their neighbours where storage is slow to get there.
-    pub may_widen: bool,
-    /// Whether reading ahead ends when the guest goes elsewhere.
-    pub may_diverge: bool,
+    /// Whether it goes by what the storage and the guest turn out to be like: see [`super`].
+    pub adapts: bool,
     /// Install nothing but the very page that faulted, so that each first touch of a prefetched page is seen.
     pub account_use: bool,
 }
@@ -44,8 +42,7 @@ impl Default for Rules {
             run_max: 16,
             held_max: 256,
             fill: true,
-            may_widen: false,
-            may_diverge: false,
+            adapts: false,
             account_use: false,
         }
     }
@@ -66,44 +63,11 @@ pub(super) struct Pace {
     last_fault: Option<Duration>,
     last_read: Duration,
     run: u32,
-    alone: Mean,
-    in_sequence: Mean,
-}
-
-/// A read of at least so many units counts as one in sequence.
-const LONG: u32 = 4;
-/// A single read that takes at least so long is one of a disk.
-const SLOW: Duration = Duration::from_millis(2);
-/// Units read on demand from a disk whose speed in sequence is not known yet.
-const UNKNOWN: u32 = 4;
-
-/// A mean of times; zero of none.
-#[derive(Clone, Copy, Debug, Default)]
-struct Mean {
-    sum: Duration,
-    count: u32,
-}
-
-impl Mean {
-    fn add(&mut self, time: Duration, count: u32) {
-        self.sum += time;
-        self.count += count;
-    }
-
-    fn mean(&self) -> Duration {
-        self.sum.checked_div(self.count).unwrap_or_default()
-    }
 }
 
 impl Pace {
     pub(super) fn new(now: Duration) -> Self {
-        Self {
-            last_fault: None,
-            last_read: now,
-            run: 1,
-            alone: Mean::default(),
-            in_sequence: Mean::default(),
-        }
+        Self { last_fault: None, last_read: now, run: 1 }
     }
 
     /// The guest waits for a page.
@@ -112,41 +76,21 @@ impl Pace {
         self.run = 1;
     }
 
+    /// When the guest last began to wait for a page.
+    pub(super) fn last_fault(&self) -> Duration {
+        self.last_fault.unwrap_or_default()
+    }
+
     /// Something was read: the restore progresses.
     pub(super) fn read(&mut self, now: Duration) {
         self.last_read = now;
     }
 
-    /// So many neighbouring units were read in this time.
-    pub(super) fn took(&mut self, units: u32, took: Duration) {
-        match units {
-            1 => self.alone.add(took, 1),
-            LONG.. => self.in_sequence.add(took, units),
-            _ => {}
-        }
-    }
-
-    /// How many units to read where the guest waits for one. On a disk the heads' way takes as long as reading ten
-    /// units in sequence: reading as long as it took to get there costs twice the time at most, and often saves the
-    /// next way.
-    pub(super) fn run_on_demand(&self, rules: &Rules) -> u32 {
-        let alone = self.alone.mean();
-        let worthwhile = match self.in_sequence.mean() {
-            _ if alone < SLOW => 1,
-            unit if unit.is_zero() => UNKNOWN,
-            unit => (alone.as_micros() / unit.as_micros().max(1)) as u32,
-        };
-        worthwhile.clamp(1, rules.run_max.max(1))
-    }
-
-    /// How long a guest makes no fault before it counts as quiet. One that waits for slow storage only seems to be.
-    fn quiet(&self, rules: &Rules) -> Duration {
-        rules.quiet.max(self.alone.mean() * 2)
-    }
-
     /// Whether the fill may read now.
-    pub(super) fn ask(&mut self, rules: &Rules, now: Duration) -> Leave {
-        let quiet = self.quiet(rules);
+    ///
+    /// A guest that waits for slow storage only seems to be quiet: not before `round`.
+    pub(super) fn ask(&mut self, rules: &Rules, round: Duration, now: Duration) -> Leave {
+        let quiet = rules.quiet.max(round);
         let quiet_at = self.last_fault.map_or(Duration::ZERO, |fault| fault + quiet);
         if now >= quiet_at {
             let run = self.run;
@@ -170,38 +114,18 @@ mod tests {
     #[test]
     fn runs_grow_while_it_is_quiet_and_start_over_at_a_fault() {
         let (rules, mut pace) = (Rules::default(), Pace::new(Duration::ZERO));
-        let runs: Vec<_> = (0..6).map(|_| pace.ask(&rules, MS)).collect();
+        let runs: Vec<_> = (0..6).map(|_| pace.ask(&rules, Duration::ZERO, MS)).collect();
         assert_eq!(runs, [1, 2, 4, 8, 16, 16].map(Leave::Read));
         pace.fault(MS);
-        assert_eq!(pace.ask(&rules, 2 * MS), Leave::At(4 * MS));
-        assert_eq!(pace.ask(&rules, 4 * MS), Leave::Read(1));
-    }
-
-    #[test]
-    fn a_disk_reads_on_for_as_long_as_it_took_to_get_there() {
-        let (rules, mut pace) = (Rules::default(), Pace::new(Duration::ZERO));
-        assert_eq!(pace.run_on_demand(&rules), 1);
-        pace.took(1, 6 * MS);
-        assert_eq!(pace.run_on_demand(&rules), UNKNOWN);
-        pace.took(16, 8 * MS);
-        assert_eq!(pace.run_on_demand(&rules), 12);
-    }
-
-    #[test]
-    fn storage_that_answers_quickly_reads_what_is_asked_for() {
-        let (rules, mut pace) = (Rules::default(), Pace::new(Duration::ZERO));
-        pace.took(1, MS);
-        pace.took(16, MS);
-        assert_eq!(pace.run_on_demand(&rules), 1);
+        assert_eq!(pace.ask(&rules, Duration::ZERO, 2 * MS), Leave::At(4 * MS));
+        assert_eq!(pace.ask(&rules, Duration::ZERO, 4 * MS), Leave::Read(1));
     }
 
     #[test]
     fn slow_storage_does_not_make_a_guest_quiet() {
         let (rules, mut pace) = (Rules::default(), Pace::new(Duration::ZERO));
         pace.fault(MS);
-        pace.took(1, 8 * MS);
-        pace.took(1, 12 * MS);
-        assert_eq!(pace.ask(&rules, 5 * MS), Leave::At(21 * MS));
+        assert_eq!(pace.ask(&rules, 20 * MS, 5 * MS), Leave::At(21 * MS));
     }
 
     #[test]
@@ -209,11 +133,11 @@ mod tests {
         let (rules, mut pace) = (Rules::default(), Pace::new(Duration::ZERO));
         for ms in 1..50 {
             pace.fault(ms * MS);
-            assert!(matches!(pace.ask(&rules, ms * MS), Leave::At(_)));
+            assert!(matches!(pace.ask(&rules, Duration::ZERO, ms * MS), Leave::At(_)));
         }
         pace.fault(50 * MS);
-        assert_eq!(pace.ask(&rules, 50 * MS), Leave::Read(1));
+        assert_eq!(pace.ask(&rules, Duration::ZERO, 50 * MS), Leave::Read(1));
         pace.read(50 * MS);
-        assert!(matches!(pace.ask(&rules, 51 * MS), Leave::At(_)));
+        assert!(matches!(pace.ask(&rules, Duration::ZERO, 51 * MS), Leave::At(_)));
     }
 }

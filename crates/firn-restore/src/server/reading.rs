@@ -1,93 +1,18 @@
 //! What is read next, and what comes of it.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Duration;
 
 use super::actions::{Install, Read, Source, Stir, Take, Why};
 use super::pace::Leave;
 use super::plan::Unit;
-use super::sequence::sequence;
 use super::units::State;
 use super::{Server, Waiting};
 
-/// Readers that read ahead at once: enough that storage never waits for us, and no more, since what the guest waits for
-/// waits behind them.
-const AHEAD_MAX: u32 = 2;
-
-/// What is to be read ahead.
-#[derive(Debug)]
-pub(super) struct Ahead {
-    units: Vec<Unit>,
-    /// Whether each unit is one of them.
-    listed: Vec<bool>,
-    /// Requests that are still to be made.
-    requests: VecDeque<Range<u32>>,
-    /// Requests that readers are at.
-    running: u32,
-    done: usize,
-    /// That all are in place has been told.
-    pub(super) is_over: bool,
-}
-
-impl Ahead {
-    pub(super) fn nothing() -> Self {
-        Self::of(Vec::new(), 0, 1, 0)
-    }
-
-    /// These units of `0..end`, with requests of at most `longest`, while so many others are still `running`.
-    fn of(units: Vec<Unit>, end: u32, longest: u32, running: u32) -> Self {
-        let mut listed = vec![false; end as usize];
-        units.iter().for_each(|unit| listed[unit.index()] = true);
-        let numbers: Vec<u32> = units.iter().map(|unit| unit.0).collect();
-        let requests = sequence(&numbers, end, longest).into();
-        Self { is_over: units.is_empty(), units, listed, requests, running, done: 0 }
-    }
-
-    /// Nothing more, beside what is running.
-    fn ended(&self) -> Self {
-        Self { running: self.running, ..Self::nothing() }
-    }
-
-    fn has(&self, unit: Unit) -> bool {
-        self.listed.get(unit.index()).copied().unwrap_or(false)
-    }
-}
+/// What can be there so soon is read without waiting for a quiet moment.
+const SOON: Duration = Duration::from_secs(10);
 
 impl<B: Clone> Server<B> {
-    /// Has these units read as fast as storage allows, roughly in this order, before any background fill.
-    /// [`Stir::ahead`] tells when all of them are in place.
-    pub fn read_ahead(&mut self, units: Vec<Unit>) -> Stir {
-        let longest = self.rules.run_max.max(1);
-        self.ahead = Ahead {
-            is_over: false,
-            ..Ahead::of(units, self.plan.units(), longest, self.ahead.running)
-        };
-        self.stir(Stir { background: true, ..Stir::default() })
-    }
-
-    /// Reads nothing any more that the guest does not wait for.
-    pub fn stop_background(&mut self) {
-        self.ahead = self.ahead.ended();
-        self.rules.fill = false;
-    }
-
-    /// Whether all that was to be read ahead is in place.
-    pub fn is_ahead_done(&mut self) -> bool {
-        while let Some(&unit) = self.ahead.units.get(self.ahead.done) {
-            let in_place = match self.units.state(unit) {
-                State::Done | State::Failed => true,
-                State::Memory { .. } => self.rules.account_use,
-                _ => false,
-            };
-            if !in_place {
-                return false;
-            }
-            self.ahead.done += 1;
-        }
-        true
-    }
-
     /// Turns the background fill on or off.
     pub fn set_fill(&mut self, fill: bool) -> Stir {
         self.rules.fill = fill;
@@ -104,8 +29,8 @@ impl<B: Clone> Server<B> {
             self.wants_room = true;
             return Take::Idle;
         }
-        if let Some(read) = self.take_ahead() {
-            return Take::Read(read);
+        if self.ahead.has_more() {
+            return self.take_ahead(now);
         }
         match may_fill && self.rules.fill {
             true => self.take_fill(now),
@@ -117,11 +42,7 @@ impl<B: Clone> Server<B> {
         while let Some(unit) = self.asked.pop_front() {
             if matches!(self.units.state(unit), State::Asked) {
                 self.units.set(unit, State::Reading);
-                let len = match self.rules.may_widen && self.units.held() < self.rules.held_max {
-                    true => self.pace.run_on_demand(&self.rules),
-                    false => 1,
-                };
-                let beside = self.start_run(Unit(unit.0 + 1), len - 1);
+                let beside = self.start_run(Unit(unit.0 + 1), self.run_on_demand() - 1);
                 return Some(Read { units: unit.0..beside.end, why: Why::Demand });
             }
             self.reads_on_demand -= 1;
@@ -129,46 +50,58 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    fn take_ahead(&mut self) -> Option<Read> {
-        if self.ahead.running >= AHEAD_MAX {
-            return None;
+    /// How many units to read where the guest waits for one. On a disk, reading for as long as it took to get there costs
+    /// twice the time at most, and often saves the next way.
+    fn run_on_demand(&self) -> u32 {
+        let is_worth_it = self.rules.adapts && self.cost.is_far();
+        match is_worth_it && self.units.held() < self.rules.held_max {
+            true => self.cost.worth().clamp(1, self.rules.run_max.max(1)),
+            false => 1,
         }
-        while let Some(request) = self.ahead.requests.pop_front() {
-            let mut units = request.clone();
-            let stored = units.find(|&unit| self.units.is_stored(Unit(unit)));
-            let Some(first) = stored else { continue };
-            let run = self.start_run(Unit(first), request.end - first);
-            if run.end < request.end {
-                self.ahead.requests.push_front(run.end..request.end);
-            }
-            self.ahead.running += 1;
-            return Some(Read { units: run, why: Why::Ahead });
-        }
-        None
     }
 
-    /// A reader is done with a [`Read`] of so many units, whatever came of it.
-    pub fn read_done(&mut self, why: Why, units: u32, took: Duration) {
+    /// A reader is done with a [`Read`], whatever came of it.
+    pub fn read_done(&mut self, why: Why) {
         if why == Why::Ahead {
-            self.ahead.running -= 1;
+            self.ahead.done();
         }
-        self.pace.took(units, took);
+    }
+
+    /// So many neighbouring units were read from `began` to `ended`.
+    pub fn read_took(&mut self, units: u32, began: Duration, ended: Duration) {
+        self.cost.read(units, began, ended);
+        self.ahead.rest(began, ended);
+        if self.rules.adapts && self.cost.is_far() {
+            self.go_by_place();
+        }
     }
 
     fn take_fill(&mut self, now: Duration) -> Take {
-        if self.reads_on_demand > 0 {
+        let is_soon = self.is_soon();
+        if self.reads_on_demand > 0 && !is_soon {
             return Take::At(now + self.rules.quiet);
         }
         let Some(first) = self.next_to_fill() else {
             return self.release_spared();
         };
-        match self.pace.ask(&self.rules, now) {
+        let leave = match is_soon {
+            true => Leave::Read(self.rules.run_max),
+            false => self.pace.ask(&self.rules, self.cost.round(), now),
+        };
+        match leave {
             Leave::At(then) => Take::At(then),
             Leave::Read(len) => {
                 self.pace.read(now);
                 Take::Read(Read { units: self.start_run(first, len), why: Why::Fill })
             }
         }
+    }
+
+    /// Whether all that is left can be there soon, of a storage where one long read costs no more than a short one. The
+    /// guest waits longer for what it asks for meanwhile, and then never again.
+    fn is_soon(&self) -> bool {
+        let left = self.cost.of(self.units.left(), self.rules.run_max);
+        self.rules.adapts && self.cost.is_far() && left <= SOON
     }
 
     fn next_to_fill(&mut self) -> Option<Unit> {
@@ -183,12 +116,18 @@ impl<B: Clone> Server<B> {
     }
 
     /// Begins to read up to `len` neighbouring units, as far as nobody has begun with them.
-    fn start_run(&mut self, first: Unit, len: u32) -> Range<u32> {
+    pub(super) fn start_run(&mut self, first: Unit, len: u32) -> Range<u32> {
         let end = first.0.saturating_add(len).min(self.plan.units());
         let stored = |unit: &u32| self.units.is_stored(Unit(*unit));
         let run = first.0..first.0 + (first.0..end).take_while(stored).count() as u32;
-        run.clone().for_each(|unit| self.units.set(Unit(unit), State::Reading));
+        run.clone().for_each(|unit| self.begin(Unit(unit), State::Reading));
         run
+    }
+
+    /// Somebody begins with a unit that nobody has begun with.
+    pub(super) fn begin(&mut self, unit: Unit, state: State<B>) {
+        self.ahead.begun(unit);
+        self.units.set(unit, state);
     }
 
     /// With use accounted for, units stay out of the guest's reach until there is nothing else to do.
@@ -227,6 +166,7 @@ impl<B: Clone> Server<B> {
             State::Reading | State::Asked => self.waiting.push(waiting),
             _ => {
                 self.watch_divergence(unit);
+                self.ahead.waited(self.pace.last_fault());
                 self.units.set(unit, State::Asked);
                 self.asked.push_back(unit);
                 self.reads_on_demand += 1;
@@ -235,15 +175,6 @@ impl<B: Clone> Server<B> {
         }
         let workers = !self.urgent.is_empty();
         self.stir(Stir { demand: true, workers, ..Stir::default() })
-    }
-
-    /// The guest waits for storage.
-    fn watch_divergence(&mut self, unit: Unit) {
-        let is_expected = self.ahead.has(unit);
-        if self.rules.may_diverge && !self.ahead.is_over && self.divergence.read(is_expected) {
-            self.ahead = self.ahead.ended();
-            self.counts.diverged = true;
-        }
     }
 
     /// A unit was read.

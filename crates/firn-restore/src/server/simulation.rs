@@ -121,7 +121,7 @@ impl World {
         let plan = plan_of(&mut dice, block_size.blocks_in(pages), lazy);
         let rules = Rules {
             run_max: 1 + dice.roll(8),
-            may_widen: dice.roll(2) == 0,
+            adapts: dice.roll(2) == 0,
             held_max: 1 + dice.roll(6),
             account_use: dice.chance(25),
             ..Rules::default()
@@ -273,6 +273,10 @@ impl World {
             }
             Answer::Install(install) => self.put(&install),
             Answer::Fetch(install) => self.fetch(&install),
+            Answer::Ask(install) => {
+                let stir = self.server.missed(&install);
+                self.note(stir);
+            }
             Answer::Wait => {}
         }
     }
@@ -358,8 +362,9 @@ impl World {
     }
 
     fn arrive(&mut self, read: Read) -> Reader {
-        let took = Duration::from_micros(u64::from(self.dice.roll(8000)));
-        self.server.read_done(read.why, read.units.len() as u32, took);
+        let began = self.now.saturating_sub(Duration::from_micros(u64::from(self.dice.roll(8000))));
+        self.server.read_took(read.units.len() as u32, began, self.now);
+        self.server.read_done(read.why);
         for (unit, why) in read.each() {
             self.cached[unit.index()] = true;
             let source = match self.rules.account_use {
@@ -456,7 +461,7 @@ fn a_guest_that_only_touches_zeros_does_not_stop_the_fill() {
         assert!(matches!(server.fault(now, Page(40)), Answer::Zero(_)));
         if let Take::Read(read) = server.take_read(now, true) {
             units += read.units.len();
-            server.read_done(read.why, read.units.len() as u32, Duration::ZERO);
+            server.read_done(read.why);
             let _ = server.arrived(now, Unit(read.units.start), Source::PageCache, read.why);
         }
     }

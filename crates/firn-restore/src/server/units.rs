@@ -21,6 +21,7 @@ pub(super) struct Units<B> {
     states: Vec<State<B>>,
     missing: Vec<u32>,
     left: u32,
+    stored: u32,
     held: u32,
 }
 
@@ -33,12 +34,17 @@ impl<B> Units<B> {
         };
         let states = missing.iter().map(state).collect();
         let left = missing.iter().filter(|&&missing| missing > 0).count() as u32;
-        Self { states, missing, left, held: 0 }
+        Self { states, missing, left, stored: left, held: 0 }
     }
 
     /// Units that are not done.
     pub(super) fn left(&self) -> u32 {
         self.left
+    }
+
+    /// Units that nobody has begun to read.
+    pub(super) fn stored(&self) -> u32 {
+        self.stored
     }
 
     /// Units whose bytes are held in memory, or are about to be.
@@ -67,6 +73,7 @@ impl<B> Units<B> {
 
     fn replace(&mut self, unit: Unit, state: State<B>) {
         let old = std::mem::replace(&mut self.states[unit.index()], state);
+        self.stored -= u32::from(matches!(old, State::Stored));
         self.held -= u32::from(holds(&old));
         self.held += u32::from(holds(&self.states[unit.index()]));
     }

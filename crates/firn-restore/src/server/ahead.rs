@@ -1,0 +1,226 @@
+//! What is read before the guest asks for it, because it is expected to.
+//!
+//! Reading ahead is there for a guest that would wait for storage otherwise; it must not be what it waits for. Near
+//! storage answers at once unless somebody else has it, so while the guest waits now and then, reading ahead takes half
+//! of the time, in short requests:
+//!
+//! ```text
+//!   the guest waits         |        |                                 no wait for PRESSED
+//!   reads ahead    ####....####....####....####....####....####....##############################
+//! ```
+//!
+//! Far storage is the other way round: getting there is what costs, for the guest as for reading ahead, and every page
+//! that comes along saves the guest a way. There, all that is wanted is read by place, as fast as possible; and if it can
+//! be there soon the guest does not run before ([`Server::is_ahead_soon`]): it would do nothing but wait, for one page
+//! after the other.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Duration;
+
+use super::Server;
+use super::actions::{Read, Stir, Take, Why};
+use super::plan::Unit;
+use super::sequence::{Reach, sequence};
+use super::units::State;
+
+/// Readers that read ahead at once: enough that storage never waits for us, and no more, since what the guest waits for
+/// waits behind them.
+const AT_ONCE: u32 = 2;
+/// Units in a short request.
+const SHORT: u32 = 4;
+/// How long a guest is kept from running, at most, by what was measured so far.
+const SOON: Duration = Duration::from_secs(4);
+/// How long after it waited for storage a guest is expected to wait again.
+const PRESSED: Duration = Duration::from_millis(100);
+
+/// What is to be read ahead.
+#[derive(Debug)]
+pub(super) struct Ahead {
+    units: Vec<Unit>,
+    /// Whether each unit is one of them.
+    listed: Vec<bool>,
+    /// Of these, how many nobody has begun with.
+    unread: u32,
+    /// Requests that are still to be made.
+    requests: VecDeque<Range<u32>>,
+    /// Requests that readers are at.
+    running: u32,
+    /// So many of `units` are in place, from the first.
+    in_place: usize,
+    /// That all are in place has been told.
+    pub(super) is_over: bool,
+    /// Whether requests go by place.
+    by_place: bool,
+    /// When the guest last waited for storage.
+    waited: Duration,
+    /// Until when storage is left to the guest.
+    rests_until: Duration,
+}
+
+impl Ahead {
+    /// Nothing. A guest that starts will wait for storage, like one that just did.
+    pub(super) fn nothing(now: Duration) -> Self {
+        Self {
+            units: Vec::new(),
+            listed: Vec::new(),
+            unread: 0,
+            requests: VecDeque::new(),
+            running: 0,
+            in_place: 0,
+            is_over: true,
+            by_place: false,
+            waited: now,
+            rests_until: now,
+        }
+    }
+
+    /// These units of `0..end`, of which some have been begun with already; with requests of at most `longest`, beside
+    /// what is running.
+    fn with(&self, units: Vec<Unit>, unread: u32, end: u32, longest: u32) -> Self {
+        let mut listed = vec![false; end as usize];
+        units.iter().for_each(|unit| listed[unit.index()] = true);
+        let numbers: Vec<u32> = units.iter().map(|unit| unit.0).collect();
+        let requests = sequence(&numbers, end, Reach::near(longest)).into();
+        Self { is_over: units.is_empty(), units, listed, unread, requests, ..self.ended() }
+    }
+
+    /// Nothing more, beside what is running.
+    fn ended(&self) -> Self {
+        Self { running: self.running, rests_until: self.rests_until, ..Self::nothing(self.waited) }
+    }
+
+    fn has(&self, unit: Unit) -> bool {
+        self.listed.get(unit.index()).copied().unwrap_or(false)
+    }
+
+    /// Whether there are requests to be made.
+    pub(super) fn has_more(&self) -> bool {
+        !self.requests.is_empty()
+    }
+
+    /// Somebody begins with a unit.
+    pub(super) fn begun(&mut self, unit: Unit) {
+        let counts = u32::from(self.has(unit));
+        self.unread = self.unread.saturating_sub(counts);
+    }
+
+    /// A reader is done with a request.
+    pub(super) fn done(&mut self) {
+        self.running -= 1;
+    }
+
+    /// The guest waits for storage, since then.
+    pub(super) fn waited(&mut self, now: Duration) {
+        self.waited = now;
+    }
+
+    /// Storage was busy from `began` to `ended`: half of the time is the guest's.
+    pub(super) fn rest(&mut self, began: Duration, ended: Duration) {
+        self.rests_until = self.rests_until.max(ended + ended.saturating_sub(began));
+    }
+
+    fn is_pressed(&self, now: Duration) -> bool {
+        now < self.waited + PRESSED
+    }
+}
+
+impl<B: Clone> Server<B> {
+    /// Has these units read as fast as storage allows, roughly in this order, before any background fill.
+    /// [`Stir::ahead`] tells when all of them are in place.
+    pub fn read_ahead(&mut self, units: Vec<Unit>) -> Stir {
+        let unread = units.iter().filter(|&&unit| self.units.is_stored(unit)).count() as u32;
+        self.ahead = self.ahead.with(units, unread, self.plan.units(), self.rules.run_max);
+        self.stir(Stir { background: true, ..Stir::default() })
+    }
+
+    /// Reads nothing any more that the guest does not wait for.
+    pub fn stop_background(&mut self) {
+        self.ahead = self.ahead.ended();
+        self.rules.fill = false;
+    }
+
+    /// Whether all that was to be read ahead is in place.
+    pub fn is_ahead_done(&mut self) -> bool {
+        while let Some(&unit) = self.ahead.units.get(self.ahead.in_place) {
+            let in_place = match self.units.state(unit) {
+                State::Done | State::Failed => true,
+                State::Memory { .. } => self.rules.account_use,
+                _ => false,
+            };
+            if !in_place {
+                return false;
+            }
+            self.ahead.in_place += 1;
+        }
+        true
+    }
+
+    /// Whether all that is to be read ahead can be there soon, of storage so far that a guest without it would do nothing
+    /// but wait.
+    pub fn is_ahead_soon(&self) -> bool {
+        self.rules.adapts && self.cost.is_far() && self.ahead_takes() <= SOON
+    }
+
+    fn ahead_takes(&self) -> Duration {
+        let requests = self.ahead.requests.iter();
+        requests.map(|request| self.cost.of(request.len() as u32, u32::MAX)).sum()
+    }
+
+    /// The next request, short and after a rest if the guest needs the storage.
+    pub(super) fn take_ahead(&mut self, now: Duration) -> Take {
+        let yields = self.rules.adapts && self.ahead.is_pressed(now) && !self.cost.is_far();
+        let at_once = if yields { 1 } else { AT_ONCE };
+        let longest = if yields && self.cost.is_known() { SHORT } else { u32::MAX };
+        if self.ahead.running >= at_once {
+            return Take::Idle;
+        }
+        if yields && now < self.ahead.rests_until {
+            // A read that took very long says nothing about the next.
+            return Take::At(self.ahead.rests_until.min(now + self.rules.patience));
+        }
+        match self.next_ahead(longest) {
+            Some(units) => Take::Read(Read { units, why: Why::Ahead }),
+            None => Take::Idle,
+        }
+    }
+
+    fn next_ahead(&mut self, longest: u32) -> Option<Range<u32>> {
+        while let Some(request) = self.ahead.requests.pop_front() {
+            let mut units = request.clone();
+            let stored = units.find(|&unit| self.units.is_stored(Unit(unit)));
+            let Some(first) = stored else { continue };
+            let run = self.start_run(Unit(first), longest.min(request.end - first));
+            if run.end < request.end {
+                self.ahead.requests.push_front(run.end..request.end);
+            }
+            self.ahead.running += 1;
+            return Some(run);
+        }
+        None
+    }
+
+    /// Storage turned out to be far: what is left is read by place.
+    pub(super) fn go_by_place(&mut self) {
+        if std::mem::replace(&mut self.ahead.by_place, true) || !self.ahead.has_more() {
+            return;
+        }
+        let units = self.ahead.units.iter().filter(|&&unit| self.units.is_stored(unit));
+        let numbers: Vec<u32> = units.map(|unit| unit.0).collect();
+        let reach = Reach::far(self.rules.run_max, self.cost.worth());
+        self.ahead.requests = sequence(&numbers, self.plan.units(), reach).into();
+    }
+
+    /// The guest waits for storage.
+    pub(super) fn watch_divergence(&mut self, unit: Unit) {
+        // What lies far is read by place, and the rest of it comes soon after.
+        if !self.rules.adapts || self.ahead.is_over || self.cost.is_far() {
+            return;
+        }
+        let share = f64::from(self.ahead.unread) / f64::from(self.units.stored().max(1));
+        if self.divergence.read(self.ahead.has(unit), share.min(1.0)) {
+            self.ahead = self.ahead.ended();
+            self.counts.diverged = true;
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Whether a read went to storage, or the page cache had it.
+//!
+//! Times of the one say nothing about the other. The kernel counts for each thread the bytes that it had fetched from
+//! storage (`read_bytes` of `/proc/thread-self/io`, proc_pid_io(5)): if the count has not changed, nothing was.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+/// The count of the thread that made it.
+#[derive(Debug)]
+pub(crate) struct StorageReads {
+    file: Option<File>,
+    buffer: [u8; 256],
+    seen: Option<u64>,
+}
+
+impl StorageReads {
+    /// Of the calling thread, from now on.
+    pub(crate) fn of_this_thread() -> Self {
+        let file = File::open("/proc/thread-self/io").ok();
+        let mut reads = Self { file, buffer: [0; 256], seen: None };
+        reads.seen = reads.count();
+        reads
+    }
+
+    /// Whether the thread has read from storage since it was last asked. If the kernel does not tell: yes.
+    pub(crate) fn any(&mut self) -> bool {
+        let now = self.count();
+        let seen = std::mem::replace(&mut self.seen, now);
+        now.is_none() || now != seen
+    }
+
+    fn count(&mut self) -> Option<u64> {
+        let len = self.file.as_ref()?.read_at(&mut self.buffer, 0).ok()?;
+        let text = std::str::from_utf8(&self.buffer[..len]).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("read_bytes: "))?;
+        line.parse().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{Advice, fadvise};
+
+    #[test]
+    fn the_page_cache_is_no_storage() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().write_all_at(&[7; 65_536], 0).unwrap();
+        file.as_file().sync_all().unwrap();
+        let (mut reads, mut bytes) = (StorageReads::of_this_thread(), [0; 4096]);
+        file.as_file().read_exact_at(&mut bytes, 0).unwrap();
+        assert!(!reads.any());
+        fadvise(file.as_file(), 0, None, Advice::DontNeed).unwrap();
+        file.as_file().read_exact_at(&mut bytes, 0).unwrap();
+        // Where nothing can be evicted, on tmpfs say, nothing is read.
+        let is_disk = rustix::fs::fstatfs(file.as_file()).unwrap().f_type != 0x0102_1994;
+        assert_eq!(reads.any(), is_disk);
+        assert!(!reads.any());
+    }
+}
