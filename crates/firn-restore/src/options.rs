@@ -23,8 +23,8 @@ pub enum Mode {
     /// One locality block per fault, the memory block that faulted first, the rest in the background in stored order
     /// (Halite, section 7.1).
     Locality,
-    /// The working set that the image lists before the guest runs, then as [`Mode::Locality`] (Zhang et al., VEE 2011,
-    /// section 4.2).
+    /// The working set that the image lists before the guest runs (Zhang et al., VEE 2011, section 4.2), the rest on demand
+    /// and in the background, as suits the storage.
     WorkingSet,
     /// As [`Mode::Locality`], and meanwhile the working set as fast as storage and the guest allow, in the order in which
     /// it was touched, beginning before the hypervisor runs. The guest waits for none of it, unless storage is so far
@@ -150,7 +150,7 @@ impl RestoreOptions {
             held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
             fill: self.fill == Fill::Quiet,
             account_use: self.account_use,
-            adapts: self.mode == Mode::Auto,
+            adapts: matches!(self.mode, Mode::Auto | Mode::WorkingSet),
             ..Rules::default()
         }
     }

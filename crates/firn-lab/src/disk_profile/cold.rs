@@ -4,10 +4,15 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use rustix::fs::{Advice, fadvise};
 
 use super::{ThrottleError, at};
+
+/// How often just the files are asked for, and how long after each time.
+const TRIES: u32 = 20;
+const PAUSE: Duration = Duration::from_millis(50);
 
 /// Evicts files from the page cache, so that the next read of them is disk I/O.
 ///
@@ -18,7 +23,7 @@ use super::{ThrottleError, at};
 /// A file that stays cached is an error: an experiment on it would measure memory.
 pub fn make_cold<'a>(files: impl IntoIterator<Item = &'a Path>) -> Result<(), ThrottleError> {
     for path in files {
-        evict(path)?;
+        evict_patiently(path)?;
         if cached_pages(path)? > 0 {
             drop_all_caches();
             evict(path)?;
@@ -27,6 +32,18 @@ pub fn make_cold<'a>(files: impl IntoIterator<Item = &'a Path>) -> Result<(), Th
             0 => (),
             pages => return Err(ThrottleError::Cached { path: path.to_owned(), pages }),
         }
+    }
+    Ok(())
+}
+
+/// Whoever still has a page in hand lets go of it in a moment.
+fn evict_patiently(path: &Path) -> Result<(), ThrottleError> {
+    for _ in 0..TRIES {
+        evict(path)?;
+        if cached_pages(path)? == 0 {
+            break;
+        }
+        std::thread::sleep(PAUSE);
     }
     Ok(())
 }

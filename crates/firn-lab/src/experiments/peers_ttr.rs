@@ -55,26 +55,31 @@ pub fn run(lab: &Lab) -> Result<Report> {
     let ours = guest.save_by_firn(&mut report)?;
     let theirs = guest.save_by_qemu(&mut report)?;
     start_alone(lab, &guest, &mut report)?;
-    let rows = rows(&ours, &theirs);
-    for profile in PROFILES {
+    let modes = lab.extent.wanted(&MODES, |mode| mode.to_string());
+    let (rows, all) = (rows(&modes, &ours, &theirs), modes.len() == MODES.len());
+    let profiles = lab.extent.wanted(&PROFILES, |profile| profile.to_string());
+    for &profile in &profiles {
         if let Some(throttle) = lab.disk(profile, &mut report) {
             interleaved(lab.extent.runs(1, 5), &rows, |round, row| {
                 measure(lab, &guest, row, &throttle, round, &mut report)
             })?;
         }
-        figures(profile, &rows, &mut report);
+        figures(profile, &rows, all, &mut report);
     }
-    let drawing = drawing(&rows, &report)?;
+    let drawing = drawing(&profiles, &rows, &report)?;
     report.drawing("peers-ttr", drawing);
     Ok(report)
 }
 
-fn rows<'a>(ours: &'a Image, theirs: &'a [Image]) -> Vec<Row<'a>> {
-    let firn =
-        MODES.map(|mode| Row { name: format!("firn-{mode}"), image: ours, mode: Some(mode) });
+fn rows<'a>(modes: &[Mode], ours: &'a Image, theirs: &'a [Image]) -> Vec<Row<'a>> {
+    let firn = modes.iter().map(|&mode| Row {
+        name: format!("firn-{mode}"),
+        image: ours,
+        mode: Some(mode),
+    });
     let qemu =
         theirs.iter().map(|image| Row { name: image.system.name().to_owned(), image, mode: None });
-    firn.into_iter().chain(qemu).collect()
+    firn.chain(qemu).collect()
 }
 
 /// What QEMU needs to load its device state and start.
@@ -144,7 +149,7 @@ fn inside(lab: &Lab) -> Result<f64> {
     Ok(firn_measure::responsiveness(&run.stalls(), WINDOW_US, BACK))
 }
 
-fn figures(profile: DiskProfile, rows: &[Row<'_>], report: &mut Report) {
+fn figures(profile: DiskProfile, rows: &[Row<'_>], all: bool, report: &mut Report) {
     for row in rows {
         for key in ["ttr_1s_90", "inside_ttr_1s_90"] {
             if key == "ttr_1s_90" || row.mode.is_some() {
@@ -162,7 +167,9 @@ fn figures(profile: DiskProfile, rows: &[Row<'_>], report: &mut Report) {
     let others = best(&mut rows.iter().filter(|row| row.mode.is_some_and(|it| it != Mode::Auto)));
     let to_start = auto / report.value("start_s").unwrap_or(f64::NAN);
     report.number(format!("auto_ahead_of_peers.{profile}"), peers / auto);
-    report.number(format!("auto_to_best_mode.{profile}"), auto / others);
+    if all {
+        report.number(format!("auto_to_best_mode.{profile}"), auto / others);
+    }
     report.number(format!("auto_to_start.{profile}"), to_start);
 }
 
@@ -173,7 +180,7 @@ fn measured(report: &Report, system: &str, profile: DiskProfile, key: &str) -> V
     report.repetitions().iter().filter(is_it).filter_map(|run| run[key].as_f64()).collect()
 }
 
-fn drawing(rows: &[Row<'_>], report: &Report) -> Result<String> {
+fn drawing(profiles: &[DiskProfile], rows: &[Row<'_>], report: &Report) -> Result<String> {
     let of = |profile: DiskProfile| {
         let ttr = |row: &Row<'_>| report.value(&format!("ttr_1s_90.{profile}.{}", row.name));
         (profile.to_string(), rows.iter().map(|row| ttr(row).unwrap_or(0.0)).collect())
@@ -182,7 +189,7 @@ fn drawing(rows: &[Row<'_>], report: &Report) -> Result<String> {
         title: "Time to responsiveness, seen by a client: TTR(1 s, 90 %)".into(),
         y: "seconds since the command".into(),
         groups: rows.iter().map(|row| row.name.clone()).collect(),
-        series: PROFILES.map(of).into(),
+        series: profiles.iter().copied().map(of).collect(),
     };
     plot.svg().context("the figure")
 }

@@ -29,8 +29,8 @@ use super::units::State;
 const AT_ONCE: u32 = 2;
 /// Units in a short request.
 const SHORT: u32 = 4;
-/// How long a guest is kept from running, at most, by what was measured so far.
-const SOON: Duration = Duration::from_secs(4);
+/// How long a guest is kept from running, at most, by what reads may cost (see [`super::cost`]: half of it as a rule).
+const SOON: Duration = Duration::from_secs(6);
 /// How long after it waited for storage a guest is expected to wait again.
 const PRESSED: Duration = Duration::from_millis(100);
 

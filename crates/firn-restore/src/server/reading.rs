@@ -9,8 +9,9 @@ use super::plan::Unit;
 use super::units::State;
 use super::{Server, Waiting};
 
-/// What can be there so soon is read without waiting for a quiet moment.
-const SOON: Duration = Duration::from_secs(10);
+/// What can be there so soon, by what reads may cost (see [`super::cost`]: half of it as a rule), is read without waiting for
+/// a quiet moment.
+const SOON: Duration = Duration::from_secs(20);
 
 impl<B: Clone> Server<B> {
     /// Turns the background fill on or off.
@@ -115,12 +116,21 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// Begins to read up to `len` neighbouring units, as far as nobody has begun with them.
+    /// Begins to read up to `len` neighbouring units: as far as nobody has begun with them, or, where passing a few costs more
+    /// than reading them again, whatever has become of those between.
     pub(super) fn start_run(&mut self, first: Unit, len: u32) -> Range<u32> {
         let end = first.0.saturating_add(len).min(self.plan.units());
-        let stored = |unit: &u32| self.units.is_stored(Unit(*unit));
-        let run = first.0..first.0 + (first.0..end).take_while(stored).count() as u32;
-        run.clone().for_each(|unit| self.begin(Unit(unit), State::Reading));
+        let is_wanted =
+            |unit: &u32| matches!(self.units.state(Unit(*unit)), State::Stored | State::Asked);
+        let run = match self.rules.adapts && self.cost.is_far() {
+            true => first.0..(first.0..end).rfind(is_wanted).map_or(first.0, |last| last + 1),
+            false => {
+                let is_stored = |unit: &u32| self.units.is_stored(Unit(*unit));
+                first.0..first.0 + (first.0..end).take_while(is_stored).count() as u32
+            }
+        };
+        let wanted: Vec<u32> = run.clone().filter(is_wanted).collect();
+        wanted.into_iter().for_each(|unit| self.begin(Unit(unit), State::Reading));
         run
     }
 
@@ -177,11 +187,17 @@ impl<B: Clone> Server<B> {
         self.stir(Stir { demand: true, workers, ..Stir::default() })
     }
 
-    /// A unit was read.
+    /// A unit was read. It may be one that only lay between others.
     pub fn arrived(&mut self, now: Duration, unit: Unit, source: Source<B>, why: Why) -> Stir {
         self.pace.read(now);
-        self.count_read(why);
-        self.enter_memory(unit, source, why, 0)
+        let is_wanted = matches!(self.units.state(unit), State::Reading);
+        if is_wanted || why == Why::Demand {
+            self.count_read(why);
+        }
+        match is_wanted {
+            true => self.enter_memory(unit, source, why, 0),
+            false => self.stir(Stir::default()),
+        }
     }
 
     fn count_read(&mut self, why: Why) {
@@ -247,6 +263,8 @@ impl<B: Clone> Server<B> {
         if why == Why::Demand {
             self.reads_on_demand = self.reads_on_demand.saturating_sub(1);
         }
-        self.units.set(unit, State::Failed);
+        if matches!(self.units.state(unit), State::Reading) {
+            self.units.set(unit, State::Failed);
+        }
     }
 }
