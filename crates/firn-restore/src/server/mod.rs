@@ -33,7 +33,7 @@
 //!
 //! # Storage and guest
 //!
-//! With [`Rules::adapts`] it goes by what they turn out to be like ([`cost`], [`ahead`], [`divergence`]):
+//! With [`Rules::adapts`] it goes by what they turn out to be like (`cost`, `ahead`, `divergence`):
 //!
 //! ```text
 //!                      storage near: flash            storage far: a disk
