@@ -150,7 +150,9 @@ impl RestoreOptions {
             held_max: u32::try_from(held_max).unwrap_or(u32::MAX).max(1),
             fill: self.fill == Fill::Quiet,
             account_use: self.account_use,
+            unit_bytes,
             adapts: matches!(self.mode, Mode::Auto | Mode::WorkingSet),
+            guest_runs: self.mode == Mode::Auto,
             ..Rules::default()
         }
     }

@@ -13,7 +13,7 @@ use firn_fault::point;
 use crate::bytes::Bytes;
 use crate::error::RestoreError;
 use crate::hands::{Hands, Role};
-use crate::server::{Read, Stir, Take, Unit, Why};
+use crate::server::{Read, Source, Stir, Take, Unit, Why};
 use crate::shared::{Shared, Waiter};
 use crate::storage_reads::StorageReads;
 
@@ -90,12 +90,15 @@ impl<'a> Reader<'a> {
             point("restore.fill");
         }
         let began = self.shared.now();
+        self.storage.any();
         match self.patiently(read) {
             Ok(units) => self.arrived(read, units, began),
             Err(error) if read.units.len() == 1 => self.failed(read, error),
             // One of them is to blame, and the others are not lost.
             Err(_) => read.each().for_each(|(unit, why)| {
-                self.read(&Read { units: unit.0..unit.0 + 1, why });
+                if why == Why::Demand || self.shared.lock().server.is_wanted(unit) {
+                    self.read(&Read { units: unit.0..unit.0 + 1, why });
+                }
             }),
         }
         self.serve_urgent();
@@ -119,22 +122,24 @@ impl<'a> Reader<'a> {
         let is_read = self.storage.any() || read.why == Why::Demand;
         let now = self.shared.now();
         let mut inner = self.shared.lock();
-        let mut stir = Stir::default();
+        let (mut stir, is_sparse) = (Stir::default(), inner.server.is_sparse(&read.units));
         for ((unit, why), bytes) in read.each().zip(units) {
-            let source = self.shared.source(bytes);
+            let source = if is_sparse { Source::PageCache } else { self.shared.source(bytes) };
             stir = stir.or(inner.server.arrived(now, unit, source, why));
         }
         let place = self.shared.storage.place_of(&read.units);
         inner.recorder.read(began, now, place, read.why);
         if is_read {
-            inner.server.read_took(read.units.len() as u32, began, now);
+            inner.server.read_took(read.why, read.units.len() as u32, began, now);
         }
         self.shared.act(inner, stir);
     }
 
     fn failed(&self, read: &Read, error: RestoreError) {
-        self.shared.lock().server.failed(Unit(read.units.start), read.why);
-        self.shared.fail(error);
+        let matters = self.shared.lock().server.failed(Unit(read.units.start), read.why);
+        if matters {
+            self.shared.fail(error);
+        }
     }
 
     /// Installs what the guest has been waiting for. The rest is for workers.

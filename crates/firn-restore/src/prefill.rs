@@ -35,7 +35,7 @@ use firn_types::{Block, PAGE_SIZE, Page, RamRegion};
 use crate::bytes::Bytes;
 use crate::error::RestoreError;
 use crate::options::{Mode, RestoreOptions};
-use crate::server::{Reach, Settled, sequence};
+use crate::server::{Reach, Server, Settled, Why, sequence};
 use crate::storage::Storage;
 use crate::storage_reads::StorageReads;
 
@@ -146,6 +146,15 @@ impl Prefilled {
     /// What was read for it, by the time it ended.
     pub(crate) fn reads(&self) -> &[PrefillRead] {
         &self.reads
+    }
+
+    /// Lets the page server know what storage was like. Before anybody else reads.
+    pub(crate) fn tell(&self, server: &mut Server<Bytes>, since: Instant) {
+        for read in &self.reads {
+            if let Some(units) = read.from_storage {
+                server.read_took(Why::Ahead, units, read.began - since, read.ended - since);
+            }
+        }
     }
 
     /// The memory blocks that were filled, kept or not.

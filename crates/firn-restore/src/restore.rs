@@ -39,6 +39,15 @@ pub struct Progress {
     pub prefetched_used: Option<f64>,
 }
 
+/// What was done before a restore begins.
+struct Before<'a> {
+    /// Pages that are in place.
+    settled: Settled,
+    prefilled: &'a Prefilled,
+    /// Of these, how many were kept.
+    kept: u64,
+}
+
 /// The longest that a guest is kept from running so that it need not wait for each page.
 const PREFIX: Duration = Duration::from_secs(5);
 
@@ -103,24 +112,20 @@ impl Restore {
         let mut settled = Settled::new(memory.map(), image.geometry().block_size);
         let kept = prefilled.keep(&memory, &mut settled)?;
         point("restore.punched");
-        let restore = Self::start(image, &memory, faults, options, presence, settled, on_fatal)?;
-        restore.take_over(prefilled, kept);
+        let before = Before { settled, prefilled, kept };
+        let restore = Self::start(image, &memory, faults, options, presence, before, on_fatal)?;
+        restore.record_reads(prefilled);
         // Until the vCPUs run nothing but the hypervisor's own work faults, and all of it is waited for.
         restore.fill(Fill::Off);
         Ok(restore)
     }
 
-    /// Counts what was done before it began.
-    fn take_over(&self, prefilled: &Prefilled, kept: u64) {
+    /// Records what was read before it began.
+    fn record_reads(&self, prefilled: &Prefilled) {
         let since = self.shared.options.since;
         let mut inner = self.shared.lock();
-        inner.server.count_prefilled(kept, prefilled.blocks());
         for read in prefilled.reads() {
-            let (began, ended) = (read.began - since, read.ended - since);
-            inner.recorder.read(began, ended, read.place, Why::Ahead);
-            if let Some(units) = read.from_storage {
-                inner.server.read_took(units, began, ended);
-            }
+            inner.recorder.read(read.began - since, read.ended - since, read.place, Why::Ahead);
         }
     }
 
@@ -143,7 +148,8 @@ impl Restore {
         for run in memory.backed_runs()? {
             Page::each(run).for_each(|page| settled.insert(page));
         }
-        Self::start(image, &memory, faults, options, presence, settled, on_fatal)
+        let before = Before { settled, prefilled: &Prefilled::default(), kept: 0 };
+        Self::start(image, &memory, faults, options, presence, before, on_fatal)
     }
 
     fn start(
@@ -152,7 +158,7 @@ impl Restore {
         faults: PageFaults,
         options: RestoreOptions,
         presence: Presence,
-        settled: Settled,
+        before: Before<'_>,
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
         let storage = Storage::new(image.clone(), options.mode);
@@ -161,7 +167,9 @@ impl Restore {
         let block_size = image.geometry().block_size;
         let plan = storage.plan();
         let stored_pages = plan.pages(&Settled::new(memory.map(), block_size));
-        let mut server = Server::new(block_size, plan, settled, rules, now);
+        let mut server = Server::new(block_size, plan, before.settled, rules, now);
+        before.prefilled.tell(&mut server, options.since);
+        server.count_prefilled(before.kept, before.prefilled.blocks());
         // Nobody is there yet to be told what there is to do.
         let _ = match options.mode {
             Mode::Lazy | Mode::Locality => Stir::default(),

@@ -124,7 +124,7 @@ fn measure(
     }
     let ttr = outside().responsiveness(WINDOW_US, BACK);
     let inside = match row.image.system {
-        System::Firn => Some(inside(lab)?),
+        System::Firn => inside(lab)?,
         System::Qemu(_) => None,
     };
     drop(running);
@@ -140,13 +140,16 @@ fn measure(
     Ok(())
 }
 
-/// TTR by the waits of the vCPUs, once all memory is there, or by those until now.
-fn inside(lab: &Lab) -> Result<f64> {
+/// TTR by the waits of the vCPUs, once all memory is there. `None` of a restore that goes on, unless it was seen for long
+/// enough after that.
+fn inside(lab: &Lab) -> Result<Option<f64>> {
     let record = lab.firn().run_record(VM);
     let is_whole = |run: &Run| run.record.finished_us.is_some();
     let whole = || Ok(Run::read(&record).ok().filter(is_whole));
     let run = wait_for("the run record", RECORD, whole).or_else(|_| Run::read(&record))?;
-    Ok(firn_measure::responsiveness(&run.stalls(), WINDOW_US, BACK))
+    let ttr = firn_measure::responsiveness(&run.stalls(), WINDOW_US, BACK);
+    let is_seen = run.record.recorded_us >= (ttr * 1e6) as u64 + WINDOW_US;
+    Ok((is_whole(&run) || is_seen).then_some(ttr))
 }
 
 fn figures(profile: DiskProfile, rows: &[Row<'_>], all: bool, report: &mut Report) {

@@ -115,9 +115,11 @@ impl Ahead {
         self.waited = now;
     }
 
-    /// Storage was busy from `began` to `ended`: half of the time is the guest's.
-    pub(super) fn rest(&mut self, began: Duration, ended: Duration) {
-        self.rests_until = self.rests_until.max(ended + ended.saturating_sub(began));
+    /// Storage was read ahead from `began` to `ended`: half of the time is the guest's. A read that took very long says
+    /// nothing about the next.
+    pub(super) fn rest(&mut self, began: Duration, ended: Duration, longest: Duration) {
+        let rest = ended.saturating_sub(began).min(longest);
+        self.rests_until = self.rests_until.max(ended + rest);
     }
 
     fn is_pressed(&self, now: Duration) -> bool {
@@ -169,15 +171,15 @@ impl<B: Clone> Server<B> {
 
     /// The next request, short and after a rest if the guest needs the storage.
     pub(super) fn take_ahead(&mut self, now: Duration) -> Take {
-        let yields = self.rules.adapts && self.ahead.is_pressed(now) && !self.cost.is_far();
+        let is_near = self.rules.adapts && !self.cost.is_far();
+        let yields = is_near && self.rules.guest_runs && self.ahead.is_pressed(now);
         let at_once = if yields { 1 } else { AT_ONCE };
         let longest = if yields && self.cost.is_known() { SHORT } else { u32::MAX };
         if self.ahead.running >= at_once {
             return Take::Idle;
         }
         if yields && now < self.ahead.rests_until {
-            // A read that took very long says nothing about the next.
-            return Take::At(self.ahead.rests_until.min(now + self.rules.patience));
+            return Take::At(self.ahead.rests_until);
         }
         match self.next_ahead(longest) {
             Some(units) => Take::Read(Read { units, why: Why::Ahead }),
@@ -214,12 +216,13 @@ impl<B: Clone> Server<B> {
     /// The guest waits for storage.
     pub(super) fn watch_divergence(&mut self, unit: Unit) {
         // What lies far is read by place, and the rest of it comes soon after.
-        if !self.rules.adapts || self.ahead.is_over || self.cost.is_far() {
+        if !self.rules.guest_runs || self.ahead.is_over || self.cost.is_far() {
             return;
         }
         let share = f64::from(self.ahead.unread) / f64::from(self.units.stored().max(1));
         if self.divergence.read(self.ahead.has(unit), share.min(1.0)) {
-            self.ahead = self.ahead.ended();
+            // Whoever waits for it is told that it is over.
+            self.ahead = Ahead { is_over: false, ..self.ahead.ended() };
             self.counts.diverged = true;
         }
     }

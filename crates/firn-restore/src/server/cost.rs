@@ -13,27 +13,33 @@
 //!
 //! The cost of a read is the time in which it kept the storage from all others: from the end of the read before it, or
 //! its own beginning, to its end. Where requests queue, or a limit is enforced in bursts, single times mean little and
-//! say nothing about the length of a read; their mean does. It needs short reads: of long ones it says that getting there
+//! say nothing about the length of a read; their mean does, but for one that was held up alone. It needs short reads: of long ones it says that getting there
 //! costs nothing. So what was once found, by several reads in a row, holds.
 
 use std::time::Duration;
 
 /// Getting there is far if it takes at least so long, in seconds.
 const FAR: f64 = 0.002;
-/// The most that a unit costs of storage that is read in sequence: 64 KiB at 60 MB/s, in seconds.
-const UNIT: f64 = 0.00105;
+/// The least that storage reads in sequence, in bytes per second.
+const SEQUENCE_MIN: f64 = 60e6;
+/// One read that took more than this share of all time was held up, whatever by.
+const HELD_UP: f64 = 0.6;
 /// Reads after which a mean means something.
 const ENOUGH: u32 = 5;
 /// So many reads in a row must look far.
 const SURE: u32 = 4;
 
 /// Learns from reads.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Cost {
+    /// The most that a unit costs, in seconds.
+    unit: f64,
     last_end: Duration,
     reads: u32,
     units: f64,
     seconds: f64,
+    /// The longest of them.
+    longest: f64,
     /// Reads in a row by which storage looked far.
     looked_far: u32,
     /// What getting there costs, in seconds, of storage that is far.
@@ -41,18 +47,34 @@ pub(super) struct Cost {
 }
 
 impl Cost {
+    /// Of units of so many bytes.
+    pub(super) fn new(unit_bytes: u32) -> Self {
+        Self {
+            unit: f64::from(unit_bytes) / SEQUENCE_MIN,
+            last_end: Duration::ZERO,
+            reads: 0,
+            units: 0.0,
+            seconds: 0.0,
+            longest: 0.0,
+            looked_far: 0,
+            way: None,
+        }
+    }
+
     /// So many neighbouring units were read from `began` to `ended`.
     pub(super) fn read(&mut self, units: u32, began: Duration, ended: Duration) {
-        let cost = ended.saturating_sub(began.max(self.last_end));
+        let cost = ended.saturating_sub(began.max(self.last_end)).as_secs_f64();
         self.last_end = self.last_end.max(ended);
         self.reads += 1;
         self.units += f64::from(units);
-        self.seconds += cost.as_secs_f64();
+        self.seconds += cost;
+        self.longest = self.longest.max(cost);
         self.look();
     }
 
     fn look(&mut self) {
-        let way = (self.seconds - UNIT * self.units) / f64::from(self.reads);
+        let held_up = if self.longest > HELD_UP * self.seconds { self.longest } else { 0.0 };
+        let way = (self.seconds - held_up - self.unit * self.units) / f64::from(self.reads);
         let looks_far = self.is_known() && way >= FAR;
         self.looked_far = if looks_far { self.looked_far + 1 } else { 0 };
         if self.looked_far >= SURE {
@@ -72,14 +94,14 @@ impl Cost {
 
     /// How many units cost as much as getting there, of storage that reads twice as fast in sequence as it must.
     pub(super) fn worth(&self) -> u32 {
-        (self.way.unwrap_or_default() / (UNIT / 2.0)) as u32
+        (self.way.unwrap_or_default() / (self.unit / 2.0)) as u32
     }
 
     /// What it costs to read so many units, at most `longest` at once; of storage that is near, what the units cost.
     pub(super) fn of(&self, units: u32, longest: u32) -> Duration {
         let ways = units.div_ceil(longest.max(1));
         let way = self.way.unwrap_or_default();
-        Duration::from_secs_f64(way * f64::from(ways) + UNIT * f64::from(units))
+        Duration::from_secs_f64(way * f64::from(ways) + self.unit * f64::from(units))
     }
 
     /// Getting there, twice: a guest that has not touched anything for less long may be waiting all the time.
@@ -92,9 +114,13 @@ impl Cost {
 mod tests {
     use super::*;
 
+    fn new() -> Cost {
+        Cost::new(65_536)
+    }
+
     /// After reads of storage that takes so many microseconds for so many units.
     fn after(reads: u32, takes: impl Fn(u32) -> u64) -> Cost {
-        let (mut cost, mut now) = (Cost::default(), Duration::ZERO);
+        let (mut cost, mut now) = (new(), Duration::ZERO);
         for at in 0..reads {
             let units = [1, 2, 15, 4, 1, 7][at as usize % 6];
             let began = now;
@@ -106,7 +132,7 @@ mod tests {
 
     /// As [`after`], but nothing takes any time until a tenth of a second is owed.
     fn after_bursts(of: impl Fn(u32) -> u64) -> Cost {
-        let (mut cost, mut now, mut debt) = (Cost::default(), Duration::ZERO, 0);
+        let (mut cost, mut now, mut debt) = (new(), Duration::ZERO, 0);
         for at in 0..120 {
             let units = [15, 1, 1, 15, 3, 1, 2][at % 7];
             let began = now;
@@ -143,19 +169,33 @@ mod tests {
 
     #[test]
     fn one_read_that_was_held_up_is_no_distance() {
-        let held_up = |read: u64| if read == 2 { 100_000 } else { 100 };
-        let (mut cost, mut now) = (Cost::default(), Duration::ZERO);
-        for read in 0..20 {
+        let held_up = |read: u64| if read == 2 { 5_000_000 } else { 500 };
+        let (mut cost, mut now) = (new(), Duration::ZERO);
+        for read in 0..100 {
             let began = now;
             now += Duration::from_micros(held_up(read));
-            cost.read(15, began, now);
+            cost.read(1, began, now);
         }
         assert!(!cost.is_far());
     }
 
     #[test]
+    fn what_a_unit_may_cost_depends_on_its_size() {
+        let is_far = |unit_bytes| {
+            let (mut cost, mut now) = (Cost::new(unit_bytes), Duration::ZERO);
+            (0..20).for_each(|_| {
+                let began = now;
+                now += Duration::from_millis(10);
+                cost.read(1, began, now);
+            });
+            cost.is_far()
+        };
+        assert!(is_far(65_536) && !is_far(1 << 20));
+    }
+
+    #[test]
     fn reads_side_by_side_share_the_time() {
-        let (mut cost, ms) = (Cost::default(), Duration::from_millis);
+        let (mut cost, ms) = (new(), Duration::from_millis);
         for at in 0..50 {
             // Two under way at any time, each for 8 ms, one done every 4.
             cost.read(1, ms(4 * at), ms(4 * at + 8));

@@ -148,7 +148,7 @@ impl<B: Clone> Server<B> {
             rules,
             settled,
             units,
-            cost: Cost::default(),
+            cost: Cost::new(rules.unit_bytes),
             pace: Pace::new(now),
             rest: Rest::default(),
             asked: VecDeque::with_capacity(64),

@@ -28,8 +28,12 @@ pub struct Rules {
     pub held_max: u32,
     /// Whether memory is filled in the background at all.
     pub fill: bool,
-    /// Whether it goes by what the storage and the guest turn out to be like: see [`super`].
+    /// Bytes of a unit at most.
+    pub unit_bytes: u32,
+    /// Whether it goes by what the storage turns out to be like: see [`super`].
     pub adapts: bool,
+    /// Whether the guest runs while units are read ahead: it may need the storage, or go elsewhere.
+    pub guest_runs: bool,
     /// Install nothing but the very page that faulted, so that each first touch of a prefetched page is seen.
     pub account_use: bool,
 }
@@ -42,7 +46,9 @@ impl Default for Rules {
             run_max: 16,
             held_max: 256,
             fill: true,
+            unit_bytes: 64 << 10,
             adapts: false,
+            guest_runs: false,
             account_use: false,
         }
     }

@@ -139,8 +139,10 @@ impl<B: Clone> Server<B> {
             self.prefetched.push(block);
         }
         self.missing_pages -= unit.map_or(0, |_| pages.count());
+        let was_stored = unit.filter(|&unit| self.units.is_stored(unit));
         match unit {
             Some(unit) if complete && self.units.block_complete(unit) => {
+                was_stored.into_iter().for_each(|unit| self.ahead.begun(unit));
                 let background = std::mem::take(&mut self.wants_room);
                 self.stir(Stir { background, ..Stir::default() })
             }

@@ -69,9 +69,11 @@ impl<B: Clone> Server<B> {
     }
 
     /// So many neighbouring units were read from `began` to `ended`.
-    pub fn read_took(&mut self, units: u32, began: Duration, ended: Duration) {
+    pub fn read_took(&mut self, why: Why, units: u32, began: Duration, ended: Duration) {
         self.cost.read(units, began, ended);
-        self.ahead.rest(began, ended);
+        if why == Why::Ahead {
+            self.ahead.rest(began, ended, self.rules.patience);
+        }
         if self.rules.adapts && self.cost.is_far() {
             self.go_by_place();
         }
@@ -190,7 +192,7 @@ impl<B: Clone> Server<B> {
     /// A unit was read. It may be one that only lay between others.
     pub fn arrived(&mut self, now: Duration, unit: Unit, source: Source<B>, why: Why) -> Stir {
         self.pace.read(now);
-        let is_wanted = matches!(self.units.state(unit), State::Reading);
+        let is_wanted = self.is_wanted(unit);
         if is_wanted || why == Why::Demand {
             self.count_read(why);
         }
@@ -258,13 +260,27 @@ impl<B: Clone> Server<B> {
         self.spared.push(unit);
     }
 
-    /// A unit can't be read: its pages are never installed.
-    pub fn failed(&mut self, unit: Unit, why: Why) {
+    /// Whether a unit is being read for its own sake, and does not only lie between others.
+    pub fn is_wanted(&self, unit: Unit) -> bool {
+        matches!(self.units.state(unit), State::Reading)
+    }
+
+    /// Of a read of these units, so few are wanted that their bytes should not keep the others' in memory.
+    pub fn is_sparse(&self, units: &Range<u32>) -> bool {
+        let wanted = units.clone().filter(|&unit| self.is_wanted(Unit(unit))).count();
+        wanted * 2 < units.len()
+    }
+
+    /// A unit can't be read: its pages are never installed. Whether that matters.
+    #[must_use]
+    pub fn failed(&mut self, unit: Unit, why: Why) -> bool {
         if why == Why::Demand {
             self.reads_on_demand = self.reads_on_demand.saturating_sub(1);
         }
-        if matches!(self.units.state(unit), State::Reading) {
+        let is_wanted = self.is_wanted(unit);
+        if is_wanted {
             self.units.set(unit, State::Failed);
         }
+        is_wanted
     }
 }

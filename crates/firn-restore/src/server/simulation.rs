@@ -122,6 +122,7 @@ impl World {
         let rules = Rules {
             run_max: 1 + dice.roll(8),
             adapts: dice.roll(2) == 0,
+            guest_runs: dice.roll(2) == 0,
             held_max: 1 + dice.roll(6),
             account_use: dice.chance(25),
             ..Rules::default()
@@ -369,7 +370,7 @@ impl World {
 
     fn arrive(&mut self, read: Read) -> Reader {
         let began = self.now.saturating_sub(Duration::from_micros(u64::from(self.dice.roll(8000))));
-        self.server.read_took(read.units.len() as u32, began, self.now);
+        self.server.read_took(read.why, read.units.len() as u32, began, self.now);
         self.server.read_done(read.why);
         for (unit, why) in read.each() {
             self.cached[unit.index()] = true;
@@ -424,7 +425,7 @@ impl World {
 /// Reads that took long.
 fn seem_far(server: &mut Server<Bytes>) {
     let at = |read| Duration::from_millis(20) * read;
-    (0..12).for_each(|read| server.read_took(1, at(read), at(read + 1)));
+    (0..12).for_each(|read| server.read_took(Why::Fill, 1, at(read), at(read + 1)));
     assert!(server.cost.is_far());
 }
 

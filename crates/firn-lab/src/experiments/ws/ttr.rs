@@ -8,7 +8,8 @@
 //! **What is held equal**: all modes and disks restore the same checkpoint of a guest at work.
 //!
 //! **What is measured**: `ttr_1s_80.{disk}.{work}.{mode}`: TTR(1 s, 80 %) in seconds since the command, from the waits of the
-//! vCPUs in the run record. `auto_to_best` is `auto` by the best of the other four, `auto_below_lazy` how much of lazy's
+//! vCPUs in the run record. `auto_to_best` is `auto` by the best of the other four, where less than a tenth of
+//! a second counts as that, `auto_below_lazy` how much of lazy's
 //! time it saves. The run records lie beside the report, for `firn report`.
 
 use std::path::Path;
@@ -118,9 +119,11 @@ fn figures(disk: DiskProfile, work: &str, modes: &[Mode], report: &mut Report) {
     report.number(format!("auto_below_lazy.{disk}.{work}"), 1.0 - auto / lazy);
 }
 
-/// Where neither takes any time, neither is behind.
+/// A tenth of the window, in seconds: who is responsive sooner than that is so at once.
+const AT_ONCE: f64 = 0.1;
+
 fn ratio(one: f64, other: f64) -> f64 {
-    if one == other { 1.0 } else { one / other }
+    one.max(AT_ONCE) / other.max(AT_ONCE)
 }
 
 fn key(disk: DiskProfile, work: &str, mode: Mode) -> String {
