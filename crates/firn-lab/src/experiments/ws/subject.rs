@@ -70,8 +70,7 @@ impl Work {
         }
     }
 
-    /// A JVM has one, as in the paper: on two emulated ones, code that the JVM rewrites while it runs breaks it, with Firn
-    /// and without.
+    /// A JVM has one, as in the paper.
     fn vcpus(self) -> u32 {
         match self {
             Self::Jvm | Self::Walk => 1,
