@@ -48,9 +48,13 @@ impl Image {
 
     /// Reads neighbouring locality blocks: one `pread(2)` in each file, up to the last one's used bytes. The first starts
     /// at byte 0, each of the others [`crate::Geometry::locality_block_bytes`] further on.
+    ///
+    /// Who reads in order, and wants what follows too, gets more of most storage: the kernel reads ahead of it, with
+    /// longer requests than one such read is cut into.
     pub fn read_locality_blocks(
         &self,
         ids: Range<LocalityBlockId>,
+        order: ReadOrder,
         bytes: &mut Vec<u8>,
     ) -> Result<(), ImageError> {
         bytes.clear();
@@ -63,7 +67,11 @@ impl Image {
         for part in self.by_file(ids.start.0..ids.end.0) {
             let end = start_of(part.end).min(bytes.len());
             let (source, at) = self.place(LocalityBlockId(part.start));
-            source.read_exact_at(&mut bytes[start_of(part.start)..end], at)?;
+            let bytes = &mut bytes[start_of(part.start)..end];
+            match order {
+                ReadOrder::Random => source.read_exact_at(bytes, at)?,
+                ReadOrder::Sequential => source.read_exact_in_order(bytes, at)?,
+            }
         }
         Ok(())
     }

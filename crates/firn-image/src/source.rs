@@ -3,8 +3,10 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
 use std::num::NonZero;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use rustix::fs::{Advice, OFlags, fadvise, fstatfs};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
@@ -18,6 +20,8 @@ use crate::header::Header;
 /// The file behind an image.
 pub(crate) struct Source {
     pub(crate) file: File,
+    /// The same file for who reads from front to back: the kernel keeps its readahead with the descriptor.
+    in_order: OnceLock<File>,
     pub(crate) path: PathBuf,
     /// Device and inode: which file it is, whatever its name.
     id: (u64, u64),
@@ -38,7 +42,8 @@ impl Source {
         let _ = fadvise(&file, 0, None, Advice::Random);
         let is_in_memory = is_in_memory(&file);
         let id = (metadata.dev(), metadata.ino());
-        Ok(Self { file, path: path.to_owned(), id, len: metadata.len(), is_in_memory })
+        let in_order = OnceLock::new();
+        Ok(Self { file, in_order, path: path.to_owned(), id, len: metadata.len(), is_in_memory })
     }
 
     pub(crate) fn is_same_file(&self, other: &Self) -> bool {
@@ -55,8 +60,32 @@ impl Source {
     }
 
     pub(crate) fn read_exact_at(&self, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
-        let read =
-            firn_fault::io("image.read").and_then(|()| self.file.read_exact_at(bytes, offset));
+        self.read_exact_of(&self.file, bytes, offset)
+    }
+
+    /// The same, and what follows is wanted too: the kernel reads ahead.
+    pub(crate) fn read_exact_in_order(
+        &self,
+        bytes: &mut [u8],
+        offset: u64,
+    ) -> Result<(), ImageError> {
+        self.read_exact_of(self.in_order(), bytes, offset)
+    }
+
+    fn in_order(&self) -> &File {
+        if let Some(file) = self.in_order.get() {
+            return file;
+        }
+        // By its descriptor: another file may have the name by now (proc_pid_fd(5)).
+        let again = PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()));
+        match open_for_reading(&again) {
+            Ok(file) => self.in_order.get_or_init(|| file),
+            Err(_) => &self.file,
+        }
+    }
+
+    fn read_exact_of(&self, file: &File, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
+        let read = firn_fault::io("image.read").and_then(|()| file.read_exact_at(bytes, offset));
         read.map_err(|source| ImageError::Read {
             path: self.path.clone(),
             offset,

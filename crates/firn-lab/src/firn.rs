@@ -140,6 +140,12 @@ impl Firn {
         self.restore_and_learn(image, name, &[how, &["--no-learn"]].concat(), throttle)
     }
 
+    /// Forgets what restores have found storage to be like.
+    pub fn forget_storage(&self) {
+        // There may be nothing to forget.
+        let _ = std::fs::remove_dir_all(self.runtime.join(".storage"));
+    }
+
     /// As [`Self::restore`], but it learns.
     pub fn restore_and_learn(
         &self,

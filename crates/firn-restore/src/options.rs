@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use firn_image::Image;
 use firn_types::{Block, Tid, VcpuId};
@@ -88,6 +88,8 @@ pub struct RestoreOptions {
     pub workers: usize,
     /// Threads that wait for storage; at least two, one of which does the background fill.
     pub readers: usize,
+    /// What getting to the image's storage has cost earlier restores ([`crate::Restore::way`]), if it is far.
+    pub way: Option<Duration>,
     /// What is read without anybody waiting for it.
     pub fill: Fill,
     /// Bytes of the image held in memory at most, besides what is being read.
@@ -109,6 +111,7 @@ impl Default for RestoreOptions {
             also_expected: Vec::new(),
             workers: 2,
             readers: 4,
+            way: None,
             fill: Fill::default(),
             held_bytes_max: 16 << 20,
             account_use: false,
@@ -137,6 +140,11 @@ impl RestoreOptions {
         }
     }
 
+    /// Whether reading ahead may bring in everything.
+    pub(crate) fn may_read_all(&self) -> bool {
+        self.mode == Mode::Auto && self.fill == Fill::Quiet && !self.account_use
+    }
+
     /// The memory blocks that are expected to be used, in the order in which they are wanted.
     pub(crate) fn expected(&self, image: &Image) -> Vec<Block> {
         image.working_set().iter().chain(&self.also_expected).copied().collect()
@@ -151,8 +159,10 @@ impl RestoreOptions {
             fill: self.fill == Fill::Quiet,
             account_use: self.account_use,
             unit_bytes,
+            way: self.way,
             adapts: matches!(self.mode, Mode::Auto | Mode::WorkingSet),
             guest_runs: self.mode == Mode::Auto,
+            may_read_all: self.may_read_all(),
             ..Rules::default()
         }
     }

@@ -97,7 +97,7 @@ impl<'a> Reader<'a> {
             // One of them is to blame, and the others are not lost.
             Err(_) => read.each().for_each(|(unit, why)| {
                 if why == Why::Demand || self.shared.lock().server.is_wanted(unit) {
-                    self.read(&Read { units: unit.0..unit.0 + 1, why });
+                    self.read(&Read { units: unit.0..unit.0 + 1, why, in_order: false });
                 }
             }),
         }
@@ -107,7 +107,7 @@ impl<'a> Reader<'a> {
     fn patiently(&self, read: &Read) -> Result<Vec<Bytes>, RestoreError> {
         let mut tried = 0;
         loop {
-            match self.shared.storage.read(&read.units) {
+            match self.shared.storage.read(&read.units, read.in_order) {
                 Err(_) if tried < RETRIES && read.units.len() == 1 && !self.shared.is_over() => {
                     tried += 1;
                     std::thread::sleep(RETRY_PAUSE);
@@ -130,7 +130,7 @@ impl<'a> Reader<'a> {
         let place = self.shared.storage.place_of(&read.units);
         inner.recorder.read(began, now, place, read.why);
         if is_read {
-            inner.server.read_took(read.why, read.units.len() as u32, began, now);
+            inner.server.read_took(read, began, now);
         }
         self.shared.act(inner, stir);
     }

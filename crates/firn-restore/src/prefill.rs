@@ -14,15 +14,15 @@
 //! emptied, and that is checked: what is missing must be missing, or the guest would see zeros.
 //!
 //! Starting, the hypervisor reads files too, often from the same disk; where nobody waits for the prefill it rests for as
-//! long as each read took. And it is ended without waiting for the reads that are under way: what they bring is thrown
+//! long as each read took, unless the storage is known to be far. And it is ended without waiting for the reads that are under way: what they bring is thrown
 //! away.
 //!
 //! Errors end the prefill, quietly: who serves the page faults meets them again, and tells.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -35,7 +35,7 @@ use firn_types::{Block, PAGE_SIZE, Page, RamRegion};
 use crate::bytes::Bytes;
 use crate::error::RestoreError;
 use crate::options::{Mode, RestoreOptions};
-use crate::server::{Reach, Server, Settled, Why, sequence};
+use crate::server::{Cost, Reach, Read, Requests, Server, Settled, Why, sequence};
 use crate::storage::Storage;
 use crate::storage_reads::StorageReads;
 
@@ -61,12 +61,14 @@ pub struct Prefilled {
 }
 
 /// One read from storage.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct PrefillRead {
     pub(crate) began: Instant,
     pub(crate) ended: Instant,
-    /// Locality blocks, if the page cache did not have them.
-    pub(crate) from_storage: Option<u32>,
+    /// Which locality blocks.
+    pub(crate) read: Read,
+    /// Whether the page cache did not have them.
+    pub(crate) from_storage: bool,
     /// Where in the image, and how much: both in bytes.
     pub(crate) place: (u64, u32),
 }
@@ -75,14 +77,36 @@ pub(crate) struct PrefillRead {
 struct Job {
     storage: Storage,
     files: Vec<(RamRegion, File)>,
-    runs: Vec<Range<u32>>,
-    next: AtomicUsize,
-    /// Whether it rests after each read.
+    queue: Mutex<Queue>,
+    /// Whether it rests after each read of storage that is near.
     rests: bool,
     /// Who writes to memory holds it; nobody does once it says so.
     is_over: RwLock<bool>,
     filled: Mutex<Vec<Block>>,
     reads: Mutex<Vec<PrefillRead>>,
+}
+
+/// What is still to be read.
+#[derive(Debug)]
+struct Queue {
+    near: Runs,
+    /// What is read instead where other restores have found storage far, unless the image is cached.
+    far: Option<Runs>,
+    /// Whether reads go to storage: some did, or none has yet been made.
+    from_storage: Option<bool>,
+}
+
+/// Requests that are still to be made.
+#[derive(Debug)]
+struct Runs {
+    runs: VecDeque<Range<u32>>,
+    in_order: bool,
+}
+
+impl From<Requests> for Runs {
+    fn from(Requests { runs, in_order }: Requests) -> Self {
+        Self { runs: runs.into(), in_order }
+    }
 }
 
 impl Prefill {
@@ -91,19 +115,18 @@ impl Prefill {
     pub fn start(image: Arc<Image>, options: &RestoreOptions, files: Vec<File>) -> Self {
         let files = image.regions().regions().iter().cloned().zip(files).collect();
         let storage = Storage::new(image, options.mode);
-        let runs = runs(&storage, options);
+        let queue = Queue::new(&storage, options);
+        let wanted = if queue.is_empty() { 0 } else { THREADS };
         let job = Job {
             storage,
             files,
-            runs,
-            next: AtomicUsize::new(0),
+            queue: Mutex::new(queue),
             rests: options.mode == Mode::Auto,
             is_over: RwLock::new(false),
             filled: Mutex::default(),
             reads: Mutex::default(),
         };
         let job = Arc::new(job);
-        let wanted = if job.runs.is_empty() { 0 } else { THREADS };
         let threads = (0..wanted).filter_map(|_| spawn(&job)).collect();
         Self { job, threads, scanned_before: anonymous_pages_scanned() }
     }
@@ -138,7 +161,7 @@ impl Drop for Prefill {
 
 impl std::fmt::Debug for Prefill {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Prefill").field("runs", &self.job.runs.len()).finish_non_exhaustive()
+        f.debug_struct("Prefill").field("queue", &self.job.queue()).finish_non_exhaustive()
     }
 }
 
@@ -150,10 +173,8 @@ impl Prefilled {
 
     /// Lets the page server know what storage was like. Before anybody else reads.
     pub(crate) fn tell(&self, server: &mut Server<Bytes>, since: Instant) {
-        for read in &self.reads {
-            if let Some(units) = read.from_storage {
-                server.read_took(Why::Ahead, units, read.began - since, read.ended - since);
-            }
+        for read in self.reads.iter().filter(|read| read.from_storage) {
+            server.read_took(&read.read, read.began - since, read.ended - since);
         }
     }
 
@@ -215,18 +236,58 @@ fn unsettled(runs: &[Range<Page>], settled: &Settled) -> Vec<Range<Page>> {
     out
 }
 
-/// What to read at once, in order.
-fn runs(storage: &Storage, options: &RestoreOptions) -> Vec<Range<u32>> {
-    let image = storage.image();
-    let units: Vec<u32> = match options.mode {
-        Mode::Lazy | Mode::Locality => Vec::new(),
-        Mode::Eager => {
-            (0..image.locality_blocks()).filter(|&unit| has_blocks(image, unit)).collect()
+impl Queue {
+    fn new(storage: &Storage, options: &RestoreOptions) -> Self {
+        let (image, longest) = (storage.image(), options.run_max(storage.unit_bytes()));
+        let (units, end, mode) = (units(image, options), image.locality_blocks(), options.mode);
+        let far = options.way.filter(|_| matches!(mode, Mode::Auto | Mode::WorkingSet));
+        let far = far.map(|way| {
+            let cost = Cost::told(storage.unit_bytes(), way);
+            let all = if options.may_read_all() { all_units(image) } else { Vec::new() };
+            Requests::new(&units, &all, end, longest, &cost).into()
+        });
+        let (runs, in_order) = (sequence(&units, end, Reach::near(longest)), mode == Mode::Eager);
+        Self { near: Requests { runs, in_order }.into(), far, from_storage: None }
+    }
+
+    /// Whether storage is far, as far as is known, and reads go there.
+    fn is_far(&self) -> bool {
+        self.far.is_some() && self.from_storage != Some(false)
+    }
+
+    fn was_read(&mut self, from_storage: bool) {
+        // What the kernel has read ahead is in memory, too.
+        if self.from_storage != Some(true) {
+            self.from_storage = Some(from_storage);
         }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.near.runs.is_empty() && self.far.as_ref().is_none_or(|far| far.runs.is_empty())
+    }
+
+    fn next(&mut self) -> Option<Read> {
+        let is_far = self.is_far();
+        let Runs { runs, in_order } = match &mut self.far {
+            Some(far) if is_far => far,
+            _ => &mut self.near,
+        };
+        let in_order = *in_order;
+        runs.pop_front().map(|units| Read { units, why: Why::Ahead, in_order })
+    }
+}
+
+/// What is wanted at once, in order.
+fn units(image: &Image, options: &RestoreOptions) -> Vec<u32> {
+    match options.mode {
+        Mode::Lazy | Mode::Locality => Vec::new(),
+        Mode::Eager => all_units(image),
         Mode::WorkingSet | Mode::Auto => units_of(image, &options.expected(image)),
-    };
-    let reach = Reach::near(options.run_max(storage.unit_bytes()));
-    sequence(&units, image.locality_blocks(), reach)
+    }
+}
+
+fn all_units(image: &Image) -> Vec<u32> {
+    (0..image.locality_blocks()).filter(|&unit| has_blocks(image, unit)).collect()
 }
 
 /// Of an image in a chain, newer ones may have other content for all of a locality block's memory blocks.
@@ -263,12 +324,17 @@ impl Job {
         let mut raw = vec![0; self.storage.image().geometry().block_size.bytes()];
         let mut storage = StorageReads::of_this_thread();
         while !self.is_over() {
-            let Some(run) = self.runs.get(self.next.fetch_add(1, Ordering::Relaxed)) else { break };
+            let next = self.queue().next();
+            let Some(next) = next else { break };
             point("restore.prefill");
-            if self.fill(run, &mut raw, &mut storage).is_none() {
+            if self.fill(next, &mut raw, &mut storage).is_none() {
                 self.end();
             }
         }
+    }
+
+    fn queue(&self) -> std::sync::MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn end(&self) {
@@ -280,27 +346,28 @@ impl Job {
     }
 
     /// `None` if something is wrong.
-    fn fill(&self, run: &Range<u32>, raw: &mut [u8], storage: &mut StorageReads) -> Option<()> {
-        let (image, began) = (self.storage.image(), Instant::now());
-        let (units, took) = (self.read(run, storage)?, began.elapsed());
-        for (unit, bytes) in run.clone().zip(units) {
+    fn fill(&self, read: Read, raw: &mut [u8], storage: &mut StorageReads) -> Option<()> {
+        let (image, run, began) = (self.storage.image(), read.units.clone(), Instant::now());
+        let (units, took) = (self.read(read, storage)?, began.elapsed());
+        for (unit, bytes) in run.zip(units) {
             for entry in image.entries(LocalityBlockId(unit)) {
                 image.decode(entry, self.storage.stored_in(&bytes, entry), raw).ok()?;
                 self.put(entry.block, raw)?;
             }
         }
-        if self.rests {
+        if self.rests && !self.queue().is_far() {
             std::thread::sleep(took);
         }
         Some(())
     }
 
-    fn read(&self, run: &Range<u32>, storage: &mut StorageReads) -> Option<Vec<Bytes>> {
+    fn read(&self, read: Read, storage: &mut StorageReads) -> Option<Vec<Bytes>> {
         let began = Instant::now();
-        let units = self.storage.read(run).ok()?;
-        let (ended, place) = (Instant::now(), self.storage.place_of(run));
-        let from_storage = storage.any().then_some(run.len() as u32);
-        self.reads().push(PrefillRead { began, ended, from_storage, place });
+        let units = self.storage.read(&read.units, read.in_order).ok()?;
+        let (ended, place) = (Instant::now(), self.storage.place_of(&read.units));
+        let from_storage = storage.any();
+        self.queue().was_read(from_storage);
+        self.reads().push(PrefillRead { began, ended, read, from_storage, place });
         Some(units)
     }
 

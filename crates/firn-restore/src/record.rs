@@ -48,6 +48,9 @@ pub struct RunRecord {
     /// When this was written down. Of what comes later it says nothing.
     #[serde(default)]
     pub recorded_us: u64,
+    /// What getting to storage cost, if reads have shown that it is far.
+    #[serde(default)]
+    pub way_us: Option<u64>,
     /// Pages installed because the guest was expected to ask for them: runs in the order of addresses, each as its first
     /// page and its length.
     #[serde(default)]

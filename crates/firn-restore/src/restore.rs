@@ -173,7 +173,7 @@ impl Restore {
         // Nobody is there yet to be told what there is to do.
         let _ = match options.mode {
             Mode::Lazy | Mode::Locality => Stir::default(),
-            Mode::Eager => server.read_ahead(server.all_units()),
+            Mode::Eager => server.read_all(),
             Mode::WorkingSet | Mode::Auto => {
                 server.read_ahead(server.units_of(&options.expected(&image)))
             }
@@ -215,6 +215,11 @@ impl Restore {
         let mut inner = self.shared.lock();
         let stir = inner.server.set_fill(fill == Fill::Quiet);
         self.shared.act(inner, stir);
+    }
+
+    /// What getting to storage costs, if reads of this restore have shown that it is far.
+    pub fn way(&self) -> Option<Duration> {
+        self.shared.lock().server.way()
     }
 
     /// Virtual CPUs.
@@ -301,6 +306,7 @@ fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
         resumed_us: None,
         finished_us: None,
         recorded_us: shared.now().as_micros() as u64,
+        way_us: inner.server.way().map(|way| way.as_micros() as u64),
         prefetched: inner.server.prefetched(),
         counts: RunCounts::new(inner.server.counts(), options.account_use),
         faults: Vec::new(),

@@ -102,11 +102,17 @@ impl Storage {
         Ok(cached.then(|| Bytes::new(run, 0)))
     }
 
-    /// Reads neighbouring units, with one request as far as possible. Gives the bytes of each.
-    pub(crate) fn read(&self, units: &Range<u32>) -> Result<Vec<Bytes>, RestoreError> {
+    /// Reads neighbouring units, with one request as far as possible; more than one if `in_order`, and what follows is
+    /// wanted as well. Gives the bytes of each.
+    pub(crate) fn read(
+        &self,
+        units: &Range<u32>,
+        in_order: bool,
+    ) -> Result<Vec<Bytes>, RestoreError> {
+        let order = if in_order { ReadOrder::Sequential } else { ReadOrder::Random };
         match &self.singles {
             Some(_) => units.clone().map(|unit| self.read_single(Unit(unit))).collect(),
-            None => self.read_run(units),
+            None => self.read_run(units, order),
         }
     }
 
@@ -116,10 +122,10 @@ impl Storage {
         Ok(Bytes::new(self.pool.wrap(buffer), 0))
     }
 
-    fn read_run(&self, units: &Range<u32>) -> Result<Vec<Bytes>, RestoreError> {
+    fn read_run(&self, units: &Range<u32>, order: ReadOrder) -> Result<Vec<Bytes>, RestoreError> {
         let mut buffer = self.pool.take();
         let ids = LocalityBlockId(units.start)..LocalityBlockId(units.end);
-        self.image.read_locality_blocks(ids, &mut buffer)?;
+        self.image.read_locality_blocks(ids, order, &mut buffer)?;
         let run = self.pool.wrap(buffer);
         let bytes = self.unit_bytes() as usize;
         Ok((0..units.len()).map(|at| Bytes::new(run.clone(), at * bytes)).collect())

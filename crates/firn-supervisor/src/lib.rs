@@ -46,6 +46,7 @@ mod server;
 mod spawn;
 mod start;
 mod status;
+mod storage;
 mod supervise;
 #[cfg(test)]
 mod testing;

@@ -40,6 +40,7 @@ use crate::protocol::{Progress, RestoreDisks, RestoreNow};
 use crate::qemu::{self, Known, Memory};
 use crate::runtime::VmDir;
 use crate::start::{self, Child, Place, Started};
+use crate::storage::Storage;
 
 /// How often progress is told.
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
@@ -119,8 +120,10 @@ pub(crate) fn restore(
     timings.image_open = watch.lap();
     refuse(&mismatches, wanted.force)?;
     let learning = Learning::about(&image, wanted.mode).filter(|_| wanted.learn);
+    let storage = place.vm.path().parent().and_then(|runtime| Storage::of(image.path(), runtime));
     let options = RestoreOptions {
         mode: wanted.mode,
+        way: storage.as_ref().and_then(Storage::way),
         also_expected: learning.as_ref().map(Learning::expected).unwrap_or_default(),
         account_use: wanted.account_use,
         since,
@@ -131,7 +134,7 @@ pub(crate) fn restore(
     let (child, args, early) = launch(place, &meta, &image, &options, &own)?;
     firn_fault::point("restore.spawned");
     timings.spawn = watch.lap();
-    let load = Load { place, wanted, image, meta, child: &child, options, learning };
+    let load = Load { place, wanted, image, meta, child: &child, options, learning, storage };
     let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
     let (work, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
@@ -151,6 +154,7 @@ struct Load<'a> {
     child: &'a Child,
     options: RestoreOptions,
     learning: Option<Learning>,
+    storage: Option<Storage>,
 }
 
 impl Load<'_> {
@@ -192,8 +196,10 @@ impl Load<'_> {
         facts["image"] = json!(wanted.image);
         let (hypervisor, journal) = (Arc::clone(child.handle()?), place.journal_handle());
         let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
-        let learning = self.learning;
-        Ok((Work { restore, process, vcpus, journal, hypervisor, run_record, learning }, facts))
+        let (learning, storage) = (self.learning, self.storage);
+        let work =
+            Work { restore, process, vcpus, journal, hypervisor, run_record, learning, storage };
+        Ok((work, facts))
     }
 
     /// From here on a successor knows the QEMU.
@@ -491,7 +497,8 @@ pub(crate) fn resume(
     let journal = Arc::clone(journal);
     let (vcpus, hypervisor) = (machine.vcpus.clone(), Arc::clone(hypervisor));
     let run_record = vm.run_record();
-    let work = Work { restore, process, vcpus, journal, hypervisor, run_record, learning: None };
+    let (learning, storage) = (None, None);
+    let work = Work { restore, process, vcpus, journal, hypervisor, run_record, learning, storage };
     Ok(Some(work.boxed()))
 }
 
@@ -512,6 +519,8 @@ struct Work {
     run_record: PathBuf,
     /// What is to be told what the guest waited for.
     learning: Option<Learning>,
+    /// What is to be told how far storage is.
+    storage: Option<Storage>,
 }
 
 impl Work {
@@ -550,6 +559,9 @@ impl Work {
     fn learn(&mut self) {
         if let Some(learning) = self.learning.take() {
             learning.keep(&self.restore.record());
+        }
+        if let Some(storage) = self.storage.take() {
+            storage.keep(self.restore.way());
         }
     }
 

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   /run/firn/                 0700   (or $FIRN_RUNTIME_DIR, or $XDG_RUNTIME_DIR/firn)
+//!     .storage/                0700   how far storage is, by earlier restores (storage.rs)
 //!     web/                     0700   one VM
 //!       supervisor.lock               who serves it   (lock.rs)
 //!       guard.lock                    who restarts that one

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use firn_image::{
     Codec, Compressed, Draft, FilledBy, Geometry, Image, ImageError, LocalityBlockId, Organization,
-    Packer, Placement, Summary, Writer, compare, compress, merge, rebase, verify,
+    Packer, Placement, ReadOrder, Summary, Writer, compare, compress, merge, rebase, verify,
 };
 use firn_types::Block;
 use proptest::prelude::*;
@@ -136,7 +136,8 @@ fn neighbours_in_different_files_are_read_together() {
     let image = chain.check(3, &chain.path(3));
     let (count, len) = (image.locality_blocks(), image.geometry().locality_block_bytes as usize);
     let (mut all, mut one) = (Vec::new(), Vec::new());
-    image.read_locality_blocks(LocalityBlockId(0)..LocalityBlockId(count), &mut all).unwrap();
+    let every = LocalityBlockId(0)..LocalityBlockId(count);
+    image.read_locality_blocks(every, ReadOrder::Sequential, &mut all).unwrap();
     let mut last = 0;
     for id in (0..count).map(LocalityBlockId) {
         image.read_locality_block(id, &mut one).unwrap();

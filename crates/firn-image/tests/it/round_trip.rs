@@ -1,7 +1,7 @@
 //! What is written is what is read.
 
 use firn_image::{
-    Codec, Geometry, Image, LocalityBlockId, Organization, Placement, compare, verify,
+    Codec, Geometry, Image, LocalityBlockId, Organization, Placement, ReadOrder, compare, verify,
 };
 use firn_types::{Block, BlockSize};
 use proptest::prelude::*;
@@ -127,7 +127,10 @@ fn every_way_of_reading_gives_the_same_bytes() {
         let count = image.locality_blocks();
         let size = image.geometry().locality_block_bytes as usize;
         let (mut all, mut one, mut tried) = (Vec::new(), Vec::new(), Vec::new());
-        image.read_locality_blocks(LocalityBlockId(1)..LocalityBlockId(count), &mut all).unwrap();
+        let but_one = LocalityBlockId(1)..LocalityBlockId(count);
+        image.read_locality_blocks(but_one.clone(), ReadOrder::Sequential, &mut all).unwrap();
+        image.read_locality_blocks(but_one, ReadOrder::Random, &mut one).unwrap();
+        assert_eq!(all, one);
         for id in (1..count).map(LocalityBlockId) {
             image.read_locality_block(id, &mut one).unwrap();
             assert_eq!(one.len(), image.used_bytes(id));
@@ -142,10 +145,11 @@ fn every_way_of_reading_gives_the_same_bytes() {
                 assert_eq!(tried, stored);
             }
         }
-        image.read_locality_blocks(LocalityBlockId(1)..LocalityBlockId(1), &mut all).unwrap();
+        let none = LocalityBlockId(1)..LocalityBlockId(1);
+        image.read_locality_blocks(none, ReadOrder::Random, &mut all).unwrap();
         assert!(all.is_empty());
         assert!(image.read_locality_block(LocalityBlockId(count), &mut one).is_err());
         let past = LocalityBlockId(0)..LocalityBlockId(count + 1);
-        assert!(image.read_locality_blocks(past, &mut one).is_err());
+        assert!(image.read_locality_blocks(past, ReadOrder::Random, &mut one).is_err());
     }
 }

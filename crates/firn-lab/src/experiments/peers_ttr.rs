@@ -123,12 +123,17 @@ fn measure(
         std::thread::sleep(Duration::from_millis(50));
     }
     let ttr = outside().responsiveness(WINDOW_US, BACK);
+    let profile = throttle.profile();
     let inside = match row.image.system {
-        System::Firn => inside(lab)?,
+        System::Firn => {
+            let run = run_of(lab)?;
+            let record = serde_json::to_string(&run.record)?;
+            report.file(format!("peers-ttr-{profile}-{}-{round}.run.json", row.name), record);
+            inside(&run)
+        }
         System::Qemu(_) => None,
     };
     drop(running);
-    let profile = throttle.profile();
     let seconds = |it: Option<f64>| it.map_or("-".to_owned(), |it| format!("{it:.2} s"));
     let (from_outside, from_inside) = (seconds(ttr), seconds(inside));
     lab.say(&format!("{} on {profile}: TTR {from_outside}, inside {from_inside}", row.name));
@@ -140,16 +145,22 @@ fn measure(
     Ok(())
 }
 
-/// TTR by the waits of the vCPUs, once all memory is there. `None` of a restore that goes on, unless it was seen for long
-/// enough after that.
-fn inside(lab: &Lab) -> Result<Option<f64>> {
+/// The run record, once all memory is there if that is soon.
+fn run_of(lab: &Lab) -> Result<Run> {
     let record = lab.firn().run_record(VM);
-    let is_whole = |run: &Run| run.record.finished_us.is_some();
     let whole = || Ok(Run::read(&record).ok().filter(is_whole));
-    let run = wait_for("the run record", RECORD, whole).or_else(|_| Run::read(&record))?;
+    Ok(wait_for("the run record", RECORD, whole).or_else(|_| Run::read(&record))?)
+}
+
+fn is_whole(run: &Run) -> bool {
+    run.record.finished_us.is_some()
+}
+
+/// TTR by the waits of the vCPUs. `None` of a restore that goes on, unless it was seen for long enough after that.
+fn inside(run: &Run) -> Option<f64> {
     let ttr = firn_measure::responsiveness(&run.stalls(), WINDOW_US, BACK);
     let is_seen = run.record.recorded_us >= (ttr * 1e6) as u64 + WINDOW_US;
-    Ok((is_whole(&run) || is_seen).then_some(ttr))
+    (is_whole(run) || is_seen).then_some(ttr)
 }
 
 fn figures(profile: DiskProfile, rows: &[Row<'_>], all: bool, report: &mut Report) {

@@ -68,6 +68,8 @@ pub struct Read {
     pub units: Range<u32>,
     /// Why.
     pub why: Why,
+    /// Whether all that follows in the image is to be read soon as well, in order.
+    pub in_order: bool,
 }
 
 impl Read {

@@ -20,6 +20,8 @@ use std::time::Duration;
 
 use super::Server;
 use super::actions::{Read, Stir, Take, Why};
+use super::far::Requests;
+use super::pace::{Leave, Rules};
 use super::plan::Unit;
 use super::sequence::{Reach, sequence};
 use super::units::State;
@@ -52,6 +54,8 @@ pub(super) struct Ahead {
     pub(super) is_over: bool,
     /// Whether requests go by place.
     by_place: bool,
+    /// Whether they go through all there is, from front to back.
+    in_order: bool,
     /// When the guest last waited for storage.
     waited: Duration,
     /// Until when storage is left to the guest.
@@ -70,6 +74,7 @@ impl Ahead {
             in_place: 0,
             is_over: true,
             by_place: false,
+            in_order: false,
             waited: now,
             rests_until: now,
         }
@@ -99,6 +104,11 @@ impl Ahead {
         !self.requests.is_empty()
     }
 
+    /// Whether these go through all there is, from front to back.
+    pub(super) fn goes_through_all(&self) -> bool {
+        self.in_order && self.has_more()
+    }
+
     /// Somebody begins with a unit.
     pub(super) fn begun(&mut self, unit: Unit) {
         let counts = u32::from(self.has(unit));
@@ -122,6 +132,15 @@ impl Ahead {
         self.rests_until = self.rests_until.max(ended + rest);
     }
 
+    /// Whether others may read so many units, from far storage: not while the guest is about to wait for it again.
+    /// Asks again after `patience`, at the latest.
+    pub(super) fn leave(&self, now: Duration, rules: &Rules) -> Leave {
+        match self.is_pressed(now) {
+            true => Leave::At((self.waited + PRESSED).min(now + rules.patience)),
+            false => Leave::Read(rules.run_max),
+        }
+    }
+
     fn is_pressed(&self, now: Duration) -> bool {
         now < self.waited + PRESSED
     }
@@ -133,7 +152,16 @@ impl<B: Clone> Server<B> {
     pub fn read_ahead(&mut self, units: Vec<Unit>) -> Stir {
         let unread = units.iter().filter(|&&unit| self.units.is_stored(unit)).count() as u32;
         self.ahead = self.ahead.with(units, unread, self.plan.units(), self.rules.run_max);
+        self.go_by_place_if_far();
         self.stir(Stir { background: true, ..Stir::default() })
+    }
+
+    /// Has all units read as fast as storage allows, from front to back.
+    pub fn read_all(&mut self) -> Stir {
+        let all = (0..self.plan.units()).map(Unit).collect();
+        let stir = self.read_ahead(all);
+        self.ahead.in_order = true;
+        stir
     }
 
     /// Reads nothing any more that the guest does not wait for.
@@ -165,8 +193,11 @@ impl<B: Clone> Server<B> {
     }
 
     fn ahead_takes(&self) -> Duration {
-        let requests = self.ahead.requests.iter();
-        requests.map(|request| self.cost.of(request.len() as u32, u32::MAX)).sum()
+        let units = self.ahead.requests.iter().map(|request| request.len() as u32);
+        match self.ahead.in_order {
+            true => self.cost.of(units.sum(), u32::MAX),
+            false => units.map(|units| self.cost.of(units, u32::MAX)).sum(),
+        }
     }
 
     /// The next request, short and after a rest if the guest needs the storage.
@@ -182,7 +213,9 @@ impl<B: Clone> Server<B> {
             return Take::At(self.ahead.rests_until);
         }
         match self.next_ahead(longest) {
-            Some(units) => Take::Read(Read { units, why: Why::Ahead }),
+            Some(units) => {
+                Take::Read(Read { units, why: Why::Ahead, in_order: self.ahead.in_order })
+            }
             None => Take::Idle,
         }
     }
@@ -202,15 +235,29 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// Storage turned out to be far: what is left is read by place.
-    pub(super) fn go_by_place(&mut self) {
-        if std::mem::replace(&mut self.ahead.by_place, true) || !self.ahead.has_more() {
-            return;
+    /// Storage turned out to be far: see [`super::far`].
+    pub(super) fn go_by_place_if_far(&mut self) {
+        let is_far = self.rules.adapts && self.cost.is_far();
+        if is_far && self.ahead.has_more() && !self.ahead.by_place {
+            self.go_by_place();
         }
-        let units = self.ahead.units.iter().filter(|&&unit| self.units.is_stored(unit));
-        let numbers: Vec<u32> = units.map(|unit| unit.0).collect();
-        let reach = Reach::far(self.rules.run_max, self.cost.worth());
-        self.ahead.requests = sequence(&numbers, self.plan.units(), reach).into();
+    }
+
+    fn go_by_place(&mut self) {
+        self.ahead.by_place = true;
+        let wanted = self.not_begun(self.ahead.units.iter().copied());
+        let all = match self.rules.may_read_all {
+            true => self.not_begun((0..self.plan.units()).map(Unit)),
+            false => Vec::new(),
+        };
+        let end = self.plan.units();
+        let requests = Requests::new(&wanted, &all, end, self.rules.run_max, &self.cost);
+        self.ahead.requests = requests.runs.into();
+        self.ahead.in_order = requests.in_order;
+    }
+
+    fn not_begun(&self, units: impl Iterator<Item = Unit>) -> Vec<u32> {
+        units.filter(|&unit| self.units.is_stored(unit)).map(|unit| unit.0).collect()
     }
 
     /// The guest waits for storage.

@@ -25,66 +25,135 @@ const SEQUENCE_MIN: f64 = 60e6;
 /// One read that took more than this share of all time was held up, whatever by.
 const HELD_UP: f64 = 0.6;
 /// Reads after which a mean means something.
-const ENOUGH: u32 = 5;
+const ENOUGH: f64 = 5.0;
 /// So many reads in a row must look far.
 const SURE: u32 = 4;
 
-/// Learns from reads.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Cost {
-    /// The most that a unit costs, in seconds.
-    unit: f64,
-    last_end: Duration,
-    reads: u32,
+/// Some reads.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sum {
+    reads: f64,
     units: f64,
     seconds: f64,
     /// The longest of them.
     longest: f64,
+}
+
+impl Sum {
+    fn add(&mut self, units: u32, seconds: f64) {
+        self.reads += 1.0;
+        self.units += f64::from(units);
+        self.seconds += seconds;
+        self.longest = self.longest.max(seconds);
+    }
+
+    fn less(&self, other: &Self) -> Self {
+        Self {
+            reads: self.reads - other.reads,
+            units: self.units - other.units,
+            seconds: self.seconds - other.seconds,
+            longest: self.longest,
+        }
+    }
+}
+
+/// Learns from reads.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cost {
+    /// The most that a unit costs, in seconds.
+    unit: f64,
+    last_end: Duration,
+    /// Whether reads tell nothing any more.
+    is_over: bool,
+    all: Sum,
+    /// Of these, those before the first that took any time: limits let a few requests pass before they bite.
+    free: Sum,
     /// Reads in a row by which storage looked far.
     looked_far: u32,
     /// What getting there costs, in seconds, of storage that is far.
     way: Option<f64>,
+    /// The same, by restores before this one. It counts from the first read that goes to storage.
+    told: Option<f64>,
+    /// The same, by reads of this restore.
+    found: Option<f64>,
 }
 
 impl Cost {
-    /// Of units of so many bytes.
-    pub(super) fn new(unit_bytes: u32) -> Self {
+    /// Of units of so many bytes, from storage of which other restores may have told how far it is.
+    pub(super) fn new(unit_bytes: u32, told: Option<Duration>) -> Self {
         Self {
             unit: f64::from(unit_bytes) / SEQUENCE_MIN,
             last_end: Duration::ZERO,
-            reads: 0,
-            units: 0.0,
-            seconds: 0.0,
-            longest: 0.0,
+            is_over: false,
+            all: Sum::default(),
+            free: Sum::default(),
             looked_far: 0,
             way: None,
+            told: told.as_ref().map(Duration::as_secs_f64),
+            found: None,
         }
+    }
+
+    /// Of storage of which others have found how far it is.
+    pub(crate) fn told(unit_bytes: u32, way: Duration) -> Self {
+        let way = Some(way.as_secs_f64());
+        Self { way, ..Self::new(unit_bytes, None) }
+    }
+
+    /// Something is read from front to back: the kernel begins before it is asked, and whoever reads anything else waits
+    /// behind that. From here on reads tell nothing.
+    pub(super) fn read_in_order(&mut self) {
+        self.way = self.way.or(self.told);
+        self.is_over = true;
     }
 
     /// So many neighbouring units were read from `began` to `ended`.
     pub(super) fn read(&mut self, units: u32, began: Duration, ended: Duration) {
+        if self.is_over {
+            return;
+        }
         let cost = ended.saturating_sub(began.max(self.last_end)).as_secs_f64();
         self.last_end = self.last_end.max(ended);
-        self.reads += 1;
-        self.units += f64::from(units);
-        self.seconds += cost;
-        self.longest = self.longest.max(cost);
+        if self.all.longest.max(cost) < FAR {
+            self.free.add(units, cost);
+        }
+        self.all.add(units, cost);
+        self.way = self.way.or(self.told);
         self.look();
     }
 
     fn look(&mut self) {
-        let held_up = if self.longest > HELD_UP * self.seconds { self.longest } else { 0.0 };
-        let way = (self.seconds - held_up - self.unit * self.units) / f64::from(self.reads);
-        let looks_far = self.is_known() && way >= FAR;
+        let held_up =
+            if self.all.longest > HELD_UP * self.all.seconds { self.all.longest } else { 0.0 };
+        let least = (self.all.seconds - held_up - self.unit * self.all.units) / self.all.reads;
+        let looks_far = self.is_known() && least >= FAR;
         self.looked_far = if looks_far { self.looked_far + 1 } else { 0 };
         if self.looked_far >= SURE {
+            let way = self.estimate().max(least);
+            self.found.get_or_insert(way);
             self.way.get_or_insert(way);
         }
     }
 
+    /// The mean of what getting there took, from the first read that took any time.
+    fn estimate(&self) -> f64 {
+        let later = self.all.less(&self.free);
+        (later.seconds - self.unit / 2.0 * later.units) / later.reads
+    }
+
+    /// What getting there costs, if reads of this restore have shown that it is far.
+    pub(super) fn found(&self) -> Option<Duration> {
+        self.found.map(Duration::from_secs_f64)
+    }
+
+    /// What getting there costs; nothing, of storage that is near.
+    pub(super) fn way(&self) -> Duration {
+        Duration::from_secs_f64(self.way.unwrap_or_default())
+    }
+
     /// Whether enough was read to say anything.
     pub(super) fn is_known(&self) -> bool {
-        self.reads >= ENOUGH
+        self.all.reads >= ENOUGH
     }
 
     /// Whether getting there is what costs.
@@ -104,9 +173,15 @@ impl Cost {
         Duration::from_secs_f64(way * f64::from(ways) + self.unit * f64::from(units))
     }
 
+    /// What it costs to read so many units with one request, where the way there and the reading itself may go on at the
+    /// same time, and storage reads twice as fast in sequence as it must: seldom less.
+    pub(super) fn least(&self, units: u32) -> Duration {
+        self.way().max(Duration::from_secs_f64(self.unit / 2.0 * f64::from(units)))
+    }
+
     /// Getting there, twice: a guest that has not touched anything for less long may be waiting all the time.
     pub(super) fn round(&self) -> Duration {
-        Duration::from_secs_f64(self.way.unwrap_or_default() * 2.0)
+        self.way() * 2
     }
 }
 
@@ -115,7 +190,7 @@ mod tests {
     use super::*;
 
     fn new() -> Cost {
-        Cost::new(65_536)
+        Cost::new(65_536, None)
     }
 
     /// After reads of storage that takes so many microseconds for so many units.
@@ -157,7 +232,9 @@ mod tests {
     #[test]
     fn a_limit_on_requests_is_far() {
         assert!(after(30, |units| u64::from(units * 625).max(12_500)).is_far());
-        assert!(after_bursts(|_| 12_500).is_far());
+        let cost = after_bursts(|_| 12_500);
+        assert!(cost.is_far());
+        assert!((9..18).contains(&cost.way().as_millis()), "{cost:?}");
     }
 
     #[test]
@@ -182,7 +259,7 @@ mod tests {
     #[test]
     fn what_a_unit_may_cost_depends_on_its_size() {
         let is_far = |unit_bytes| {
-            let (mut cost, mut now) = (Cost::new(unit_bytes), Duration::ZERO);
+            let (mut cost, mut now) = (Cost::new(unit_bytes, None), Duration::ZERO);
             (0..20).for_each(|_| {
                 let began = now;
                 now += Duration::from_millis(10);
@@ -200,7 +277,7 @@ mod tests {
             // Two under way at any time, each for 8 ms, one done every 4.
             cost.read(1, ms(4 * at), ms(4 * at + 8));
         }
-        assert!((0.0055..0.0075).contains(&cost.round().as_secs_f64()), "{cost:?}");
+        assert!((0.0055..0.0085).contains(&cost.round().as_secs_f64()), "{cost:?}");
     }
 
     #[test]
@@ -211,8 +288,21 @@ mod tests {
     }
 
     #[test]
+    fn what_others_found_counts_from_the_first_read() {
+        let ms = Duration::from_millis;
+        let mut cost = Cost::new(65_536, Some(ms(12)));
+        assert!(!cost.is_far());
+        cost.read(1, ms(0), ms(0));
+        assert!(cost.is_far() && cost.found().is_none());
+        assert_eq!(cost.way(), ms(12));
+        (0..20).for_each(|at| cost.read(1, ms(20 * at), ms(20 * at + 20)));
+        assert!(cost.found().unwrap() > ms(15));
+        assert_eq!(cost.way(), ms(12));
+    }
+
+    #[test]
     fn nothing_is_far_before_enough_was_read() {
-        assert!(!after(ENOUGH + SURE - 2, |_| 20_000).is_far());
-        assert!(after(ENOUGH + SURE - 1, |_| 20_000).is_far());
+        assert!(!after(ENOUGH as u32 + SURE - 2, |_| 20_000).is_far());
+        assert!(after(ENOUGH as u32 + SURE - 1, |_| 20_000).is_far());
     }
 }

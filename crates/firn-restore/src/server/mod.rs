@@ -60,6 +60,7 @@ mod actions;
 mod ahead;
 mod cost;
 mod divergence;
+mod far;
 mod pace;
 mod plan;
 mod progress;
@@ -72,6 +73,8 @@ mod simulation;
 mod units;
 
 pub use actions::{Answer, Counts, Install, Read, Source, Stir, Take, Why, Work};
+pub(crate) use cost::Cost;
+pub(crate) use far::Requests;
 pub use pace::Rules;
 pub use plan::{Plan, Unit};
 pub(crate) use rest::LULL;
@@ -79,7 +82,6 @@ pub(crate) use sequence::{Reach, sequence};
 pub use settled::{PageMask, Settled};
 
 use ahead::Ahead;
-use cost::Cost;
 use divergence::Divergence;
 use pace::Pace;
 use rest::Rest;
@@ -148,7 +150,7 @@ impl<B: Clone> Server<B> {
             rules,
             settled,
             units,
-            cost: Cost::new(rules.unit_bytes),
+            cost: Cost::new(rules.unit_bytes, rules.way),
             pace: Pace::new(now),
             rest: Rest::default(),
             asked: VecDeque::with_capacity(64),
@@ -208,11 +210,6 @@ impl<B: Clone> Server<B> {
         self.missing_pages
     }
 
-    /// All units, in stored order.
-    pub fn all_units(&self) -> Vec<Unit> {
-        (0..self.plan.units()).map(Unit).collect()
-    }
-
     /// The units that hold these blocks, in the order in which they are first mentioned.
     pub fn units_of(&self, blocks: &[Block]) -> Vec<Unit> {
         let mut seen = vec![false; self.plan.units() as usize];
@@ -228,6 +225,11 @@ impl<B: Clone> Server<B> {
     /// The pages of a block that may still be installed.
     pub fn missing(&self, block: Block) -> PageMask {
         self.settled.missing(block)
+    }
+
+    /// What getting to storage costs, if reads have shown that it is far.
+    pub fn way(&self) -> Option<Duration> {
+        self.cost.found()
     }
 
     /// Whether nothing in the image is missing in memory any more.

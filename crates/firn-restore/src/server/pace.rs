@@ -30,10 +30,14 @@ pub struct Rules {
     pub fill: bool,
     /// Bytes of a unit at most.
     pub unit_bytes: u32,
+    /// What getting to storage has cost other restores, if it is far.
+    pub way: Option<Duration>,
     /// Whether it goes by what the storage turns out to be like: see [`super`].
     pub adapts: bool,
     /// Whether the guest runs while units are read ahead: it may need the storage, or go elsewhere.
     pub guest_runs: bool,
+    /// Whether reading ahead may bring in everything, where that takes no longer than what was to be read ahead.
+    pub may_read_all: bool,
     /// Install nothing but the very page that faulted, so that each first touch of a prefetched page is seen.
     pub account_use: bool,
 }
@@ -47,8 +51,10 @@ impl Default for Rules {
             held_max: 256,
             fill: true,
             unit_bytes: 64 << 10,
+            way: None,
             adapts: false,
             guest_runs: false,
+            may_read_all: false,
             account_use: false,
         }
     }

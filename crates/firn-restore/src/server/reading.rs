@@ -13,6 +13,15 @@ use super::{Server, Waiting};
 /// a quiet moment.
 const SOON: Duration = Duration::from_secs(20);
 
+/// How all that is left is read, if it can be there soon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Soon {
+    /// From front to back, whatever the guest waits for meanwhile.
+    AtOnce,
+    /// While the guest does not wait for storage.
+    Beside,
+}
+
 impl<B: Clone> Server<B> {
     /// Turns the background fill on or off.
     pub fn set_fill(&mut self, fill: bool) -> Stir {
@@ -44,7 +53,8 @@ impl<B: Clone> Server<B> {
             if matches!(self.units.state(unit), State::Asked) {
                 self.units.set(unit, State::Reading);
                 let beside = self.start_run(Unit(unit.0 + 1), self.run_on_demand() - 1);
-                return Some(Read { units: unit.0..beside.end, why: Why::Demand });
+                let units = unit.0..beside.end;
+                return Some(Read { units, why: Why::Demand, in_order: false });
             }
             self.reads_on_demand -= 1;
         }
@@ -52,9 +62,9 @@ impl<B: Clone> Server<B> {
     }
 
     /// How many units to read where the guest waits for one. On a disk, reading for as long as it took to get there costs
-    /// twice the time at most, and often saves the next way.
+    /// twice the time at most, and often saves the next way. Unless everything is on its way.
     fn run_on_demand(&self) -> u32 {
-        let is_worth_it = self.rules.adapts && self.cost.is_far();
+        let is_worth_it = self.rules.adapts && self.cost.is_far() && !self.ahead.goes_through_all();
         match is_worth_it && self.units.held() < self.rules.held_max {
             true => self.cost.worth().clamp(1, self.rules.run_max.max(1)),
             false => 1,
@@ -68,43 +78,56 @@ impl<B: Clone> Server<B> {
         }
     }
 
-    /// So many neighbouring units were read from `began` to `ended`.
-    pub fn read_took(&mut self, why: Why, units: u32, began: Duration, ended: Duration) {
-        self.cost.read(units, began, ended);
-        if why == Why::Ahead {
+    /// This was read, from storage, from `began` to `ended`.
+    pub fn read_took(&mut self, read: &Read, began: Duration, ended: Duration) {
+        match read.in_order {
+            true => self.cost.read_in_order(),
+            false => self.cost.read(read.units.len() as u32, began, ended),
+        }
+        if read.why == Why::Ahead {
             self.ahead.rest(began, ended, self.rules.patience);
         }
-        if self.rules.adapts && self.cost.is_far() {
-            self.go_by_place();
-        }
+        self.go_by_place_if_far();
     }
 
     fn take_fill(&mut self, now: Duration) -> Take {
-        let is_soon = self.is_soon();
-        if self.reads_on_demand > 0 && !is_soon {
+        let soon = self.soon();
+        if self.reads_on_demand > 0 && soon != Some(Soon::AtOnce) {
             return Take::At(now + self.rules.quiet);
         }
         let Some(first) = self.next_to_fill() else {
             return self.release_spared();
         };
-        let leave = match is_soon {
-            true => Leave::Read(self.rules.run_max),
-            false => self.pace.ask(&self.rules, self.cost.round(), now),
+        let (in_order, leave) = match soon {
+            Some(Soon::AtOnce) => (true, Leave::Read(self.rules.run_max)),
+            Some(Soon::Beside) => (false, self.ahead.leave(now, &self.rules)),
+            None => (false, self.pace.ask(&self.rules, self.cost.round(), now)),
         };
         match leave {
             Leave::At(then) => Take::At(then),
             Leave::Read(len) => {
                 self.pace.read(now);
-                Take::Read(Read { units: self.start_run(first, len), why: Why::Fill })
+                let units = self.start_run(first, len);
+                Take::Read(Read { units, why: Why::Fill, in_order })
             }
         }
     }
 
-    /// Whether all that is left can be there soon, of a storage where one long read costs no more than a short one. The
-    /// guest waits longer for what it asks for meanwhile, and then never again.
-    fn is_soon(&self) -> bool {
-        let left = self.cost.of(self.units.left(), self.rules.run_max);
-        self.rules.adapts && self.cost.is_far() && left <= SOON
+    /// Whether all that is left can be there soon, of storage where one long read costs no more than a short one.
+    ///
+    /// A guest that has its working set asks for little else, and is better off without a fill in its way. One that has
+    /// not is better off with everything. Which of them it is nobody knows; so once it has waited for as long as everything
+    /// would have taken, everything is read: twice the best, at most.
+    fn soon(&self) -> Option<Soon> {
+        let left = self.units.left();
+        let is_soon = self.rules.adapts
+            && self.cost.is_far()
+            && self.cost.of(left, self.rules.run_max) <= SOON;
+        let waited = self.cost.way() * self.counts.demand_reads.min(u64::from(u32::MAX)) as u32;
+        is_soon.then_some(match waited >= self.cost.least(left) {
+            true => Soon::AtOnce,
+            false => Soon::Beside,
+        })
     }
 
     fn next_to_fill(&mut self) -> Option<Unit> {

@@ -121,8 +121,10 @@ impl World {
         let plan = plan_of(&mut dice, block_size.blocks_in(pages), lazy);
         let rules = Rules {
             run_max: 1 + dice.roll(8),
+            way: (dice.roll(4) == 0).then_some(Duration::from_millis(10)),
             adapts: dice.roll(2) == 0,
             guest_runs: dice.roll(2) == 0,
+            may_read_all: dice.roll(2) == 0,
             held_max: 1 + dice.roll(6),
             account_use: dice.chance(25),
             ..Rules::default()
@@ -370,7 +372,7 @@ impl World {
 
     fn arrive(&mut self, read: Read) -> Reader {
         let began = self.now.saturating_sub(Duration::from_micros(u64::from(self.dice.roll(8000))));
-        self.server.read_took(read.why, read.units.len() as u32, began, self.now);
+        self.server.read_took(&read, began, self.now);
         self.server.read_done(read.why);
         for (unit, why) in read.each() {
             self.cached[unit.index()] = true;
@@ -425,7 +427,8 @@ impl World {
 /// Reads that took long.
 fn seem_far(server: &mut Server<Bytes>) {
     let at = |read| Duration::from_millis(20) * read;
-    (0..12).for_each(|read| server.read_took(Why::Fill, 1, at(read), at(read + 1)));
+    let read = Read { units: 0..1, why: Why::Fill, in_order: false };
+    (0..12).for_each(|n| server.read_took(&read, at(n), at(n + 1)));
     assert!(server.cost.is_far());
 }
 
@@ -496,7 +499,7 @@ fn faults_on_a_unit_being_read_cause_no_second_read() {
     let Answer::Fetch(fetch) = server.fault(at, Page(1)) else { panic!() };
     assert!(server.missed(&fetch).demand);
     assert_eq!(server.fault(at, Page(2)), Answer::Wait);
-    let read = Read { units: 0..1, why: Why::Demand };
+    let read = Read { units: 0..1, why: Why::Demand, in_order: false };
     assert_eq!(server.take_read(at, true), Take::Read(read));
     assert_eq!(server.fault(at, Page(4)), Answer::Wait);
     assert_eq!(server.take_read(at, false), Take::Idle);
@@ -531,4 +534,26 @@ fn a_block_installed_in_part_while_accounting_ended_is_completed() {
     let Some(Work::Install(rest)) = server.take_install(at) else { panic!() };
     assert_eq!(rest.pages, PageMask(0b01));
     assert!(server.installed(&rest).finished);
+}
+
+#[test]
+fn far_storage_is_read_from_front_to_back() {
+    let ram = RegionMap::lay_out([("ram", 4096 * 1000)]).unwrap();
+    let block_size = BlockSize::new(1).unwrap();
+    let mut plan = Plan::new(1000);
+    (0..1000).for_each(|block| {
+        plan.push([Block(block)]);
+    });
+    let settled = Settled::new(&ram, block_size);
+    let rules = Rules { adapts: true, may_read_all: true, held_max: 1000, ..Rules::default() };
+    let mut server: Server<Bytes> = Server::new(block_size, plan, settled, rules, Duration::ZERO);
+    let _ = server.read_ahead([700, 3, 5].map(Unit).into());
+    seem_far(&mut server);
+    let mut next = 0;
+    while let Take::Read(read) = server.take_read(Duration::from_secs(1), false) {
+        assert!(read.in_order && read.units.start == next, "{read:?}");
+        next = read.units.end;
+        server.read_done(read.why);
+    }
+    assert_eq!(next, 1000);
 }

@@ -1,0 +1,86 @@
+//! How to read storage that is far: by place, and perhaps everything.
+//!
+//! Getting there costs as much as reading many units. So what is wanted is read in the order in which it is stored, through
+//! the gaps that cost less than passing them. And no working set is complete: each unit that it missed costs the guest a
+//! way. If reading all there is takes no longer than what is wanted and those ways, all is read, from front to back:
+//!
+//! ```text
+//!   wanted     ===  ==     = ====   =  ==     and then the guest's own ways   .  .   .  .  .   .  .
+//!   all        ===========================
+//! ```
+
+use std::ops::Range;
+use std::time::Duration;
+
+use super::cost::Cost;
+use super::sequence::{Reach, sequence};
+
+/// Units that the guest asks for beside a good working set while it becomes responsive, one after the other: in
+/// experiments 50 to 200.
+const MISSED: u32 = 64;
+
+/// Requests for storage that is far.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Requests {
+    pub(crate) runs: Vec<Range<u32>>,
+    /// Whether they go through all there is, from front to back.
+    pub(crate) in_order: bool,
+}
+
+impl Requests {
+    /// For these units of `0..end`, or for all of `all` if that is as good, with `longest` units in one request at most.
+    pub(crate) fn new(wanted: &[u32], all: &[u32], end: u32, longest: u32, cost: &Cost) -> Self {
+        let reach = Reach::far(longest, cost.worth());
+        let runs = sequence(wanted, end, reach);
+        let missed = cost.way() * MISSED;
+        let everything = cost.least(all.len() as u32);
+        match all.len() > wanted.len() && everything <= time(&runs, cost) + missed {
+            true => Self { runs: sequence(all, end, reach), in_order: true },
+            false => Self { runs, in_order: false },
+        }
+    }
+}
+
+fn time(runs: &[Range<u32>], cost: &Cost) -> Duration {
+    runs.iter().map(|run| cost.least(run.len() as u32)).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const END: u32 = 10_000;
+
+    /// A disk to which it takes 12 ms; a unit of 64 KiB is taken to cost 1.1 ms.
+    fn disk() -> Cost {
+        Cost::told(65_536, Duration::from_millis(12))
+    }
+
+    fn requests(wanted: &[u32], all: u32) -> Requests {
+        Requests::new(wanted, &(0..all).collect::<Vec<_>>(), END, 15, &disk())
+    }
+
+    #[test]
+    fn a_little_of_much_is_read_alone() {
+        let Requests { runs, in_order } = requests(&[700, 3, 5], 9_000);
+        assert_eq!((runs, in_order), (vec![3..6, 700..701], false));
+    }
+
+    #[test]
+    fn an_image_that_is_soon_there_is_read_whole() {
+        let Requests { runs, in_order } = requests(&[700, 3, 5], 1_000);
+        assert!(in_order && runs.len() == 1_000_usize.div_ceil(15));
+        assert!(runs.windows(2).all(|pair| pair[0].end == pair[1].start));
+    }
+
+    #[test]
+    fn what_is_scattered_everywhere_comes_with_all_the_rest() {
+        let scattered: Vec<u32> = (0..9_000).step_by(23).collect();
+        assert!(requests(&scattered, 9_000).in_order);
+    }
+
+    #[test]
+    fn where_all_is_wanted_nothing_else_is_read() {
+        assert!(!requests(&(0..100).collect::<Vec<_>>(), 100).in_order);
+    }
+}
