@@ -6,7 +6,7 @@
 
 //!
 //! While the guest is not there yet, a connection attempt may be lost and its repetition be seconds away. So the client
-//! *knocks*: it opens one more connection every 50 ms and takes the first that is answered. When a first reply came is
+//! *knocks*: it opens one more connection every 15 ms and takes the first that is answered. When a first reply came is
 //! then known to some milliseconds, whatever became of the attempts before it.
 
 use std::io::{Read as _, Write as _};
@@ -24,7 +24,7 @@ const EXPONENT: f64 = 0.99;
 /// How long one question may remain unanswered before it is asked anew on a new connection.
 const PATIENCE: Duration = Duration::from_millis(1000);
 /// How often a client that has no answer yet tries one more connection.
-const KNOCK: Duration = Duration::from_millis(50);
+const KNOCK: Duration = Duration::from_millis(15);
 /// How many connections it tries at once: more than a few stall in QEMU's user networking.
 const KNOCKS_MAX: usize = 8;
 

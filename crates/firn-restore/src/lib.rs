@@ -45,6 +45,7 @@ mod options;
 mod pool;
 mod prefill;
 mod presence;
+mod priority;
 mod record;
 mod restore;
 pub mod server;

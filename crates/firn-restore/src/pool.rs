@@ -13,6 +13,7 @@ use firn_fault::point;
 use crate::bytes::Bytes;
 use crate::error::RestoreError;
 use crate::hands::{Hands, Role};
+use crate::priority::Priority;
 use crate::server::{Read, Source, Stir, Take, Unit, Why};
 use crate::shared::{Shared, Waiter};
 use crate::storage_reads::StorageReads;
@@ -24,17 +25,13 @@ const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// The longest that settled pages stay unwritten while the filler has nothing to read.
 const PRESENCE_EVERY: Duration = Duration::from_millis(20);
 
-/// Priority of workers: below that of vCPUs and of the fault handler, which are to run at once when they wake up, but
-/// enough for about a tenth of a processor each if those never sleep.
-const WORKER_NICE: i32 = 10;
-
 /// Installs what nobody else has, until it is over.
 pub(crate) fn work(shared: &Shared) {
-    // Of this thread alone. Without it everything works the same, only less smoothly.
-    let _ = rustix::process::setpriority_process(None, WORKER_NICE);
+    let mut priority = Priority::of_background();
     let mut hands = Hands::new(shared, Role::Helper);
     let mut inner = shared.lock();
     while !shared.is_over() {
+        priority.background(inner.recorder.guest_runs_for(shared.now()));
         inner = match inner.server.take_install(shared.now()) {
             None => shared.sleep(inner, Waiter::Worker, None),
             Some(work) => {
@@ -49,7 +46,8 @@ pub(crate) fn work(shared: &Shared) {
 /// Reads what is asked for, until it is over.
 pub(crate) fn read(shared: &Shared, who: Waiter) {
     let (hands, storage) = (Hands::new(shared, Role::Helper), StorageReads::of_this_thread());
-    let mut reader = Reader { shared, hands, storage, written: Duration::ZERO };
+    let priority = Priority::of_reader();
+    let mut reader = Reader { shared, hands, storage, priority, written: Duration::ZERO };
     let mut inner = shared.lock();
     while !shared.is_over() {
         let now = shared.now();
@@ -60,8 +58,9 @@ pub(crate) fn read(shared: &Shared, who: Waiter) {
         }
         let then = match take {
             Take::Read(read) => {
+                let guest_runs_for = inner.recorder.guest_runs_for(now);
                 drop(inner);
-                reader.read(&read);
+                reader.read_in_turn(&read, guest_runs_for);
                 inner = shared.lock();
                 inner.server.read_done(read.why);
                 continue;
@@ -80,11 +79,23 @@ struct Reader<'a> {
     shared: &'a Shared,
     hands: Hands<'a>,
     storage: StorageReads,
+    priority: Priority,
     /// When presence was last written down.
     written: Duration,
 }
 
 impl<'a> Reader<'a> {
+    /// A reader that sleeps, and is woken for what the guest waits for, is to run at once: it is in the background only while
+    /// it reads what nobody waits for.
+    fn read_in_turn(&mut self, read: &Read, guest_runs_for: Option<Duration>) {
+        if read.why != Why::Demand {
+            self.priority.background(guest_runs_for);
+        }
+        self.read(read);
+        self.priority.urgent();
+        self.serve_urgent();
+    }
+
     fn read(&mut self, read: &Read) {
         if read.why == Why::Fill {
             point("restore.fill");
@@ -101,7 +112,6 @@ impl<'a> Reader<'a> {
                 }
             }),
         }
-        self.serve_urgent();
     }
 
     fn patiently(&self, read: &Read) -> Result<Vec<Bytes>, RestoreError> {

@@ -312,6 +312,11 @@ impl Recorder {
         self.resumed = Some(now);
     }
 
+    /// For how long the vCPUs have run.
+    pub(crate) fn guest_runs_for(&self, now: Duration) -> Option<Duration> {
+        self.resumed.map(|resumed| now.saturating_sub(resumed))
+    }
+
     pub(crate) fn finished(&mut self, now: Duration) {
         self.finished = Some(now);
     }
