@@ -7,13 +7,14 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use thiserror::Error;
 
-use crate::disk_profile::Throttle;
+use crate::disk_profile::{DiskProfile, Throttle};
 use crate::guest::QemuArgs;
 
 /// Environment variable that names another `firn`.
@@ -52,6 +53,8 @@ pub enum FirnError {
 pub struct Firn {
     program: PathBuf,
     runtime: PathBuf,
+    /// The disk that the last restore was from.
+    disk: Arc<Mutex<Option<DiskProfile>>>,
 }
 
 /// What a command said, and how long it took.
@@ -106,7 +109,8 @@ impl Firn {
     pub fn new(runtime: &Path) -> Self {
         let beside = || Some(std::env::current_exe().ok()?.parent()?.join("firn"));
         let program = std::env::var_os(VARIABLE).map(PathBuf::from).or_else(beside);
-        Self { program: program.unwrap_or_else(|| "firn".into()), runtime: runtime.to_owned() }
+        let program = program.unwrap_or_else(|| "firn".into());
+        Self { program, runtime: runtime.to_owned(), disk: Arc::default() }
     }
 
     /// The program.
@@ -140,12 +144,6 @@ impl Firn {
         self.restore_and_learn(image, name, &[how, &["--no-learn"]].concat(), throttle)
     }
 
-    /// Forgets what restores have found storage to be like.
-    pub fn forget_storage(&self) {
-        // There may be nothing to forget.
-        let _ = std::fs::remove_dir_all(self.runtime.join(".storage"));
-    }
-
     /// As [`Self::restore`], but it learns.
     pub fn restore_and_learn(
         &self,
@@ -154,9 +152,19 @@ impl Firn {
         how: &[&str],
         throttle: &Throttle,
     ) -> Result<Said, FirnError> {
+        self.meet_disk(throttle.profile());
         let mut command = self.under(throttle, "restore");
         command.arg(image).args(["--name", name]).args(how);
         self.finish("restore", command)
+    }
+
+    /// What restores have found storage to be like was of another disk, if this is another.
+    fn meet_disk(&self, profile: DiskProfile) {
+        let mut disk = self.disk.lock().unwrap_or_else(PoisonError::into_inner);
+        if disk.replace(profile) != Some(profile) {
+            // There may be nothing to forget.
+            let _ = std::fs::remove_dir_all(self.runtime.join(".storage"));
+        }
     }
 
     /// `firn detach`: lets go of a guest, which goes on.

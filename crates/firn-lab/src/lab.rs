@@ -116,8 +116,7 @@ impl Lab {
         report
     }
 
-    /// A disk profile for files of this lab, measured; what it achieves goes into the report. Firn has seen this disk no
-    /// more than its user has: of the one before it knows nothing any more.
+    /// A disk profile for files of this lab, measured; what it achieves goes into the report.
     ///
     /// `None` where the disk can't be imitated here: the report says so, and the caller leaves its figures missing.
     pub fn disk(&self, profile: DiskProfile, report: &mut Report) -> Option<Throttle> {
@@ -136,7 +135,6 @@ impl Lab {
     }
 
     fn try_disk(&self, profile: DiskProfile) -> Result<(Throttle, Value)> {
-        self.firn.forget_storage();
         let throttle = Throttle::new(profile, self.dir())?;
         let achieved = check(&throttle, self.dir(), &std::env::current_exe()?)?;
         let facts = json!({ "random_4k_iops": achieved.iops.round(), "read_ms": achieved.read_ms });

@@ -140,6 +140,11 @@ impl RestoreOptions {
         }
     }
 
+    /// Whether it goes by what storage is like.
+    pub(crate) fn adapts(&self) -> bool {
+        matches!(self.mode, Mode::Auto | Mode::WorkingSet)
+    }
+
     /// Whether reading ahead may bring in everything.
     pub(crate) fn may_read_all(&self) -> bool {
         self.mode == Mode::Auto && self.fill == Fill::Quiet && !self.account_use
@@ -159,8 +164,8 @@ impl RestoreOptions {
             fill: self.fill == Fill::Quiet,
             account_use: self.account_use,
             unit_bytes,
-            way: self.way,
-            adapts: matches!(self.mode, Mode::Auto | Mode::WorkingSet),
+            way: self.way.filter(|_| self.adapts()),
+            adapts: self.adapts(),
             guest_runs: self.mode == Mode::Auto,
             may_read_all: self.may_read_all(),
             ..Rules::default()

@@ -31,7 +31,12 @@ pub(crate) fn work(shared: &Shared) {
     let mut hands = Hands::new(shared, Role::Helper);
     let mut inner = shared.lock();
     while !shared.is_over() {
-        priority.background(inner.recorder.guest_runs_for(shared.now()));
+        let guest_runs_for = inner.recorder.guest_runs_for(shared.now());
+        if !priority.is_out_of_the_way(guest_runs_for) {
+            drop(inner);
+            priority.out_of_the_way(guest_runs_for);
+            inner = shared.lock();
+        }
         inner = match inner.server.take_install(shared.now()) {
             None => shared.sleep(inner, Waiter::Worker, None),
             Some(work) => {
@@ -58,9 +63,9 @@ pub(crate) fn read(shared: &Shared, who: Waiter) {
         }
         let then = match take {
             Take::Read(read) => {
-                let guest_runs_for = inner.recorder.guest_runs_for(now);
                 drop(inner);
-                reader.read_in_turn(&read, guest_runs_for);
+                reader.read(&read);
+                reader.serve_urgent();
                 inner = shared.lock();
                 inner.server.read_done(read.why);
                 continue;
@@ -85,24 +90,13 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// A reader that sleeps, and is woken for what the guest waits for, is to run at once: it is in the background only while
-    /// it reads what nobody waits for.
-    fn read_in_turn(&mut self, read: &Read, guest_runs_for: Option<Duration>) {
-        if read.why != Why::Demand {
-            self.priority.background(guest_runs_for);
-        }
-        self.read(read);
-        self.priority.urgent();
-        self.serve_urgent();
-    }
-
     fn read(&mut self, read: &Read) {
         if read.why == Why::Fill {
             point("restore.fill");
         }
         let began = self.shared.now();
         self.storage.any();
-        match self.patiently(read) {
+        match self.in_turn(read) {
             Ok(units) => self.arrived(read, units, began),
             Err(error) if read.units.len() == 1 => self.failed(read, error),
             // One of them is to blame, and the others are not lost.
@@ -112,6 +106,17 @@ impl<'a> Reader<'a> {
                 }
             }),
         }
+    }
+
+    /// A reader that is woken for what the guest waits for is to run at once: it is in the background only while it reads what
+    /// nobody waits for.
+    fn in_turn(&mut self, read: &Read) -> Result<Vec<Bytes>, RestoreError> {
+        if read.why != Why::Demand {
+            self.priority.background();
+        }
+        let result = self.patiently(read);
+        self.priority.urgent();
+        result
     }
 
     fn patiently(&self, read: &Read) -> Result<Vec<Bytes>, RestoreError> {
@@ -129,7 +134,8 @@ impl<'a> Reader<'a> {
 
     fn arrived(&mut self, read: &Read, units: Vec<Bytes>, began: Duration) {
         // What is read on demand was not in the page cache; that it is read there is what the handler's look may have done.
-        let is_read = self.storage.any() || read.why == Why::Demand;
+        let from_storage = self.storage.any();
+        let is_read = from_storage || read.why == Why::Demand;
         let now = self.shared.now();
         let mut inner = self.shared.lock();
         let (mut stir, is_sparse) = (Stir::default(), inner.server.is_sparse(&read.units));
@@ -139,6 +145,9 @@ impl<'a> Reader<'a> {
         }
         let place = self.shared.storage.place_of(&read.units);
         inner.recorder.read(began, now, place, read.why);
+        if from_storage {
+            inner.server.went_to_storage();
+        }
         if is_read {
             inner.server.read_took(read, began, now);
         }

@@ -174,6 +174,7 @@ impl Prefilled {
     /// Lets the page server know what storage was like. Before anybody else reads.
     pub(crate) fn tell(&self, server: &mut Server<Bytes>, since: Instant) {
         for read in self.reads.iter().filter(|read| read.from_storage) {
+            server.went_to_storage();
             server.read_took(&read.read, read.began - since, read.ended - since);
         }
     }
@@ -240,7 +241,7 @@ impl Queue {
     fn new(storage: &Storage, options: &RestoreOptions) -> Self {
         let (image, longest) = (storage.image(), options.run_max(storage.unit_bytes()));
         let (units, end, mode) = (units(image, options), image.locality_blocks(), options.mode);
-        let far = options.way.filter(|_| matches!(mode, Mode::Auto | Mode::WorkingSet));
+        let far = options.way.filter(|_| options.adapts());
         let far = far.map(|way| {
             let cost = Cost::told(storage.unit_bytes(), way);
             let all = if options.may_read_all() { all_units(image) } else { Vec::new() };
@@ -408,6 +409,25 @@ mod tests {
     #[test]
     fn this_kernel_tells_what_it_has_scanned() {
         assert!(anonymous_pages_scanned().is_some());
+    }
+
+    #[test]
+    fn far_storage_is_read_by_place_unless_the_image_is_cached() {
+        let runs = |first: u32, in_order| Runs {
+            runs: (0..9).map(|run| first + run..first + run + 1).collect(),
+            in_order,
+        };
+        let mut queue =
+            Queue { near: runs(0, false), far: Some(runs(100, true)), from_storage: None };
+        let mut first = || queue.next().map(|read| (read.units.start, read.in_order));
+        assert_eq!(first(), Some((100, true)));
+        queue.was_read(false);
+        let next = queue.next().unwrap();
+        assert_eq!((next.units.start, next.in_order, queue.is_far()), (0, false, false));
+        queue.was_read(true);
+        queue.was_read(false);
+        let next = queue.next().unwrap();
+        assert_eq!((next.units.start, next.in_order, queue.is_far()), (101, true, true));
     }
 
     #[test]

@@ -5,11 +5,14 @@
 //! guest never sleeps.
 //!
 //! ```text
-//!   threads                        nice, before the guest runs     its first second     later
-//!   fault handler                  0                               0                    0
-//!   readers, on demand             0                               0                    0
-//!   readers otherwise, workers     10                              19                   10
+//!   threads                 nice, before the guest runs     its first second     later
+//!   fault handler           0                               0                    0
+//!   readers, on demand      0                               0                    0
+//!   readers otherwise       10                              10                   10
+//!   workers                 10                              19                   10
 //! ```
+//!
+//! A thread that may not raise its priority again stays where it began: readers at 0, workers at 10.
 //!
 //! Nice values are a thread's own under Linux (setpriority(2), "C library/kernel differences"); against threads with 0, 10
 //! gives about a tenth of a processor and 19 a hundredth (sched(7)).
@@ -39,17 +42,14 @@ pub(crate) struct Priority {
 impl Priority {
     /// Of the calling thread, from now on that of what nobody waits for.
     pub(crate) fn of_background() -> Self {
-        let may_rise = set(OUT_OF_THE_WAY) && set(BACKGROUND);
-        if !may_rise {
-            set(BACKGROUND);
-        }
+        let may_rise = may_rise();
+        set(BACKGROUND);
         Self { nice: BACKGROUND, may_rise }
     }
 
-    /// The same for a thread that also does what somebody waits for; that it can only if it may rise again.
+    /// The same for a thread that also does what somebody waits for. It never gives away what it could not take back.
     pub(crate) fn of_reader() -> Self {
-        let may_rise = set(BACKGROUND) && set(URGENT);
-        Self { nice: URGENT, may_rise }
+        Self { nice: URGENT, may_rise: may_rise() }
     }
 
     /// The thread does what somebody waits for.
@@ -57,10 +57,19 @@ impl Priority {
         self.change(URGENT);
     }
 
-    /// The thread does what nobody waits for; the guest has run for so long, if it runs.
-    pub(crate) fn background(&mut self, guest_runs_for: Option<Duration>) {
-        let is_new = guest_runs_for.is_some_and(|time| time < FIRST);
-        self.change(if is_new { OUT_OF_THE_WAY } else { BACKGROUND });
+    /// The thread does what nobody waits for.
+    pub(crate) fn background(&mut self) {
+        self.change(BACKGROUND);
+    }
+
+    /// The same, and the guest has run for so long, if it runs.
+    pub(crate) fn out_of_the_way(&mut self, guest_runs_for: Option<Duration>) {
+        self.change(out_of_the_way(guest_runs_for));
+    }
+
+    /// Whether that would change anything, which takes a system call.
+    pub(crate) fn is_out_of_the_way(&self, guest_runs_for: Option<Duration>) -> bool {
+        !self.may_rise || self.nice == out_of_the_way(guest_runs_for)
     }
 
     fn change(&mut self, nice: i32) {
@@ -68,6 +77,19 @@ impl Priority {
             self.nice = nice;
         }
     }
+}
+
+fn out_of_the_way(guest_runs_for: Option<Duration>) -> i32 {
+    match guest_runs_for.is_some_and(|time| time < FIRST) {
+        true => OUT_OF_THE_WAY,
+        false => BACKGROUND,
+    }
+}
+
+/// Whether the calling thread may raise its priority, which takes `CAP_SYS_NICE` (capabilities(7)): tried before it is
+/// lowered, since it could not be raised again.
+fn may_rise() -> bool {
+    set(URGENT - 1) && set(URGENT)
 }
 
 /// Of the calling thread alone. Without it everything works the same, only less smoothly.
@@ -93,11 +115,26 @@ mod tests {
             }
             assert_eq!(nice(), 0);
             for (time, expected) in [(None, 10), (Some(0), 19), (Some(999), 19), (Some(1000), 10)] {
-                priority.background(time.map(Duration::from_millis));
+                let time = time.map(Duration::from_millis);
+                priority.out_of_the_way(time);
+                assert!(priority.is_out_of_the_way(time));
                 assert_eq!(nice(), expected);
                 priority.urgent();
+                assert!(!priority.is_out_of_the_way(time));
                 assert_eq!(nice(), 0);
             }
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn who_can_not_rise_gives_nothing_away() {
+        std::thread::spawn(|| {
+            let mut priority = Priority { nice: 0, may_rise: false };
+            priority.background();
+            priority.out_of_the_way(Some(Duration::ZERO));
+            assert_eq!(nice(), 0);
         })
         .join()
         .unwrap();
@@ -107,7 +144,7 @@ mod tests {
     fn a_worker_is_in_the_background() {
         std::thread::spawn(|| {
             let _priority = Priority::of_background();
-            assert!(nice() >= 10);
+            assert_eq!(nice(), 10);
         })
         .join()
         .unwrap();

@@ -222,6 +222,16 @@ impl Restore {
         self.shared.lock().server.way()
     }
 
+    /// Whether everything was read ahead, expected or not: what the guest did not wait for says nothing then.
+    pub fn has_read_all(&self) -> bool {
+        self.shared.lock().server.has_read_all()
+    }
+
+    /// Whether it goes by what storage is like, and by what earlier restores have found.
+    pub fn adapts(&self) -> bool {
+        self.shared.options.adapts()
+    }
+
     /// Virtual CPUs.
     pub fn vcpus(&self) -> u32 {
         self.shared.options.vcpus.len() as u32

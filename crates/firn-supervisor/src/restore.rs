@@ -120,7 +120,7 @@ pub(crate) fn restore(
     timings.image_open = watch.lap();
     refuse(&mismatches, wanted.force)?;
     let learning = Learning::about(&image, wanted.mode).filter(|_| wanted.learn);
-    let storage = place.vm.path().parent().and_then(|runtime| Storage::of(image.path(), runtime));
+    let storage = place.vm.path().parent().and_then(|runtime| Storage::of(image.chain(), runtime));
     let options = RestoreOptions {
         mode: wanted.mode,
         way: storage.as_ref().and_then(Storage::way),
@@ -558,10 +558,12 @@ impl Work {
     /// Keeps what there is to be learned, once.
     fn learn(&mut self) {
         if let Some(learning) = self.learning.take() {
-            learning.keep(&self.restore.record());
+            if !self.restore.has_read_all() {
+                learning.keep(&self.restore.record());
+            }
         }
         if let Some(storage) = self.storage.take() {
-            storage.keep(self.restore.way());
+            storage.keep(self.restore.way(), self.restore.adapts());
         }
     }
 

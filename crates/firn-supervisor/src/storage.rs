@@ -8,7 +8,7 @@
 //! ```
 //!
 //! It is believed for so many restores; then one finds out anew, since nothing shows it to a restore that believes. As
-//! device numbers do, it lasts until the next boot. It only makes restores quicker, so nothing about it is an error.
+//! device numbers do, it lasts until the next boot at most. It only makes restores quicker, so nothing about it is an error.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -46,9 +46,16 @@ pub(crate) struct Storage {
 }
 
 impl Storage {
-    /// Of this file, by what is kept in a runtime directory. `None` if there is no such file.
-    pub(crate) fn of(image: &Path, runtime: &Path) -> Option<Self> {
-        let device = fs::metadata(image).ok()?.dev();
+    /// Of these files, by what is kept in a runtime directory. `None` if they are not all on the same device: nobody could
+    /// tell which of them was read.
+    pub(crate) fn of<'a>(
+        files: impl IntoIterator<Item = &'a Path>,
+        runtime: &Path,
+    ) -> Option<Self> {
+        let devices = files.into_iter().map(|file| fs::metadata(file).map(|it| it.dev()));
+        let mut devices: Vec<u64> = devices.collect::<Result<_, _>>().ok()?;
+        devices.dedup();
+        let &[device] = devices.as_slice() else { return None };
         let name = format!("{}-{}", rustix::fs::major(device), rustix::fs::minor(device));
         let path = runtime.join(DIRECTORY).join(name);
         let known = fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok());
@@ -60,9 +67,10 @@ impl Storage {
         self.known.map(|known| Duration::from_micros(known.way_us).min(WAY_MAX))
     }
 
-    /// A restore is over, or has gone on for long enough; it may have found out what getting there costs.
-    pub(crate) fn keep(self, found: Option<Duration>) {
-        let next = match (found, self.known) {
+    /// A restore is over, or has gone on for long enough; it may have found out what getting there costs, and may have gone by
+    /// what is kept.
+    pub(crate) fn keep(self, found: Option<Duration>, went_by_it: bool) {
+        let next = match (found, self.known.filter(|_| went_by_it)) {
             (Some(way), _) => Known { way_us: way.as_micros() as u64, restores: BELIEVED },
             (None, Some(known)) => Known { restores: known.restores.saturating_sub(1), ..known },
             (None, None) => return,
@@ -92,33 +100,41 @@ mod tests {
     const WAY: Duration = Duration::from_micros(12_500);
 
     fn storage(dir: &Path) -> Storage {
-        Storage::of(dir, dir).unwrap()
+        Storage::of([dir], dir).unwrap()
     }
 
     #[test]
     fn what_was_found_is_believed_for_some_restores() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(storage(dir.path()).way(), None);
-        storage(dir.path()).keep(Some(WAY));
+        storage(dir.path()).keep(Some(WAY), true);
         for _ in 0..BELIEVED {
             assert_eq!(storage(dir.path()).way(), Some(WAY));
-            storage(dir.path()).keep(None);
+            storage(dir.path()).keep(None, false);
+            storage(dir.path()).keep(None, true);
         }
         assert_eq!(storage(dir.path()).way(), None);
         assert_eq!(fs::read_dir(dir.path().join(DIRECTORY)).unwrap().count(), 0);
     }
 
     #[test]
+    fn of_files_on_several_devices_nothing_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(Storage::of([dir.path(), dir.path()], dir.path()).is_some());
+        assert!(Storage::of([dir.path(), Path::new("/proc")], dir.path()).is_none());
+    }
+
+    #[test]
     fn near_storage_leaves_nothing() {
         let dir = tempfile::tempdir().unwrap();
-        storage(dir.path()).keep(None);
+        storage(dir.path()).keep(None, true);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
     fn nonsense_counts_as_nothing() {
         let dir = tempfile::tempdir().unwrap();
-        storage(dir.path()).keep(Some(WAY));
+        storage(dir.path()).keep(Some(WAY), true);
         let path = storage(dir.path()).path;
         for text in ["", "{}", "{\"way_us\": -1, \"restores\": 3}", "[]"] {
             fs::write(&path, text).unwrap();
@@ -132,8 +148,8 @@ mod tests {
     fn where_nothing_can_be_kept_nothing_is_said() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join(DIRECTORY), "in the way").unwrap();
-        storage(dir.path()).keep(Some(WAY));
+        storage(dir.path()).keep(Some(WAY), true);
         assert_eq!(storage(dir.path()).way(), None);
-        assert!(Storage::of(&dir.path().join("none"), dir.path()).is_none());
+        assert!(Storage::of([dir.path().join("none").as_path()], dir.path()).is_none());
     }
 }

@@ -72,7 +72,7 @@ pub struct Args {
     #[arg(long)]
     force: bool,
     /// Do not go by what earlier restores of this image had to wait for, and keep nothing of this one. Otherwise that is
-    /// kept beside the image, in IMAGE.learned.
+    /// kept beside the image, in IMAGE.learned. (How far its storage is, is kept in either case.)
     #[arg(long)]
     no_learn: bool,
     /// For experiments: count in the run record which prefetched pages the guest uses. It waits for each of them.

@@ -18,6 +18,11 @@ const CHUNK_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
 /// known before stays true.
 const STANDS_STILL: Duration = Duration::from_millis(1);
 
+/// What a page costs the guest whose entry was dropped and that it uses again: a short fault inside the kernel.
+const FAULT: Duration = Duration::from_nanos(2500);
+/// Share of the guest's time that this may take: a guest that uses all its memory all the time is scanned less often.
+const SHARE_MAX: f64 = 0.005;
+
 /// How often a watch looks whether it is to end early.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -59,7 +64,8 @@ pub struct Scanner {
 }
 
 impl Scanner {
-    /// Starts to scan `bytes_per_s` of RAM: as fast as memory is restored, so that a round takes as long as a restore.
+    /// Starts to scan `bytes_per_s` of RAM: as fast as memory is restored, so that a round takes as long as a restore; or more
+    /// slowly, where the guest uses so much of its memory that this would cost it more than half a percent of its time.
     ///
     /// # Errors
     /// If the hypervisor can't be attached to, or its memory is private or registered with somebody else's userfaultfd.
@@ -76,13 +82,17 @@ impl Scanner {
         let every = interval(bytes_per_s);
         let thread = std::thread::spawn(move || {
             let mut round = Round::new(&target, &scan);
-            let mut result = Ok(());
-            while result.is_ok() && ended.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+            let mut result = Ok(0);
+            while let Ok(used) = result {
+                let pause = every.max(earned(used));
+                if ended.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
+                    break;
+                }
                 result = round.visit();
             }
             // Waits, after an error as well, for whoever has to be told.
             let _ = ended.recv();
-            let found = result.and_then(|()| round.found());
+            let found = result.and_then(|_| round.found());
             target.close(scan)?;
             found
         });
@@ -109,6 +119,11 @@ fn interval(bytes_per_s: u64) -> Duration {
     Duration::from_secs_f64(chunk / bytes_per_s.max(1) as f64)
 }
 
+/// How long a guest may run for having had so many entries dropped that it used.
+fn earned(pages: u32) -> Duration {
+    (FAULT * pages).div_f64(SHARE_MAX)
+}
+
 /// What a scanner is at.
 struct Round<'a> {
     target: &'a Target,
@@ -123,18 +138,20 @@ impl<'a> Round<'a> {
         Self { target, scan, clock: Clock::new(regions, CHUNK_PAGES), ran: Duration::ZERO }
     }
 
-    fn visit(&mut self) -> Result<(), ScanError> {
+    /// Looks at the next chunk. How many of its pages were used.
+    fn visit(&mut self) -> Result<u32, ScanError> {
         let ran = self.target.ran();
         let since = ran.saturating_sub(std::mem::replace(&mut self.ran, ran));
         let Some(chunk) = self.clock.hand().filter(|_| since >= STANDS_STILL) else {
-            return Ok(());
+            return Ok(0);
         };
         let mut touched = Vec::new();
         self.scan.touched(chunk.clone(), &mut touched)?;
         self.scan.forget_touches(&mut self.target.seize()?, chunk)?;
         firn_fault::point("scan.visited");
+        let used = touched.iter().map(Page::count).sum::<usize>() as u32;
         self.clock.visited(touched);
-        Ok(())
+        Ok(used)
     }
 
     fn found(&self) -> Result<Option<Vec<Range<Page>>>, ScanError> {
@@ -191,5 +208,11 @@ mod tests {
     fn a_round_takes_as_long_as_a_restore() {
         assert_eq!(interval(64 << 20), Duration::from_secs(1));
         assert_eq!(interval(640 << 20), Duration::from_millis(100));
+    }
+
+    #[test]
+    fn a_guest_that_uses_everything_is_left_alone_for_longer() {
+        assert_eq!(earned(0), Duration::ZERO);
+        assert_eq!(earned(2000), Duration::from_secs(1));
     }
 }

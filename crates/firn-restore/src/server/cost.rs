@@ -13,8 +13,9 @@
 //!
 //! The cost of a read is the time in which it kept the storage from all others: from the end of the read before it, or
 //! its own beginning, to its end. Where requests queue, or a limit is enforced in bursts, single times mean little and
-//! say nothing about the length of a read; their mean does, but for one that was held up alone. It needs short reads: of long ones it says that getting there
-//! costs nothing. So what was once found, by several reads in a row, holds.
+//! say nothing about the length of a read; their mean does, but for one that was held up alone. It needs short reads: of
+//! long ones it says that getting there costs nothing. So what was once found, by several reads in a row, holds; and where
+//! restores before this one have found it, it holds from the first read.
 
 use std::time::Duration;
 
@@ -45,6 +46,10 @@ impl Sum {
         self.units += f64::from(units);
         self.seconds += seconds;
         self.longest = self.longest.max(seconds);
+    }
+
+    fn without_the_longest(&self) -> Self {
+        Self { reads: self.reads - 1.0, seconds: self.seconds - self.longest, ..*self }
     }
 
     fn less(&self, other: &Self) -> Self {
@@ -103,8 +108,12 @@ impl Cost {
     /// Something is read from front to back: the kernel begins before it is asked, and whoever reads anything else waits
     /// behind that. From here on reads tell nothing.
     pub(super) fn read_in_order(&mut self) {
-        self.way = self.way.or(self.told);
         self.is_over = true;
+    }
+
+    /// The image is not in memory: what others found holds.
+    pub(super) fn went_to_storage(&mut self) {
+        self.way = self.way.or(self.told);
     }
 
     /// So many neighbouring units were read from `began` to `ended`.
@@ -118,27 +127,27 @@ impl Cost {
             self.free.add(units, cost);
         }
         self.all.add(units, cost);
-        self.way = self.way.or(self.told);
         self.look();
     }
 
     fn look(&mut self) {
-        let held_up =
-            if self.all.longest > HELD_UP * self.all.seconds { self.all.longest } else { 0.0 };
-        let least = (self.all.seconds - held_up - self.unit * self.all.units) / self.all.reads;
+        let all = match self.all.longest > HELD_UP * self.all.seconds {
+            true => self.all.without_the_longest(),
+            false => self.all,
+        };
+        let least = (all.seconds - self.unit * all.units) / self.all.reads;
         let looks_far = self.is_known() && least >= FAR;
         self.looked_far = if looks_far { self.looked_far + 1 } else { 0 };
         if self.looked_far >= SURE {
-            let way = self.estimate().max(least);
+            let way = self.mean(&all.less(&self.free)).max(least);
             self.found.get_or_insert(way);
             self.way.get_or_insert(way);
         }
     }
 
-    /// The mean of what getting there took, from the first read that took any time.
-    fn estimate(&self) -> f64 {
-        let later = self.all.less(&self.free);
-        (later.seconds - self.unit / 2.0 * later.units) / later.reads
+    /// The mean of what getting there took in these reads.
+    fn mean(&self, reads: &Sum) -> f64 {
+        (reads.seconds - self.unit / 2.0 * reads.units) / reads.reads.max(1.0)
     }
 
     /// What getting there costs, if reads of this restore have shown that it is far.
@@ -288,11 +297,24 @@ mod tests {
     }
 
     #[test]
+    fn a_read_that_was_held_up_makes_no_way_longer() {
+        let (mut cost, mut now) = (new(), Duration::ZERO);
+        for ms in [400, 8, 8, 8, 8, 8, 8, 8] {
+            let began = now;
+            now += Duration::from_millis(ms);
+            cost.read(1, began, now);
+        }
+        assert!((6..9).contains(&cost.way().as_millis()), "{cost:?}");
+    }
+
+    #[test]
     fn what_others_found_counts_from_the_first_read() {
         let ms = Duration::from_millis;
         let mut cost = Cost::new(65_536, Some(ms(12)));
         assert!(!cost.is_far());
         cost.read(1, ms(0), ms(0));
+        assert!(!cost.is_far());
+        cost.went_to_storage();
         assert!(cost.is_far() && cost.found().is_none());
         assert_eq!(cost.way(), ms(12));
         (0..20).for_each(|at| cost.read(1, ms(20 * at), ms(20 * at + 20)));

@@ -32,15 +32,22 @@ impl Requests {
     pub(crate) fn new(wanted: &[u32], all: &[u32], end: u32, longest: u32, cost: &Cost) -> Self {
         let reach = Reach::far(longest, cost.worth());
         let runs = sequence(wanted, end, reach);
+        let everything = sequence(all, end, reach);
         let missed = cost.way() * MISSED;
-        let everything = cost.least(all.len() as u32);
-        match all.len() > wanted.len() && everything <= time(&runs, cost) + missed {
-            true => Self { runs: sequence(all, end, reach), in_order: true },
+        match all.len() > wanted.len() && through(&everything, cost) <= time(&runs, cost) + missed {
+            true => Self { runs: everything, in_order: true },
             false => Self { runs, in_order: false },
         }
     }
 }
 
+/// What these take from front to back: a way for each gap that is passed.
+fn through(runs: &[Range<u32>], cost: &Cost) -> Duration {
+    let gaps = runs.windows(2).filter(|pair| pair[0].end < pair[1].start).count() as u32;
+    cost.least(runs.iter().map(|run| run.len() as u32).sum()) + cost.way() * gaps
+}
+
+/// What these take one by one.
 fn time(runs: &[Range<u32>], cost: &Cost) -> Duration {
     runs.iter().map(|run| cost.least(run.len() as u32)).sum()
 }
@@ -77,6 +84,13 @@ mod tests {
     fn what_is_scattered_everywhere_comes_with_all_the_rest() {
         let scattered: Vec<u32> = (0..9_000).step_by(23).collect();
         assert!(requests(&scattered, 9_000).in_order);
+    }
+
+    #[test]
+    fn what_is_full_of_gaps_is_not_read_whole() {
+        let all: Vec<u32> = (0..9_990).step_by(15).collect();
+        let wanted: Vec<u32> = all.iter().copied().step_by(12).collect();
+        assert!(!Requests::new(&wanted, &all, END, 15, &disk()).in_order);
     }
 
     #[test]

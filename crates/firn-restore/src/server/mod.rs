@@ -40,8 +40,9 @@
 //!   reads on demand    the unit                       as many as getting there was worth
 //!   reads ahead        in the order of first access;  all by place, gaps read through,
 //!                      while the guest waits for      whatever the guest does, which may not
-//!                      storage, short, half the time  even run before it is there
-//!   background fill    when faults are quiet          at once, if all can be there soon; else the same
+//!                      storage, short, half the time  even run before it is there; or everything, in stored order
+//!   background fill    when faults are quiet          beside the guest's own reads, if all can be there soon, and at
+//!                                                     once when it has waited for long; else when faults are quiet
 //! ```
 //!
 //! # Pages given back
@@ -122,6 +123,7 @@ pub struct Server<B> {
     ahead: Ahead,
     divergence: Divergence,
     fill_from: u32,
+    has_read_all: bool,
     wants_room: bool,
     version: u32,
     missing_pages: u32,
@@ -164,6 +166,7 @@ impl<B: Clone> Server<B> {
             ahead: Ahead::nothing(now),
             divergence: Divergence::default(),
             fill_from: 0,
+            has_read_all: false,
             wants_room: false,
             version: 0,
             missing_pages,
@@ -225,6 +228,11 @@ impl<B: Clone> Server<B> {
     /// The pages of a block that may still be installed.
     pub fn missing(&self, block: Block) -> PageMask {
         self.settled.missing(block)
+    }
+
+    /// Whether everything was read ahead, expected or not: what the guest did not wait for says nothing then.
+    pub fn has_read_all(&self) -> bool {
+        self.has_read_all
     }
 
     /// What getting to storage costs, if reads have shown that it is far.

@@ -64,7 +64,8 @@ impl<B: Clone> Server<B> {
     /// How many units to read where the guest waits for one. On a disk, reading for as long as it took to get there costs
     /// twice the time at most, and often saves the next way. Unless everything is on its way.
     fn run_on_demand(&self) -> u32 {
-        let is_worth_it = self.rules.adapts && self.cost.is_far() && !self.ahead.goes_through_all();
+        let all_comes = self.ahead.goes_through_all() || self.soon() == Some(Soon::AtOnce);
+        let is_worth_it = self.rules.adapts && self.cost.is_far() && !all_comes;
         match is_worth_it && self.units.held() < self.rules.held_max {
             true => self.cost.worth().clamp(1, self.rules.run_max.max(1)),
             false => 1,
@@ -78,6 +79,11 @@ impl<B: Clone> Server<B> {
         }
     }
 
+    /// Something was read from storage for certain: the image is not all in memory.
+    pub fn went_to_storage(&mut self) {
+        self.cost.went_to_storage();
+    }
+
     /// This was read, from storage, from `began` to `ended`.
     pub fn read_took(&mut self, read: &Read, began: Duration, ended: Duration) {
         match read.in_order {
@@ -85,6 +91,7 @@ impl<B: Clone> Server<B> {
             false => self.cost.read(read.units.len() as u32, began, ended),
         }
         if read.why == Why::Ahead {
+            self.has_read_all |= read.in_order;
             self.ahead.rest(began, ended, self.rules.patience);
         }
         self.go_by_place_if_far();
@@ -218,6 +225,9 @@ impl<B: Clone> Server<B> {
         let is_wanted = self.is_wanted(unit);
         if is_wanted || why == Why::Demand {
             self.count_read(why);
+        }
+        if why == Why::Demand {
+            self.ahead.waited(now);
         }
         match is_wanted {
             true => self.enter_memory(unit, source, why, 0),

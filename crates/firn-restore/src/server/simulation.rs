@@ -372,6 +372,9 @@ impl World {
 
     fn arrive(&mut self, read: Read) -> Reader {
         let began = self.now.saturating_sub(Duration::from_micros(u64::from(self.dice.roll(8000))));
+        if self.dice.chance(50) {
+            self.server.went_to_storage();
+        }
         self.server.read_took(&read, began, self.now);
         self.server.read_done(read.why);
         for (unit, why) in read.each() {
@@ -556,4 +559,47 @@ fn far_storage_is_read_from_front_to_back() {
         server.read_done(read.why);
     }
     assert_eq!(next, 1000);
+}
+
+/// The guest asks for a unit, waits for it, and gets it.
+fn ask(server: &mut Server<Bytes>, unit: u32, from: Duration, to: Duration) {
+    let Answer::Ask(install) = server.fault(from, Page(unit)) else { panic!() };
+    assert!(server.missed(&install).demand);
+    let Take::Read(read) = server.take_read(from, false) else { panic!() };
+    server.read_took(&read, from, to);
+    for (unit, why) in read.each() {
+        let _ = server.arrived(to, unit, Source::PageCache, why);
+    }
+    server.read_done(read.why);
+}
+
+#[test]
+fn the_rest_of_far_storage_waits_for_the_guest_but_not_for_ever() {
+    let ram = RegionMap::lay_out([("ram", 4096 * 2000)]).unwrap();
+    let block_size = BlockSize::new(1).unwrap();
+    let mut plan = Plan::new(2000);
+    (0..2000).for_each(|block| {
+        plan.push([Block(block)]);
+    });
+    let settled = Settled::new(&ram, block_size);
+    let rules = Rules { adapts: true, held_max: 4000, ..Rules::default() };
+    let mut server: Server<Bytes> = Server::new(block_size, plan, settled, rules, Duration::ZERO);
+    seem_far(&mut server);
+    let ms = Duration::from_millis;
+    let Take::Read(fill) = server.take_read(ms(1000), true) else { panic!() };
+    assert!(!fill.in_order && fill.why == Why::Fill);
+    server.read_done(fill.why);
+    let mut now = ms(1000);
+    let mut asked = 0;
+    let all = loop {
+        ask(&mut server, 1999 - 30 * asked, now, now + ms(20));
+        asked += 1;
+        now += ms(30);
+        match server.take_read(now, true) {
+            Take::At(then) => assert!(then > now),
+            Take::Read(read) => break read,
+            Take::Idle => panic!(),
+        }
+    };
+    assert!(all.in_order && (10..60).contains(&asked), "{asked}");
 }
