@@ -1,5 +1,6 @@
 //! The thread that goes round, and a single short round.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -18,6 +19,8 @@ const CHUNK_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
 /// known before stays true.
 const STANDS_STILL: Duration = Duration::from_millis(1);
 
+/// Chunks that are looked at for what they cost the guest: most of it they do soon.
+const RECENT: usize = 8;
 /// What a page costs the guest whose entry was dropped and that it uses again: a short fault inside the kernel.
 const FAULT: Duration = Duration::from_nanos(2500);
 /// Share of the guest's time that this may take: a guest that uses all its memory all the time is scanned less often.
@@ -82,17 +85,13 @@ impl Scanner {
         let every = interval(bytes_per_s);
         let thread = std::thread::spawn(move || {
             let mut round = Round::new(&target, &scan);
-            let mut result = Ok(0);
-            while let Ok(used) = result {
-                let pause = every.max(earned(used));
-                if ended.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
-                    break;
-                }
-                result = round.visit();
+            let mut result = Ok(());
+            while result.is_ok() && ended.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+                result = round.visit_if_earned(every);
             }
             // Waits, after an error as well, for whoever has to be told.
             let _ = ended.recv();
-            let found = result.and_then(|_| round.found());
+            let found = result.and_then(|()| round.found());
             target.close(scan)?;
             found
         });
@@ -119,9 +118,15 @@ fn interval(bytes_per_s: u64) -> Duration {
     Duration::from_secs_f64(chunk / bytes_per_s.max(1) as f64)
 }
 
-/// How long a guest may run for having had so many entries dropped that it used.
-fn earned(pages: u32) -> Duration {
-    (FAULT * pages).div_f64(SHARE_MAX)
+/// How long a guest has to run for having had to find so many pages again.
+fn earned(pages: usize) -> Duration {
+    (FAULT * pages as u32).div_f64(SHARE_MAX)
+}
+
+/// A chunk whose entries were dropped not long ago: those it has now are pages that the guest had to find again.
+struct Visited {
+    chunk: Range<Page>,
+    at: Instant,
 }
 
 /// What a scanner is at.
@@ -130,28 +135,57 @@ struct Round<'a> {
     scan: &'a PageScan,
     clock: Clock,
     ran: Duration,
+    /// The longest ago first.
+    recent: VecDeque<Visited>,
 }
 
 impl<'a> Round<'a> {
     fn new(target: &'a Target, scan: &'a PageScan) -> Self {
         let regions = target.memory.map().regions().iter().map(|region| region.range());
-        Self { target, scan, clock: Clock::new(regions, CHUNK_PAGES), ran: Duration::ZERO }
+        let clock = Clock::new(regions, CHUNK_PAGES);
+        Self { target, scan, clock, ran: Duration::ZERO, recent: VecDeque::new() }
     }
 
-    /// Looks at the next chunk. How many of its pages were used.
-    fn visit(&mut self) -> Result<u32, ScanError> {
+    /// Looks at the next chunk, unless the guest has still to make up for the last ones.
+    fn visit_if_earned(&mut self, every: Duration) -> Result<(), ScanError> {
+        let Some(oldest) = self.recent.front() else { return self.visit() };
+        let ran = oldest.at.elapsed() + every;
+        match earned(self.found_again()?) <= ran {
+            true => self.visit(),
+            false => Ok(()),
+        }
+    }
+
+    /// How many pages of the chunks that were visited lately the guest has used since.
+    fn found_again(&self) -> Result<usize, ScanError> {
+        let mut used = Vec::new();
+        for visited in &self.recent {
+            self.scan.touched(visited.chunk.clone(), &mut used)?;
+        }
+        Ok(used.iter().map(Page::count).sum())
+    }
+
+    fn note(&mut self, chunk: Range<Page>) {
+        self.recent.retain(|visited| visited.chunk != chunk);
+        if self.recent.len() == RECENT {
+            self.recent.pop_front();
+        }
+        self.recent.push_back(Visited { chunk, at: Instant::now() });
+    }
+
+    fn visit(&mut self) -> Result<(), ScanError> {
         let ran = self.target.ran();
         let since = ran.saturating_sub(std::mem::replace(&mut self.ran, ran));
         let Some(chunk) = self.clock.hand().filter(|_| since >= STANDS_STILL) else {
-            return Ok(0);
+            return Ok(());
         };
         let mut touched = Vec::new();
         self.scan.touched(chunk.clone(), &mut touched)?;
-        self.scan.forget_touches(&mut self.target.seize()?, chunk)?;
+        self.scan.forget_touches(&mut self.target.seize()?, chunk.clone())?;
         firn_fault::point("scan.visited");
-        let used = touched.iter().map(Page::count).sum::<usize>() as u32;
+        self.note(chunk);
         self.clock.visited(touched);
-        Ok(used)
+        Ok(())
     }
 
     fn found(&self) -> Result<Option<Vec<Range<Page>>>, ScanError> {

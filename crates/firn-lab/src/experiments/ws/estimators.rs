@@ -114,7 +114,6 @@ fn save(lab: &Lab, work: Work, report: &mut Report) -> Result<()> {
     let subject = Subject::start(lab, work, throughput.port())?;
     let traced = subject.checkpoint(&Known::Trace.image(lab), &SaveArgs::default())?;
     subject.scan()?;
-    subject.settle();
     let bits = SaveArgs::default().with("--working-set", "access-bits");
     let scanned = subject.checkpoint(&Known::AccessBits.image(lab), &bits)?;
     for (known, said) in [(Known::Trace, traced), (Known::AccessBits, scanned)] {

@@ -18,6 +18,8 @@ const JOB: &str = "work";
 const BOOT: Duration = Duration::from_secs(300);
 /// How long it works before anything is done to it.
 const SETTLE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(15));
+/// How long it is scanned by access bits.
+const ROUND: (Duration, Duration) = (Duration::from_secs(15), Duration::from_secs(75));
 /// The JVM's program.
 const WAREHOUSES: &str = include_str!("Warehouses.java");
 /// The address of the host in QEMU's user networking.
@@ -167,10 +169,11 @@ impl<'a> Subject<'a> {
         Ok(())
     }
 
-    /// Keeps track of what the guest uses from now on, by access bits.
+    /// Keeps track of what the guest uses by access bits, for a round at least.
     pub(super) fn scan(&self) -> Result<()> {
         self.lab.firn().detach(VM)?;
         self.lab.firn().attach(VM, &["--working-set", "access-bits"])?;
+        std::thread::sleep(self.lab.extent.pick(ROUND.0, ROUND.1));
         Ok(())
     }
 
