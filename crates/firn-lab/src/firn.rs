@@ -132,8 +132,8 @@ impl Firn {
         self.finish("checkpoint", command)
     }
 
-    /// `firn restore`, under a disk profile: the supervisor that reads the image is its child. It neither goes by restores
-    /// before it nor leaves anything to those after it.
+    /// `firn restore`, under a disk profile: the supervisor that reads the image is its child. It neither goes by
+    /// restores of the image before it nor leaves anything to those after it; but it knows the disk if they have got to know it.
     pub fn restore(
         &self,
         image: &Path,

@@ -45,7 +45,6 @@ mod options;
 mod pool;
 mod prefill;
 mod presence;
-mod priority;
 mod record;
 mod restore;
 pub mod server;

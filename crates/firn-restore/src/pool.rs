@@ -6,14 +6,13 @@
 //!   worker:  take an install -> decode, install
 //! ```
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_fault::point;
 
 use crate::bytes::Bytes;
 use crate::error::RestoreError;
 use crate::hands::{Hands, Role};
-use crate::priority::Priority;
 use crate::server::{Read, Source, Stir, Take, Unit, Why};
 use crate::shared::{Shared, Waiter};
 use crate::storage_reads::StorageReads;
@@ -22,26 +21,41 @@ use crate::storage_reads::StorageReads;
 const RETRIES: u32 = 3;
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
+/// What takes so long does not come from memory.
+const FROM_STORAGE: Duration = Duration::from_millis(2);
+
+/// A read from memory takes no longer, unless something else has the processor.
+const REST_MAX: Duration = Duration::from_millis(2);
+
 /// The longest that settled pages stay unwritten while the filler has nothing to read.
 const PRESENCE_EVERY: Duration = Duration::from_millis(20);
 
+/// Priority of workers: below that of vCPUs and of the fault handler, which are to run at once when they wake up, but
+/// enough for about a tenth of a processor each if those never sleep. (Where sessions are scheduled as groups, "autogroup"
+/// of sched(7), it orders only Firn's own threads.)
+const WORKER_NICE: i32 = 10;
+
+/// A guest that has just come back has everything to do at once: caches of all kinds are cold, clients wait. For each moment
+/// of a processor that goes into what it does not wait for, so many are left to it.
+const REST: u32 = 3;
+
 /// Installs what nobody else has, until it is over.
 pub(crate) fn work(shared: &Shared) {
-    let mut priority = Priority::of_background();
+    // Of this thread alone. Without it everything works the same, only less smoothly.
+    let _ = rustix::process::setpriority_process(None, WORKER_NICE);
     let mut hands = Hands::new(shared, Role::Helper);
     let mut inner = shared.lock();
     while !shared.is_over() {
-        let guest_runs_for = inner.recorder.guest_runs_for(shared.now());
-        if !priority.is_out_of_the_way(guest_runs_for) {
-            drop(inner);
-            priority.out_of_the_way(guest_runs_for);
-            inner = shared.lock();
-        }
+        let is_new = inner.recorder.is_new(shared.now());
         inner = match inner.server.take_install(shared.now()) {
             None => shared.sleep(inner, Waiter::Worker, None),
             Some(work) => {
                 drop(inner);
+                let (began, is_wanted) = (Instant::now(), work.is_wanted());
                 hands.work(work);
+                if is_new && !is_wanted {
+                    std::thread::sleep(began.elapsed() * REST);
+                }
                 shared.lock()
             }
         };
@@ -51,8 +65,7 @@ pub(crate) fn work(shared: &Shared) {
 /// Reads what is asked for, until it is over.
 pub(crate) fn read(shared: &Shared, who: Waiter) {
     let (hands, storage) = (Hands::new(shared, Role::Helper), StorageReads::of_this_thread());
-    let priority = Priority::of_reader();
-    let mut reader = Reader { shared, hands, storage, priority, written: Duration::ZERO };
+    let mut reader = Reader { shared, hands, storage, is_cached: false, written: Duration::ZERO };
     let mut inner = shared.lock();
     while !shared.is_over() {
         let now = shared.now();
@@ -66,6 +79,7 @@ pub(crate) fn read(shared: &Shared, who: Waiter) {
                 drop(inner);
                 reader.read(&read);
                 reader.serve_urgent();
+                reader.rest(&read, now);
                 inner = shared.lock();
                 inner.server.read_done(read.why);
                 continue;
@@ -84,7 +98,8 @@ struct Reader<'a> {
     shared: &'a Shared,
     hands: Hands<'a>,
     storage: StorageReads,
-    priority: Priority,
+    /// Whether the last read took nothing but a processor.
+    is_cached: bool,
     /// When presence was last written down.
     written: Duration,
 }
@@ -96,7 +111,7 @@ impl<'a> Reader<'a> {
         }
         let began = self.shared.now();
         self.storage.any();
-        match self.in_turn(read) {
+        match self.patiently(read) {
             Ok(units) => self.arrived(read, units, began),
             Err(error) if read.units.len() == 1 => self.failed(read, error),
             // One of them is to blame, and the others are not lost.
@@ -106,17 +121,6 @@ impl<'a> Reader<'a> {
                 }
             }),
         }
-    }
-
-    /// A reader that is woken for what the guest waits for is to run at once: it is in the background only while it reads what
-    /// nobody waits for.
-    fn in_turn(&mut self, read: &Read) -> Result<Vec<Bytes>, RestoreError> {
-        if read.why != Why::Demand {
-            self.priority.background();
-        }
-        let result = self.patiently(read);
-        self.priority.urgent();
-        result
     }
 
     fn patiently(&self, read: &Read) -> Result<Vec<Bytes>, RestoreError> {
@@ -136,6 +140,7 @@ impl<'a> Reader<'a> {
         // What is read on demand was not in the page cache; that it is read there is what the handler's look may have done.
         let from_storage = self.storage.any();
         let is_read = from_storage || read.why == Why::Demand;
+        self.is_cached = !is_read;
         let now = self.shared.now();
         let mut inner = self.shared.lock();
         let (mut stir, is_sparse) = (Stir::default(), inner.server.is_sparse(&read.units));
@@ -145,13 +150,21 @@ impl<'a> Reader<'a> {
         }
         let place = self.shared.storage.place_of(&read.units);
         inner.recorder.read(began, now, place, read.why);
-        if from_storage {
+        if from_storage || (is_read && now.saturating_sub(began) >= FROM_STORAGE) {
             inner.server.went_to_storage();
         }
         if is_read {
             inner.server.read_took(read, began, now);
         }
         self.shared.act(inner, stir);
+    }
+
+    /// After what took a processor from a guest that has just begun to run.
+    fn rest(&self, read: &Read, began: Duration) {
+        let is_new = || self.shared.lock().recorder.is_new(self.shared.now());
+        if read.why != Why::Demand && self.is_cached && is_new() {
+            std::thread::sleep(self.shared.now().saturating_sub(began).min(REST_MAX) * REST);
+        }
     }
 
     fn failed(&self, read: &Read, error: RestoreError) {

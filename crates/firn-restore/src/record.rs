@@ -25,6 +25,9 @@ pub const READS_MAX: usize = 1 << 17;
 /// Room for faults and reads made in advance, so that few faults wait for memory.
 const RESERVED: usize = 1 << 14;
 
+/// For how long vCPUs have only just begun to run.
+const NEW: Duration = Duration::from_secs(1);
+
 /// All that is known about one restore.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunRecord {
@@ -312,9 +315,9 @@ impl Recorder {
         self.resumed = Some(now);
     }
 
-    /// For how long the vCPUs have run.
-    pub(crate) fn guest_runs_for(&self, now: Duration) -> Option<Duration> {
-        self.resumed.map(|resumed| now.saturating_sub(resumed))
+    /// Whether the vCPUs have only just begun to run.
+    pub(crate) fn is_new(&self, now: Duration) -> bool {
+        self.resumed.is_some_and(|resumed| now.saturating_sub(resumed) < NEW)
     }
 
     pub(crate) fn finished(&mut self, now: Duration) {

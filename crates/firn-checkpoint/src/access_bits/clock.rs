@@ -36,6 +36,11 @@ impl Clock {
         self.chunks.get(self.hand).map(|chunk| chunk.pages.clone())
     }
 
+    /// Whether the chunk at the hand was looked at before.
+    pub(super) fn was_visited(&self) -> bool {
+        self.chunks.get(self.hand).is_some_and(|chunk| chunk.visited)
+    }
+
     /// The chunk at the hand was looked at: these of its pages had entries, and have none any more. Of the first round
     /// nothing follows: entries may be as old as the VM.
     pub(super) fn visited(&mut self, touched: Vec<Range<Page>>) {

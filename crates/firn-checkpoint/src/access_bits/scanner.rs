@@ -19,7 +19,7 @@ const CHUNK_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
 /// known before stays true.
 const STANDS_STILL: Duration = Duration::from_millis(1);
 
-/// Chunks that are looked at for what they cost the guest: most of it they do soon.
+/// Chunks that are looked at for what they have cost the guest since: in the first round that is all there is to go by.
 const RECENT: usize = 8;
 /// What a page costs the guest whose entry was dropped and that it uses again: a short fault inside the kernel.
 const FAULT: Duration = Duration::from_nanos(2500);
@@ -137,20 +137,23 @@ struct Round<'a> {
     ran: Duration,
     /// The longest ago first.
     recent: VecDeque<Visited>,
+    /// Until when the guest makes up for what was found at the last visit.
+    due: Option<Instant>,
 }
 
 impl<'a> Round<'a> {
     fn new(target: &'a Target, scan: &'a PageScan) -> Self {
         let regions = target.memory.map().regions().iter().map(|region| region.range());
         let clock = Clock::new(regions, CHUNK_PAGES);
-        Self { target, scan, clock, ran: Duration::ZERO, recent: VecDeque::new() }
+        Self { target, scan, clock, ran: Duration::ZERO, recent: VecDeque::new(), due: None }
     }
 
     /// Looks at the next chunk, unless the guest has still to make up for the last ones.
     fn visit_if_earned(&mut self, every: Duration) -> Result<(), ScanError> {
         let Some(oldest) = self.recent.front() else { return self.visit() };
-        let ran = oldest.at.elapsed() + every;
-        match earned(self.found_again()?) <= ran {
+        let since = oldest.at.elapsed() + every;
+        let is_due = self.due.is_none_or(|due| Instant::now() >= due);
+        match is_due && earned(self.found_again()?) <= since {
             true => self.visit(),
             false => Ok(()),
         }
@@ -183,6 +186,11 @@ impl<'a> Round<'a> {
         self.scan.touched(chunk.clone(), &mut touched)?;
         self.scan.forget_touches(&mut self.target.seize()?, chunk.clone())?;
         firn_fault::point("scan.visited");
+        // Of the first round nobody knows when.
+        if self.clock.was_visited() {
+            let found = touched.iter().map(Page::count).sum();
+            self.due = Some(Instant::now() + earned(found));
+        }
         self.note(chunk);
         self.clock.visited(touched);
         Ok(())

@@ -61,6 +61,16 @@ pub enum Work<B> {
     Late(Page),
 }
 
+impl<B> Work<B> {
+    /// Whether the guest waits for it.
+    pub fn is_wanted(&self) -> bool {
+        match self {
+            Self::Install(install) => install.wanted.is_some(),
+            Self::Late(_) => true,
+        }
+    }
+}
+
 /// Units to read at once, for a thread that may wait for storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Read {

@@ -185,7 +185,12 @@ impl Cost {
     /// What it costs to read so many units with one request, where the way there and the reading itself may go on at the
     /// same time, and storage reads twice as fast in sequence as it must: seldom less.
     pub(super) fn least(&self, units: u32) -> Duration {
-        self.way().max(Duration::from_secs_f64(self.unit / 2.0 * f64::from(units)))
+        self.way().max(self.reading(units))
+    }
+
+    /// What it costs to read so many units in sequence, once there.
+    pub(super) fn reading(&self, units: u32) -> Duration {
+        Duration::from_secs_f64(self.unit / 2.0 * f64::from(units))
     }
 
     /// Getting there, twice: a guest that has not touched anything for less long may be waiting all the time.

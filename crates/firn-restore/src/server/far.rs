@@ -41,10 +41,11 @@ impl Requests {
     }
 }
 
-/// What these take from front to back: a way for each gap that is passed.
+/// What these take from front to back: the kernel reads through a gap, or a way is gone.
 fn through(runs: &[Range<u32>], cost: &Cost) -> Duration {
-    let gaps = runs.windows(2).filter(|pair| pair[0].end < pair[1].start).count() as u32;
-    cost.least(runs.iter().map(|run| run.len() as u32).sum()) + cost.way() * gaps
+    let gaps = runs.windows(2).map(|pair| pair[1].start - pair[0].end);
+    let gaps: Duration = gaps.map(|gap| cost.reading(gap).min(cost.way())).sum();
+    cost.least(runs.iter().map(|run| run.len() as u32).sum()) + gaps
 }
 
 /// What these take one by one.

@@ -41,8 +41,8 @@
 //!   reads ahead        in the order of first access;  all by place, gaps read through,
 //!                      while the guest waits for      whatever the guest does, which may not
 //!                      storage, short, half the time  even run before it is there; or everything, in stored order
-//!   background fill    when faults are quiet          beside the guest's own reads, if all can be there soon, and at
-//!                                                     once when it has waited for long; else when faults are quiet
+//!   background fill    when faults are quiet          between the guest's own reads, if all can be there soon, and
+//!                                                     at once when it has waited for long; else when faults are quiet
 //! ```
 //!
 //! # Pages given back

@@ -64,7 +64,9 @@ impl<B: Clone> Server<B> {
     /// How many units to read where the guest waits for one. On a disk, reading for as long as it took to get there costs
     /// twice the time at most, and often saves the next way. Unless everything is on its way.
     fn run_on_demand(&self) -> u32 {
-        let all_comes = self.ahead.goes_through_all() || self.soon() == Some(Soon::AtOnce);
+        let fills = self.rules.fill && !self.ahead.has_more();
+        let all_comes =
+            self.ahead.goes_through_all() || (fills && self.soon() == Some(Soon::AtOnce));
         let is_worth_it = self.rules.adapts && self.cost.is_far() && !all_comes;
         match is_worth_it && self.units.held() < self.rules.held_max {
             true => self.cost.worth().clamp(1, self.rules.run_max.max(1)),

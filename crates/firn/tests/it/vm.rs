@@ -59,7 +59,7 @@ impl Vm {
         vm
     }
 
-    /// Boots a guest whose memory is scanned, all of it ten times a second.
+    /// Boots a guest whose memory is scanned, as often as may be.
     pub fn boot_scanned() -> Self {
         let vm = Self::new();
         vm.run(&["--working-set", "access-bits", "--restore-speed", "2G"]);

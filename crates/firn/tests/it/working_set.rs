@@ -97,7 +97,7 @@ fn a_scanned_guest_can_be_saved_let_go_of_and_taken_up() {
     session.firn(&["checkpoint", "web", "-o", "trace.firn", "--reference", "web.ram"]).succeeds();
     session.firn(&["image", "compare", "trace.firn", "web.ram"]).succeeds();
     eventually("a scan again", PATIENCE, || userfaultfds(vm.pid()) == 1);
-    // Some rounds of a tenth of a second.
+    // A round or two.
     std::thread::sleep(Duration::from_secs(2));
     let by_bits = ["checkpoint", "web", "-o", "bits.firn", "--working-set", "access-bits"];
     session.firn(&by_bits).succeeds();
