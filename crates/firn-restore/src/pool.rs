@@ -37,7 +37,7 @@ const WORKER_NICE: i32 = 10;
 
 /// A guest that has just come back has everything to do at once: caches of all kinds are cold, clients wait. For each moment
 /// of a processor that goes into what it does not wait for, so many are left to it.
-const REST: u32 = 3;
+const REST: u32 = 7;
 
 /// Installs what nobody else has, until it is over.
 pub(crate) fn work(shared: &Shared) {
