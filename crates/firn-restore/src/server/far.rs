@@ -15,9 +15,13 @@ use std::time::Duration;
 use super::cost::Cost;
 use super::sequence::{Reach, sequence};
 
-/// Units that the guest asks for beside a good working set while it becomes responsive, one after the other: in
-/// experiments 50 to 200.
-const MISSED: u32 = 64;
+/// Units that the guest asks for beside a good working set while it becomes responsive, one after the other: at least so
+/// many, and in experiments up to 200.
+const MISSED_LEAST: f64 = 40.0;
+/// And so many beside one that names next to nothing.
+const MISSED_MOST: f64 = 320.0;
+/// The least are missed by one that names so much of everything.
+const NAMES_MUCH: f64 = 0.35;
 
 /// Requests for storage that is far.
 #[derive(Debug, PartialEq, Eq)]
@@ -33,12 +37,18 @@ impl Requests {
         let reach = Reach::far(longest, cost.worth());
         let runs = sequence(wanted, end, reach);
         let everything = sequence(all, end, reach);
-        let missed = cost.way() * MISSED;
+        let missed = cost.way() * missed(wanted.len() as f64 / all.len().max(1) as f64);
         match all.len() > wanted.len() && through(&everything, cost) <= time(&runs, cost) + missed {
             true => Self { runs: everything, in_order: true },
             false => Self { runs, in_order: false },
         }
     }
+}
+
+/// How many units a working set that names such a share of everything is expected to miss.
+fn missed(share: f64) -> u32 {
+    let lack = (1.0 - share / NAMES_MUCH).max(0.0);
+    (MISSED_LEAST + lack * (MISSED_MOST - MISSED_LEAST)) as u32
 }
 
 /// What these take from front to back: the kernel reads through a gap, or a way is gone.
@@ -66,6 +76,14 @@ mod tests {
 
     fn requests(wanted: &[u32], all: u32) -> Requests {
         Requests::new(wanted, &(0..all).collect::<Vec<_>>(), END, 15, &disk())
+    }
+
+    #[test]
+    fn a_large_working_set_is_trusted_with_more() {
+        assert_eq!([0.0, 0.35, 1.0].map(missed), [320, 40, 40]);
+        let third: Vec<u32> = (0..1_800).collect();
+        assert!(!requests(&third, 5_200).in_order);
+        assert!(requests(&third[..180], 5_200).in_order);
     }
 
     #[test]
