@@ -52,6 +52,11 @@ impl Sum {
         Self { reads: self.reads - 1.0, seconds: self.seconds - self.longest, ..*self }
     }
 
+    /// What a read took, in seconds, its bytes included: where requests are counted these take no time of their own.
+    fn mean(&self) -> f64 {
+        self.seconds / self.reads.max(1.0)
+    }
+
     fn less(&self, other: &Self) -> Self {
         Self {
             reads: self.reads - other.reads,
@@ -139,15 +144,10 @@ impl Cost {
         let looks_far = self.is_known() && least >= FAR;
         self.looked_far = if looks_far { self.looked_far + 1 } else { 0 };
         if self.looked_far >= SURE {
-            let way = self.mean(&all.less(&self.free)).max(least);
+            let way = all.less(&self.free).mean().max(least);
             self.found.get_or_insert(way);
             self.way.get_or_insert(way);
         }
-    }
-
-    /// The mean of what getting there took in these reads.
-    fn mean(&self, reads: &Sum) -> f64 {
-        (reads.seconds - self.unit / 2.0 * reads.units) / reads.reads.max(1.0)
     }
 
     /// What getting there costs, if reads of this restore have shown that it is far.
@@ -238,9 +238,9 @@ mod tests {
     fn a_disk_is_far() {
         let cost = after(30, |units| 8000 + 600 * u64::from(units));
         assert!(cost.is_far());
-        assert!((8..=16).contains(&cost.worth()), "{}", cost.worth());
+        assert!((8..=20).contains(&cost.worth()), "{}", cost.worth());
         let all = cost.of(150, 15).as_secs_f64();
-        assert!((0.2..0.26).contains(&all), "{all}");
+        assert!((0.2..0.3).contains(&all), "{all}");
     }
 
     #[test]
@@ -291,7 +291,7 @@ mod tests {
             // Two under way at any time, each for 8 ms, one done every 4.
             cost.read(1, ms(4 * at), ms(4 * at + 8));
         }
-        assert!((0.0055..0.0085).contains(&cost.round().as_secs_f64()), "{cost:?}");
+        assert!((0.0055..0.0095).contains(&cost.round().as_secs_f64()), "{cost:?}");
     }
 
     #[test]

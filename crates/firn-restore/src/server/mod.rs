@@ -124,6 +124,8 @@ pub struct Server<B> {
     divergence: Divergence,
     fill_from: u32,
     has_read_all: bool,
+    /// What reads took that the guest waited for, together.
+    read_on_demand_for: Duration,
     wants_room: bool,
     version: u32,
     missing_pages: u32,
@@ -167,6 +169,7 @@ impl<B: Clone> Server<B> {
             divergence: Divergence::default(),
             fill_from: 0,
             has_read_all: false,
+            read_on_demand_for: Duration::ZERO,
             wants_room: false,
             version: 0,
             missing_pages,

@@ -92,6 +92,9 @@ impl<B: Clone> Server<B> {
             true => self.cost.read_in_order(),
             false => self.cost.read(read.units.len() as u32, began, ended),
         }
+        if read.why == Why::Demand {
+            self.read_on_demand_for += ended.saturating_sub(began);
+        }
         if read.why == Why::Ahead {
             self.has_read_all |= read.in_order;
             self.ahead.rest(began, ended, self.rules.patience);
@@ -132,8 +135,7 @@ impl<B: Clone> Server<B> {
         let is_soon = self.rules.adapts
             && self.cost.is_far()
             && self.cost.of(left, self.rules.run_max) <= SOON;
-        let waited = self.cost.way() * self.counts.demand_reads.min(u64::from(u32::MAX)) as u32;
-        is_soon.then_some(match waited >= self.cost.least(left) {
+        is_soon.then_some(match self.read_on_demand_for >= self.cost.least(left) {
             true => Soon::AtOnce,
             false => Soon::Beside,
         })
