@@ -24,8 +24,9 @@ const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// What takes so long does not come from memory.
 const FROM_STORAGE: Duration = Duration::from_millis(2);
 
-/// A read from memory takes no longer, unless something else has the processor.
-const REST_MAX: Duration = Duration::from_millis(2);
+/// What goes into a memory block, or a read from memory, is no more, unless something else has the processor or storage is
+/// waited for: that is nothing to rest from.
+const WORK_MAX: Duration = Duration::from_millis(1);
 
 /// The longest that settled pages stay unwritten while the filler has nothing to read.
 const PRESENCE_EVERY: Duration = Duration::from_millis(20);
@@ -38,6 +39,11 @@ const WORKER_NICE: i32 = 10;
 /// A guest that has just come back has everything to do at once: caches of all kinds are cold, clients wait. For each moment
 /// of a processor that goes into what it does not wait for, so many are left to it.
 const REST: u32 = 7;
+
+/// How long to rest after work that took so long. The guest may begin to wait for who rests: it is short.
+fn rest(worked: Duration) -> Duration {
+    worked.min(WORK_MAX) * REST
+}
 
 /// Installs what nobody else has, until it is over.
 pub(crate) fn work(shared: &Shared) {
@@ -54,7 +60,7 @@ pub(crate) fn work(shared: &Shared) {
                 let (began, is_wanted) = (Instant::now(), work.is_wanted());
                 hands.work(work);
                 if is_new && !is_wanted {
-                    std::thread::sleep(began.elapsed() * REST);
+                    std::thread::sleep(rest(began.elapsed()));
                 }
                 shared.lock()
             }
@@ -162,8 +168,8 @@ impl<'a> Reader<'a> {
     /// After what took a processor from a guest that has just begun to run.
     fn rest(&self, read: &Read, began: Duration) {
         let is_new = || self.shared.lock().recorder.is_new(self.shared.now());
-        if read.why != Why::Demand && self.is_cached && is_new() {
-            std::thread::sleep(self.shared.now().saturating_sub(began).min(REST_MAX) * REST);
+        if read.why != Why::Demand && !read.in_order && self.is_cached && is_new() {
+            std::thread::sleep(rest(self.shared.now().saturating_sub(began)));
         }
     }
 
@@ -212,5 +218,16 @@ impl<'a> Reader<'a> {
         }
         let next_write = now + PRESENCE_EVERY;
         shared.sleep(inner, Waiter::Filler, Some(then.min(next_write)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_rests_for_long() {
+        assert_eq!(rest(Duration::from_micros(50)), Duration::from_micros(350));
+        assert_eq!(rest(Duration::from_secs(60)), Duration::from_millis(7));
     }
 }

@@ -251,7 +251,9 @@ impl<B: Clone> Server<B> {
             false => Vec::new(),
         };
         let end = self.plan.units();
-        let requests = Requests::new(&wanted, &all, end, self.rules.run_max, &self.cost);
+        let share = self.ahead.units.len() as f64 / f64::from(end.max(1));
+        let reach = (end, self.rules.run_max);
+        let requests = Requests::new(&wanted, &all, share, reach, &self.cost);
         self.ahead.requests = requests.runs.into();
         self.ahead.in_order = requests.in_order;
     }

@@ -33,12 +33,21 @@ pub(crate) struct Requests {
 
 impl Requests {
     /// For these units of `0..end`, or for all of `all` if that is as good, with `longest` units in one request at most.
-    pub(crate) fn new(wanted: &[u32], all: &[u32], end: u32, longest: u32, cost: &Cost) -> Self {
+    ///
+    /// Some of either may be there already; `share` is what the working set named of everything.
+    pub(crate) fn new(
+        wanted: &[u32],
+        all: &[u32],
+        share: f64,
+        (end, longest): (u32, u32),
+        cost: &Cost,
+    ) -> Self {
         let reach = Reach::far(longest, cost.worth());
         let runs = sequence(wanted, end, reach);
         let everything = sequence(all, end, reach);
-        let missed = cost.way() * missed(wanted.len() as f64 / all.len().max(1) as f64);
-        match all.len() > wanted.len() && through(&everything, cost) <= time(&runs, cost) + missed {
+        let missed = cost.way() * missed(share);
+        let is_more = !wanted.is_empty() && all.len() > wanted.len();
+        match is_more && through(&everything, cost) <= time(&runs, cost) + missed {
             true => Self { runs: everything, in_order: true },
             false => Self { runs, in_order: false },
         }
@@ -75,7 +84,8 @@ mod tests {
     }
 
     fn requests(wanted: &[u32], all: u32) -> Requests {
-        Requests::new(wanted, &(0..all).collect::<Vec<_>>(), END, 15, &disk())
+        let share = wanted.len() as f64 / f64::from(all);
+        Requests::new(wanted, &(0..all).collect::<Vec<_>>(), share, (END, 15), &disk())
     }
 
     #[test]
@@ -109,7 +119,13 @@ mod tests {
     fn what_is_full_of_gaps_is_not_read_whole() {
         let all: Vec<u32> = (0..9_990).step_by(15).collect();
         let wanted: Vec<u32> = all.iter().copied().step_by(12).collect();
-        assert!(!Requests::new(&wanted, &all, END, 15, &disk()).in_order);
+        assert!(!Requests::new(&wanted, &all, 0.1, (END, 15), &disk()).in_order);
+    }
+
+    #[test]
+    fn where_nothing_is_wanted_any_more_nothing_is_read() {
+        let Requests { runs, in_order } = requests(&[], 1_000);
+        assert!(runs.is_empty() && !in_order);
     }
 
     #[test]
