@@ -72,8 +72,7 @@ impl Work {
         }
     }
 
-    /// A JVM has one, as in the paper; so has a Redis, which works on one at a time anyway, and on two emulated ones now and
-    /// then hangs before there is anything to save.
+    /// A JVM has one, as in the paper; so has a Redis, which works on one at a time anyway.
     fn vcpus(self) -> u32 {
         match self {
             Self::Jvm | Self::Walk | Self::Redis => 1,
@@ -197,11 +196,13 @@ const PLAY: &str = "echo ready; exec mpv --no-config --really-quiet --vo=null --
                     --loop-file=inf /var/lib/firn/clip.mkv < /dev/null > /dev/null";
 
 /// Fills Redis with values of 1 KiB, then asks for them as fast as they come.
+///
+/// A benchmark that asks before the server listens now and then turns round and round for ever.
 fn asking_redis(mib: u32) -> String {
     let keys = mib * 900;
     let client = format!("redis-benchmark -q -d 1000 -r {keys}");
     format!(
-        "until redis-benchmark -q -n 1 -t ping > /dev/null 2>&1; do sleep 0.1; done; \
+        "until timeout 5 redis-benchmark -q -c 1 -n 1 -t ping > /dev/null 2>&1; do sleep 0.1; done; \
          {client} -n {keys} -P 32 -t set > /dev/null && echo ready && exec {client} -t get,set -c 4 -l > /dev/null"
     )
 }
