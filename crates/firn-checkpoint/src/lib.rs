@@ -35,6 +35,7 @@ mod report;
 mod save;
 mod still;
 mod sweep;
+mod touches;
 mod trace;
 mod worker;
 mod written;

@@ -137,7 +137,10 @@ pub struct SaveContext<'a> {
 }
 
 /// What there is to say of a VM, asked for once its memory and disks are fixed.
-pub type Describe<'a> = dyn Fn() -> std::io::Result<serde_json::Value> + 'a;
+///
+/// It is told which share of the working set was found in the second half of the time in which the guest was traced, if
+/// that is where the working set is from: the more, the more was missed.
+pub type Describe<'a> = dyn Fn(Option<f64>) -> std::io::Result<serde_json::Value> + 'a;
 
 /// Saves a VM to an image at `out`. What `describe` gives is stored as it is.
 pub fn save(
@@ -180,7 +183,7 @@ fn finish(
         return Err(SaveError::Cancelled);
     }
     firn_fault::point("save.sections");
-    let meta = describe().map_err(SaveError::Step)?;
+    let meta = describe(copied.found_late).map_err(SaveError::Step)?;
     let summary = writer.finish(sections(context, meta, &mut copied))?;
     firn_fault::point("save.finished");
     let (image_bytes, blocks_inherited) = (summary.file_bytes, summary.inherited_blocks);
@@ -223,6 +226,8 @@ fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Cop
 pub(crate) struct Copied {
     pub(crate) cut: Cut,
     pub(crate) working_set: Vec<Block>,
+    /// See [`Describe`].
+    pub(crate) found_late: Option<f64>,
     pub(crate) roots: Vec<GuestPhys>,
     pub(crate) report: SaveReport,
 }
@@ -266,13 +271,16 @@ impl Copying<'_, '_> {
         let intake = self.intake.clone();
         let armed = Armed::attach(self.context, self.options, tids, lanes, workers, intake)?;
         let copied = self.follow_armed(&armed);
+        let end = armed.trace.now();
         let log = armed.disarm();
         firn_fault::point("save.disarmed");
         let (mut copied, log) = (copied?, log?);
         copied.report.faults = log.counts;
-        copied.report.blocks_touched = log.first_touches.len() as u32;
+        copied.report.blocks_touched = log.touches.len();
         if self.context.used.is_none() {
-            copied.working_set = log.first_touches;
+            let sees_all = self.options.strategy == Strategy::Trace;
+            copied.found_late = log.touches.found_late(end).filter(|_| sees_all);
+            copied.working_set = log.touches.into_blocks();
         }
         Ok(copied)
     }
@@ -301,7 +309,7 @@ impl Copying<'_, '_> {
             .run(order.blocks)?;
         firn_fault::point("save.swept");
         let report = SaveReport { rounds, arm_ms, ..self.report(&cut) };
-        Ok(Copied { cut, working_set, roots, report })
+        Ok(Copied { cut, working_set, found_late: None, roots, report })
     }
 
     /// What to sweep, in which order, the page-table roots that say so, and the working set as far as it is known.
@@ -332,7 +340,7 @@ impl Copying<'_, '_> {
         })?;
         let report = self.report(&cut);
         let roots = spaces.roots;
-        Ok(Copied { cut, working_set, roots, report })
+        Ok(Copied { cut, working_set, found_late: None, roots, report })
     }
 
     fn report(&self, cut: &Cut) -> SaveReport {

@@ -26,11 +26,12 @@ use std::time::{Duration, Instant};
 use firn_memory::{Event, FaultKind, GuestMemory, PageFaults};
 use firn_types::{Block, BlockSize, Page, Tid};
 
-use crate::lane::{Attribution, Lane, Lanes};
+use crate::lane::{Lane, Lanes};
 use crate::ledger::{Claim, Ledger};
 use crate::pipeline::{Intake, RawBlock};
 use crate::report::FaultCounts;
 use crate::save::SaveError;
+use crate::touches::Touches;
 use crate::worker::Workers;
 use crate::written::WrittenSet;
 
@@ -139,22 +140,21 @@ pub(crate) struct Handler {
 /// What the handler saw.
 #[derive(Debug, Default)]
 pub(crate) struct FaultLog {
-    /// Memory blocks in the order in which the guest first touched them after the cut.
-    pub(crate) first_touches: Vec<Block>,
+    /// What the guest first touched after the cut.
+    pub(crate) touches: Touches,
     pub(crate) counts: FaultCounts,
 }
 
 impl Handler {
     /// Starts answering faults. Must run before the range is registered.
     pub(crate) fn start(trace: Arc<Trace>, lanes: Lanes, workers: Workers, intake: Intake) -> Self {
-        let blocks = trace.ledger.blocks() as usize;
+        let touches = Touches::new(trace.ledger.blocks());
         let worker = Worker {
             trace: Arc::clone(&trace),
             lanes,
             workers,
             intake,
-            touched: vec![false; blocks],
-            log: FaultLog::default(),
+            log: FaultLog { touches, counts: FaultCounts::default() },
         };
         Self { trace, thread: thread::spawn(move || die_loudly(|| worker.run())) }
     }
@@ -183,7 +183,6 @@ struct Worker {
     lanes: Lanes,
     workers: Workers,
     intake: Intake,
-    touched: Vec<bool>,
     log: FaultLog,
 }
 
@@ -243,21 +242,15 @@ impl Worker {
         let block = self.trace.block_size.block_of(page);
         let workers = &mut self.workers;
         let (lane, how) = self.lanes.attribute(tid, block, |worker| workers.vcpu_of(worker));
-        self.note_touch(block, how);
+        firn_fault::point("save.fault");
+        self.log.counts.count(how);
+        self.log.touches.note(block, self.trace.now());
         match self.trace.ledger.claim(block) {
             Claim::Mine if self.intake.failed() => self.trace.ledger.copied(block),
             Claim::Mine => self.trace.copy_claimed(block, lane, &self.intake)?,
             Claim::Saved => {}
         }
         Ok(())
-    }
-
-    fn note_touch(&mut self, block: Block, how: Attribution) {
-        firn_fault::point("save.fault");
-        self.log.counts.count(how);
-        if !std::mem::replace(&mut self.touched[block.index()], true) {
-            self.log.first_touches.push(block);
-        }
     }
 
     /// Lets the faulting thread go, and takes the traces off the whole block.

@@ -9,7 +9,7 @@ use firn_types::{Block, Tid, VcpuId};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::server::Rules;
+use crate::server::{Rules, missed};
 
 /// In which order memory comes back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -90,6 +90,8 @@ pub struct RestoreOptions {
     pub readers: usize,
     /// What getting to the image's storage has cost earlier restores ([`crate::Restore::way`]), if it is far.
     pub way: Option<Duration>,
+    /// Which share of the working set was found in the second half of the time in which the guest was traced, if it was.
+    pub found_late: Option<f64>,
     /// What is read without anybody waiting for it.
     pub fill: Fill,
     /// Bytes of the image held in memory at most, besides what is being read.
@@ -112,6 +114,7 @@ impl Default for RestoreOptions {
             workers: 2,
             readers: 4,
             way: None,
+            found_late: None,
             fill: Fill::default(),
             held_bytes_max: 16 << 20,
             account_use: false,
@@ -155,6 +158,11 @@ impl RestoreOptions {
         image.working_set().iter().chain(&self.also_expected).copied().collect()
     }
 
+    /// How many units the guest is expected to ask for beside the working set.
+    pub(crate) fn missed(&self) -> u32 {
+        missed(self.found_late)
+    }
+
     /// The page server's limits, for read units of `unit_bytes`.
     pub(crate) fn rules(&self, unit_bytes: u32) -> Rules {
         let held_max = self.held_bytes_max / u64::from(unit_bytes.max(1));
@@ -164,6 +172,7 @@ impl RestoreOptions {
             fill: self.fill == Fill::Quiet,
             account_use: self.account_use,
             unit_bytes,
+            missed: self.missed(),
             way: self.way.filter(|_| self.adapts()),
             adapts: self.adapts(),
             guest_runs: self.mode == Mode::Auto,

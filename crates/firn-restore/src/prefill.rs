@@ -245,8 +245,7 @@ impl Queue {
         let far = far.map(|way| {
             let cost = Cost::told(storage.unit_bytes(), way);
             let all = if options.may_read_all() { all_units(image) } else { Vec::new() };
-            let share = units.len() as f64 / f64::from(end.max(1));
-            Requests::new(&units, &all, share, (end, longest), &cost).into()
+            Requests::new(&units, &all, options.missed(), (end, longest), &cost).into()
         });
         let (runs, in_order) = (sequence(&units, end, Reach::near(longest)), mode == Mode::Eager);
         Self { near: Requests { runs, in_order }.into(), far, from_storage: None }

@@ -42,6 +42,10 @@ pub struct Meta {
     /// writes to any more.
     #[serde(default)]
     pub drives: Vec<FrozenDrive>,
+    /// Which share of the working set was found in the second half of the time in which the guest was traced, 0 to 1: the
+    /// more, the more was missed. Not there where the working set is from elsewhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub found_late: Option<f64>,
 }
 
 /// A drive as it was.

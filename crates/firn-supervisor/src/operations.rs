@@ -259,7 +259,10 @@ impl Save<'_> {
         let journal = &self.operations.journal;
         cutting.prepare(vm, journal)?;
         let cutting = &*cutting;
-        let describe = || Ok(serde_json::to_value(meta.clone().with(cutting.frozen()?))?);
+        let describe = |found_late| {
+            let meta = Meta { found_late, ..meta.clone() };
+            Ok(serde_json::to_value(meta.with(cutting.frozen()?))?)
+        };
         let (paused, cancel) = (self.was_running, self.cancel);
         let steps = JournalSteps { journal, paused, cancel, cutting };
         let mut context = SaveContext {

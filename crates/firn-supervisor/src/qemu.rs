@@ -175,6 +175,7 @@ pub(crate) fn describe(
         vcpus: vcpus.len() as u32,
         disks: vm.disks().doing(ASKING)?,
         drives: known.drives,
+        found_late: None,
     };
     Ok(Machine {
         process: known.process,

@@ -124,6 +124,7 @@ pub(crate) fn restore(
     let options = RestoreOptions {
         mode: wanted.mode,
         way: storage.as_ref().and_then(Storage::way),
+        found_late: meta.found_late,
         also_expected: learning.as_ref().map(Learning::expected).unwrap_or_default(),
         account_use: wanted.account_use,
         since,

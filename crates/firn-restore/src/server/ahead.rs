@@ -251,9 +251,8 @@ impl<B: Clone> Server<B> {
             false => Vec::new(),
         };
         let end = self.plan.units();
-        let share = self.ahead.units.len() as f64 / f64::from(end.max(1));
         let reach = (end, self.rules.run_max);
-        let requests = Requests::new(&wanted, &all, share, reach, &self.cost);
+        let requests = Requests::new(&wanted, &all, self.rules.missed, reach, &self.cost);
         self.ahead.requests = requests.runs.into();
         self.ahead.in_order = requests.in_order;
     }

@@ -2,7 +2,8 @@
 //!
 //! Getting there costs as much as reading many units. So what is wanted is read in the order in which it is stored, through
 //! the gaps that cost less than passing them. And no working set is complete: each unit that it missed costs the guest a
-//! way. If reading all there is takes no longer than what is wanted and those ways, all is read, from front to back:
+//! way. How many these are shows in how the working set was found ([`missed`]). If reading all there is takes no longer than
+//! what is wanted and those ways, all is read, from front to back:
 //!
 //! ```text
 //!   wanted     ===  ==     = ====   =  ==     and then the guest's own ways   .  .   .  .  .   .  .
@@ -15,13 +16,12 @@ use std::time::Duration;
 use super::cost::Cost;
 use super::sequence::{Reach, sequence};
 
-/// Units that the guest asks for beside a good working set while it becomes responsive, one after the other: at least so
-/// many, and in experiments up to 200.
-const MISSED_LEAST: f64 = 40.0;
-/// And so many beside one that names next to nothing.
+/// Units that the guest asks for beside a complete working set while it becomes responsive, one after the other.
+const MISSED_LEAST: f64 = 20.0;
+/// And so many, at most, beside one of which nobody knows how complete it is.
 const MISSED_MOST: f64 = 400.0;
-/// The least are missed by one that names so much of everything.
-const NAMES_MUCH: f64 = 0.35;
+/// So many, if this share of the working set or more was found late: it would be half if the guest went on like that.
+const FOUND_LATE: f64 = 0.2;
 
 /// Requests for storage that is far.
 #[derive(Debug, PartialEq, Eq)]
@@ -34,18 +34,18 @@ pub(crate) struct Requests {
 impl Requests {
     /// For these units of `0..end`, or for all of `all` if that is as good, with `longest` units in one request at most.
     ///
-    /// Some of either may be there already; `share` is what the working set named of everything.
+    /// Some of either may be there already; the guest is expected to ask for so many beside them (see [`missed`]).
     pub(crate) fn new(
         wanted: &[u32],
         all: &[u32],
-        share: f64,
+        missed: u32,
         (end, longest): (u32, u32),
         cost: &Cost,
     ) -> Self {
         let reach = Reach::far(longest, cost.worth());
         let runs = sequence(wanted, end, reach);
         let everything = sequence(all, end, reach);
-        let missed = cost.way() * missed(share);
+        let missed = cost.way() * missed;
         let is_more = !wanted.is_empty() && all.len() > wanted.len();
         match is_more && through(&everything, cost) <= time(&runs, cost) + missed {
             true => Self { runs: everything, in_order: true },
@@ -54,9 +54,10 @@ impl Requests {
     }
 }
 
-/// How many units a working set that names such a share of everything is expected to miss.
-fn missed(share: f64) -> u32 {
-    let lack = (1.0 - share / NAMES_MUCH).max(0.0);
+/// How many units are expected to be missing from a working set of which such a share was found late, in the second half of
+/// the time in which the guest was traced.
+pub(crate) fn missed(found_late: Option<f64>) -> u32 {
+    let lack = found_late.map_or(1.0, |late| (late / FOUND_LATE).clamp(0.0, 1.0));
     (MISSED_LEAST + lack * (MISSED_MOST - MISSED_LEAST)) as u32
 }
 
@@ -84,16 +85,24 @@ mod tests {
     }
 
     fn requests(wanted: &[u32], all: u32) -> Requests {
-        let share = wanted.len() as f64 / f64::from(all);
-        Requests::new(wanted, &(0..all).collect::<Vec<_>>(), share, (END, 15), &disk())
+        missing(wanted, all, 400)
+    }
+
+    fn missing(wanted: &[u32], all: u32, missed: u32) -> Requests {
+        Requests::new(wanted, &(0..all).collect::<Vec<_>>(), missed, (END, 15), &disk())
     }
 
     #[test]
-    fn a_large_working_set_is_trusted_with_more() {
-        assert_eq!([0.0, 0.35, 1.0].map(missed), [400, 40, 40]);
+    fn a_working_set_that_was_found_early_misses_little() {
+        assert_eq!([0.0, 0.1, 0.2, 0.5].map(|late| missed(Some(late))), [20, 210, 400, 400]);
+        assert_eq!(missed(None), 400);
+    }
+
+    #[test]
+    fn a_complete_working_set_is_read_alone() {
         let third: Vec<u32> = (0..1_800).collect();
-        assert!(!requests(&third, 5_200).in_order);
-        assert!(requests(&third[..180], 5_200).in_order);
+        assert!(!missing(&third, 5_200, missed(Some(0.01))).in_order);
+        assert!(missing(&third, 5_200, missed(Some(0.4))).in_order);
     }
 
     #[test]
@@ -119,7 +128,7 @@ mod tests {
     fn what_is_full_of_gaps_is_not_read_whole() {
         let all: Vec<u32> = (0..9_990).step_by(15).collect();
         let wanted: Vec<u32> = all.iter().copied().step_by(12).collect();
-        assert!(!Requests::new(&wanted, &all, 0.1, (END, 15), &disk()).in_order);
+        assert!(!Requests::new(&wanted, &all, 200, (END, 15), &disk()).in_order);
     }
 
     #[test]

@@ -30,6 +30,8 @@ pub struct Rules {
     pub fill: bool,
     /// Bytes of a unit at most.
     pub unit_bytes: u32,
+    /// How many units the guest is expected to ask for beside what is read ahead.
+    pub missed: u32,
     /// What getting to storage has cost other restores, if it is far.
     pub way: Option<Duration>,
     /// Whether it goes by what the storage turns out to be like: see [`super`].
@@ -51,6 +53,7 @@ impl Default for Rules {
             held_max: 256,
             fill: true,
             unit_bytes: 64 << 10,
+            missed: 400,
             way: None,
             adapts: false,
             guest_runs: false,

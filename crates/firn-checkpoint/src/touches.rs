@@ -1,0 +1,102 @@
+//! What the guest touches first after the cut, in order, and whether that came to an end. Pure.
+//!
+//! A guest is told of for a second or a little more, and never has touched all that it will. How much is missing shows in
+//! how it was found: one that goes round in the same pages touches hardly a new one in the second half of the time, and
+//! has named them all; one that touches as many as in the first half goes on like that.
+//!
+//! ```text
+//!   found            ________                            ___---
+//!               ___--                               ___--
+//!             --                               ___--
+//!            |    first   |  second half      |    first   |  second half
+//!              found late: hardly any            found late: half
+//! ```
+
+use std::time::Duration;
+
+use firn_types::Block;
+
+/// The first touches of a save.
+#[derive(Debug, Default)]
+pub(crate) struct Touches {
+    is_touched: Vec<bool>,
+    blocks: Vec<Block>,
+    /// When each was touched.
+    times: Vec<Duration>,
+}
+
+impl Touches {
+    /// None, of so many blocks.
+    pub(crate) fn new(blocks: u32) -> Self {
+        Self { is_touched: vec![false; blocks as usize], ..Self::default() }
+    }
+
+    /// The guest touches a block, for the first time or not.
+    pub(crate) fn note(&mut self, block: Block, now: Duration) {
+        if !std::mem::replace(&mut self.is_touched[block.index()], true) {
+            self.blocks.push(block);
+            self.times.push(now);
+        }
+    }
+
+    /// How many blocks there are.
+    pub(crate) fn len(&self) -> u32 {
+        self.blocks.len() as u32
+    }
+
+    /// The share of the blocks that was found in the second half of the time from the first of them to `end`; none if
+    /// there are none.
+    pub(crate) fn found_late(&self, end: Duration) -> Option<f64> {
+        let half = *self.times.first()? / 2 + end / 2;
+        let late = self.times.iter().filter(|time| **time > half).count();
+        Some(late as f64 / self.times.len() as f64)
+    }
+
+    /// The blocks, in order.
+    pub(crate) fn into_blocks(self) -> Vec<Block> {
+        self.blocks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    /// A guest that touches these blocks, one each millisecond from the thousandth on.
+    fn touching(blocks: impl IntoIterator<Item = u32>) -> Touches {
+        let mut touches = Touches::new(1000);
+        let times = 1000..;
+        blocks.into_iter().zip(times).for_each(|(block, at)| touches.note(Block(block), ms(at)));
+        touches
+    }
+
+    #[test]
+    fn blocks_come_in_order_and_once() {
+        let touches = touching([7, 3, 7, 7, 5, 3]);
+        assert_eq!(touches.len(), 3);
+        assert_eq!(touches.into_blocks(), [7, 3, 5].map(Block));
+    }
+
+    #[test]
+    fn a_guest_that_goes_round_finds_nothing_late() {
+        let round = (0..500).map(|at| at % 40);
+        assert_eq!(touching(round).found_late(ms(1500)), Some(0.0));
+    }
+
+    #[test]
+    fn a_guest_that_goes_on_finds_half_of_all_late() {
+        let late = touching(0..500).found_late(ms(1500)).unwrap();
+        assert!((0.49..0.51).contains(&late), "{late}");
+    }
+
+    #[test]
+    fn what_came_before_the_end_of_the_time_counts_from_its_middle() {
+        // 101 blocks in a tenth of a second, then nothing for four.
+        assert_eq!(touching(0..101).found_late(ms(1500)), Some(0.0));
+        assert_eq!(Touches::new(10).found_late(ms(1)), None);
+    }
+}
