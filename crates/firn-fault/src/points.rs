@@ -30,6 +30,9 @@ pub const POINTS: &[&str] = &[
     "pre-copy.drained",
     "pre-copy.round",
     "pre-copy.copied",
+    // A system call in a thread of the hypervisor.
+    "inject.set",
+    "inject.called",
     // Finding out what a guest uses: all the time, or for a moment before a suspend.
     "scan.begun",
     "scan.visited",

@@ -43,7 +43,7 @@ pub fn drop_page_tables(
     for (part, hva) in memory.located(range) {
         let len = (Page::count(&part) * PAGE_SIZE) as u64;
         let mut advise = |advice: i32| {
-            tracee.syscall_long(SYS_madvise, [hva.0, len, advice as u64, 0, 0, 0]).map(drop)
+            tracee.syscall(SYS_madvise, [hva.0, len, advice as u64, 0, 0, 0]).map(drop)
         };
         match advise(MADV_DONTNEED) {
             // Locked memory (QEMU: -overcommit mem-lock=on).

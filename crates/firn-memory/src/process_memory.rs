@@ -44,6 +44,17 @@ pub(crate) fn read_traced(pid: i32, from: HostVirt, out: &mut [u8]) -> Result<()
     }
 }
 
+/// Writes to the memory of a process that is traced, as [`read_traced`].
+pub(crate) fn write_traced(pid: i32, to: HostVirt, bytes: &[u8]) -> Result<(), ProcessError> {
+    let remote = [RemoteIoVec { base: to.0 as usize, len: bytes.len() }];
+    let what = "writing memory";
+    match process_vm_writev(Pid::from_raw(pid), &[IoSlice::new(bytes)], &remote) {
+        Ok(written) if written == bytes.len() => Ok(()),
+        Ok(_) => Err(ProcessError::new(pid, what, Errno::EFAULT)),
+        Err(errno) => Err(ProcessError::new(pid, what, errno)),
+    }
+}
+
 fn pid_of(process: &Process) -> Pid {
     Pid::from_raw(process.pid())
 }

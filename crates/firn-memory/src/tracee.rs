@@ -2,15 +2,17 @@
 //!
 //! Two things must happen inside the hypervisor: `userfaultfd(2)`, which gives the descriptor for the caller's address
 //! space, and `madvise(2)`, which drops page-table entries of the caller. Both are *injected*: a thread is stopped by
-//! ptrace, its registers are pointed at a `syscall` instruction, and put back afterwards (`inject` says how).
+//! ptrace, and its registers are pointed at a few instructions that make the call and lead it back (`inject`, `stub`).
 //!
 //! ```text
-//!   Tracee::seize                        Tracee::syscall                 drop
-//!   choose a thread -> seize, stop it -> (inject, restore registers)* -> detach
+//!   Tracee::seize                        Tracee::syscall                drop
+//!   choose a thread -> seize, stop it -> inject, any number of times -> detach
 //! ```
 //!
 //! The thread stays stopped as long as the [`Tracee`] lives: hold it for one purpose and drop it. The other threads
 //! run on.
+//!
+//! Should Firn be killed at any moment, the thread goes back to its own work.
 //!
 //! ptrace belongs to one thread of the tracer, so each tracee has a thread here that does nothing else. When that
 //! thread ends, for whatever reason, the kernel lets the hypervisor's thread go.
@@ -63,9 +65,12 @@ pub enum TraceError {
         /// The process.
         pid: i32,
     },
-    /// No `syscall` instruction was found.
-    #[error("process {pid} has no vDSO in which to find a system call instruction")]
-    NoInstruction {
+    /// There is no room for code.
+    #[error(
+        "process {pid} has no room behind its code for the few instructions that lead a borrowed thread back: neither its \
+         vDSO nor any library ends with {} unused bytes", stub::code().len()
+    )]
+    NoRoom {
         /// The process.
         pid: i32,
     },
@@ -125,8 +130,6 @@ pub struct Tracee<'p> {
 struct Call {
     number: i64,
     arguments: [u64; 6],
-    /// Whether the thread must find its own way back.
-    long: bool,
 }
 
 impl<'p> Tracee<'p> {
@@ -179,28 +182,15 @@ impl<'p> Tracee<'p> {
     }
 
     /// Makes the thread run system call `number` of `asm/unistd_64.h` with these arguments, as far as the hypervisor's
-    /// own rights go, and gives its result. Signals wait meanwhile. For short calls: while it lasts (and no longer), the
-    /// hypervisor depends on Firn's not being killed.
+    /// own rights go, and gives its result. Signals to the thread wait until it is let go. If Firn is killed meanwhile,
+    /// the thread finishes the call and goes back to its own work.
     ///
     /// # Errors
     /// If the call fails there, or the process ends.
     pub fn syscall(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, TraceError> {
-        self.call(Call { number, arguments, long: false })
-    }
-
-    /// As [`Self::syscall`], for calls that may take long: if Firn is killed meanwhile, the thread finishes the call and
-    /// goes back to its own work. The thread may do some of that before this returns.
-    ///
-    /// # Errors
-    /// As [`Self::syscall`].
-    pub fn syscall_long(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, TraceError> {
-        self.call(Call { number, arguments, long: true })
-    }
-
-    fn call(&mut self, call: Call) -> Result<u64, TraceError> {
         let gone = || ProcessError::Gone { pid: self.process.pid() };
         let calls = self.calls.as_ref().ok_or_else(gone)?;
-        calls.send(call).map_err(|_| gone())?;
+        calls.send(Call { number, arguments }).map_err(|_| gone())?;
         self.results.recv().map_err(|_| gone())?
     }
 }

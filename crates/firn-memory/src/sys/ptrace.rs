@@ -24,12 +24,8 @@ pub(crate) enum Stop {
     Gone,
 }
 
-const PTRACE_GETSIGMASK: libc::c_uint = 0x420a;
-const PTRACE_SETSIGMASK: libc::c_uint = 0x420b;
 const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
 const PTRACE_O_SUSPEND_SECCOMP: i32 = 1 << 21;
-/// Bytes of the kernel's signal set.
-const SIGNAL_SET_BYTES: usize = 8;
 /// What `PTRACE_O_TRACESYSGOOD` adds to SIGTRAP in a system call's stop.
 const SYSTEM_CALL_STOP: i32 = libc::SIGTRAP | 0x80;
 
@@ -69,39 +65,33 @@ pub(crate) fn resume_to_system_call(tid: Tid) -> Result<(), Errno> {
 
 /// Resumes, delivering `signal` unless it is 0.
 pub(crate) fn resume(tid: Tid, signal: i32) -> Result<(), Errno> {
-    request(libc::PTRACE_CONT, tid, signal)
-}
-
-/// Lets the thread go, delivering `signal` unless it is 0.
-pub(crate) fn detach(tid: Tid, signal: i32) -> Result<(), Errno> {
-    request(libc::PTRACE_DETACH, tid, signal)
-}
-
-fn request(request: libc::c_uint, tid: Tid, signal: i32) -> Result<(), Errno> {
     let data = std::ptr::without_provenance_mut::<libc::c_void>(signal as usize);
-    // SAFETY: PTRACE_CONT and PTRACE_DETACH, the only requests passed here, ignore `addr` and read `data` as a number;
-    // they touch no memory of this process.
-    let result =
-        unsafe { libc::ptrace(request, tid.0, std::ptr::null_mut::<libc::c_void>(), data) };
+    // SAFETY: PTRACE_CONT ignores `addr` and reads `data` as a number; it touches no memory of this process.
+    let result = unsafe {
+        libc::ptrace(libc::PTRACE_CONT, tid.0, std::ptr::null_mut::<libc::c_void>(), data)
+    };
     Errno::result(result).map(drop)
 }
 
-/// The signals that the thread has blocked.
-pub(crate) fn signal_mask(tid: Tid) -> Result<u64, Errno> {
-    let mut mask = 0u64;
-    // SAFETY: PTRACE_GETSIGMASK writes `addr` bytes at `data`: 8, the size of `mask`, which outlives the call.
-    let result = unsafe {
-        libc::ptrace(PTRACE_GETSIGMASK, tid.0, SIGNAL_SET_BYTES, std::ptr::from_mut(&mut mask))
-    };
-    Errno::result(result).map(|_| mask)
+/// Lets the thread go.
+pub(crate) fn detach(tid: Tid) -> Result<(), Errno> {
+    ptrace::detach(pid(tid), None)
 }
 
-/// Blocks exactly these signals (the kernel leaves SIGKILL and SIGSTOP out).
-pub(crate) fn set_signal_mask(tid: Tid, mask: u64) -> Result<(), Errno> {
-    // SAFETY: PTRACE_SETSIGMASK reads `addr` bytes at `data`: 8, the size of `mask`, which outlives the call.
-    let result = unsafe {
-        libc::ptrace(PTRACE_SETSIGMASK, tid.0, SIGNAL_SET_BYTES, std::ptr::from_ref(&mask))
-    };
+/// Writes code, in whole words. The kernel lets a tracer write to what the thread itself can only execute, into a copy of
+/// the page that is the process's own (`FOLL_FORCE`, as for breakpoints).
+pub(crate) fn write_code(tid: Tid, at: u64, code: &[u8]) -> Result<(), Errno> {
+    for (word, at) in code.chunks_exact(size_of::<u64>()).zip((at..).step_by(size_of::<u64>())) {
+        let word = i64::from_le_bytes(word.try_into().map_err(|_| Errno::EINVAL)?);
+        ptrace::write(pid(tid), std::ptr::without_provenance_mut(at as usize), word)?;
+    }
+    Ok(())
+}
+
+/// Sends a signal to one thread of a process.
+pub(crate) fn send(process: i32, tid: Tid, signal: i32) -> Result<(), Errno> {
+    // SAFETY: tgkill takes three numbers and touches no memory of this process.
+    let result = unsafe { libc::syscall(libc::SYS_tgkill, process, tid.0, signal) };
     Errno::result(result).map(drop)
 }
 

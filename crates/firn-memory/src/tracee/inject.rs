@@ -1,34 +1,30 @@
 //! One injected system call, stop by stop.
 //!
 //! ```text
-//!   seize, interrupt ....... stop "interrupted"
-//!   block all signals, registers := call
+//!   seize, interrupt ....... stop "interrupted"    its registers go below its stack, the stub behind some code
+//!   registers := call ...... from here on the thread finds its way back by itself
 //!   resume ................. stop "system call"    entry: the kernel has taken the arguments
-//!   resume ................. stop "system call"    exit: rax is the result
-//!   interrupt, resume ...... stop "interrupted"
-//!   registers := saved, signal mask := saved ...... ready for the next call
-//!   detach
+//!   resume ................. stop "system call"    exit: rax is the result; ready for the next call
+//!   detach ................. the stub leads the thread back ([`super::stub`])
 //! ```
+//!
+//! Whenever Firn is killed, the kernel lets the thread go where it stands: before its registers are set in one request it has
+//! never noticed anything, after that it makes the call if it has not yet, and goes back.
 //!
 //! A thread that slept in a system call is stopped *after* that call has returned a code such as `-ERESTARTSYS`, which
 //! the kernel turns into a restart when the thread leaves the stop. So `orig_rax` is -1 while our own call runs (nothing
-//! to restart), and the registers are put back in a stop of the same kind as the first, from which the kernel
-//! restarts the thread's own call as if nothing had been. Signals are blocked meanwhile, so that no handler runs on
-//! borrowed registers.
-//!
-//! If Firn is killed between the two lines with `:=`, the thread runs on with our registers, and the hypervisor is lost.
-//! For the short calls that is some 50 microseconds; a long call takes the way of [`super::stub`], which has no such
-//! moment while it lasts.
+//! to restart), and the way back leads to the restart. Signals that come meanwhile are kept until the thread is let
+//! go, so that no handler runs in between.
 
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use firn_types::{HostVirt, Tid};
+use firn_types::{HostVirt, PAGE_SIZE, Tid};
 use nix::errno::Errno;
 
-use super::stub::Stub;
+use super::stub::{self, DISTANCE, Place, resumption};
 use super::{Call, TraceError};
 use crate::process::ProcessError;
+use crate::process_memory;
 use crate::sys::ptrace::{self, Registers, Stop};
 
 /// How long a thread may take to stop before another is tried.
@@ -41,7 +37,6 @@ pub(super) const SYSCALL: [u8; 2] = [0x0f, 0x05];
 const USER_CODE_64: u64 = 0x33;
 /// `orig_rax` of a thread that is in no system call.
 pub(super) const NO_CALL: u64 = u64::MAX;
-const ALL_SIGNALS: u64 = u64::MAX;
 /// Results from here to -1 are negated error numbers.
 const ERRNO_LAST: i64 = -4095;
 
@@ -57,14 +52,13 @@ pub(super) struct Target {
 /// A thread that is stopped and ready for calls.
 #[derive(Debug)]
 pub(super) struct Stopped<'t> {
-    pub(super) target: &'t Target,
-    /// The thread's own registers.
-    pub(super) saved: Registers,
-    instruction: u64,
-    /// A stop signal that came meanwhile and is still to be delivered; 0 if none.
-    signal: i32,
-    /// The code for long calls, once there has been one.
-    pub(super) stub: Option<Stub>,
+    target: &'t Target,
+    /// The registers with which it goes on by itself.
+    own: Registers,
+    /// Where the stub lies.
+    stub: u64,
+    /// Signals that came meanwhile and are still to be delivered.
+    signals: Vec<i32>,
 }
 
 /// Why a call could not be run.
@@ -98,17 +92,18 @@ impl<'t> Stopped<'t> {
         if saved.cs != USER_CODE_64 {
             return Err(TraceError::NotX86_64 { pid: target.pid });
         }
-        let instruction = target.instruction(&saved)?;
-        Ok(Some(Self { target, saved, instruction, signal: 0, stub: None }))
+        let own = resumption(&saved);
+        let below = HostVirt(own.rsp - DISTANCE);
+        if process_memory::write_traced(target.pid, below, &stub::data(&own)).is_err() {
+            return Ok(None);
+        }
+        let stub = target.stub()?;
+        Ok(Some(Self { target, own, stub, signals: Vec::new() }))
     }
 
     /// Runs one system call.
     pub(super) fn call(&mut self, call: &Call) -> Result<u64, TraceError> {
-        let value = match call.long {
-            false => self.run(call.number, call.arguments),
-            true => self.run_long(call.number, call.arguments),
-        };
-        let value = value.map_err(|failure| match failure {
+        let value = self.run(call).map_err(|failure| match failure {
             Failure::Gone => ProcessError::Gone { pid: self.target.pid }.into(),
             Failure::Ptrace(what, errno) => self.target.error(what, errno),
         })?;
@@ -118,54 +113,39 @@ impl<'t> Stopped<'t> {
         })
     }
 
-    /// Runs one system call, and puts registers and signal mask back. Gives rax.
-    pub(super) fn run(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, Failure> {
+    /// Runs one system call. Gives rax.
+    fn run(&mut self, call: &Call) -> Result<u64, Failure> {
         let tid = self.target.tid;
-        let mask = ptrace::signal_mask(tid).map_err(Failure::at("get signal mask"))?;
-        ptrace::set_signal_mask(tid, ALL_SIGNALS).map_err(Failure::at("set signal mask"))?;
-        let registers = self.registers_for(self.instruction, number, arguments);
+        let registers = stub::calling(&self.own, self.stub, call.number, call.arguments);
         ptrace::set_registers(tid, &registers).map_err(Failure::at("set registers"))?;
-        self.resume_to(Stop::SystemCall, ptrace::resume_to_system_call)?;
-        self.resume_to(Stop::SystemCall, ptrace::resume_to_system_call)?;
-        let value = ptrace::registers(tid).map_err(Failure::at("get registers"))?.rax;
-        ptrace::interrupt(tid).map_err(Failure::at("interrupt"))?;
-        self.resume_to(Stop::Interrupted, |tid| ptrace::resume(tid, 0))?;
-        ptrace::set_registers(tid, &self.saved).map_err(Failure::at("restore registers"))?;
-        ptrace::set_signal_mask(tid, mask).map_err(Failure::at("restore signal mask"))?;
-        Ok(value)
+        firn_fault::point("inject.set");
+        self.resume_to(Stop::SystemCall)?;
+        self.resume_to(Stop::SystemCall)?;
+        firn_fault::point("inject.called");
+        Ok(ptrace::registers(tid).map_err(Failure::at("get registers"))?.rax)
     }
 
-    /// The thread's registers, changed to make a call with the `syscall` instruction at `rip`.
-    pub(super) fn registers_for(&self, rip: u64, number: i64, arguments: [u64; 6]) -> Registers {
-        let [rdi, rsi, rdx, r10, r8, r9] = arguments;
-        let (rax, orig_rax) = (number as u64, NO_CALL);
-        Registers { rax, orig_rax, rip, rdi, rsi, rdx, r10, r8, r9, ..self.saved }
-    }
-
-    /// Resumes until the stop that is wanted. With all signals blocked, only SIGSTOP can come in between: it is kept for
-    /// later.
-    fn resume_to(
-        &mut self,
-        wanted: Stop,
-        resume: impl Fn(Tid) -> Result<(), Errno>,
-    ) -> Result<(), Failure> {
+    /// Resumes until the stop that is wanted.
+    fn resume_to(&mut self, wanted: Stop) -> Result<(), Failure> {
         let tid = self.target.tid;
         loop {
-            resume(tid).map_err(Failure::at("resume"))?;
+            ptrace::resume_to_system_call(tid).map_err(Failure::at("resume"))?;
             match ptrace::wait(tid).map_err(Failure::at("wait"))? {
                 stop if stop == wanted => return Ok(()),
                 Stop::Gone => return Err(Failure::Gone),
-                Stop::Signal(signal) => self.signal = signal,
+                Stop::Signal(signal) => self.signals.push(signal),
                 Stop::Interrupted | Stop::SystemCall => {}
             }
         }
     }
 
     /// Lets the thread go on where it was.
-    pub(super) fn release(mut self) {
+    pub(super) fn release(self) {
         // If the thread is gone there is nothing to put back, and if a request fails, nothing else to try.
-        let _ = self.remove_stub();
-        let _ = ptrace::detach(self.target.tid, self.signal);
+        for &signal in &self.signals {
+            let _ = ptrace::send(self.target.pid, self.target.tid, signal);
+        }
+        let _ = ptrace::detach(self.target.tid);
     }
 }
 
@@ -236,26 +216,33 @@ impl Target {
         inside().unwrap_or(false)
     }
 
-    /// The address of a `syscall` instruction: the one the thread sleeps in, or one of the vDSO.
-    fn instruction(&self, registers: &Registers) -> Result<u64, TraceError> {
-        let before = registers.rip.wrapping_sub(SYSCALL.len() as u64);
-        if is_in_call(registers) && self.bytes(before, SYSCALL.len())? == SYSCALL {
-            return Ok(before);
+    /// Where the stub lies, which is written if it is not there yet.
+    fn stub(&self) -> Result<u64, TraceError> {
+        for last in self.last_pages_of_code() {
+            let Ok(bytes) = self.bytes(last.0, PAGE_SIZE) else { continue };
+            match stub::place(&bytes) {
+                Some(Place::There(offset)) => return Ok(last.0 + offset as u64),
+                Some(Place::Free(offset)) if self.put(last.0 + offset as u64).is_ok() => {
+                    return Ok(last.0 + offset as u64);
+                }
+                _ => {}
+            }
         }
-        let code = self.vdso().ok_or(TraceError::NoInstruction { pid: self.pid })?;
-        let bytes = self.bytes(code.start, (code.end - code.start) as usize)?;
-        let offset = bytes.windows(SYSCALL.len()).position(|bytes| bytes == SYSCALL);
-        let offset = offset.ok_or(TraceError::NoInstruction { pid: self.pid })?;
-        Ok(code.start + offset as u64)
+        Err(TraceError::NoRoom { pid: self.pid })
     }
 
-    /// Where the vDSO lies. The process is traced, so its number is still its own.
-    fn vdso(&self) -> Option<Range<u64>> {
-        let text = std::fs::read_to_string(format!("/proc/{}/maps", self.pid)).ok()?;
-        let mappings = crate::process::maps::parse(&text);
-        let vdso =
-            mappings.iter().find(|mapping| mapping.path == "[vdso]" && mapping.executable)?;
-        Some(vdso.start..vdso.end)
+    fn put(&self, at: u64) -> Result<(), Errno> {
+        ptrace::write_code(self.tid, at, &stub::code())
+    }
+
+    /// The last page of each mapping that is executed, the vDSO first: its end is the same in every process of a host. The
+    /// process is traced, so its number is still its own.
+    fn last_pages_of_code(&self) -> Vec<HostVirt> {
+        let text = std::fs::read_to_string(format!("/proc/{}/maps", self.pid)).unwrap_or_default();
+        let mut code = crate::process::maps::parse(&text);
+        code.retain(|it| it.executable && it.path != "[vsyscall]");
+        code.sort_by_key(|it| it.path != "[vdso]");
+        code.iter().map(|it| HostVirt(it.end - PAGE_SIZE as u64)).collect()
     }
 
     pub(super) fn bytes(&self, start: u64, len: usize) -> Result<Vec<u8>, ProcessError> {

@@ -1,46 +1,39 @@
-//! Long calls, from which the thread finds its own way back.
+//! The way back: how a borrowed thread returns to its own work, whatever becomes of Firn.
 //!
-//! Dropping the page tables of many GiB takes a while. A thread that is borrowed so long must not depend on Firn's being
-//! there at the end. So a page of code is mapped into the hypervisor: it makes the call, loads the thread's own
-//! registers, which are stored beside it, and jumps to where the thread was.
+//! A thread whose registers Firn has set must not depend on Firn's being there to put them back. So the call is made by a
+//! few instructions that go on by themselves: they load the thread's own registers, which lie below its stack, and jump to
+//! where it was.
 //!
 //! ```text
-//!   page   0   syscall                      rip, rax and the arguments are set by ptrace
-//!              mov  [result], rax
-//!              mov  dword [done], 1
-//!              mov  rax, [registers + 0]    rax, rcx, r11 (which a call changes), and the arguments
-//!              ...
-//!              jmp  [return]
-//!       2048   done, result, return, registers
+//!   the thread's stack                     the stub
+//!   rsp        what is in use              syscall
+//!   rsp - 128  the red zone                mov  rax, [rsp]        rax, rcx, r11 (which a call changes), the arguments
+//!   rsp - 256  registers, return address   ...
+//!              ^ rsp in the stub           lea  rsp, [rsp + 256]
+//!                                          jmp  [rsp - 256 + 72]
 //! ```
 //!
-//! Nothing else of the thread is changed: no stack, no flag (a system call keeps them), no signal mask. Where a thread
-//! slept in a system call, the way back leads to the restart of that call, as the kernel would do it.
+//! Nothing else of the thread is changed: no flag (a system call keeps them), no signal mask. Where a thread slept in a system
+//! call, the way back leads to the restart of that call, as the kernel would do it.
+//!
+//! The code needs no place of its own. A mapping ends at the end of a page, what it holds does not: behind the end of the
+//! vDSO, or of some library's code, there are zeros that can be executed. ptrace writes there as a debugger does that sets
+//! a breakpoint, into a copy of the page that belongs to the process. What is written stays, and serves the next call.
 
-use std::io::IoSlice;
-use std::time::Duration;
-
-use nix::errno::Errno;
 use nix::libc;
-use nix::sys::uio::{RemoteIoVec, process_vm_writev};
-use nix::unistd::Pid;
 
-use super::inject::{Failure, NO_CALL, SYSCALL, Stopped, is_in_call, result};
-use crate::sys::ptrace::{self, Registers, Stop};
+use super::inject::{NO_CALL, SYSCALL, is_in_call};
+use crate::sys::ptrace::Registers;
 
-const PAGE: u64 = firn_types::PAGE_SIZE as u64;
-/// Where the data of the page starts.
-const DATA: u64 = PAGE / 2;
-const DONE: u64 = DATA;
-const RESULT: u64 = DATA + 8;
-const RETURN: u64 = DATA + 16;
-const REGISTERS: u64 = DATA + 24;
+/// How far below the thread's stack its registers lie: past what it may use below its stack pointer (the System V ABI's red
+/// zone, 128 bytes).
+pub(super) const DISTANCE: u64 = 256;
+/// Where the return address lies, behind the registers.
+const RETURN: u8 = 9 * 8;
 /// Numbers of the registers that are loaded, as instructions encode them: rax, rcx, r11, rdi, rsi, rdx, r10, r8, r9.
 const LOADED: [u8; 9] = [0, 1, 11, 7, 6, 2, 10, 8, 9];
-
-/// Pauses between looks at a call that runs.
-const PAUSE_MIN: Duration = Duration::from_micros(20);
-const PAUSE_MAX: Duration = Duration::from_millis(1);
+/// What the code may lie at multiples of: ptrace writes words.
+const WORD: usize = 8;
 
 /// What the kernel leaves in rax of an interrupted call (`linux/errno.h`, not for user space).
 const ERESTARTSYS: u64 = -512i64 as u64;
@@ -48,46 +41,61 @@ const ERESTARTNOINTR: u64 = -513i64 as u64;
 const ERESTARTNOHAND: u64 = -514i64 as u64;
 const ERESTART_RESTARTBLOCK: u64 = -516i64 as u64;
 
-/// A page of code in the hypervisor.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Stub {
-    start: u64,
-}
-
-/// The code, for any address: it reaches its data relative to itself.
-fn code() -> Vec<u8> {
+/// The code, in whole words.
+pub(super) fn code() -> Vec<u8> {
     let mut code = SYSCALL.to_vec();
-    // mov [result], rax
-    relative(&mut code, &[0x48, 0x89, 0x05], RESULT, &[]);
-    // mov dword [done], 1
-    relative(&mut code, &[0xc7, 0x05], DONE, &1u32.to_le_bytes());
-    for (register, place) in LOADED.into_iter().zip((REGISTERS..).step_by(8)) {
-        // mov register, [place]
+    for (register, place) in LOADED.into_iter().zip((0u8..).step_by(8)) {
+        // mov register, [rsp + place]
         let high = if register >= 8 { 0x4c } else { 0x48 };
-        relative(&mut code, &[high, 0x8b, (register & 7) << 3 | 0b101], place, &[]);
+        code.extend([high, 0x8b, 0x40 | (register & 7) << 3 | 0b100, 0x24, place]);
     }
-    // jmp [return]
-    relative(&mut code, &[0xff, 0x25], RETURN, &[]);
+    // lea rsp, [rsp + DISTANCE]
+    code.extend([0x48, 0x8d, 0xa4, 0x24]);
+    code.extend((DISTANCE as u32).to_le_bytes());
+    // jmp [rsp - DISTANCE + RETURN]
+    code.extend([0xff, 0xa4, 0x24]);
+    code.extend((i32::from(RETURN) - DISTANCE as i32).to_le_bytes());
+    code.resize(code.len().next_multiple_of(WORD), 0);
     code
 }
 
-/// Adds an instruction with an operand at `place`, as an offset from the instruction's end.
-fn relative(code: &mut Vec<u8>, opcode: &[u8], place: u64, immediate: &[u8]) {
-    let end = code.len() + opcode.len() + 4 + immediate.len();
-    code.extend_from_slice(opcode);
-    code.extend_from_slice(&(place as u32 - end as u32).to_le_bytes());
-    code.extend_from_slice(immediate);
+/// Where the code is among these executable bytes, or may be put: behind all that is in use.
+pub(super) fn place(executable: &[u8]) -> Option<Place> {
+    let code = code();
+    let there = |offset: &usize| executable[*offset..].starts_with(&code);
+    let mut offsets = (0..executable.len()).step_by(WORD);
+    offsets.rfind(there).map(Place::There).or_else(|| {
+        let used = executable.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1);
+        // The first zeros may belong to what is in use.
+        let free = used.next_multiple_of(WORD) + WORD;
+        (free + code.len() <= executable.len()).then_some(Place::Free(free))
+    })
 }
 
-/// The data: not done, and the way back to `registers`.
-fn data(registers: &Registers) -> Vec<u8> {
+/// An offset at which the code is, or can be put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    There(usize),
+    Free(usize),
+}
+
+/// What lies below the stack: the way back to `registers`.
+pub(super) fn data(registers: &Registers) -> Vec<u8> {
     let r = registers;
     let loaded = [r.rax, r.rcx, r.r11, r.rdi, r.rsi, r.rdx, r.r10, r.r8, r.r9];
-    [0, 0, r.rip].into_iter().chain(loaded).flat_map(u64::to_le_bytes).collect()
+    loaded.into_iter().chain([r.rip]).flat_map(u64::to_le_bytes).collect()
+}
+
+/// The thread's registers, changed to make a call with the code at `stub`.
+pub(super) fn calling(own: &Registers, stub: u64, number: i64, arguments: [u64; 6]) -> Registers {
+    let [rdi, rsi, rdx, r10, r8, r9] = arguments;
+    let (rax, orig_rax) = (number as u64, NO_CALL);
+    let (rip, rsp) = (stub, own.rsp - DISTANCE);
+    Registers { rax, orig_rax, rip, rsp, rdi, rsi, rdx, r10, r8, r9, ..*own }
 }
 
 /// Where a stopped thread would go on: with the restart of its call, if the kernel would restart it.
-fn resumption(stopped: &Registers) -> Registers {
+pub(super) fn resumption(stopped: &Registers) -> Registers {
     let again = match stopped.rax {
         ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND => stopped.orig_rax,
         ERESTART_RESTARTBLOCK => libc::SYS_restart_syscall as u64,
@@ -99,83 +107,6 @@ fn resumption(stopped: &Registers) -> Registers {
     }
 }
 
-impl Stopped<'_> {
-    /// Runs a long system call. The thread is stopped again afterwards, but has been on its way in between.
-    pub(super) fn run_long(&mut self, number: i64, arguments: [u64; 6]) -> Result<u64, Failure> {
-        let Some(stub) = self.stub()? else { return self.run(number, arguments) };
-        let tid = self.target.tid;
-        let way_back = resumption(&self.saved);
-        self.write(stub.start + DATA, &data(&way_back))?;
-        let registers = self.registers_for(stub.start, number, arguments);
-        ptrace::set_registers(tid, &registers).map_err(Failure::at("set registers"))?;
-        ptrace::resume(tid, 0).map_err(Failure::at("resume"))?;
-        let value = self.await_done(stub)?;
-        self.stop_again(stub, &way_back)?;
-        Ok(value)
-    }
-
-    /// The stub, mapped if it is not yet. `None` if the hypervisor may not map code (SELinux: execmem).
-    fn stub(&mut self) -> Result<Option<Stub>, Failure> {
-        if self.stub.is_some() {
-            return Ok(self.stub);
-        }
-        let protection = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        let arguments = [0, PAGE, protection as u64, flags as u64, u64::MAX, 0];
-        let Ok(start) = result(self.run(libc::SYS_mmap, arguments)?) else { return Ok(None) };
-        self.stub = Some(Stub { start });
-        self.write(start, &code())?;
-        Ok(self.stub)
-    }
-
-    pub(super) fn remove_stub(&mut self) -> Result<(), Failure> {
-        match self.stub.take() {
-            Some(stub) => self.run(libc::SYS_munmap, [stub.start, PAGE, 0, 0, 0, 0]).map(drop),
-            None => Ok(()),
-        }
-    }
-
-    /// Waits until the call has returned; gives rax. Signals reach the thread meanwhile.
-    fn await_done(&self, stub: Stub) -> Result<u64, Failure> {
-        let tid = self.target.tid;
-        let mut pause = PAUSE_MIN;
-        loop {
-            match ptrace::poll(tid).map_err(Failure::at("wait"))? {
-                Some(Stop::Gone) => return Err(Failure::Gone),
-                Some(Stop::Signal(signal)) => {
-                    ptrace::resume(tid, signal).map_err(Failure::at("resume"))?;
-                }
-                Some(_) => ptrace::resume(tid, 0).map_err(Failure::at("resume"))?,
-                None => {}
-            }
-            if let Some([1, value]) = self.target.words(stub.start + DONE) {
-                return Ok(value);
-            }
-            std::thread::sleep(pause);
-            pause = (pause * 2).min(PAUSE_MAX);
-        }
-    }
-
-    /// Stops the thread again. If it is still on its way back, it is there at once.
-    fn stop_again(&mut self, stub: Stub, way_back: &Registers) -> Result<(), Failure> {
-        let stopped = self.target.stop_at_a_good_moment().map_err(Failure::at("interrupt"))?;
-        self.saved = stopped.ok_or(Failure::Ptrace("interrupt", Errno::ETIMEDOUT))?;
-        if (stub.start..stub.start + PAGE).contains(&self.saved.rip) {
-            self.saved = Registers { orig_rax: NO_CALL, ..*way_back };
-            let put = ptrace::set_registers(self.target.tid, &self.saved);
-            put.map_err(Failure::at("restore registers"))?;
-        }
-        Ok(())
-    }
-
-    fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Failure> {
-        let remote = [RemoteIoVec { base: at as usize, len: bytes.len() }];
-        process_vm_writev(Pid::from_raw(self.target.pid), &[IoSlice::new(bytes)], &remote)
-            .map(drop)
-            .map_err(Failure::at("write code"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -183,18 +114,28 @@ mod tests {
     #[test]
     fn the_code_is_what_the_drawing_says() {
         let code = code();
-        assert_eq!(code[..9], [0x0f, 0x05, 0x48, 0x89, 0x05, 0xff, 0x07, 0x00, 0x00]);
-        // 2 + 7 bytes, then 10 for the flag, 7 for each register, 6 for the jump.
-        assert_eq!(code.len(), 9 + 10 + 9 * 7 + 6);
-        let target = |end: usize, at: usize| {
-            end as u64 + u64::from(u32::from_le_bytes(code[at..at + 4].try_into().unwrap()))
-        };
-        assert_eq!((target(9, 5), target(19, 11)), (RESULT, DONE));
-        assert_eq!(target(code.len(), code.len() - 4), RETURN);
-        assert_eq!(target(26, 22), REGISTERS);
-        assert_eq!(target(33, 29), REGISTERS + 8);
+        // The call, 5 bytes for each register, 8 to find the stack again, 7 for the jump.
+        assert_eq!(code.len(), (2 + 9 * 5 + 8 + 7_usize).next_multiple_of(8));
+        assert_eq!(code[..7], [0x0f, 0x05, 0x48, 0x8b, 0x44, 0x24, 0x00]);
+        assert_eq!(code[12..17], [0x4c, 0x8b, 0x5c, 0x24, 0x10], "mov r11, [rsp + 16]");
+        assert_eq!(code[47..55], [0x48, 0x8d, 0xa4, 0x24, 0x00, 0x01, 0x00, 0x00]);
+        assert_eq!(code[55..62], [0xff, 0xa4, 0x24, 0x48, 0xff, 0xff, 0xff]);
     }
 
+    #[test]
+    fn the_code_goes_behind_what_is_in_use_and_is_found_again() {
+        let mut page = vec![0; 4096];
+        page[..3001].fill(0xcc);
+        assert_eq!(place(&page), Some(Place::Free(3016)));
+        page[3016..][..code().len()].copy_from_slice(&code());
+        assert_eq!(place(&page), Some(Place::There(3016)));
+        page[4090] = 1;
+        assert_eq!(place(&page), Some(Place::There(3016)));
+        page[3016] = 0;
+        assert_eq!(place(&page), None);
+    }
+
+    /// The registers of a thread.
     fn stopped(rax: i64, orig_rax: u64) -> Registers {
         Registers { rax: rax as u64, orig_rax, rip: 0x1002, ..no_registers() }
     }

@@ -1,11 +1,13 @@
 //! Injected system calls leave the thread, the process and its results as they were.
 
+use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_memory::{Process, TraceError, Tracee};
 use firn_types::Tid;
 use nix::libc::{SYS_close, SYS_getpid, SYS_gettid, SYS_poll};
+use nix::sys::signal::Signal;
 
 use crate::child::churn;
 use crate::driver::{Child, Who, pause, resume};
@@ -44,8 +46,8 @@ fn disturb(child: &Child, times: u32) {
         let mut tracee = Tracee::seize(&child.process, &others).unwrap();
         assert_eq!(tracee.tid(), child.tids[0]);
         assert_eq!(tracee.syscall(SYS_gettid, NONE).unwrap(), child.tids[0].0 as u64);
-        assert_eq!(tracee.syscall_long(SYS_poll, milliseconds(3)).unwrap(), 0);
-        assert_eq!(tracee.syscall_long(SYS_gettid, NONE).unwrap(), child.tids[0].0 as u64);
+        assert_eq!(tracee.syscall(SYS_poll, milliseconds(3)).unwrap(), 0);
+        assert_eq!(tracee.syscall(SYS_gettid, NONE).unwrap(), child.tids[0].0 as u64);
         assert_eq!(tracee.syscall(SYS_getpid, NONE).unwrap(), child.process.pid() as u64);
     }
     assert!(!has_code_of_firn(&child.process));
@@ -130,7 +132,7 @@ fn a_stopped_process_stays_stopped() {
     {
         let mut tracee = child.tracee();
         assert_eq!(tracee.syscall(SYS_getpid, NONE).unwrap(), child.process.pid() as u64);
-        assert_eq!(tracee.syscall_long(SYS_poll, milliseconds(20)).unwrap(), 0);
+        assert_eq!(tracee.syscall(SYS_poll, milliseconds(20)).unwrap(), 0);
     }
     child.send(Who::First, "churn 10");
     assert_eq!(child.has_result(Who::First, Duration::from_millis(50)), None);
@@ -142,7 +144,7 @@ fn a_stopped_process_stays_stopped() {
 /// Names the process and the thread that [`tracer_process`] traces.
 const TRACER: &str = "FIRN_MEMORY_TEST_TRACER";
 
-/// A Firn that is killed in the middle of a long call: this executable, run again with [`TRACER`] set.
+/// A Firn that is killed in the middle of a call: this executable, run again with [`TRACER`] set.
 #[test]
 fn tracer_process() {
     let Ok(names) = std::env::var(TRACER) else { return };
@@ -150,18 +152,26 @@ fn tracer_process() {
     let (process, tid) = (Process::open(pid.parse().unwrap()).unwrap(), Tid(tid.parse().unwrap()));
     let mut tracee = Tracee::seize(&process, &others(&process, tid)).unwrap();
     assert_eq!(tracee.tid(), tid);
-    println!("seized");
-    let _ = tracee.syscall_long(SYS_poll, milliseconds(500));
+    for _ in 0..3 {
+        tracee.syscall(SYS_gettid, NONE).unwrap();
+    }
+    let _ = tracee.syscall(SYS_poll, milliseconds(500));
+}
+
+/// Another Firn, armed with a fault.
+fn tracer_of(child: &Child, fault: &str) -> std::process::Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "injection::tracer_process", "--nocapture"])
+        .env(TRACER, format!("{} {}", child.process.pid(), child.tids[0].0))
+        .env(firn_fault::VARIABLE, fault)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap()
 }
 
 /// Has another Firn start a long call in the first thread, and kills it in the middle.
 fn killed_in_a_long_call(child: &Child) {
-    let mut tracer = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "injection::tracer_process", "--nocapture"])
-        .env(TRACER, format!("{} {}", child.process.pid(), child.tids[0].0))
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
+    let mut tracer = tracer_of(child, "");
     let syscall = format!("/proc/{}/task/{}/syscall", child.process.pid(), child.tids[0].0);
     let poll = format!("{SYS_poll} 0x0 0x0 0x1f4 ");
     for attempt in 0.. {
@@ -173,6 +183,58 @@ fn killed_in_a_long_call(child: &Child) {
     }
     tracer.kill().unwrap();
     tracer.wait().unwrap();
+}
+
+/// Has another Firn borrow the first thread, and be killed at this point.
+fn killed_at(child: &Child, point: &str) {
+    let ended = tracer_of(child, point).wait().unwrap();
+    assert_eq!(ended.signal(), Some(Signal::SIGKILL as i32), "{point}");
+}
+
+#[test]
+fn a_thread_is_lost_at_no_step() {
+    const ROUNDS: u64 = 300_000_000;
+    for point in ["inject.set", "inject.set@3", "inject.called", "inject.called@3"] {
+        for call in ["nanosleep 800", "futex 800", "ppoll 800"] {
+            let mut child = Child::spawn(&[1]);
+            child.send(Who::First, call);
+            std::thread::sleep(Duration::from_millis(20));
+            killed_at(&child, point);
+            let ms = child.result(Who::First);
+            assert!((800..4000).contains(&ms), "{point}: {call} took {ms} ms");
+            assert_eq!(child.ask(Who::First, "churn 1000"), churn(1000));
+        }
+        let mut child = Child::spawn(&[1]);
+        child.send(Who::First, &format!("churn {ROUNDS}"));
+        killed_at(&child, point);
+        assert_eq!(child.result(Who::First), churn(ROUNDS), "{point}");
+    }
+}
+
+#[test]
+fn a_thread_is_lost_at_no_moment() {
+    const ROUNDS: u64 = 1_000_000_000;
+    let mut child = Child::spawn(&[1]);
+    child.send(Who::First, &format!("churn {ROUNDS}"));
+    for us in (0..40).map(|at| at * 500) {
+        let mut tracer = tracer_of(&child, "");
+        std::thread::sleep(Duration::from_micros(us));
+        tracer.kill().unwrap();
+        tracer.wait().unwrap();
+    }
+    assert_eq!(child.result(Who::First), churn(ROUNDS));
+}
+
+#[test]
+fn a_signal_waits_until_the_thread_is_let_go() {
+    let mut child = Child::spawn(&[1]);
+    {
+        let mut tracee = Tracee::seize(&child.process, &[]).unwrap();
+        let tid = nix::unistd::Pid::from_raw(tracee.tid().0);
+        nix::sys::signal::kill(tid, Signal::SIGWINCH).unwrap();
+        assert_eq!(tracee.syscall(SYS_getpid, NONE).unwrap(), child.process.pid() as u64);
+    }
+    assert_eq!(child.ask(Who::First, "churn 10"), churn(10));
 }
 
 #[test]
@@ -201,7 +263,7 @@ fn a_running_thread_finds_its_way_back_without_firn() {
 #[test]
 fn an_error_of_a_long_call_is_told_too() {
     let child = Child::spawn(&[1]);
-    let error = child.tracee().syscall_long(SYS_close, [9999, 0, 0, 0, 0, 0]).unwrap_err();
+    let error = child.tracee().syscall(SYS_close, [9999, 0, 0, 0, 0, 0]).unwrap_err();
     assert!(matches!(error, TraceError::Call { number, .. } if number == SYS_close), "{error}");
     assert!(!has_code_of_firn(&child.process));
 }
