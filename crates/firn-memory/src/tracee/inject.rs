@@ -24,6 +24,7 @@ use nix::errno::Errno;
 use super::stub::{self, DISTANCE, Place, resumption};
 use super::{Call, TraceError};
 use crate::process::ProcessError;
+use crate::process::maps::Mapping;
 use crate::process_memory;
 use crate::sys::ptrace::{self, Registers, Stop};
 
@@ -235,12 +236,15 @@ impl Target {
         ptrace::write_code(self.tid, at, &stub::code())
     }
 
-    /// The last page of each mapping that is executed, the vDSO first: its end is the same in every process of a host. The
-    /// process is traced, so its number is still its own.
+    /// The last page of each mapping of code, the vDSO first: its end is the same in every process of a host. Not what the
+    /// process translates itself into: the zeros there will be code. The process is traced, so its number is still its own.
     fn last_pages_of_code(&self) -> Vec<HostVirt> {
         let text = std::fs::read_to_string(format!("/proc/{}/maps", self.pid)).unwrap_or_default();
         let mut code = crate::process::maps::parse(&text);
-        code.retain(|it| it.executable && it.path != "[vsyscall]");
+        let is_library = |it: &Mapping| it.path.starts_with('/') && !it.path.starts_with("/memfd:");
+        code.retain(|it| {
+            it.executable && !it.writable && !it.shared && (it.path == "[vdso]" || is_library(it))
+        });
         code.sort_by_key(|it| it.path != "[vdso]");
         code.iter().map(|it| HostVirt(it.end - PAGE_SIZE as u64)).collect()
     }
