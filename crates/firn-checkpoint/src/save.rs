@@ -138,7 +138,7 @@ pub struct SaveContext<'a> {
 
 /// What there is to say of a VM, asked for once its memory and disks are fixed.
 ///
-/// It is told which share of the working set was found in the second half of the time in which the guest was traced, if
+/// It is told which share of the working set was found in the last eighth of the time in which the guest was traced, if
 /// that is where the working set is from: the more, the more was missed.
 pub type Describe<'a> = dyn Fn(Option<f64>) -> std::io::Result<serde_json::Value> + 'a;
 

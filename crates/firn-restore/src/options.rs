@@ -90,7 +90,7 @@ pub struct RestoreOptions {
     pub readers: usize,
     /// What getting to the image's storage has cost earlier restores ([`crate::Restore::way`]), if it is far.
     pub way: Option<Duration>,
-    /// Which share of the working set was found in the second half of the time in which the guest was traced, if it was.
+    /// Which share of the working set was found in the last eighth of the time in which the guest was traced, if it was.
     pub found_late: Option<f64>,
     /// What is read without anybody waiting for it.
     pub fill: Fill,

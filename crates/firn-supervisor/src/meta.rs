@@ -42,7 +42,7 @@ pub struct Meta {
     /// writes to any more.
     #[serde(default)]
     pub drives: Vec<FrozenDrive>,
-    /// Which share of the working set was found in the second half of the time in which the guest was traced, 0 to 1: the
+    /// Which share of the working set was found in the last eighth of the time in which the guest was traced, 0 to 1: the
     /// more, the more was missed. Not there where the working set is from elsewhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub found_late: Option<f64>,

@@ -17,13 +17,13 @@ use super::cost::Cost;
 use super::sequence::{Reach, sequence};
 
 /// Units that the guest asks for beside a complete working set while it becomes responsive, one after the other.
-const MISSED_LEAST: f64 = 20.0;
+const MISSED_LEAST: f64 = 40.0;
 /// And so many, at most, beside one of which nobody knows how complete it is.
 const MISSED_MOST: f64 = 400.0;
-/// The least, if no more than this share of the working set was found late. In experiments it was 1 to 9 % of complete ones.
-const HARDLY_ANY: f64 = 0.1;
-/// The most, if this share or more was: it would be half if the guest went on like that, and was 35 % or more.
-const FOUND_LATE: f64 = 0.3;
+/// The least, if no more than this share of the working set was found late: of complete ones it was a thousandth at most.
+const HARDLY_ANY: f64 = 0.003;
+/// The most, if this share or more was: of others it was 0.014 or more, and an eighth of one that grows evenly.
+const FOUND_LATE: f64 = 0.012;
 
 /// Requests for storage that is far.
 #[derive(Debug, PartialEq, Eq)]
@@ -56,8 +56,8 @@ impl Requests {
     }
 }
 
-/// How many units are expected to be missing from a working set of which such a share was found late, in the second half of
-/// the time in which the guest was traced.
+/// How many units are expected to be missing from a working set of which such a share was found late, in the last eighth of the
+/// time in which the guest was traced.
 pub(crate) fn missed(found_late: Option<f64>) -> u32 {
     let lack = found_late
         .map_or(1.0, |late| ((late - HARDLY_ANY) / (FOUND_LATE - HARDLY_ANY)).clamp(0.0, 1.0));
@@ -97,14 +97,14 @@ mod tests {
 
     #[test]
     fn a_working_set_that_was_found_early_misses_little() {
-        assert_eq!([0.0, 0.1, 0.2, 0.5].map(|late| missed(Some(late))), [20, 20, 210, 400]);
+        assert_eq!([0.0, 0.003, 0.0075, 0.125].map(|late| missed(Some(late))), [40, 40, 220, 400]);
         assert_eq!(missed(None), 400);
     }
 
     #[test]
     fn a_complete_working_set_is_read_alone() {
         let third: Vec<u32> = (0..1_800).collect();
-        assert!(!missing(&third, 5_200, missed(Some(0.01))).in_order);
+        assert!(!missing(&third, 5_200, missed(Some(0.001))).in_order);
         assert!(missing(&third, 5_200, missed(Some(0.4))).in_order);
     }
 
