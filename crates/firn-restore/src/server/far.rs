@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn a_working_set_that_was_found_early_misses_little() {
-        assert_eq!([0.0, 0.003, 0.0075, 0.125].map(|late| missed(Some(late))), [40, 40, 220, 400]);
+        assert_eq!([0.0, 0.003, 0.012, 0.125].map(|late| missed(Some(late))), [40, 40, 400, 400]);
         assert_eq!(missed(None), 400);
     }
 
