@@ -1,4 +1,4 @@
-//! Making a thread of another process run one system call, and leaving no trace of it.
+//! Making a thread of another process run one system call, without its noticing.
 //!
 //! Two things must happen inside the hypervisor: `userfaultfd(2)`, which gives the descriptor for the caller's address
 //! space, and `madvise(2)`, which drops page-table entries of the caller. Both are *injected*: a thread is stopped by
@@ -62,6 +62,15 @@ pub enum TraceError {
     /// The process is not a 64-bit one.
     #[error("process {pid} is not a 64-bit x86 process")]
     NotX86_64 {
+        /// The process.
+        pid: i32,
+    },
+    /// The thread's returns are checked, and Firn's is none that the thread made.
+    #[error(
+        "the threads of process {pid} have shadow stacks, which keep Firn from borrowing one: start it without \
+         (GLIBC_TUNABLES=glibc.cpu.x86_shstk=off)"
+    )]
+    ShadowStack {
         /// The process.
         pid: i32,
     },
@@ -153,6 +162,9 @@ impl<'p> Tracee<'p> {
 
     /// Stops this thread; `None` if it cannot be stopped or has just ended.
     fn try_seize(process: &'p Process, tid: Tid) -> Result<Option<Self>, TraceError> {
+        if choose::has_shadow_stack(process, tid) {
+            return Err(TraceError::ShadowStack { pid: process.pid() });
+        }
         let (ready, readiness) = sync_channel(1);
         let (calls, requests) = sync_channel(1);
         let (answers, results) = sync_channel(1);
@@ -182,8 +194,7 @@ impl<'p> Tracee<'p> {
     }
 
     /// Makes the thread run system call `number` of `asm/unistd_64.h` with these arguments, as far as the hypervisor's
-    /// own rights go, and gives its result. Signals to the thread wait until it is let go. If Firn is killed meanwhile,
-    /// the thread finishes the call and goes back to its own work.
+    /// own rights go, and gives its result. If Firn is killed meanwhile, the thread finishes the call and goes back to its own work.
     ///
     /// # Errors
     /// If the call fails there, or the process ends.

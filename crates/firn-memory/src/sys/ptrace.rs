@@ -58,18 +58,22 @@ pub(crate) fn set_registers(tid: Tid, registers: &Registers) -> Result<(), Errno
     ptrace::setregs(pid(tid), *registers)
 }
 
-/// Resumes until the next entry to or exit from a system call.
-pub(crate) fn resume_to_system_call(tid: Tid) -> Result<(), Errno> {
-    ptrace::syscall(pid(tid), None)
+/// Resumes until the next entry to or exit from a system call, delivering `signal` unless it is 0.
+pub(crate) fn resume_to_system_call(tid: Tid, signal: i32) -> Result<(), Errno> {
+    request(libc::PTRACE_SYSCALL, tid, signal)
 }
 
 /// Resumes, delivering `signal` unless it is 0.
 pub(crate) fn resume(tid: Tid, signal: i32) -> Result<(), Errno> {
+    request(libc::PTRACE_CONT, tid, signal)
+}
+
+fn request(request: libc::c_uint, tid: Tid, signal: i32) -> Result<(), Errno> {
     let data = std::ptr::without_provenance_mut::<libc::c_void>(signal as usize);
-    // SAFETY: PTRACE_CONT ignores `addr` and reads `data` as a number; it touches no memory of this process.
-    let result = unsafe {
-        libc::ptrace(libc::PTRACE_CONT, tid.0, std::ptr::null_mut::<libc::c_void>(), data)
-    };
+    // SAFETY: PTRACE_CONT and PTRACE_SYSCALL, the only requests passed here, ignore `addr` and read `data` as a number;
+    // they touch no memory of this process.
+    let result =
+        unsafe { libc::ptrace(request, tid.0, std::ptr::null_mut::<libc::c_void>(), data) };
     Errno::result(result).map(drop)
 }
 
@@ -79,20 +83,15 @@ pub(crate) fn detach(tid: Tid) -> Result<(), Errno> {
 }
 
 /// Writes code, in whole words. The kernel lets a tracer write to what the thread itself can only execute, into a copy of
-/// the page that is the process's own (`FOLL_FORCE`, as for breakpoints).
+/// the page that is the process's own (`FOLL_FORCE`, as for breakpoints). The last word comes first: half-written code still
+/// ends where whole code does.
 pub(crate) fn write_code(tid: Tid, at: u64, code: &[u8]) -> Result<(), Errno> {
-    for (word, at) in code.chunks_exact(size_of::<u64>()).zip((at..).step_by(size_of::<u64>())) {
+    let words = code.chunks_exact(size_of::<u64>()).zip((at..).step_by(size_of::<u64>()));
+    for (word, at) in words.collect::<Vec<_>>().into_iter().rev() {
         let word = i64::from_le_bytes(word.try_into().map_err(|_| Errno::EINVAL)?);
         ptrace::write(pid(tid), std::ptr::without_provenance_mut(at as usize), word)?;
     }
     Ok(())
-}
-
-/// Sends a signal to one thread of a process.
-pub(crate) fn send(process: i32, tid: Tid, signal: i32) -> Result<(), Errno> {
-    // SAFETY: tgkill takes three numbers and touches no memory of this process.
-    let result = unsafe { libc::syscall(libc::SYS_tgkill, process, tid.0, signal) };
-    Errno::result(result).map(drop)
 }
 
 /// `struct ptrace_rseq_configuration` (`linux/ptrace.h`).

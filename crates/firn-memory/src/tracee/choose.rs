@@ -55,6 +55,13 @@ pub(super) fn is_sandboxed(process: &Process, tid: Tid) -> bool {
     mode.is_some_and(|mode| mode.trim() != "0")
 }
 
+/// Whether the thread's returns are checked against a shadow stack of its own (CET).
+pub(super) fn has_shadow_stack(process: &Process, tid: Tid) -> bool {
+    let status = process.read(&format!("task/{}/status", tid.0)).unwrap_or_default();
+    let features = status.lines().find_map(|line| line.strip_prefix("x86_Thread_features:"));
+    features.is_some_and(|features| features.split_whitespace().any(|it| it == "shstk"))
+}
+
 fn rank(doing: Doing, avoid: bool, main: bool) -> u8 {
     let by_role = match (avoid, main) {
         (false, false) => 0,

@@ -8,13 +8,14 @@
 //!   detach ................. the stub leads the thread back ([`super::stub`])
 //! ```
 //!
-//! Whenever Firn is killed, the kernel lets the thread go where it stands: before its registers are set in one request it has
-//! never noticed anything, after that it makes the call if it has not yet, and goes back.
+//! Whenever Firn is killed, the kernel lets the thread go where it stands: before its registers are set, in one request, it has
+//! never noticed anything; after that it makes the call if it has not yet, and goes back. (Under a seccomp filter that kills
+//! for such a call, a Firn that dies between the two takes the process with it: the filter rests only while Firn lives.)
 //!
 //! A thread that slept in a system call is stopped *after* that call has returned a code such as `-ERESTARTSYS`, which
 //! the kernel turns into a restart when the thread leaves the stop. So `orig_rax` is -1 while our own call runs (nothing
-//! to restart), and the way back leads to the restart. Signals that come meanwhile are kept until the thread is let
-//! go, so that no handler runs in between.
+//! to restart), and the way back leads to the restart. A signal that comes meanwhile is handled at once, below what the stub
+//! needs; stops at system calls of its handler are told from ours by where they are.
 
 use std::time::{Duration, Instant};
 
@@ -58,8 +59,6 @@ pub(super) struct Stopped<'t> {
     own: Registers,
     /// Where the stub lies.
     stub: u64,
-    /// Signals that came meanwhile and are still to be delivered.
-    signals: Vec<i32>,
 }
 
 /// Why a call could not be run.
@@ -86,6 +85,7 @@ impl<'t> Stopped<'t> {
             }
             other => other.map_err(|errno| target.error("seize", errno))?,
         }
+        let code = target.last_pages_of_code();
         let stopped = target.stop_at_a_good_moment();
         let Some(saved) = stopped.map_err(|errno| target.error("interrupt", errno))? else {
             return Ok(None);
@@ -94,12 +94,12 @@ impl<'t> Stopped<'t> {
             return Err(TraceError::NotX86_64 { pid: target.pid });
         }
         let own = resumption(&saved);
-        let below = HostVirt(own.rsp - DISTANCE);
+        let Some(below) = own.rsp.checked_sub(DISTANCE).map(HostVirt) else { return Ok(None) };
         if process_memory::write_traced(target.pid, below, &stub::data(&own)).is_err() {
             return Ok(None);
         }
-        let stub = target.stub()?;
-        Ok(Some(Self { target, own, stub, signals: Vec::new() }))
+        let stub = target.stub(&code)?;
+        Ok(Some(Self { target, own, stub }))
     }
 
     /// Runs one system call.
@@ -116,36 +116,43 @@ impl<'t> Stopped<'t> {
 
     /// Runs one system call. Gives rax.
     fn run(&mut self, call: &Call) -> Result<u64, Failure> {
-        let tid = self.target.tid;
-        let registers = stub::calling(&self.own, self.stub, call.number, call.arguments);
-        ptrace::set_registers(tid, &registers).map_err(Failure::at("set registers"))?;
-        firn_fault::point("inject.set");
-        self.resume_to(Stop::SystemCall)?;
-        self.resume_to(Stop::SystemCall)?;
-        firn_fault::point("inject.called");
-        Ok(ptrace::registers(tid).map_err(Failure::at("get registers"))?.rax)
+        let calling = stub::calling(&self.own, self.stub, call.number, call.arguments);
+        loop {
+            let set = ptrace::set_registers(self.target.tid, &calling);
+            set.map_err(Failure::at("set registers"))?;
+            firn_fault::point("inject.set");
+            self.resume_to_call(&calling)?;
+            let value = self.resume_to_call(&calling)?.rax;
+            firn_fault::point("inject.called");
+            if !stub::is_to_be_repeated(value) {
+                return Ok(value);
+            }
+        }
     }
 
-    /// Resumes until the stop that is wanted.
-    fn resume_to(&mut self, wanted: Stop) -> Result<(), Failure> {
-        let tid = self.target.tid;
+    /// Resumes until the entry to, or the exit from, the call of `calling`. Gives the registers.
+    fn resume_to_call(&self, calling: &Registers) -> Result<Registers, Failure> {
+        let (tid, mut signal) = (self.target.tid, 0);
         loop {
-            ptrace::resume_to_system_call(tid).map_err(Failure::at("resume"))?;
-            match ptrace::wait(tid).map_err(Failure::at("wait"))? {
-                stop if stop == wanted => return Ok(()),
+            ptrace::resume_to_system_call(tid, signal).map_err(Failure::at("resume"))?;
+            signal = match ptrace::wait(tid).map_err(Failure::at("wait"))? {
                 Stop::Gone => return Err(Failure::Gone),
-                Stop::Signal(signal) => self.signals.push(signal),
-                Stop::Interrupted | Stop::SystemCall => {}
-            }
+                Stop::Signal(signal) => signal,
+                Stop::Interrupted => 0,
+                Stop::SystemCall => {
+                    let stopped = ptrace::registers(tid).map_err(Failure::at("get registers"))?;
+                    if stub::makes(calling, &stopped) {
+                        return Ok(stopped);
+                    }
+                    0
+                }
+            };
         }
     }
 
     /// Lets the thread go on where it was.
     pub(super) fn release(self) {
-        // If the thread is gone there is nothing to put back, and if a request fails, nothing else to try.
-        for &signal in &self.signals {
-            let _ = ptrace::send(self.target.pid, self.target.tid, signal);
-        }
+        // If the thread is gone there is nothing to let go.
         let _ = ptrace::detach(self.target.tid);
     }
 }
@@ -218,8 +225,8 @@ impl Target {
     }
 
     /// Where the stub lies, which is written if it is not there yet.
-    fn stub(&self) -> Result<u64, TraceError> {
-        for last in self.last_pages_of_code() {
+    fn stub(&self, code: &[HostVirt]) -> Result<u64, TraceError> {
+        for last in code {
             let Ok(bytes) = self.bytes(last.0, PAGE_SIZE) else { continue };
             match stub::place(&bytes) {
                 Some(Place::There(offset)) => return Ok(last.0 + offset as u64),
@@ -239,8 +246,8 @@ impl Target {
     /// The last page of each mapping of code, the vDSO first: its end is the same in every process of a host. Not what the
     /// process translates itself into: the zeros there will be code. The process is traced, so its number is still its own.
     fn last_pages_of_code(&self) -> Vec<HostVirt> {
-        let text = std::fs::read_to_string(format!("/proc/{}/maps", self.pid)).unwrap_or_default();
-        let mut code = crate::process::maps::parse(&text);
+        let text = std::fs::read(format!("/proc/{}/maps", self.pid)).unwrap_or_default();
+        let mut code = crate::process::maps::parse(&String::from_utf8_lossy(&text));
         let is_library = |it: &Mapping| it.path.starts_with('/') && !it.path.starts_with("/memfd:");
         code.retain(|it| {
             it.executable && !it.writable && !it.shared && (it.path == "[vdso]" || is_library(it))

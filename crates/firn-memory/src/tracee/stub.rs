@@ -7,11 +7,14 @@
 //! ```text
 //!   the thread's stack                     the stub
 //!   rsp        what is in use              syscall
-//!   rsp - 128  the red zone                mov  rax, [rsp]        rax, rcx, r11 (which a call changes), the arguments
-//!   rsp - 256  registers, return address   ...
-//!              ^ rsp in the stub           lea  rsp, [rsp + 256]
-//!                                          jmp  [rsp - 256 + 72]
+//!   rsp - 128  the red zone                mov  rax, [rsp + 8]    rax, rcx, r11 (which a call changes), the arguments
+//!   rsp - 256  return address, registers   ...
+//!              ^ rsp in the stub           ret  248               pops the address, and all the rest
 //! ```
+//!
+//! The last instruction alone finds the thread's own stack: wherever in the stub a thread is stopped, by a signal or by the
+//! next to borrow it, what lies there is above its stack pointer and safe. A user's shadow stack would object to such a return:
+//! processes that have one are left alone.
 //!
 //! Nothing else of the thread is changed: no flag (a system call keeps them), no signal mask. Where a thread slept in a system
 //! call, the way back leads to the restart of that call, as the kernel would do it.
@@ -28,8 +31,6 @@ use crate::sys::ptrace::Registers;
 /// How far below the thread's stack its registers lie: past what it may use below its stack pointer (the System V ABI's red
 /// zone, 128 bytes).
 pub(super) const DISTANCE: u64 = 256;
-/// Where the return address lies, behind the registers.
-const RETURN: u8 = 9 * 8;
 /// Numbers of the registers that are loaded, as instructions encode them: rax, rcx, r11, rdi, rsi, rdx, r10, r8, r9.
 const LOADED: [u8; 9] = [0, 1, 11, 7, 6, 2, 10, 8, 9];
 /// What the code may lie at multiples of: ptrace writes words.
@@ -44,17 +45,14 @@ const ERESTART_RESTARTBLOCK: u64 = -516i64 as u64;
 /// The code, in whole words.
 pub(super) fn code() -> Vec<u8> {
     let mut code = SYSCALL.to_vec();
-    for (register, place) in LOADED.into_iter().zip((0u8..).step_by(8)) {
+    for (register, place) in LOADED.into_iter().zip((8u8..).step_by(8)) {
         // mov register, [rsp + place]
         let high = if register >= 8 { 0x4c } else { 0x48 };
         code.extend([high, 0x8b, 0x40 | (register & 7) << 3 | 0b100, 0x24, place]);
     }
-    // lea rsp, [rsp + DISTANCE]
-    code.extend([0x48, 0x8d, 0xa4, 0x24]);
-    code.extend((DISTANCE as u32).to_le_bytes());
-    // jmp [rsp - DISTANCE + RETURN]
-    code.extend([0xff, 0xa4, 0x24]);
-    code.extend((i32::from(RETURN) - DISTANCE as i32).to_le_bytes());
+    // ret DISTANCE - 8
+    code.push(0xc2);
+    code.extend((DISTANCE as u16 - 8).to_le_bytes());
     code.resize(code.len().next_multiple_of(WORD), 0);
     code
 }
@@ -83,7 +81,7 @@ pub(super) enum Place {
 pub(super) fn data(registers: &Registers) -> Vec<u8> {
     let r = registers;
     let loaded = [r.rax, r.rcx, r.r11, r.rdi, r.rsi, r.rdx, r.r10, r.r8, r.r9];
-    loaded.into_iter().chain([r.rip]).flat_map(u64::to_le_bytes).collect()
+    [r.rip].into_iter().chain(loaded).flat_map(u64::to_le_bytes).collect()
 }
 
 /// The thread's registers, changed to make a call with the code at `stub`.
@@ -92,6 +90,16 @@ pub(super) fn calling(own: &Registers, stub: u64, number: i64, arguments: [u64; 
     let (rax, orig_rax) = (number as u64, NO_CALL);
     let (rip, rsp) = (stub, own.rsp - DISTANCE);
     Registers { rax, orig_rax, rip, rsp, rdi, rsi, rdx, r10, r8, r9, ..*own }
+}
+
+/// Whether a thread that was stopped at a system call makes the one of `calling`, and not one of a signal's handler.
+pub(super) fn makes(calling: &Registers, stopped: &Registers) -> bool {
+    (stopped.rip, stopped.rsp) == (calling.rip + SYSCALL.len() as u64, calling.rsp)
+}
+
+/// Whether the kernel would have the call of this value made again.
+pub(super) fn is_to_be_repeated(value: u64) -> bool {
+    [ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK].contains(&value)
 }
 
 /// Where a stopped thread would go on: with the restart of its call, if the kernel would restart it.
@@ -114,12 +122,11 @@ mod tests {
     #[test]
     fn the_code_is_what_the_drawing_says() {
         let code = code();
-        // The call, 5 bytes for each register, 8 to find the stack again, 7 for the jump.
-        assert_eq!(code.len(), (2 + 9 * 5 + 8 + 7_usize).next_multiple_of(8));
-        assert_eq!(code[..7], [0x0f, 0x05, 0x48, 0x8b, 0x44, 0x24, 0x00]);
-        assert_eq!(code[12..17], [0x4c, 0x8b, 0x5c, 0x24, 0x10], "mov r11, [rsp + 16]");
-        assert_eq!(code[47..55], [0x48, 0x8d, 0xa4, 0x24, 0x00, 0x01, 0x00, 0x00]);
-        assert_eq!(code[55..62], [0xff, 0xa4, 0x24, 0x48, 0xff, 0xff, 0xff]);
+        // The call, 5 bytes for each register, 3 for the return.
+        assert_eq!(code.len(), (2 + 9 * 5 + 3_usize).next_multiple_of(8));
+        assert_eq!(code[..7], [0x0f, 0x05, 0x48, 0x8b, 0x44, 0x24, 0x08]);
+        assert_eq!(code[12..17], [0x4c, 0x8b, 0x5c, 0x24, 0x18], "mov r11, [rsp + 24]");
+        assert_eq!(code[47..50], [0xc2, 0xf8, 0x00], "ret 248");
     }
 
     #[test]

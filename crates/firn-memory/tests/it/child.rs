@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{BufRead, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -188,9 +188,27 @@ fn obey(shared: &Shared, command: &[String]) -> u64 {
             0
         }
         "churn" => churn(number(1)),
+        "handle" => handle_signals(),
+        "handled" => HANDLED.load(Ordering::Relaxed),
         "poke" => rustix::io::write(&shared.pipe.1, b"x").unwrap() as u64,
         wait => wait_in(shared, wait, command.get(1).map_or(0, |_| number(1))),
     }
+}
+
+/// Signals that were handled.
+static HANDLED: AtomicU64 = AtomicU64::new(0);
+
+/// Makes a system call of its own, too.
+extern "C" fn handle(_: i32) {
+    HANDLED.fetch_add(1, Ordering::Relaxed);
+    rustix::thread::sched_yield();
+}
+
+fn handle_signals() -> u64 {
+    use nix::sys::signal::{SigHandler, Signal, signal};
+    // SAFETY: the handler adds to an atomic number and makes a system call: both may be done in a handler.
+    unsafe { signal(Signal::SIGUSR1, SigHandler::Handler(handle)) }.unwrap();
+    0
 }
 
 /// Sleeps in one system call. Gives the milliseconds it took, or 1,000,000 if the call was interrupted visibly.

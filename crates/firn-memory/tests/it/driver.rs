@@ -10,6 +10,7 @@ use firn_memory::{
     Event, GuestMemory, MemoryError, PageFaults, Process, RegionLocation, Trace, Tracee,
 };
 use firn_types::{HostVirt, Page, RegionMap, Tid};
+use nix::libc;
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -120,6 +121,14 @@ impl Child {
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
+    }
+
+    /// Sends SIGUSR1 to one of its threads.
+    pub fn signal(&self, tid: Tid) {
+        // SAFETY: tgkill takes three numbers.
+        let sent =
+            unsafe { libc::syscall(libc::SYS_tgkill, self.process.pid(), tid.0, libc::SIGUSR1) };
+        assert_eq!(sent, 0);
     }
 
     /// Kills it without waiting for its end, which a tracer may hold up.

@@ -226,15 +226,21 @@ fn a_thread_is_lost_at_no_moment() {
 }
 
 #[test]
-fn a_signal_waits_until_the_thread_is_let_go() {
+fn a_signal_in_the_middle_is_handled() {
+    const ROUNDS: u64 = 100_000_000;
     let mut child = Child::spawn(&[1]);
-    {
-        let mut tracee = Tracee::seize(&child.process, &[]).unwrap();
-        let tid = nix::unistd::Pid::from_raw(tracee.tid().0);
-        nix::sys::signal::kill(tid, Signal::SIGWINCH).unwrap();
-        assert_eq!(tracee.syscall(SYS_getpid, NONE).unwrap(), child.process.pid() as u64);
+    child.ask(Who::Main, "handle");
+    child.send(Who::First, &format!("churn {ROUNDS}"));
+    let others = others(&child.process, child.tids[0]);
+    for _ in 0..20 {
+        let mut tracee = Tracee::seize(&child.process, &others).unwrap();
+        for _ in 0..5 {
+            child.signal(child.tids[0]);
+            assert_eq!(tracee.syscall(SYS_gettid, NONE).unwrap(), child.tids[0].0 as u64);
+        }
     }
-    assert_eq!(child.ask(Who::First, "churn 10"), churn(10));
+    assert_eq!(child.result(Who::First), churn(ROUNDS));
+    assert!(child.ask(Who::Main, "handled") >= 20);
 }
 
 #[test]

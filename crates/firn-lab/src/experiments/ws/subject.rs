@@ -96,7 +96,7 @@ pub(super) struct Subject<'a> {
 }
 
 impl<'a> Subject<'a> {
-    /// Boots the guest and has it begin. A JVM tells its throughput to this UDP port of the host.
+    /// Boots the guest and has it begin. A JVM tells its throughput to this UDP port of the host, a film each frame.
     pub(super) fn start(lab: &'a Lab, work: Work, port: u16) -> Result<Self> {
         let (agent, image) = (lab.file("agent"), work.image()?);
         let Size { ram, work: used } = work.size();
@@ -136,7 +136,10 @@ impl<'a> Subject<'a> {
                     format!("java -Xms{mib}m -Xmx{mib}m -cp /tmp Warehouses 2 {HOST} {port}");
                 control.spawn(JOB, &words(&line))?;
             }
-            Work::Video => control.spawn(JOB, &["sh", "-c", PLAY])?,
+            Work::Video => {
+                run(&mut control, &["sh", "-c", "cat > /tmp/frames.lua"], FRAMES)?;
+                control.spawn(JOB, &["bash", "-c", &play(port)])?;
+            }
             Work::Random(percent) => {
                 let line =
                     format!("firn-guest random --mib {mib} --percent {percent} --progress-ms 0");
@@ -191,9 +194,20 @@ impl Drop for Subject<'_> {
     }
 }
 
-/// A film over and over, at 30 frames a second whatever its own rate.
-const PLAY: &str = "echo ready; exec mpv --no-config --really-quiet --vo=null --ao=null --no-audio --fps=30 \
-                    --loop-file=inf /var/lib/firn/clip.mkv < /dev/null > /dev/null";
+/// A film over and over, at 30 frames a second whatever its own rate. Of each frame the host is told.
+fn play(port: u16) -> String {
+    format!(
+        "echo ready; exec 3> /dev/udp/{HOST}/{port}; \
+         mpv --no-config --really-quiet --vo=null --ao=null --no-audio --fps=30 --script=/tmp/frames.lua \
+         --loop-file=inf /var/lib/firn/clip.mkv < /dev/null | while read -r frame; do echo $frame >&3; done"
+    )
+}
+
+/// One frame, each time that the film has got on.
+const FRAMES: &str = r#"
+io.stdout:setvbuf("line")
+mp.observe_property("estimated-frame-number", "number", function() io.stdout:write("1\n") end)
+"#;
 
 /// Fills Redis with values of 1 KiB, then asks for them as fast as they come.
 ///

@@ -1,4 +1,4 @@
-//! What a guest says about its throughput: one datagram a second, with a number.
+//! What a guest says about its throughput: a datagram now and then, with a number.
 //!
 //! The guest counts its own seconds, so a report says how much it did while it ran; when it came says how long that took.
 
@@ -47,6 +47,12 @@ impl Throughput {
     pub(super) fn begin(&self) {
         let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         *heard = Heard { since: Instant::now(), reports: Vec::new() };
+    }
+
+    /// When each report came, in seconds since then.
+    pub(super) fn times(&self) -> Vec<f64> {
+        let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.reports.iter().map(|report| report.0).collect()
     }
 
     /// What was done in each second since then, a report's work spread evenly over the time since the report before.

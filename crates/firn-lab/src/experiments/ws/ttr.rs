@@ -10,7 +10,8 @@
 //! **What is measured**: `ttr_1s_80.{disk}.{work}.{mode}`: TTR(1 s, 80 %) in seconds since the command, from the waits of the
 //! vCPUs in the run record. `auto_to_best` is `auto` by the best of the other four, where less than a tenth of
 //! a second counts as that, `auto_below_lazy` how much of lazy's
-//! time it saves. The run records lie beside the report, for `firn report`.
+//! time it saves. The run records lie beside the report, for `firn report`. A JVM's throughput and a film's frames, as they
+//! reach the host, are drawn too; when each frame came is in the report (`frames_s`).
 
 use std::path::Path;
 
@@ -83,19 +84,23 @@ fn one(
 ) -> Result<()> {
     throughput.begin();
     let restored = Restored::of(lab, image, How::new(mode, disk))?;
-    let (ttr, profile, work) = (restored.ttr(), disk.profile(), work.name());
-    lab.say(&format!("{work}, {profile}, {mode}: TTR(1 s, 80 %) {ttr:.2} s"));
+    let (ttr, profile, name) = (restored.ttr(), disk.profile(), work.name());
+    lab.say(&format!("{name}, {profile}, {mode}: TTR(1 s, 80 %) {ttr:.2} s"));
     if !restored.is_complete() {
-        report.note(format!("{work}, {profile}, {mode}: not all memory was there in time"));
+        report.note(format!("{name}, {profile}, {mode}: not all memory was there in time"));
     }
     if profile == DRAWN && round == 0 {
         drawn.curves.push((mode.to_string(), restored.curve()));
         drawn.throughput.push((mode.to_string(), throughput.per_second()));
     }
     let record = serde_json::to_string(&restored.run.record)?;
-    report.file(format!("ws-ttr-{work}-{profile}-{mode}-{round}.run.json"), record);
-    report.repetition(json!({ "work": work, "disk": profile, "mode": mode, "round": round,
-        "ttr_1s_80": ttr, "complete": restored.is_complete(), "facts": restored.run.facts() }));
+    report.file(format!("ws-ttr-{name}-{profile}-{mode}-{round}.run.json"), record);
+    let mut repetition = json!({ "work": name, "disk": profile, "mode": mode, "round": round,
+        "ttr_1s_80": ttr, "complete": restored.is_complete(), "facts": restored.run.facts() });
+    if work == Work::Video {
+        repetition["frames_s"] = json!(throughput.times());
+    }
+    report.repetition(repetition);
     Ok(())
 }
 
@@ -147,15 +152,18 @@ impl Drawn {
             lines: self.curves,
         };
         report.drawing(format!("ws-ttr-{name}"), curves.svg().context("the figure")?);
-        if work == Work::Jvm {
-            let throughput = LinePlot {
-                title: format!("Throughput of the JVM, restored on {DRAWN}"),
-                x: "seconds since the command".into(),
-                y: "transactions per second".into(),
-                lines: self.throughput,
-            };
-            report.drawing("ws-ttr-throughput", throughput.svg().context("the figure")?);
-        }
+        let (title, y, file) = match work {
+            Work::Jvm => ("Throughput of the JVM", "transactions per second", "ws-ttr-throughput"),
+            Work::Video => ("Frames of the film", "frames per second", "ws-ttr-frames"),
+            _ => return Ok(()),
+        };
+        let throughput = LinePlot {
+            title: format!("{title}, restored on {DRAWN}"),
+            x: "seconds since the command".into(),
+            y: y.into(),
+            lines: self.throughput,
+        };
+        report.drawing(file, throughput.svg().context("the figure")?);
         Ok(())
     }
 }
