@@ -9,7 +9,7 @@ use firn_types::{Block, Tid, VcpuId};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::server::{Rules, missed};
+use crate::server::{Rules, is_complete, missed};
 
 /// In which order memory comes back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -76,6 +76,9 @@ pub enum Fill {
     /// experiments; [`crate::Restore::fill`] ends it.
     Off,
 }
+
+/// The largest working set for which a guest waits, of storage that is near: one or two seconds' worth.
+const AWAITED_BYTES_MAX: u64 = 256 << 20;
 
 /// How to restore.
 #[derive(Clone, Debug)]
@@ -161,6 +164,13 @@ impl RestoreOptions {
     /// How many units the guest is expected to ask for beside the working set.
     pub(crate) fn missed(&self) -> u32 {
         missed(self.found_late)
+    }
+
+    /// Whether the guest is better off if it does not run before its working set is there, whatever storage is like: one that
+    /// goes round in the same pages would wait for each of them.
+    pub(crate) fn guest_waits(&self, image: &Image) -> bool {
+        let bytes = image.working_set().len() as u64 * image.geometry().block_size.bytes() as u64;
+        self.mode == Mode::Auto && is_complete(self.found_late) && bytes <= AWAITED_BYTES_MAX
     }
 
     /// The page server's limits, for read units of `unit_bytes`.

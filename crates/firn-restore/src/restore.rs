@@ -162,7 +162,8 @@ impl Restore {
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
         let storage = Storage::new(image.clone(), options.mode);
-        let rules = options.rules(storage.unit_bytes());
+        let mut rules = options.rules(storage.unit_bytes());
+        rules.guest_runs &= !options.guest_waits(&image);
         let now = options.since.elapsed();
         let block_size = image.geometry().block_size;
         let plan = storage.plan();
@@ -195,8 +196,7 @@ impl Restore {
     /// The error because of which memory can't be brought back.
     pub fn prefill(&self) -> Result<(), Arc<RestoreError>> {
         let adapts = self.shared.options.mode == Mode::Auto;
-        let is_worth_it = !adapts || self.shared.lock().server.is_ahead_soon();
-        if is_worth_it {
+        if self.shared.lock().server.guest_waits() {
             let deadline = adapts.then(|| Instant::now() + PREFIX);
             self.shared.wait_until(|inner| inner.server.is_ahead_done(), deadline)?;
         }
@@ -207,7 +207,9 @@ impl Restore {
 
     /// The vCPUs run, since just now.
     pub fn resumed(&self) {
-        self.shared.lock().recorder.resumed(self.shared.now());
+        let mut inner = self.shared.lock();
+        inner.recorder.resumed(self.shared.now());
+        inner.server.resumed(self.shared.options.mode == Mode::Auto);
     }
 
     /// Turns the background fill on or off.

@@ -11,7 +11,7 @@
 //!
 //! Far storage is the other way round: getting there is what costs, for the guest as for reading ahead, and every page
 //! that comes along saves the guest a way. There, all that is wanted is read by place, as fast as possible; and if it can
-//! be there soon the guest does not run before ([`Server::is_ahead_soon`]): it would do nothing but wait, for one page
+//! be there soon the guest does not run before ([`Server::guest_waits`]): it would do nothing but wait, for one page
 //! after the other.
 
 use std::collections::VecDeque;
@@ -186,10 +186,16 @@ impl<B: Clone> Server<B> {
         true
     }
 
-    /// Whether all that is to be read ahead can be there soon, of storage so far that a guest without it would do nothing
-    /// but wait.
-    pub fn is_ahead_soon(&self) -> bool {
-        self.rules.adapts && self.cost.is_far() && self.ahead_takes() <= SOON
+    /// Whether the guest is to wait for all that is to be read ahead: because that was decided, or because it can be there
+    /// soon, of storage so far that a guest without it would do nothing but wait.
+    pub fn guest_waits(&self) -> bool {
+        let is_soon = || self.cost.is_far() && self.ahead_takes() <= SOON;
+        !self.rules.guest_runs || (self.rules.adapts && is_soon())
+    }
+
+    /// The guest runs, and, if it `adapts`, what is read ahead leaves storage to it from now on.
+    pub fn resumed(&mut self, adapts: bool) {
+        self.rules.guest_runs |= adapts;
     }
 
     fn ahead_takes(&self) -> Duration {

@@ -56,6 +56,11 @@ impl Requests {
     }
 }
 
+/// Whether next to nothing is missing from a working set of which such a share was found late.
+pub(crate) fn is_complete(found_late: Option<f64>) -> bool {
+    found_late.is_some_and(|late| late <= HARDLY_ANY)
+}
+
 /// How many units are expected to be missing from a working set of which such a share was found late, in the last eighth of the
 /// time in which the guest was traced.
 pub(crate) fn missed(found_late: Option<f64>) -> u32 {

@@ -75,7 +75,7 @@ mod units;
 
 pub use actions::{Answer, Counts, Install, Read, Source, Stir, Take, Why, Work};
 pub(crate) use cost::Cost;
-pub(crate) use far::{Requests, missed};
+pub(crate) use far::{Requests, is_complete, missed};
 pub use pace::Rules;
 pub use plan::{Plan, Unit};
 pub(crate) use rest::LULL;
