@@ -20,6 +20,9 @@ use firn_types::Block;
 /// enough for one that goes round to have come round before, though at first each touch costs it a fault.
 const LATE: f64 = 0.125;
 
+/// So many touches tell something.
+const ENOUGH: usize = 100;
+
 /// The first touches of a save.
 #[derive(Debug, Default)]
 pub(crate) struct Touches {
@@ -48,10 +51,10 @@ impl Touches {
         self.blocks.len() as u32
     }
 
-    /// The share of the blocks that was found in the last eighth of the time from the first of them to `end`; none if there
-    /// are none.
+    /// The share of the blocks that was found in the last eighth of the time from the first of them to `end`; none if
+    /// there are too few to tell.
     pub(crate) fn found_late(&self, end: Duration) -> Option<f64> {
-        let first = *self.times.first()?;
+        let first = *self.times.first().filter(|_| self.times.len() >= ENOUGH)?;
         let since = end.saturating_sub(end.saturating_sub(first).mul_f64(LATE));
         let late = self.times.iter().filter(|time| **time > since).count();
         Some(late as f64 / self.times.len() as f64)
@@ -88,7 +91,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_goes_round_finds_nothing_late() {
-        let round = (0..500).map(|at| at % 40);
+        let round = (0..500).map(|at| at % 140);
         assert_eq!(touching(round).found_late(ms(1500)), Some(0.0));
     }
 
@@ -102,6 +105,6 @@ mod tests {
     fn a_guest_that_falls_silent_finds_nothing_late() {
         // 101 blocks in a tenth of a second, then nothing for four.
         assert_eq!(touching(0..101).found_late(ms(1500)), Some(0.0));
-        assert_eq!(Touches::new(10).found_late(ms(1)), None);
+        assert_eq!(touching(0..99).found_late(ms(1500)), None);
     }
 }

@@ -27,9 +27,9 @@ pub enum Mode {
     /// and in the background, as suits the storage.
     WorkingSet,
     /// As [`Mode::Locality`], and meanwhile the working set as fast as storage and the guest allow, in the order in which
-    /// it was touched, beginning before the hypervisor runs. The guest waits for none of it, unless storage is so far
-    /// that it could do nothing else without it and all of it will be there soon. If it turns out to need other memory,
-    /// that stops.
+    /// it was touched, beginning before the hypervisor runs. The guest waits for none of it, unless it could do nothing
+    /// else without it and all of it will be there soon: because storage is far, or because the working set is complete and the
+    /// guest goes round in it. If it turns out to need other memory, that stops.
     #[default]
     Auto,
 }
@@ -77,7 +77,7 @@ pub enum Fill {
     Off,
 }
 
-/// The largest working set for which a guest waits, of storage that is near: one or two seconds' worth.
+/// The most that a guest waits for, of storage that is near: one or two seconds' worth.
 const AWAITED_BYTES_MAX: u64 = 256 << 20;
 
 /// How to restore.
@@ -166,10 +166,10 @@ impl RestoreOptions {
         missed(self.found_late)
     }
 
-    /// Whether the guest is better off if it does not run before its working set is there, whatever storage is like: one that
-    /// goes round in the same pages would wait for each of them.
-    pub(crate) fn guest_waits(&self, image: &Image) -> bool {
-        let bytes = image.working_set().len() as u64 * image.geometry().block_size.bytes() as u64;
+    /// Whether the guest is better off if it does not run before what is expected, so many units, is there, though storage is
+    /// near: one that goes round in the same pages would wait for each of them.
+    pub(crate) fn guest_waits(&self, units: usize, unit_bytes: u32) -> bool {
+        let bytes = units as u64 * u64::from(unit_bytes);
         self.mode == Mode::Auto && is_complete(self.found_late) && bytes <= AWAITED_BYTES_MAX
     }
 

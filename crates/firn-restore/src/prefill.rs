@@ -103,6 +103,12 @@ struct Runs {
     in_order: bool,
 }
 
+impl Runs {
+    fn units(&self) -> usize {
+        self.runs.iter().map(ExactSizeIterator::len).sum()
+    }
+}
+
 impl From<Requests> for Runs {
     fn from(Requests { runs, in_order }: Requests) -> Self {
         Self { runs: runs.into(), in_order }
@@ -117,11 +123,13 @@ impl Prefill {
         let storage = Storage::new(image, options.mode);
         let queue = Queue::new(&storage, options);
         let wanted = if queue.is_empty() { 0 } else { THREADS };
+        let waits = options.guest_waits(queue.near.units(), storage.unit_bytes());
+        let rests = options.mode == Mode::Auto && !waits;
         let job = Job {
             storage,
             files,
             queue: Mutex::new(queue),
-            rests: options.mode == Mode::Auto,
+            rests,
             is_over: RwLock::new(false),
             filled: Mutex::default(),
             reads: Mutex::default(),

@@ -162,8 +162,7 @@ impl Restore {
         on_fatal: OnFatal,
     ) -> Result<Self, RestoreError> {
         let storage = Storage::new(image.clone(), options.mode);
-        let mut rules = options.rules(storage.unit_bytes());
-        rules.guest_runs &= !options.guest_waits(&image);
+        let rules = options.rules(storage.unit_bytes());
         let now = options.since.elapsed();
         let block_size = image.geometry().block_size;
         let plan = storage.plan();
@@ -176,7 +175,11 @@ impl Restore {
             Mode::Lazy | Mode::Locality => Stir::default(),
             Mode::Eager => server.read_all(),
             Mode::WorkingSet | Mode::Auto => {
-                server.read_ahead(server.units_of(&options.expected(&image)))
+                let units = server.units_of(&options.expected(&image));
+                if options.guest_waits(units.len(), rules.unit_bytes) {
+                    server.await_ahead();
+                }
+                server.read_ahead(units)
             }
         };
         let is_finished = server.is_finished();
@@ -196,7 +199,7 @@ impl Restore {
     /// The error because of which memory can't be brought back.
     pub fn prefill(&self) -> Result<(), Arc<RestoreError>> {
         let adapts = self.shared.options.mode == Mode::Auto;
-        if self.shared.lock().server.guest_waits() {
+        if !adapts || self.shared.lock().server.guest_waits() {
             let deadline = adapts.then(|| Instant::now() + PREFIX);
             self.shared.wait_until(|inner| inner.server.is_ahead_done(), deadline)?;
         }

@@ -259,7 +259,10 @@ impl Save<'_> {
         let journal = &self.operations.journal;
         cutting.prepare(vm, journal)?;
         let cutting = &*cutting;
-        let describe = |found_late| {
+        let was_running = self.was_running;
+        let describe = |found_late: Option<f64>| {
+            // Of a guest that stands still, it was QEMU that touched something.
+            let found_late = found_late.filter(|_| was_running);
             let meta = Meta { found_late, ..meta.clone() };
             Ok(serde_json::to_value(meta.with(cutting.frozen()?))?)
         };

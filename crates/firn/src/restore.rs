@@ -25,7 +25,7 @@ use crate::working_set::WorkingSetArgs;
 /// quiet. `firn status --watch` waits until all of it is there; so does --wait, and says then how soon the guest was back.
 ///
 /// Modes:
-///   auto         what the guest used last as fast as it comes, while it runs; the rest as locality (the default)
+///   auto         what the guest used last as fast as it comes, while it runs if it can; the rest as locality (the default)
 ///   locality     one locality block per page fault, which brings what was used together
 ///   lazy         one memory block per page fault
 ///   working-set  what the guest used last before it runs, then as locality

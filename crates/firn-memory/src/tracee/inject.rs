@@ -55,6 +55,8 @@ pub(super) struct Target {
 #[derive(Debug)]
 pub(super) struct Stopped<'t> {
     target: &'t Target,
+    /// Its registers when it was stopped.
+    saved: Registers,
     /// The registers with which it goes on by itself.
     own: Registers,
     /// Where the stub lies.
@@ -94,12 +96,11 @@ impl<'t> Stopped<'t> {
             return Err(TraceError::NotX86_64 { pid: target.pid });
         }
         let own = resumption(&saved);
-        let Some(below) = own.rsp.checked_sub(DISTANCE).map(HostVirt) else { return Ok(None) };
-        if process_memory::write_traced(target.pid, below, &stub::data(&own)).is_err() {
+        if target.put_way_back(&own).is_err() {
             return Ok(None);
         }
         let stub = target.stub(&code)?;
-        Ok(Some(Self { target, own, stub }))
+        Ok(Some(Self { target, saved, own, stub }))
     }
 
     /// Runs one system call.
@@ -116,8 +117,8 @@ impl<'t> Stopped<'t> {
 
     /// Runs one system call. Gives rax.
     fn run(&mut self, call: &Call) -> Result<u64, Failure> {
-        let calling = stub::calling(&self.own, self.stub, call.number, call.arguments);
         loop {
+            let calling = stub::calling(&self.own, self.stub, call.number, call.arguments);
             let set = ptrace::set_registers(self.target.tid, &calling);
             set.map_err(Failure::at("set registers"))?;
             firn_fault::point("inject.set");
@@ -131,13 +132,16 @@ impl<'t> Stopped<'t> {
     }
 
     /// Resumes until the entry to, or the exit from, the call of `calling`. Gives the registers.
-    fn resume_to_call(&self, calling: &Registers) -> Result<Registers, Failure> {
+    fn resume_to_call(&mut self, calling: &Registers) -> Result<Registers, Failure> {
         let (tid, mut signal) = (self.target.tid, 0);
         loop {
             ptrace::resume_to_system_call(tid, signal).map_err(Failure::at("resume"))?;
             signal = match ptrace::wait(tid).map_err(Failure::at("wait"))? {
                 Stop::Gone => return Err(Failure::Gone),
-                Stop::Signal(signal) => signal,
+                Stop::Signal(signal) => {
+                    self.end_its_call()?;
+                    signal
+                }
                 Stop::Interrupted => 0,
                 Stop::SystemCall => {
                     let stopped = ptrace::registers(tid).map_err(Failure::at("get registers"))?;
@@ -148,6 +152,12 @@ impl<'t> Stopped<'t> {
                 }
             };
         }
+    }
+
+    /// A signal ends the thread's own call as well, if it would have without us.
+    fn end_its_call(&mut self) -> Result<(), Failure> {
+        self.own = stub::resumption_after_signal(&self.saved);
+        self.target.put_way_back(&self.own).map_err(|_| Failure::Ptrace("write", Errno::EFAULT))
     }
 
     /// Lets the thread go on where it was.
@@ -222,6 +232,12 @@ impl Target {
             Some(registers.rip.wrapping_sub(start) < length)
         };
         inside().unwrap_or(false)
+    }
+
+    /// Leaves the way back to these registers below the stack.
+    fn put_way_back(&self, own: &Registers) -> Result<(), ProcessError> {
+        let below = HostVirt(own.rsp.saturating_sub(DISTANCE));
+        process_memory::write_traced(self.pid, below, &stub::data(own))
     }
 
     /// Where the stub lies, which is written if it is not there yet.

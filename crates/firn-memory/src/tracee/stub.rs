@@ -88,7 +88,7 @@ pub(super) fn data(registers: &Registers) -> Vec<u8> {
 pub(super) fn calling(own: &Registers, stub: u64, number: i64, arguments: [u64; 6]) -> Registers {
     let [rdi, rsi, rdx, r10, r8, r9] = arguments;
     let (rax, orig_rax) = (number as u64, NO_CALL);
-    let (rip, rsp) = (stub, own.rsp - DISTANCE);
+    let (rip, rsp) = (stub, own.rsp.saturating_sub(DISTANCE));
     Registers { rax, orig_rax, rip, rsp, rdi, rsi, rdx, r10, r8, r9, ..*own }
 }
 
@@ -112,6 +112,17 @@ pub(super) fn resumption(stopped: &Registers) -> Registers {
     match is_in_call(stopped) {
         true => Registers { rax: again, rip: stopped.rip - SYSCALL.len() as u64, ..*stopped },
         false => *stopped,
+    }
+}
+
+/// The same if a signal was handled meanwhile: some calls are not restarted then (signal(7)). A signal that nobody handles ends
+/// them as well; whoever makes such a call has to expect that.
+pub(super) fn resumption_after_signal(stopped: &Registers) -> Registers {
+    match stopped.rax {
+        ERESTARTNOHAND | ERESTART_RESTARTBLOCK if is_in_call(stopped) => {
+            Registers { rax: (-i64::from(libc::EINTR)) as u64, ..*stopped }
+        }
+        _ => resumption(stopped),
     }
 }
 
@@ -191,5 +202,12 @@ mod tests {
         assert_eq!(back(-4, 232), (0x1002, -4));
         assert_eq!(back(5, 0), (0x1002, 5));
         assert_eq!(back(-512, NO_CALL), (0x1002, -512));
+        let after_signal = |rax, orig| {
+            let registers = resumption_after_signal(&stopped(rax, orig));
+            (registers.rip, registers.rax as i64)
+        };
+        assert_eq!(after_signal(-514, 271), (0x1002, -4));
+        assert_eq!(after_signal(-516, 230), (0x1002, -4));
+        assert_eq!(after_signal(-512, 202), (0x1000, 202));
     }
 }

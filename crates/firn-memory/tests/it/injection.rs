@@ -244,6 +244,22 @@ fn a_signal_in_the_middle_is_handled() {
 }
 
 #[test]
+fn a_signal_ends_the_call_that_it_would_have_ended() {
+    let mut child = Child::spawn(&[1]);
+    child.ask(Who::Main, "handle");
+    child.send(Who::First, "ppoll 20000");
+    std::thread::sleep(Duration::from_millis(20));
+    {
+        let others = others(&child.process, child.tids[0]);
+        let mut tracee = Tracee::seize(&child.process, &others).unwrap();
+        child.signal(child.tids[0]);
+        tracee.syscall(SYS_gettid, NONE).unwrap();
+    }
+    assert_eq!(child.result(Who::First), 1_000_000, "not interrupted");
+    assert_eq!(child.ask(Who::Main, "handled"), 1);
+}
+
+#[test]
 fn a_thread_finds_its_way_back_without_firn() {
     for call in ["nanosleep 800", "futex 800", "ppoll 800"] {
         let mut child = Child::spawn(&[1]);

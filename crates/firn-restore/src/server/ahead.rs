@@ -186,11 +186,18 @@ impl<B: Clone> Server<B> {
         true
     }
 
-    /// Whether the guest is to wait for all that is to be read ahead: because that was decided, or because it can be there
-    /// soon, of storage so far that a guest without it would do nothing but wait.
+    /// Storage that is near is not left to the guest: it waits for what is read ahead.
+    pub fn await_ahead(&mut self) {
+        self.rules.guest_runs = false;
+    }
+
+    /// Whether a guest that may run is to wait for what is read ahead: as was decided, if storage is near; if it is so far that a
+    /// guest would do nothing but wait, if all can be there soon.
     pub fn guest_waits(&self) -> bool {
-        let is_soon = || self.cost.is_far() && self.ahead_takes() <= SOON;
-        !self.rules.guest_runs || (self.rules.adapts && is_soon())
+        match self.cost.is_far() {
+            true => self.rules.adapts && self.ahead_takes() <= SOON,
+            false => !self.rules.guest_runs,
+        }
     }
 
     /// The guest runs, and, if it `adapts`, what is read ahead leaves storage to it from now on.

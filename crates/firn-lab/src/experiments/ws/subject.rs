@@ -198,15 +198,15 @@ impl Drop for Subject<'_> {
 fn play(port: u16) -> String {
     format!(
         "echo ready; exec 3> /dev/udp/{HOST}/{port}; \
-         mpv --no-config --really-quiet --vo=null --ao=null --no-audio --fps=30 --script=/tmp/frames.lua \
+         mpv --no-config --really-quiet --vo=null --ao=null --no-audio --no-correct-pts --fps=30 --script=/tmp/frames.lua \
          --loop-file=inf /var/lib/firn/clip.mkv < /dev/null | while read -r frame; do echo $frame >&3; done"
     )
 }
 
-/// One frame, each time that the film has got on.
+/// Says something of each frame: the time of the film changes with it.
 const FRAMES: &str = r#"
 io.stdout:setvbuf("line")
-mp.observe_property("estimated-frame-number", "number", function() io.stdout:write("1\n") end)
+mp.observe_property("time-pos", "number", function() io.stdout:write("1\n") end)
 "#;
 
 /// Fills Redis with values of 1 KiB, then asks for them as fast as they come.

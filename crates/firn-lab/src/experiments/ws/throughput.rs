@@ -43,25 +43,23 @@ impl Throughput {
         self.port
     }
 
-    /// Forgets what it has heard; the next report's time counts from now.
+    /// Forgets what it has heard.
     pub(super) fn begin(&self) {
         let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         *heard = Heard { since: Instant::now(), reports: Vec::new() };
     }
 
-    /// When each report came, in seconds since then.
-    pub(super) fn times(&self) -> Vec<f64> {
+    /// When each report came, in seconds since `start`, and its number; none that came before.
+    pub(super) fn since(&self, start: Instant) -> Vec<(f64, f64)> {
         let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        heard.reports.iter().map(|report| report.0).collect()
-    }
-
-    /// What was done in each second since then, a report's work spread evenly over the time since the report before.
-    pub(super) fn per_second(&self) -> Vec<(f64, f64)> {
-        spread(&self.heard.lock().unwrap_or_else(PoisonError::into_inner).reports)
+        let late = start.saturating_duration_since(heard.since).as_secs_f64();
+        let reports = heard.reports.iter().map(|&(at, number)| (at - late, number));
+        reports.filter(|report| report.0 >= 0.0).collect()
     }
 }
 
-fn spread(reports: &[(f64, f64)]) -> Vec<(f64, f64)> {
+/// What was done in each second, a report's work spread evenly over the time since the report before.
+pub(super) fn per_second(reports: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let Some(&(end, _)) = reports.last() else { return Vec::new() };
     let before = [0.0].into_iter().chain(reports.iter().map(|report| report.0));
     let spans: Vec<(f64, f64, f64)> =
@@ -84,8 +82,8 @@ mod tests {
 
     #[test]
     fn a_late_report_is_spread_over_the_time_it_took() {
-        assert_eq!(spread(&[]), []);
-        let seconds = spread(&[(2.0, 100.0), (3.0, 80.0)]);
+        assert_eq!(per_second(&[]), []);
+        let seconds = per_second(&[(2.0, 100.0), (3.0, 80.0)]);
         assert_eq!(seconds, [(0.0, 50.0), (1.0, 50.0), (2.0, 80.0)]);
     }
 
@@ -98,12 +96,13 @@ mod tests {
         };
         say("no number");
         say("1200\n");
-        let start = Instant::now();
-        while throughput.per_second().is_empty() {
-            assert!(start.elapsed().as_secs() < 5);
+        let begun = Instant::now();
+        while throughput.since(begun).is_empty() {
+            assert!(begun.elapsed().as_secs() < 5);
             thread::yield_now();
         }
+        assert!(throughput.since(Instant::now()).is_empty());
         throughput.begin();
-        assert!(throughput.per_second().is_empty());
+        assert!(throughput.since(begun).is_empty());
     }
 }

@@ -14,15 +14,16 @@
 //! reach the host, are drawn too; when each frame came is in the report (`frames_s`).
 
 use std::path::Path;
+use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use firn_report::plot::{BarPlot, LinePlot};
 use firn_restore::Mode;
 use serde_json::{Value, json};
 
 use super::restored::{How, Restored};
 use super::subject::{Subject, Work};
-use super::throughput::Throughput;
+use super::throughput::{Throughput, per_second};
 use crate::disk_profile::{DiskProfile, Throttle};
 use crate::firn::SaveArgs;
 use crate::lab::{Lab, interleaved};
@@ -83,7 +84,9 @@ fn one(
     report: &mut Report,
 ) -> Result<()> {
     throughput.begin();
-    let restored = Restored::of(lab, image, How::new(mode, disk))?;
+    let restored =
+        Restored::of(lab, image, How { afterwards: afterwards(work), ..How::new(mode, disk) })?;
+    let reports = throughput.since(restored.since);
     let (ttr, profile, name) = (restored.ttr(), disk.profile(), work.name());
     lab.say(&format!("{name}, {profile}, {mode}: TTR(1 s, 80 %) {ttr:.2} s"));
     if !restored.is_complete() {
@@ -91,17 +94,27 @@ fn one(
     }
     if profile == DRAWN && round == 0 {
         drawn.curves.push((mode.to_string(), restored.curve()));
-        drawn.throughput.push((mode.to_string(), throughput.per_second()));
+        drawn.throughput.push((mode.to_string(), per_second(&reports)));
     }
     let record = serde_json::to_string(&restored.run.record)?;
     report.file(format!("ws-ttr-{name}-{profile}-{mode}-{round}.run.json"), record);
     let mut repetition = json!({ "work": name, "disk": profile, "mode": mode, "round": round,
         "ttr_1s_80": ttr, "complete": restored.is_complete(), "facts": restored.run.facts() });
     if work == Work::Video {
-        repetition["frames_s"] = json!(throughput.times());
+        ensure!(!reports.is_empty(), "{name}: the film tells of no frames");
+        let times: Vec<f64> = reports.iter().map(|report| report.0).collect();
+        repetition["frames_s"] = json!(times);
     }
     report.repetition(repetition);
     Ok(())
+}
+
+/// How long it is looked at when all memory is there, if it says itself how it gets on.
+fn afterwards(work: Work) -> Duration {
+    match work {
+        Work::Jvm | Work::Video => Duration::from_secs(2),
+        _ => Duration::ZERO,
+    }
 }
 
 fn figures(disk: DiskProfile, work: &str, modes: &[Mode], report: &mut Report) {
