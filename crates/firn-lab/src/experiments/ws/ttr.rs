@@ -134,7 +134,7 @@ fn figures(disk: DiskProfile, work: &str, modes: &[Mode], report: &mut Report) {
     let best = others.map(of).fold(f64::INFINITY, f64::min);
     let (auto, lazy) = (of(Mode::Auto), of(Mode::Lazy));
     report.number(format!("auto_to_best.{disk}.{work}"), ratio(auto, best));
-    report.number(format!("auto_below_lazy.{disk}.{work}"), 1.0 - auto / lazy);
+    report.number(format!("auto_below_lazy.{disk}.{work}"), 1.0 - ratio(auto, lazy));
 }
 
 /// A tenth of the window, in seconds: who is responsive sooner than that is so at once.
