@@ -258,12 +258,12 @@ fn installing_makes_way_for_a_removal() {
     child.ask(Who::First, "fill 0 32 1");
     let faults = child.trace(Trace::Restore);
     child.send(Who::First, "discard 10 20");
-    std::thread::sleep(Duration::from_millis(50));
+    std::thread::sleep(Duration::from_millis(500));
     assert_eq!(faults.install(Page(40), &filled(2, 40)).unwrap(), Install::Done);
     child.result(Who::First);
     assert_eq!(next(&faults), Event::Removed { pages: pages(10..20) });
     child.send(Who::First, "discard 40 41");
-    std::thread::sleep(Duration::from_millis(50));
+    std::thread::sleep(Duration::from_millis(500));
     assert_eq!(faults.install(Page(40), &filled(3, 40)).unwrap(), Install::Removed);
     child.result(Who::First);
     assert_eq!(next(&faults), Event::Removed { pages: pages(40..41) });
