@@ -8,6 +8,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
+use crate::stats::Sample;
+
 /// Events per second of a guest at its steady pace: fine enough for a window of a second.
 pub(super) const EVENTS_PER_S: f64 = 1000.0;
 /// How often a socket that is not there yet is tried.
@@ -38,9 +42,8 @@ impl Beats {
                 };
                 for line in BufReader::new(stream).lines().map_while(Result::ok) {
                     let at = since.elapsed().as_micros() as u64;
-                    let steps = line.split(' ').nth(2).and_then(|steps| steps.parse().ok());
                     let mut heard = ears.lock().unwrap_or_else(PoisonError::into_inner);
-                    heard.0.extend(steps.map(|steps| (at, steps)));
+                    heard.0.extend(progress(&line).map(|steps| (at, steps)));
                 }
             }
         });
@@ -56,13 +59,15 @@ impl Beats {
         Steps(later.collect())
     }
 
-    /// Steps per second, over all that was heard.
-    pub(super) fn pace(&self) -> Option<f64> {
-        let Steps(beats) = self.steps(self.since);
-        let (first, last) = (beats.first()?, beats.last()?);
-        let seconds = (last.0 - first.0) as f64 / 1e6;
-        (seconds > 0.0).then(|| last.1.saturating_sub(first.1) as f64 / seconds)
+    /// What was heard so far.
+    pub(super) fn all(&self) -> Steps {
+        self.steps(self.since)
     }
+}
+
+/// How many steps a guest says are done.
+fn progress(line: &str) -> Option<u64> {
+    serde_json::from_str::<Value>(line).ok()?["progress"].as_u64()
 }
 
 impl Drop for Beats {
@@ -72,9 +77,15 @@ impl Drop for Beats {
 }
 
 impl Steps {
-    /// Until when something was heard. A guest that has ended says nothing, which is no sign of its pace.
-    pub(super) fn until_us(&self) -> u64 {
-        self.0.last().map_or(0, |beat| beat.0)
+    /// The median of steps per second, over windows of this length from then on.
+    pub(super) fn steady_pace(&self, from_us: u64, window_us: u64) -> Option<f64> {
+        let later = &self.0[self.0.partition_point(|beat| beat.0 < from_us)..];
+        let pace = |&(from, before): &(u64, u64)| {
+            let next = later.partition_point(|beat| beat.0 < from + window_us);
+            let &(until, after) = later.get(next)?;
+            Some(after.saturating_sub(before) as f64 * 1e6 / (until - from) as f64)
+        };
+        Sample::new(later.iter().filter_map(pace)).map(|paces| paces.median())
     }
 
     /// Events, of which a guest at its steady pace has [`EVENTS_PER_S`] a second, in microseconds. Steps between two beats are
@@ -110,6 +121,23 @@ mod tests {
         assert_eq!(times[..3], [1_000, 2_000, 3_000]);
         assert!(!times.iter().any(|&time| (10_001..20_000).contains(&time)));
         assert_eq!(times.iter().filter(|&&time| time > 20_000).count(), 20);
+    }
+
+    #[test]
+    fn the_steady_pace_is_what_most_windows_have() {
+        // 10 steps per 10 ms; nothing at all for the first second, and for 50 ms later on.
+        let beat = |n: u64| (n * 10_000, if n < 100 { 0 } else { 10 * (n - 100) });
+        let steps = Steps((0..300).map(beat).filter(|beat| beat.0 % 1_000_000 > 50_000).collect());
+        let pace = steps.steady_pace(1_000_000, 100_000).unwrap();
+        assert!((pace - 1000.0).abs() < 20.0, "{pace}");
+        assert_eq!(steps.steady_pace(2_950_000, 100_000), None);
+    }
+
+    #[test]
+    fn what_a_guest_says_of_its_progress() {
+        assert_eq!(progress(r#"{"progress":12000,"seconds":1.0,"wrong":0}"#), Some(12_000));
+        assert_eq!(progress(r#"{"ready":true}"#), None);
+        assert_eq!(progress(r#"gress":12000,"seconds""#), None);
     }
 
     #[test]

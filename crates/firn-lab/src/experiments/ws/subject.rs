@@ -146,9 +146,7 @@ impl<'a> Subject<'a> {
                 control.spawn(JOB, &words(&line))?;
             }
             Work::Walk => {
-                let line =
-                    format!("echo ready; exec firn-guest heartbeat --work-mib {mib} --work-rate 0");
-                control.spawn(JOB, &["sh", "-c", &line])?;
+                control.spawn(JOB, &["sh", "-c", &walk(mib)])?;
             }
             Work::Redis => control.spawn(JOB, &["sh", "-c", &asking_redis(mib)])?,
         }
@@ -192,6 +190,17 @@ impl Drop for Subject<'_> {
     fn drop(&mut self) {
         self.lab.firn().stop(VM);
     }
+}
+
+/// Walks through memory again and again and says a hundred times a second how far it is. A visit takes so much longer than
+/// fetching the page from memory that it goes at a steady pace, whatever others on this machine do.
+fn walk(mib: u32) -> String {
+    format!(
+        "for port in /sys/class/virtio-ports/*; do \
+         grep -qx firn.heartbeat $port/name && heard=/dev/${{port##*/}}; done; \
+         echo ready; exec firn-guest synthetic --mib {mib} --working-set-mib {mib} --stride 1 --count 0 --work 4 \
+         --progress-ms 10 > $heard"
+    )
 }
 
 /// A film over and over, at 30 frames a second whatever its own rate. Of each frame the host is told.
