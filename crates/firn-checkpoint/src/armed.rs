@@ -126,12 +126,13 @@ impl Armed {
     pub(crate) fn disarm(self) -> Result<FaultLog, SaveError> {
         self.trace.let_go();
         let unregistered = self.trace.faults.unregister();
-        let log = self.handler.finish();
+        let counts = self.handler.finish();
+        let touches = std::mem::take(&mut *self.trace.touches());
         if let Some(trace) = Arc::into_inner(self.trace) {
             trace.faults.close(&mut Tracee::seize(&self.process, &self.vcpus)?)?;
         }
         unregistered?;
-        log
+        Ok(FaultLog { touches, counts: counts? })
     }
 }
 

@@ -93,6 +93,8 @@ pub struct SaveOptions {
     /// How long the guest is watched after the cut at least, though everything may be copied sooner: what it touches
     /// is what a restore brings in first ([`Estimator::Trace`]).
     pub watch: Duration,
+    /// How long it is watched at most, while it touches more and more.
+    pub watch_max: Duration,
     /// Bytes of copied, not yet compressed memory blocks held at most. A guest that touches memory faster than it can
     /// be written waits for a buffer.
     pub buffer_bytes_max: usize,
@@ -113,6 +115,7 @@ impl Default for SaveOptions {
             compressors: default_compressors(),
             throttle: true,
             watch: Duration::from_secs(1),
+            watch_max: Duration::from_secs(4),
             buffer_bytes_max: 64 << 20,
             leave_stopped: false,
             reference: None,

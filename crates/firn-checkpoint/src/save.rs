@@ -36,7 +36,8 @@ use crate::pipeline::{Intake, Limits, Pipeline};
 use crate::pre_copy::{PreCopy, Tracker, stores};
 use crate::report::{Progress, SaveReport, ms};
 use crate::still::Still;
-use crate::sweep::Sweep;
+use crate::sweep::{Sweep, Watch};
+use crate::trace::FaultLog;
 use crate::worker::Workers;
 
 /// Why there is no checkpoint. The VM runs on (or, for a suspend, runs again).
@@ -274,13 +275,13 @@ impl Copying<'_, '_> {
         let end = armed.trace.now();
         let log = armed.disarm();
         firn_fault::point("save.disarmed");
-        let (mut copied, log) = (copied?, log?);
-        copied.report.faults = log.counts;
-        copied.report.blocks_touched = log.touches.len();
+        let (mut copied, FaultLog { touches, counts }) = (copied?, log?);
+        copied.report.faults = counts;
+        copied.report.blocks_touched = touches.len();
         if self.context.used.is_none() {
             let sees_all = self.options.strategy == Strategy::Trace;
-            copied.found_late = log.touches.found_late(end).filter(|_| sees_all);
-            copied.working_set = log.touches.into_blocks();
+            copied.found_late = touches.found_late(end).filter(|_| sees_all);
+            copied.working_set = touches.into_blocks();
         }
         Ok(copied)
     }
@@ -292,11 +293,7 @@ impl Copying<'_, '_> {
         let arm_ms = ms(self.started.elapsed());
         let cut = Cut::make(self.context, self.options, ready, || armed.cut())?;
         firn_fault::point("save.resumed");
-        let watch = match self.options.strategy {
-            Strategy::Trace => self.options.watch,
-            _ => Duration::ZERO,
-        };
-        let watch_until = armed.trace.now() + watch;
+        let watch = self.watch(armed.trace.now());
         if self.options.strategy == Strategy::Trace {
             armed.retrace()?;
         }
@@ -305,11 +302,19 @@ impl Copying<'_, '_> {
         armed.skip(&order.unbacked);
         let pace = Pace::new(self.options.throttle, armed.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
-        Sweep { trace: &armed.trace, intake, pace, progress, steps, watch_until }
-            .run(order.blocks)?;
+        Sweep { trace: &armed.trace, intake, pace, progress, steps, watch }.run(order.blocks)?;
         firn_fault::point("save.swept");
         let report = SaveReport { rounds, arm_ms, ..self.report(&cut) };
         Ok(Copied { cut, working_set, found_late: None, roots, report })
+    }
+
+    /// How long the guest is watched from now on: only [`Strategy::Trace`] sees what it reads.
+    fn watch(&self, now: Duration) -> Watch {
+        let (at_least, at_most) = match self.options.strategy {
+            Strategy::Trace => (self.options.watch, self.options.watch_max),
+            _ => Default::default(),
+        };
+        Watch { until: now + at_least, at_most_until: now + at_most }
     }
 
     /// What to sweep, in which order, the page-table roots that say so, and the working set as far as it is known.

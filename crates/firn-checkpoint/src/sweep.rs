@@ -23,6 +23,13 @@ const WAIT_FOR_ROOM: Duration = Duration::from_millis(1);
 /// How often it looks whether the save was cancelled once everything is copied.
 const LOOK: Duration = Duration::from_millis(10);
 
+/// How long a guest is watched, on the clock of [`Trace::now`]: at least, and at most if it finds more and more to touch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Watch {
+    pub(crate) until: Duration,
+    pub(crate) at_most_until: Duration,
+}
+
 /// A sweep over the blocks of one save.
 pub(crate) struct Sweep<'a> {
     pub(crate) trace: &'a Arc<Trace>,
@@ -30,8 +37,8 @@ pub(crate) struct Sweep<'a> {
     pub(crate) pace: Pace,
     pub(crate) progress: &'a dyn Fn(Progress),
     pub(crate) steps: &'a dyn Steps,
-    /// Until when, on the clock of [`Trace::now`], the guest is watched at least.
-    pub(crate) watch_until: Duration,
+    /// How long the guest is watched.
+    pub(crate) watch: Watch,
 }
 
 impl Sweep<'_> {
@@ -55,13 +62,18 @@ impl Sweep<'_> {
 
     /// Leaves the traces in place for a while: the fault handler notes what the guest touches.
     fn watch(&self) -> Result<(), SaveError> {
-        while self.trace.now() < self.watch_until && !self.intake.failed() {
+        while self.is_watching(self.trace.now()) && !self.intake.failed() {
             if self.steps.cancelled() {
                 return Err(SaveError::Cancelled);
             }
             thread::sleep(LOOK);
         }
         Ok(())
+    }
+
+    fn is_watching(&self, now: Duration) -> bool {
+        let Watch { until, at_most_until } = self.watch;
+        now < until || now < at_most_until && !self.trace.touches().is_settled(now)
     }
 
     /// Copies up to `blocks` blocks; `false` when the order is at its end.

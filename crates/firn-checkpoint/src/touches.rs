@@ -1,8 +1,8 @@
 //! What the guest touches first after the cut, in order, and whether that came to an end. Pure.
 //!
-//! A guest is traced for a second or a little more, and never has touched all that it will. How much is missing shows in
-//! how it was found: one that goes round in the same pages touches hardly a new one at the end of that time, and has named
-//! them all; one that touches as many as at its beginning goes on like that.
+//! A guest is traced for a second, or for up to four while it finds more, and never has touched all that it will. How much
+//! is missing shows in how it was found: one that goes round in the same pages touches hardly a new one at the end of that
+//! time, and has named them all; one that touches as many as at its beginning goes on like that.
 //!
 //! ```text
 //!   found           _________                           ___--
@@ -19,6 +19,9 @@ use firn_types::Block;
 /// The last part of the time in which a guest is traced: long enough for a guest that goes on to show it, and short
 /// enough for one that goes round to have come round before, though at first each touch costs it a fault.
 const LATE: f64 = 0.125;
+
+/// What is found late is so little: another eighth would not find more.
+const SETTLED: f64 = 0.01;
 
 /// So many touches tell something.
 const ENOUGH: usize = 100;
@@ -56,8 +59,13 @@ impl Touches {
     pub(crate) fn found_late(&self, end: Duration) -> Option<f64> {
         let first = *self.times.first().filter(|_| self.times.len() >= ENOUGH)?;
         let since = end.saturating_sub(end.saturating_sub(first).mul_f64(LATE));
-        let late = self.times.iter().filter(|time| **time > since).count();
+        let late = self.times.len() - self.times.partition_point(|time| *time <= since);
         Some(late as f64 / self.times.len() as f64)
+    }
+
+    /// Whether it pays to go on watching: the guest goes round, or has only just begun to.
+    pub(crate) fn is_settled(&self, now: Duration) -> bool {
+        self.found_late(now).is_none_or(|share| share <= SETTLED)
     }
 
     /// The blocks, in order.
@@ -99,6 +107,16 @@ mod tests {
     fn a_guest_that_goes_on_finds_an_eighth_of_all_late() {
         let late = touching(0..800).found_late(ms(1800)).unwrap();
         assert!((0.12..0.13).contains(&late), "{late}");
+    }
+
+    #[test]
+    fn a_guest_is_watched_until_it_goes_round() {
+        // 400 blocks, one each millisecond, then the same again.
+        let touches = touching((0..800).map(|at| at % 400));
+        assert!(!touches.is_settled(ms(1300)), "it goes on");
+        assert!(!touches.is_settled(ms(1420)), "some of the last eighth are new");
+        assert!(touches.is_settled(ms(1500)));
+        assert!(touching(0..50).is_settled(ms(1050)), "too few to tell");
     }
 
     #[test]

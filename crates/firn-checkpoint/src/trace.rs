@@ -48,6 +48,7 @@ pub(crate) struct Trace {
     pub(crate) ledger: Ledger,
     pub(crate) block_size: BlockSize,
     written: Mutex<WrittenSet>,
+    touches: Mutex<Touches>,
     phase: AtomicU8,
     ended: AtomicBool,
     letting_go: AtomicBool,
@@ -65,6 +66,7 @@ impl Trace {
             ledger: Ledger::new(blocks),
             block_size,
             written: Mutex::default(),
+            touches: Mutex::new(Touches::new(blocks)),
             phase: AtomicU8::new(ARMING),
             ended: AtomicBool::new(false),
             letting_go: AtomicBool::new(false),
@@ -76,6 +78,11 @@ impl Trace {
     /// Locks the written set: while arming, no page becomes writable while the guard lives.
     pub(crate) fn written(&self) -> MutexGuard<'_, WrittenSet> {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the guest touches first after the cut.
+    pub(crate) fn touches(&self) -> MutexGuard<'_, Touches> {
+        self.touches.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// From here on first touches are copied. The vCPUs must be stopped, and everything protected.
@@ -131,13 +138,7 @@ impl Trace {
     }
 }
 
-/// The fault-handling thread.
-pub(crate) struct Handler {
-    trace: Arc<Trace>,
-    thread: JoinHandle<Result<FaultLog, SaveError>>,
-}
-
-/// What the handler saw.
+/// What was seen of the guest.
 #[derive(Debug, Default)]
 pub(crate) struct FaultLog {
     /// What the guest first touched after the cut.
@@ -145,25 +146,30 @@ pub(crate) struct FaultLog {
     pub(crate) counts: FaultCounts,
 }
 
+/// The fault-handling thread.
+pub(crate) struct Handler {
+    trace: Arc<Trace>,
+    thread: JoinHandle<Result<FaultCounts, SaveError>>,
+}
+
 impl Handler {
     /// Starts answering faults. Must run before the range is registered.
     pub(crate) fn start(trace: Arc<Trace>, lanes: Lanes, workers: Workers, intake: Intake) -> Self {
-        let touches = Touches::new(trace.ledger.blocks());
         let worker = Worker {
             trace: Arc::clone(&trace),
             lanes,
             workers,
             intake,
-            log: FaultLog { touches, counts: FaultCounts::default() },
+            counts: FaultCounts::default(),
         };
         Self { trace, thread: thread::spawn(move || die_loudly(|| worker.run())) }
     }
 
     /// Ends the thread once nothing can fault any more (the range is unregistered).
-    pub(crate) fn finish(self) -> Result<FaultLog, SaveError> {
+    pub(crate) fn finish(self) -> Result<FaultCounts, SaveError> {
         self.trace.ended.store(true, Ordering::Release);
         match self.thread.join() {
-            Ok(log) => log,
+            Ok(counts) => counts,
             Err(panic) => std::panic::resume_unwind(panic),
         }
     }
@@ -183,11 +189,11 @@ struct Worker {
     lanes: Lanes,
     workers: Workers,
     intake: Intake,
-    log: FaultLog,
+    counts: FaultCounts,
 }
 
 impl Worker {
-    fn run(mut self) -> Result<FaultLog, SaveError> {
+    fn run(mut self) -> Result<FaultCounts, SaveError> {
         let mut events = Vec::with_capacity(64);
         while !self.trace.ended.load(Ordering::Acquire) {
             events.clear();
@@ -196,7 +202,7 @@ impl Worker {
                 self.handle(event)?;
             }
         }
-        Ok(self.log)
+        Ok(self.counts)
     }
 
     fn handle(&mut self, event: &Event) -> Result<(), SaveError> {
@@ -225,7 +231,7 @@ impl Worker {
         if !trace.is_arming() {
             return Ok(false);
         }
-        self.log.counts.while_arming += 1;
+        self.counts.while_arming += 1;
         // A kernel that can't map a page protected (before 6.4) makes it writable: then it counts as written.
         let stays_protected = trace.faults.features().resume_protected;
         if write || kind == FaultKind::WriteProtect || !stays_protected {
@@ -243,8 +249,8 @@ impl Worker {
         let workers = &mut self.workers;
         let (lane, how) = self.lanes.attribute(tid, block, |worker| workers.vcpu_of(worker));
         firn_fault::point("save.fault");
-        self.log.counts.count(how);
-        self.log.touches.note(block, self.trace.now());
+        self.counts.count(how);
+        self.trace.touches().note(block, self.trace.now());
         match self.trace.ledger.claim(block) {
             Claim::Mine if self.intake.failed() => self.trace.ledger.copied(block),
             Claim::Mine => self.trace.copy_claimed(block, lane, &self.intake)?,

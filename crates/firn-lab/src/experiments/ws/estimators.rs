@@ -86,10 +86,11 @@ pub fn run(lab: &Lab) -> Result<Report> {
         WORKS.iter().for_each(|work| missing(&work.name(), &mut report));
         return Ok(report);
     };
-    for work in WORKS {
+    let all_known = lab.extent.wanted(&Known::ALL, |known| known.name().to_owned());
+    for work in lab.extent.wanted(&WORKS, Work::name) {
         save(lab, work, &mut report)?;
         let rounds = lab.extent.runs(ROUNDS.0, ROUNDS.1);
-        interleaved(rounds, &Known::ALL, |round, &known| {
+        interleaved(rounds, &all_known, |round, &known| {
             restore(lab, work, known, &disk, round, &mut report)
         })?;
         figures(&work.name(), &mut report);
