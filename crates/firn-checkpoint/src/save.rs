@@ -184,7 +184,7 @@ fn finish(
         return Err(SaveError::Cancelled);
     }
     firn_fault::point("save.sections");
-    let meta = describe(copied.found_late).map_err(SaveError::Step)?;
+    let meta = describe(copied.report.found_late).map_err(SaveError::Step)?;
     let summary = writer.finish(sections(context, meta, &mut copied))?;
     firn_fault::point("save.finished");
     let (image_bytes, blocks_inherited) = (summary.file_bytes, summary.inherited_blocks);
@@ -227,8 +227,6 @@ fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Cop
 pub(crate) struct Copied {
     pub(crate) cut: Cut,
     pub(crate) working_set: Vec<Block>,
-    /// See [`Describe`].
-    pub(crate) found_late: Option<f64>,
     pub(crate) roots: Vec<GuestPhys>,
     pub(crate) report: SaveReport,
 }
@@ -280,7 +278,7 @@ impl Copying<'_, '_> {
         copied.report.blocks_touched = touches.len();
         if self.context.used.is_none() {
             let sees_all = self.options.strategy == Strategy::Trace;
-            copied.found_late = touches.found_late(end).filter(|_| sees_all);
+            copied.report.found_late = touches.found_late(end).filter(|_| sees_all);
             copied.working_set = touches.into_blocks();
         }
         Ok(copied)
@@ -305,13 +303,14 @@ impl Copying<'_, '_> {
         Sweep { trace: &armed.trace, intake, pace, progress, steps, watch }.run(order.blocks)?;
         firn_fault::point("save.swept");
         let report = SaveReport { rounds, arm_ms, ..self.report(&cut) };
-        Ok(Copied { cut, working_set, found_late: None, roots, report })
+        Ok(Copied { cut, working_set, roots, report })
     }
 
-    /// How long the guest is watched from now on: only [`Strategy::Trace`] sees what it reads.
+    /// How long the guest is watched from now on, if that is to tell what it uses: only [`Strategy::Trace`] sees what it
+    /// reads.
     fn watch(&self, now: Duration) -> Watch {
-        let (at_least, at_most) = match self.options.strategy {
-            Strategy::Trace => (self.options.watch, self.options.watch_max),
+        let (at_least, at_most) = match (self.options.strategy, &self.context.used) {
+            (Strategy::Trace, None) => (self.options.watch, self.options.watch_max),
             _ => Default::default(),
         };
         Watch { until: now + at_least, at_most_until: now + at_most }
@@ -345,7 +344,7 @@ impl Copying<'_, '_> {
         })?;
         let report = self.report(&cut);
         let roots = spaces.roots;
-        Ok(Copied { cut, working_set, found_late: None, roots, report })
+        Ok(Copied { cut, working_set, roots, report })
     }
 
     fn report(&self, cut: &Cut) -> SaveReport {

@@ -20,8 +20,8 @@ use firn_types::Block;
 /// enough for one that goes round to have come round before, though at first each touch costs it a fault.
 const LATE: f64 = 0.125;
 
-/// What is found late is so little: another eighth would not find more.
-const SETTLED: f64 = 0.01;
+/// Of a guest that has touched all that it will, so little is found late (a restore goes by this: `firn-restore`, `far`).
+const SETTLED: f64 = 0.002;
 
 /// So many touches tell something.
 const ENOUGH: usize = 100;

@@ -126,7 +126,7 @@ impl PreCopy<'_, '_> {
             ..SaveReport::default()
         };
         let working_set = self.working_set(done.hot);
-        Ok(Copied { cut, working_set, found_late: None, roots, report })
+        Ok(Copied { cut, working_set, roots, report })
     }
 
     /// What has to be copied first: what was written since the parent, or else all there is.
