@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use super::Server;
 use super::actions::{Read, Stir, Take, Why};
-use super::far::Requests;
+use super::far::{Requests, is_next_to_nothing};
 use super::pace::{Leave, Rules};
 use super::plan::Unit;
 use super::sequence::{Reach, sequence};
@@ -248,10 +248,12 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// Storage turned out to be far: see [`super::far`].
+    /// Storage turned out to be far: see [`super::far`]. Of a complete working set, what is read meanwhile is read in any case,
+    /// and whether anything else is hangs on how far it is.
     pub(super) fn go_by_place_if_far(&mut self) {
         let is_far = self.rules.adapts && self.cost.is_far();
-        if is_far && self.ahead.has_more() && !self.ahead.by_place {
+        let is_clear = !is_next_to_nothing(self.rules.missed) || self.cost.is_certain();
+        if is_far && is_clear && self.ahead.has_more() && !self.ahead.by_place {
             self.go_by_place();
         }
     }

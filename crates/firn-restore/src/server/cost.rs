@@ -14,8 +14,9 @@
 //! The cost of a read is the time in which it kept the storage from all others: from the end of the read before it, or
 //! its own beginning, to its end. Where requests queue, or a limit is enforced in bursts, single times mean little and
 //! say nothing about the length of a read; their mean does, but for one that was held up alone. It needs short reads: of
-//! long ones it says that getting there costs nothing. So what was once found, by several reads in a row, holds; and where
-//! restores before this one have found it, it holds from the first read.
+//! long ones it says that getting there costs nothing, so those of one unit are looked at on their own as well, if
+//! others came before: what is held up for the sake of a long one says nothing of them. So what was once found, by several reads in a row, holds, and only
+//! how far it is becomes more certain for a while; and where restores before this one have found it, it holds from the first read.
 
 use std::time::Duration;
 
@@ -27,8 +28,12 @@ const SEQUENCE_MIN: f64 = 60e6;
 const HELD_UP: f64 = 0.6;
 /// Reads after which a mean means something.
 const ENOUGH: f64 = 5.0;
+/// A read of one unit tells something of its own after so many of its kind, without a longer one between.
+const IN_A_ROW: u32 = 3;
 /// So many reads in a row must look far.
 const SURE: u32 = 4;
+/// Reads after which their mean is as good as it gets: limits that are enforced ten times a second have bitten several times.
+const CERTAIN: f64 = 24.0;
 
 /// Some reads.
 #[derive(Clone, Copy, Debug, Default)]
@@ -50,6 +55,20 @@ impl Sum {
 
     fn without_the_longest(&self) -> Self {
         Self { reads: self.reads - 1.0, seconds: self.seconds - self.longest, ..*self }
+    }
+
+    /// Without one read that was held up, if there is one.
+    fn unhindered(&self) -> Self {
+        match self.longest > HELD_UP * self.seconds {
+            true => self.without_the_longest(),
+            false => *self,
+        }
+    }
+
+    /// What getting there costs at least, in seconds, if a unit costs so much; none if they are too few to tell.
+    fn least(&self, unit: f64) -> Option<f64> {
+        let of = self.unhindered();
+        (self.reads >= ENOUGH).then(|| (of.seconds - unit * of.units) / self.reads)
     }
 
     /// What a read took, in seconds, its bytes included: where requests are counted these take no time of their own.
@@ -78,6 +97,10 @@ pub(crate) struct Cost {
     all: Sum,
     /// Of these, those before the first that took any time: limits let a few requests pass before they bite.
     free: Sum,
+    /// Those of one unit, after others like them.
+    single: Sum,
+    /// How many reads of one unit came last.
+    singles: u32,
     /// Reads in a row by which storage looked far.
     looked_far: u32,
     /// What getting there costs, in seconds, of storage that is far.
@@ -97,6 +120,8 @@ impl Cost {
             is_over: false,
             all: Sum::default(),
             free: Sum::default(),
+            single: Sum::default(),
+            singles: 0,
             looked_far: 0,
             way: None,
             told: told.as_ref().map(Duration::as_secs_f64),
@@ -132,21 +157,26 @@ impl Cost {
             self.free.add(units, cost);
         }
         self.all.add(units, cost);
+        if self.singles >= IN_A_ROW && units == 1 {
+            self.single.add(units, cost);
+        }
+        self.singles = if units == 1 { self.singles + 1 } else { 0 };
         self.look();
     }
 
     fn look(&mut self) {
-        let all = match self.all.longest > HELD_UP * self.all.seconds {
-            true => self.all.without_the_longest(),
-            false => self.all,
-        };
-        let least = (all.seconds - self.unit * all.units) / self.all.reads;
-        let looks_far = self.is_known() && least >= FAR;
-        self.looked_far = if looks_far { self.looked_far + 1 } else { 0 };
-        if self.looked_far >= SURE {
-            let way = all.less(&self.free).mean().max(least);
-            self.found.get_or_insert(way);
-            self.way.get_or_insert(way);
+        let rest = self.all.unhindered().less(&self.free);
+        let single = self.single.unhindered();
+        let by = [(self.all.least(self.unit), rest), (self.single.least(self.unit), single)];
+        let far = by.into_iter().find_map(|(least, of)| {
+            let least = least.filter(|least| *least >= FAR)?;
+            Some(of.mean().max(least))
+        });
+        self.looked_far = if far.is_some() { self.looked_far + 1 } else { 0 };
+        let tells = self.found.is_none() || self.all.reads <= CERTAIN;
+        if self.looked_far >= SURE && tells {
+            self.found = far;
+            self.way = self.told.or(far);
         }
     }
 
@@ -163,6 +193,11 @@ impl Cost {
     /// Whether enough was read to say anything.
     pub(super) fn is_known(&self) -> bool {
         self.all.reads >= ENOUGH
+    }
+
+    /// Whether more reads would not say more.
+    pub(super) fn is_certain(&self) -> bool {
+        self.is_over || self.told.is_some() || self.all.reads >= CERTAIN
     }
 
     /// Whether getting there is what costs.
@@ -232,6 +267,53 @@ mod tests {
             cost.read(units, began, now);
         }
         cost
+    }
+
+    #[test]
+    fn long_reads_hide_no_disk() {
+        // A disk of 80 requests and 100 MB a second, by 100 requests of 15 units, and then by what a guest asks for.
+        let (mut cost, mut now) = (new(), Duration::ZERO);
+        let mut read = |cost: &mut Cost, units| {
+            let began = now;
+            now += Duration::from_micros(12_500);
+            cost.read(units, began, now);
+        };
+        (0..100).for_each(|_| read(&mut cost, 15));
+        assert!(!cost.is_far());
+        (0..12).for_each(|_| read(&mut cost, 1));
+        assert!((10..15).contains(&cost.way().as_millis()), "{:?}", cost.way());
+    }
+
+    #[test]
+    fn what_is_held_up_by_long_reads_is_not_far() {
+        // 125 MB a second, which holds up whatever comes after sixteen long reads.
+        let (mut cost, mut now) = (new(), Duration::ZERO);
+        for at in 0..400 {
+            let began = now;
+            let is_long = at % 20 < 16;
+            now += Duration::from_micros(if at % 20 == 16 { 120_000 } else { 300 });
+            cost.read(if is_long { 15 } else { 1 }, began, now);
+            assert!(!cost.is_far(), "{at}");
+        }
+    }
+
+    #[test]
+    fn how_far_it_is_becomes_certain_with_more_reads() {
+        // Limits that let requests pass for a tenth of a second, and then hold one up: 12.5 ms each in the end.
+        let held_up = |at: u32| if at % 8 == 5 { 100_000 } else { 0 };
+        let after = |reads: u32| {
+            let (mut cost, mut now) = (new(), Duration::ZERO);
+            for at in 0..reads {
+                let began = now;
+                now += Duration::from_micros(held_up(at) + 100);
+                cost.read(1, began, now);
+            }
+            cost
+        };
+        let way_ms = |reads: u32| after(reads).way().as_secs_f64() * 1e3;
+        assert!(!after(12).is_certain() && after(24).is_certain());
+        assert!((10.0..18.0).contains(&way_ms(24)), "{}", way_ms(24));
+        assert!((way_ms(200) - way_ms(24)).abs() < 1e-9, "and holds");
     }
 
     #[test]
