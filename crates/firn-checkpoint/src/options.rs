@@ -91,7 +91,7 @@ pub struct SaveOptions {
     /// Whether the sweep yields to the guest.
     pub throttle: bool,
     /// How long the guest is watched after the cut at least, though everything may be copied sooner: what it touches
-    /// is what a restore brings in first ([`Estimator::Trace`]).
+    /// is what a restore brings in first ([`Estimator::Trace`], and no other).
     pub watch: Duration,
     /// How long it is watched at most, while it touches more and more.
     pub watch_max: Duration,

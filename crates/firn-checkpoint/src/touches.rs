@@ -20,8 +20,12 @@ use firn_types::Block;
 /// enough for one that goes round to have come round before, though at first each touch costs it a fault.
 const LATE: f64 = 0.125;
 
-/// Of a guest that has touched all that it will, so little is found late (a restore goes by this: `firn-restore`, `far`).
+/// Of a guest that has touched all that it will, so little is found late: less than what a restore takes for complete
+/// (`firn-restore`, `far`).
 const SETTLED: f64 = 0.002;
+
+/// And it must not have found more for so long: one that waits for something for a moment finds nothing either.
+const LULL: Duration = Duration::from_millis(500);
 
 /// So many touches tell something.
 const ENOUGH: usize = 100;
@@ -57,15 +61,25 @@ impl Touches {
     /// The share of the blocks that was found in the last eighth of the time from the first of them to `end`; none if
     /// there are too few to tell.
     pub(crate) fn found_late(&self, end: Duration) -> Option<f64> {
+        Some(self.found_within(self.late(end)?, end))
+    }
+
+    /// The last part of the time from the first touch to `end`; none if there are too few touches to tell.
+    fn late(&self, end: Duration) -> Option<Duration> {
         let first = *self.times.first().filter(|_| self.times.len() >= ENOUGH)?;
-        let since = end.saturating_sub(end.saturating_sub(first).mul_f64(LATE));
+        Some(end.saturating_sub(first).mul_f64(LATE))
+    }
+
+    /// The share of the blocks that was found in the time of such a length before `end`.
+    fn found_within(&self, length: Duration, end: Duration) -> f64 {
+        let since = end.saturating_sub(length);
         let late = self.times.len() - self.times.partition_point(|time| *time <= since);
-        Some(late as f64 / self.times.len() as f64)
+        late as f64 / self.times.len() as f64
     }
 
     /// Whether it pays to go on watching: the guest goes round, or has only just begun to.
     pub(crate) fn is_settled(&self, now: Duration) -> bool {
-        self.found_late(now).is_none_or(|share| share <= SETTLED)
+        self.late(now).is_none_or(|late| self.found_within(late.max(LULL), now) <= SETTLED)
     }
 
     /// The blocks, in order.
@@ -114,8 +128,8 @@ mod tests {
         // 400 blocks, one each millisecond, then the same again.
         let touches = touching((0..800).map(|at| at % 400));
         assert!(!touches.is_settled(ms(1300)), "it goes on");
-        assert!(!touches.is_settled(ms(1420)), "some of the last eighth are new");
-        assert!(touches.is_settled(ms(1500)));
+        assert!(!touches.is_settled(ms(1500)), "for a moment it found nothing");
+        assert!(touches.is_settled(ms(1900)));
         assert!(touching(0..50).is_settled(ms(1050)), "too few to tell");
     }
 

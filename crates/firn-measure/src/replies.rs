@@ -16,8 +16,8 @@ pub struct Replies {
 }
 
 impl Replies {
-    /// Replies at these times, in microseconds since the command; observed until `observed_us`; `steady_per_s` came per
-    /// second before the save.
+    /// Replies at these times, in microseconds since the command; observed until `observed_us`; `steady_per_s` come per
+    /// second when nothing is in the way: before the save, say.
     pub fn new(mut times_us: Vec<u64>, observed_us: u64, steady_per_s: f64) -> Self {
         times_us.retain(|&time| time < observed_us);
         times_us.sort_unstable();

@@ -68,10 +68,13 @@ impl Storage {
     }
 
     /// A restore is over, or has gone on for long enough; it may have found out what getting there costs, and may have gone by
-    /// what is kept.
+    /// what is kept. A few reads tell it badly, so what is kept is the mean of what is found and what was.
     pub(crate) fn keep(self, found: Option<Duration>, went_by_it: bool) {
         let next = match (found, self.known.filter(|_| went_by_it)) {
-            (Some(way), _) => Known { way_us: way.as_micros() as u64, restores: BELIEVED },
+            (Some(way), _) => {
+                let mean = (self.way().unwrap_or(way) + way) / 2;
+                Known { way_us: mean.as_micros() as u64, restores: BELIEVED }
+            }
             (None, Some(known)) => Known { restores: known.restores.saturating_sub(1), ..known },
             (None, None) => return,
         };
@@ -115,6 +118,15 @@ mod tests {
         }
         assert_eq!(storage(dir.path()).way(), None);
         assert_eq!(fs::read_dir(dir.path().join(DIRECTORY)).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn what_was_found_badly_gets_better() {
+        let dir = tempfile::tempdir().unwrap();
+        storage(dir.path()).keep(Some(WAY * 4), false);
+        (0..4).for_each(|_| storage(dir.path()).keep(Some(WAY), true));
+        let way = storage(dir.path()).way().unwrap();
+        assert!(way > WAY && way < WAY.mul_f64(1.2), "{way:?}");
     }
 
     #[test]

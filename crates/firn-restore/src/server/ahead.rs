@@ -194,7 +194,7 @@ impl<B: Clone> Server<B> {
     /// Whether a guest that may run is to wait for what is read ahead: as was decided, if storage is near; if it is so far that a
     /// guest would do nothing but wait, if all can be there soon.
     pub fn guest_waits(&self) -> bool {
-        match self.cost.is_far() {
+        match self.cost.is_far() && self.is_clear() {
             true => self.rules.adapts && self.ahead_takes() <= SOON,
             false => !self.rules.guest_runs,
         }
@@ -248,14 +248,18 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// Storage turned out to be far: see [`super::far`]. Of a complete working set, what is read meanwhile is read in any case,
-    /// and whether anything else is hangs on how far it is.
+    /// Storage turned out to be far: see [`super::far`].
     pub(super) fn go_by_place_if_far(&mut self) {
-        let is_far = self.rules.adapts && self.cost.is_far();
-        let is_clear = !is_next_to_nothing(self.rules.missed) || self.cost.is_certain();
-        if is_far && is_clear && self.ahead.has_more() && !self.ahead.by_place {
+        let is_far = self.rules.adapts && self.cost.is_far() && self.is_clear();
+        if is_far && self.ahead.has_more() && !self.ahead.by_place {
             self.go_by_place();
         }
+    }
+
+    /// Whether more reads would not change what is done about far storage. Of a complete working set, what is read meanwhile is
+    /// read in any case, and whether anything else is hangs on how far it is.
+    fn is_clear(&self) -> bool {
+        !is_next_to_nothing(self.rules.missed) || self.cost.is_certain()
     }
 
     fn go_by_place(&mut self) {

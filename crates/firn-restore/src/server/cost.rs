@@ -32,8 +32,8 @@ const ENOUGH: f64 = 5.0;
 const IN_A_ROW: u32 = 3;
 /// So many reads in a row must look far.
 const SURE: u32 = 4;
-/// Reads after which their mean is as good as it gets: limits that are enforced ten times a second have bitten several times.
-const CERTAIN: f64 = 24.0;
+/// So many reads after that, their mean is as good as it gets: limits that are enforced ten times a second have bitten several times.
+const CERTAIN: f64 = 16.0;
 
 /// Some reads.
 #[derive(Clone, Copy, Debug, Default)]
@@ -109,6 +109,8 @@ pub(crate) struct Cost {
     told: Option<f64>,
     /// The same, by reads of this restore.
     found: Option<f64>,
+    /// After so many reads that is certain.
+    certain_at: f64,
 }
 
 impl Cost {
@@ -126,6 +128,7 @@ impl Cost {
             way: None,
             told: told.as_ref().map(Duration::as_secs_f64),
             found: None,
+            certain_at: f64::INFINITY,
         }
     }
 
@@ -173,8 +176,8 @@ impl Cost {
             Some(of.mean().max(least))
         });
         self.looked_far = if far.is_some() { self.looked_far + 1 } else { 0 };
-        let tells = self.found.is_none() || self.all.reads <= CERTAIN;
-        if self.looked_far >= SURE && tells {
+        if self.looked_far >= SURE && self.all.reads <= self.certain_at {
+            self.certain_at = self.certain_at.min(self.all.reads + CERTAIN);
             self.found = far;
             self.way = self.told.or(far);
         }
@@ -197,7 +200,7 @@ impl Cost {
 
     /// Whether more reads would not say more.
     pub(super) fn is_certain(&self) -> bool {
-        self.is_over || self.told.is_some() || self.all.reads >= CERTAIN
+        self.is_over || self.told.is_some() || self.all.reads >= self.certain_at
     }
 
     /// Whether getting there is what costs.
@@ -311,9 +314,9 @@ mod tests {
             cost
         };
         let way_ms = |reads: u32| after(reads).way().as_secs_f64() * 1e3;
-        assert!(!after(12).is_certain() && after(24).is_certain());
-        assert!((10.0..18.0).contains(&way_ms(24)), "{}", way_ms(24));
-        assert!((way_ms(200) - way_ms(24)).abs() < 1e-9, "and holds");
+        assert!(after(20).is_far() && !after(20).is_certain() && after(40).is_certain());
+        assert!((10.0..18.0).contains(&way_ms(40)), "{}", way_ms(40));
+        assert!((way_ms(200) - way_ms(40)).abs() < 1e-9, "and holds");
     }
 
     #[test]

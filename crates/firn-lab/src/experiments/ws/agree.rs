@@ -74,7 +74,7 @@ fn one(
     let restored =
         Restored::of(lab, image, How { afterwards: AFTERWARDS, ..How::new(mode, disk) })?;
     let Some(complete_us) = restored.run.record.finished_us else {
-        lab.say(&format!("{mode}: not all memory is there yet, nothing to compare"));
+        report.note(format!("{mode}, round {round}: not all memory was there in time"));
         return Ok(());
     };
     let steps = beats.steps(restored.since);

@@ -55,6 +55,10 @@ impl Known {
         }
     }
 
+    fn is_estimated(self) -> bool {
+        matches!(self, Self::AccessBits | Self::Trace)
+    }
+
     fn mode(self) -> Mode {
         match self {
             Self::Nothing => Mode::Lazy,
@@ -93,7 +97,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
         interleaved(rounds, &all_known, |round, &known| {
             restore(lab, work, known, &disk, round, &mut report)
         })?;
-        figures(&work.name(), &mut report);
+        figures(&work.name(), &all_known, &mut report);
     }
     let drawing = drawing(&report)?;
     report.drawing("ws-estimators", drawing);
@@ -153,8 +157,8 @@ fn restore(
     Ok(())
 }
 
-fn figures(work: &str, report: &mut Report) {
-    for known in Known::ALL {
+fn figures(work: &str, all_known: &[Known], report: &mut Report) {
+    for known in all_known {
         for key in KEYS {
             let is_it = |run: &&Value| run["work"] == work && run["known"] == known.name();
             let runs = report.repetitions().iter().filter(is_it);
@@ -163,7 +167,10 @@ fn figures(work: &str, report: &mut Report) {
         }
     }
     let lazy = on_demand(report, work, Known::Nothing);
-    for known in [Known::AccessBits, Known::Trace] {
+    if !all_known.contains(&Known::Nothing) {
+        return;
+    }
+    for &known in all_known.iter().filter(|known| known.is_estimated()) {
         let share = on_demand(report, work, known) / lazy;
         report.number(format!("{work}.{}.on_demand_to_lazy", known.name()), share);
     }
