@@ -90,8 +90,8 @@ pub struct SaveReport {
     pub blocks_total: u32,
     /// Memory blocks that the guest touched before the sweep came to them or after.
     pub blocks_touched: u32,
-    /// The share of them that was found in the last eighth of the time: how far the guest was from having touched all that
-    /// it uses. None where that was not looked at.
+    /// How far the guest was from having touched all that it uses, when all was copied and it had been watched for as long as it
+    /// must be: of what it had touched by then, the share of the last eighth of the time. None where that was not looked at.
     #[serde(default)]
     pub found_late: Option<f64>,
     /// Size of the image, in bytes.

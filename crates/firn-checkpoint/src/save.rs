@@ -270,15 +270,12 @@ impl Copying<'_, '_> {
         let intake = self.intake.clone();
         let armed = Armed::attach(self.context, self.options, tids, lanes, workers, intake)?;
         let copied = self.follow_armed(&armed);
-        let end = armed.trace.now();
         let log = armed.disarm();
         firn_fault::point("save.disarmed");
         let (mut copied, FaultLog { touches, counts }) = (copied?, log?);
         copied.report.faults = counts;
         copied.report.blocks_touched = touches.len();
         if self.context.used.is_none() {
-            let sees_all = self.options.strategy == Strategy::Trace;
-            copied.report.found_late = touches.found_late(end).filter(|_| sees_all);
             copied.working_set = touches.into_blocks();
         }
         Ok(copied)
@@ -300,18 +297,24 @@ impl Copying<'_, '_> {
         armed.skip(&order.unbacked);
         let pace = Pace::new(self.options.throttle, armed.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
-        Sweep { trace: &armed.trace, intake, pace, progress, steps, watch }.run(order.blocks)?;
+        let watched = Sweep { trace: &armed.trace, intake, pace, progress, steps, watch }
+            .run(order.blocks)?;
         firn_fault::point("save.swept");
-        let report = SaveReport { rounds, arm_ms, ..self.report(&cut) };
+        let found_late = armed.trace.touches().found_late(watched).filter(|_| self.is_watched());
+        let report = SaveReport { rounds, arm_ms, found_late, ..self.report(&cut) };
         Ok(Copied { cut, working_set, roots, report })
     }
 
-    /// How long the guest is watched from now on, if that is to tell what it uses: only [`Strategy::Trace`] sees what it
-    /// reads.
+    /// Whether what the guest touches tells what it uses: only [`Strategy::Trace`] sees what it reads.
+    fn is_watched(&self) -> bool {
+        self.options.strategy == Strategy::Trace && self.context.used.is_none()
+    }
+
+    /// How long the guest is watched from now on.
     fn watch(&self, now: Duration) -> Watch {
-        let (at_least, at_most) = match (self.options.strategy, &self.context.used) {
-            (Strategy::Trace, None) => (self.options.watch, self.options.watch_max),
-            _ => Default::default(),
+        let (at_least, at_most) = match self.is_watched() {
+            true => (self.options.watch, self.options.watch_max),
+            false => Default::default(),
         };
         Watch { until: now + at_least, at_most_until: now + at_most }
     }

@@ -42,8 +42,12 @@ pub(crate) struct Sweep<'a> {
 }
 
 impl Sweep<'_> {
-    /// Copies every block of `order` that nobody has copied yet. Ends early if the image can't be written.
-    pub(crate) fn run(&mut self, order: impl IntoIterator<Item = Block>) -> Result<(), SaveError> {
+    /// Copies every block of `order` that nobody has copied yet. Ends early if the image can't be written. Tells when all
+    /// was copied, and the guest watched for as long as it must be.
+    pub(crate) fn run(
+        &mut self,
+        order: impl IntoIterator<Item = Block>,
+    ) -> Result<Duration, SaveError> {
         let mut order = order.into_iter();
         loop {
             if self.steps.cancelled() {
@@ -61,19 +65,23 @@ impl Sweep<'_> {
     }
 
     /// Leaves the traces in place for a while: the fault handler notes what the guest touches.
-    fn watch(&self) -> Result<(), SaveError> {
-        while self.is_watching(self.trace.now()) && !self.intake.failed() {
+    fn watch(&self) -> Result<Duration, SaveError> {
+        let Watch { until, at_most_until } = self.watch;
+        self.wait_while(|now| now < until)?;
+        let watched = self.trace.now();
+        let is_settled = |now| self.trace.touches().is_settled(now);
+        self.wait_while(|now| now < at_most_until && !is_settled(now))?;
+        Ok(watched)
+    }
+
+    fn wait_while(&self, is_early: impl Fn(Duration) -> bool) -> Result<(), SaveError> {
+        while is_early(self.trace.now()) && !self.intake.failed() {
             if self.steps.cancelled() {
                 return Err(SaveError::Cancelled);
             }
             thread::sleep(LOOK);
         }
         Ok(())
-    }
-
-    fn is_watching(&self, now: Duration) -> bool {
-        let Watch { until, at_most_until } = self.watch;
-        now < until || now < at_most_until && !self.trace.touches().is_settled(now)
     }
 
     /// Copies up to `blocks` blocks; `false` when the order is at its end.

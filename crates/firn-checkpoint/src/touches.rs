@@ -58,23 +58,24 @@ impl Touches {
         self.blocks.len() as u32
     }
 
-    /// The share of the blocks that was found in the last eighth of the time from the first of them to `end`; none if
-    /// there are too few to tell.
+    /// Of the blocks that were found by `end`, the share that was in the last eighth of the time from the first of them;
+    /// none if there are too few to tell.
     pub(crate) fn found_late(&self, end: Duration) -> Option<f64> {
         Some(self.found_within(self.late(end)?, end))
     }
 
     /// The last part of the time from the first touch to `end`; none if there are too few touches to tell.
     fn late(&self, end: Duration) -> Option<Duration> {
-        let first = *self.times.first().filter(|_| self.times.len() >= ENOUGH)?;
-        Some(end.saturating_sub(first).mul_f64(LATE))
+        let (first, enough) = (self.times.first()?, self.times.get(ENOUGH - 1)?);
+        (*enough <= end).then(|| end.saturating_sub(*first).mul_f64(LATE))
     }
 
     /// The share of the blocks that was found in the time of such a length before `end`.
     fn found_within(&self, length: Duration, end: Duration) -> f64 {
         let since = end.saturating_sub(length);
-        let late = self.times.len() - self.times.partition_point(|time| *time <= since);
-        late as f64 / self.times.len() as f64
+        let by = |when: Duration| self.times.partition_point(|time| *time <= when);
+        let all = by(end);
+        (all - by(since)) as f64 / all.max(1) as f64
     }
 
     /// Whether it pays to go on watching: the guest goes round, or has only just begun to.
@@ -138,5 +139,12 @@ mod tests {
         // 101 blocks in a tenth of a second, then nothing for four.
         assert_eq!(touching(0..101).found_late(ms(1500)), Some(0.0));
         assert_eq!(touching(0..99).found_late(ms(1500)), None);
+    }
+
+    #[test]
+    fn what_came_later_does_not_count() {
+        let touches = touching(0..900);
+        assert_eq!(touches.found_late(ms(1500)), touching(0..501).found_late(ms(1500)));
+        assert_eq!(touches.found_late(ms(1050)), None);
     }
 }
