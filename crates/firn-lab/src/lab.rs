@@ -11,7 +11,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
-use crate::disk_profile::{DiskProfile, Throttle, check};
+use crate::disk_profile::{DiskProfile, Throttle, ThrottleError, check, make_cold_when_ready};
 use crate::firn::Firn;
 use crate::guest::accel;
 use crate::report::Report;
@@ -114,6 +114,14 @@ impl Lab {
         report.host("cores", std::thread::available_parallelism().map_or(0, usize::from));
         report.host("seed", self.extent.seed);
         report
+    }
+
+    /// Evicts an image from the page cache, when the disk is as quick as this profile asks for. Says so if it is not in time.
+    pub fn make_cold(&self, image: &Path, profile: DiskProfile) -> Result<(), ThrottleError> {
+        if !make_cold_when_ready(image, profile)? {
+            self.say(&format!("the disk is slower than {profile} now"));
+        }
+        Ok(())
     }
 
     /// A disk profile for files of this lab, measured; what it achieves goes into the report.

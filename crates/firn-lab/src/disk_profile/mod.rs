@@ -11,7 +11,8 @@
 //! A process and all its children get the profile by being started through [`Throttle::command`], which puts it into a
 //! control group of its own first. Whatever reads the image must be in there: Firn's supervisor (a child of `firn
 //! restore`), or the whole QEMU of a peer. Throttling says nothing about reads that the page cache answers:
-//! [`make_cold`] evicts the files first, and checks that they are gone.
+//! [`make_cold`] evicts the files first, and checks that they are gone. And a disk can't imitate a quicker one:
+//! [`make_cold_when_ready`] waits until it has recovered from what was written before.
 //!
 //! The throttle is the kernel's word; [`check`] measures what it does (random 4 KiB reads), and experiments print that.
 
@@ -19,6 +20,7 @@ mod cold;
 mod device;
 mod group;
 mod probe;
+mod ready;
 
 use std::fmt;
 use std::io;
@@ -32,6 +34,7 @@ pub use cold::{make_cold, warm};
 pub use device::{BlockDevice, device_of};
 pub use group::Throttle;
 pub use probe::{Achieved, check, probe};
+pub use ready::make_cold_when_ready;
 
 /// A disk to imitate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -23,7 +23,7 @@ use firn_restore::Mode;
 use firn_vmm::Qmp;
 use serde_json::json;
 
-use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
+use crate::disk_profile::{DiskProfile, Throttle, warm};
 use crate::firn::SaveArgs;
 use crate::guest::{
     GuestImage, HostForward, Machine, QemuArgs, Redis, RedisLoad, accel, free_tcp_port,
@@ -178,7 +178,7 @@ impl<'a> Guest<'a> {
         round: usize,
         report: &mut Report,
     ) -> Result<()> {
-        self.prepare(&image.file)?;
+        self.prepare(&image.file, throttle.profile())?;
         let client = self.client(self.lab.extent.seed + 1 + round as u64);
         let (event, start) = (client.now(), Instant::now());
         let _running = self.restore(image, None, throttle)?;
@@ -192,8 +192,8 @@ impl<'a> Guest<'a> {
     }
 
     /// The image cold, everything else warm.
-    pub(super) fn prepare(&self, file: &Path) -> Result<()> {
-        make_cold([file])?;
+    pub(super) fn prepare(&self, file: &Path, profile: DiskProfile) -> Result<()> {
+        self.lab.make_cold(file, profile)?;
         [&self.image.kernel, &self.image.initrd].into_iter().try_for_each(|file| warm(file))?;
         Ok(())
     }

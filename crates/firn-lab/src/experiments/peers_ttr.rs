@@ -99,7 +99,7 @@ fn measure(
     round: usize,
     report: &mut Report,
 ) -> Result<()> {
-    guest.prepare(&row.image.file)?;
+    guest.prepare(&row.image.file, throttle.profile())?;
     if throttle.profile() == DiskProfile::None {
         warm(&row.image.file)?;
     }

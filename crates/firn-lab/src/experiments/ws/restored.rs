@@ -8,7 +8,7 @@ use firn_report::Run;
 use firn_restore::Mode;
 
 use super::subject::VM;
-use crate::disk_profile::{DiskProfile, Throttle, make_cold, warm};
+use crate::disk_profile::{DiskProfile, Throttle, warm};
 use crate::lab::Lab;
 
 /// The window of TTR, in microseconds.
@@ -51,7 +51,7 @@ impl Restored {
     pub(super) fn of(lab: &Lab, image: &Path, how: How<'_>) -> Result<Self> {
         match how.disk.profile() {
             DiskProfile::None => warm(image)?,
-            _ => make_cold([image])?,
+            profile => lab.make_cold(image, profile)?,
         }
         let mode = how.mode.to_string();
         let mut options = vec!["--mode", &mode];

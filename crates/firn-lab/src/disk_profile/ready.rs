@@ -1,0 +1,57 @@
+//! Waiting until the disk itself is quicker than the one it is to imitate.
+//!
+//! A checkpoint was written a moment ago. The host may still be busy with it, or the disk of a virtual machine be out of what
+//! it is allowed in bursts; and whatever is restored first is measured on a slower disk than what comes after it.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use super::{DiskProfile, ThrottleError, at, make_cold};
+
+/// So much is read to see how fast it is.
+const BYTES: u64 = 32 << 20;
+/// So many times as fast as the disk it imitates.
+const SPARE: f64 = 1.25;
+/// How long a disk may take to get there, and how often it is looked at.
+const PATIENCE: Duration = Duration::from_secs(30);
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// Evicts a file from the page cache when reading it is quicker than this profile allows. Tells whether it ever was.
+///
+/// # Errors
+/// As those of [`make_cold`]; a file that can't be read.
+pub fn make_cold_when_ready(file: &Path, profile: DiskProfile) -> Result<bool, ThrottleError> {
+    let wanted = profile.limits().map_or(0.0, |limits| limits.bytes_per_s as f64 * SPARE);
+    let since = Instant::now();
+    loop {
+        make_cold([file])?;
+        let is_ready = bytes_per_s(file)? >= wanted;
+        if is_ready || since.elapsed() >= PATIENCE {
+            make_cold([file])?;
+            return Ok(is_ready);
+        }
+        sleep(PAUSE);
+    }
+}
+
+fn bytes_per_s(path: &Path) -> Result<f64, ThrottleError> {
+    let (mut file, since) = (File::open(path).map_err(at(path))?.take(BYTES), Instant::now());
+    let read = std::io::copy(&mut file, &mut std::io::sink()).map_err(at(path))?;
+    Ok(read as f64 / since.elapsed().as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_without_limits_is_always_ready() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        assert!(make_cold_when_ready(file.path(), DiskProfile::None).unwrap());
+        assert!(make_cold_when_ready(Path::new("/nowhere"), DiskProfile::None).is_err());
+    }
+}
