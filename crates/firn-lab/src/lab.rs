@@ -2,7 +2,9 @@
 
 use std::fs;
 use std::io;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -11,13 +13,19 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
-use crate::disk_profile::{DiskProfile, Throttle, ThrottleError, check, make_cold_when_ready};
+use crate::disk_profile::{
+    DiskProfile, Throttle, ThrottleError, check, make_cold_when_ready, warm,
+};
 use crate::firn::Firn;
-use crate::guest::accel;
+use crate::guest::{GuestImage, accel, default_program};
 use crate::report::Report;
 
 /// Environment variable that names the directory for images; it should be on a disk that can be throttled.
 pub const VARIABLE: &str = "FIRN_LAB_DIR";
+
+/// A start of the hypervisor, with its firmware and a device that has a ROM.
+const STANDING: [&str; 9] =
+    ["-S", "-display", "none", "-serial", "none", "-monitor", "stdio", "-device", "virtio-net-pci"];
 
 /// How much to do.
 #[derive(Clone, Debug, Default)]
@@ -116,10 +124,20 @@ impl Lab {
         report
     }
 
-    /// Evicts an image from the page cache, when the disk is as quick as this profile asks for. Says so if it is not in time.
+    /// Evicts an image from the page cache, when the disk is as quick as this profile asks for; what a hypervisor reads
+    /// beside it stays or comes back. Says so if the disk is not as quick in time.
     pub fn make_cold(&self, image: &Path, profile: DiskProfile) -> Result<(), ThrottleError> {
         if !make_cold_when_ready(image, profile)? {
             self.say(&format!("the disk is slower than {profile} now"));
+        }
+        // Evicting it may have taken dropping all caches.
+        let guests = GuestImage::known();
+        guests
+            .iter()
+            .flat_map(|guest| [&guest.kernel, &guest.initrd])
+            .try_for_each(|it| warm(it))?;
+        if let Err(error) = start_and_quit() {
+            self.say(&format!("the hypervisor may have to be read from the disk: {error}"));
         }
         Ok(())
     }
@@ -203,6 +221,19 @@ pub fn wait_for<T>(
         anyhow::ensure!(start.elapsed() < limit, "{what}: nothing after {} s", limit.as_secs());
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Starts a hypervisor that does nothing, so that what every one reads is in memory.
+fn start_and_quit() -> io::Result<()> {
+    let mut command = Command::new(default_program());
+    command.args(STANDING).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut hypervisor = command.spawn()?;
+    let told = hypervisor.stdin.take().map_or(Ok(()), |mut monitor| monitor.write_all(b"quit\n"));
+    if told.is_err() {
+        hypervisor.kill()?;
+    }
+    hypervisor.wait()?;
+    told
 }
 
 #[cfg(test)]

@@ -47,6 +47,9 @@ pub enum ImageError {
     },
 }
 
+/// The guests that were asked for.
+static KNOWN: Mutex<Vec<GuestImage>> = Mutex::new(Vec::new());
+
 /// A built guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestImage {
@@ -73,7 +76,6 @@ impl GuestImage {
 
     /// The guest of that name. The script is asked once per process.
     pub fn named(guest: &str) -> Result<Self, ImageError> {
-        static KNOWN: Mutex<Vec<GuestImage>> = Mutex::new(Vec::new());
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(image) = known.iter().find(|image| image.name == guest) {
             return Ok(image.clone());
@@ -81,6 +83,11 @@ impl GuestImage {
         let image = Self::in_directory(guest, &build(guest)?)?;
         known.push(image.clone());
         Ok(image)
+    }
+
+    /// Those that this process has asked for.
+    pub fn known() -> Vec<Self> {
+        KNOWN.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn in_directory(guest: &str, directory: &Path) -> Result<Self, ImageError> {

@@ -70,11 +70,16 @@ pub struct QemuArgs {
     more: Vec<String>,
 }
 
+/// The hypervisor, where nothing else is said.
+pub fn default_program() -> OsString {
+    std::env::var_os(QEMU_VARIABLE).unwrap_or_else(|| "qemu-system-x86_64".into())
+}
+
 impl QemuArgs {
     /// A guest that boots `image`. Its disk, if it has one, is not attached by this: see [`QemuArgs::disk`].
     pub fn new(image: &GuestImage, accel: Accel) -> Self {
         Self {
-            program: std::env::var_os(QEMU_VARIABLE).unwrap_or_else(|| "qemu-system-x86_64".into()),
+            program: default_program(),
             accel,
             machine: MACHINE.to_owned(),
             memory_kib: 512 << 10,
