@@ -9,7 +9,8 @@
 //!   load    bytes ---> socket pair ---> fd:firn.state ---> QEMU -S -incoming defer
 //! ```
 //!
-//! The descriptor is handed over once, before the pause; a save then costs QEMU's own work and one round trip.
+//! The descriptor is handed over once, before the pause; a save then costs QEMU's own work and one round trip. See
+//! [`crate::hold`] for a VM that runs and of which nothing but devices and memory is to be saved.
 //! Loading over a descriptor needs no shell, unlike `exec:`, so it works under `-sandbox on,spawn=deny`.
 
 use std::fs::File;
@@ -31,7 +32,7 @@ use crate::wait::writable;
 pub const STATE_BYTES_MAX: u64 = 1 << 30;
 
 /// What Firn's descriptors are called in QEMU.
-const NAME: &str = "firn.state";
+pub(crate) const NAME: &str = "firn.state";
 
 /// Why device state could not be saved or loaded.
 #[derive(Debug, Error)]
@@ -55,6 +56,12 @@ pub enum DeviceStateError {
     Size {
         /// How many it wrote.
         bytes: u64,
+    },
+    /// QEMU saved so little that it did not wait for Firn.
+    #[error("QEMU saved {bytes} bytes of device state, too few to keep the VM stopped by")]
+    NotHeld {
+        /// How many it wrote.
+        bytes: usize,
     },
     /// QEMU died while loading; its log says why.
     #[error("QEMU exited while loading {bytes} bytes of device state; its log says why")]
@@ -80,7 +87,9 @@ pub enum DeviceStateError {
     },
 }
 
-fn io_error<E: Into<io::Error>>(doing: &'static str) -> impl FnOnce(E) -> DeviceStateError {
+pub(crate) fn io_error<E: Into<io::Error>>(
+    doing: &'static str,
+) -> impl FnOnce(E) -> DeviceStateError {
     move |source| DeviceStateError::Io { doing, source: source.into() }
 }
 
@@ -133,7 +142,7 @@ impl StateFile {
 }
 
 /// Takes back what a Firn that died has left: QEMU closes a set by itself only if no monitor at all is connected.
-fn take_back_left_behind(qmp: &mut Qmp) -> Result<(), QmpError> {
+pub(crate) fn take_back_left_behind(qmp: &mut Qmp) -> Result<(), QmpError> {
     let sets: Vec<Fdset> = qmp.query("query-fdsets")?;
     let ours = sets.iter().filter(|set| set.fds.iter().any(|fd| fd.opaque == NAME));
     ours.map(|set| set.id).try_for_each(|id| remove_fdset(qmp, id))
@@ -152,7 +161,7 @@ struct FdsetFd {
     opaque: String,
 }
 
-fn remove_fdset(qmp: &mut Qmp, id: u64) -> Result<(), QmpError> {
+pub(crate) fn remove_fdset(qmp: &mut Qmp, id: u64) -> Result<(), QmpError> {
     qmp.execute("remove-fd", json!({ "fdset-id": id })).map(drop)
 }
 

@@ -485,7 +485,7 @@ impl DriveCut {
 
 impl DriveCut {
     /// Whether there is anything to be done.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.overlays.is_empty() && self.clones.is_empty() && self.expected.is_empty()
     }
 

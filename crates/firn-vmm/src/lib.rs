@@ -6,6 +6,7 @@
 //!   qmp            talks to it          hmp   reads what only the human monitor prints
 //!   layout         where guest RAM lies: guest-physical, and in QEMU's address space
 //!   device_state   devices and vCPUs, out of one QEMU and into another
+//!   hold           the shortest pause in which devices are saved
 //!   disks          which files its disks are, and whether they still are the same
 //!   drives         which of them the guest writes to, and how they are kept as they are
 //!   vm             all of it as one VM
@@ -21,6 +22,7 @@ mod device_state;
 mod disks;
 mod drives;
 pub mod hmp;
+mod hold;
 mod launch;
 pub mod layout;
 mod qcow2;
@@ -35,6 +37,7 @@ pub use drives::{
     Below, CHAIN_MAX, CutError, Drive, DriveCut, DriveError, Expected, Overlay, can_clone,
     create_overlay,
 };
+pub use hold::{Held, Released};
 pub use launch::{LaunchError, Launched, launch, log_tail};
 pub use layout::{AuxRam, Layout, LayoutError, Location};
 pub use qmp::{Qmp, QmpError};

@@ -11,6 +11,7 @@ use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::disks::{self, Disk, FileView};
 use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
 use crate::hmp;
+use crate::hold::{Held, Holder};
 use crate::layout::{self, Layout, LayoutError};
 use crate::qmp::{Qmp, QmpError};
 use crate::version::Version;
@@ -24,6 +25,7 @@ pub struct Vm {
     qmp: Qmp,
     version: Version,
     state_file: Option<StateFile>,
+    holder: Option<Holder>,
 }
 
 /// Whether the VM runs, in QEMU's words.
@@ -96,7 +98,7 @@ impl Vm {
     /// Takes a monitor connection.
     pub fn with_qmp(mut qmp: Qmp) -> Result<Self, QmpError> {
         let version = qmp.query("query-version")?;
-        Ok(Self { qmp, version, state_file: None })
+        Ok(Self { qmp, version, state_file: None, holder: None })
     }
 
     /// The monitor connection, for what this type has no method for.
@@ -219,9 +221,37 @@ impl Vm {
     /// VM is paused. Calling it twice does nothing.
     pub fn prepare_save(&mut self) -> Result<(), DeviceStateError> {
         if self.state_file.is_none() {
+            self.finish_save()?;
             self.state_file = Some(StateFile::hand_over(&mut self.qmp)?);
         }
         Ok(())
+    }
+
+    /// Gives QEMU the pipe by which [`Self::hold`] keeps the VM stopped.
+    pub fn prepare_hold(&mut self) -> Result<(), DeviceStateError> {
+        self.finish_save()?;
+        self.holder = Some(Holder::hand_over(&mut self.qmp)?);
+        Ok(())
+    }
+
+    /// Stops a VM that runs, its disks drained and flushed, until what is returned is released: that gives its device state. The
+    /// guest stands still for less long than with [`Self::stop`] and [`Self::cont`]. The monitor answers nothing meanwhile.
+    ///
+    /// `None` if this QEMU can't; the VM runs then. It does as well after an error, if it did before.
+    pub fn hold(&mut self) -> Result<Option<Held<'_>>, DeviceStateError> {
+        if self.holder.is_none() {
+            self.prepare_hold()?;
+        }
+        match self.holder.take() {
+            Some(holder) => Held::hold(&mut self.qmp, holder),
+            None => Ok(None),
+        }
+    }
+
+    /// How long the VM stood still when it did last, by QEMU's own clock: from when its vCPUs had stopped until they were
+    /// about to be started. None if it has not been both stopped and started, as far as is known.
+    pub fn stood_still(&self) -> Option<Duration> {
+        self.qmp.last("RESUME")?.checked_sub(self.qmp.last("STOP")?)
     }
 
     /// Saves the state of every device and vCPU, without RAM. The VM must be stopped and stays so.
@@ -279,18 +309,22 @@ impl Vm {
         &mut self,
         save: impl FnOnce(&mut Qmp, &StateFile) -> Result<Vec<u8>, DeviceStateError>,
     ) -> Result<Vec<u8>, DeviceStateError> {
-        let file = match self.state_file.take() {
-            Some(file) => file,
-            None => StateFile::hand_over(&mut self.qmp)?,
+        self.prepare_save()?;
+        let Some(file) = self.state_file.take() else {
+            return Err(DeviceStateError::Size { bytes: 0 });
         };
+        drop(self.qmp.take_events());
         let state = save(&mut self.qmp, &file);
         self.state_file = Some(file);
         state
     }
 
-    /// Takes back what [`Self::prepare_save`] gave. Call it while the VM runs; otherwise QEMU keeps its copy of the
-    /// descriptor until the connection ends.
+    /// Takes back what [`Self::prepare_save`] and [`Self::prepare_hold`] gave. Call it while the VM runs; otherwise QEMU keeps
+    /// its copy of the descriptor until the connection ends.
     pub fn finish_save(&mut self) -> Result<(), DeviceStateError> {
+        if let Some(holder) = self.holder.take() {
+            holder.take_back(&mut self.qmp)?;
+        }
         match self.state_file.take() {
             Some(file) => file.take_back(&mut self.qmp),
             None => Ok(()),

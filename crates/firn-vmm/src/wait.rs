@@ -16,12 +16,20 @@ pub(crate) fn writable(fd: impl AsFd, deadline: Instant) -> io::Result<bool> {
     ready(fd, PollFlags::OUT, deadline)
 }
 
+/// Waits until one of the two can be read, or was closed by its other side. `false` when the deadline has passed before.
+pub(crate) fn either(fd: impl AsFd, other: impl AsFd, deadline: Instant) -> io::Result<bool> {
+    any(&mut [PollFd::new(&fd, PollFlags::IN), PollFd::new(&other, PollFlags::IN)], deadline)
+}
+
 fn ready(fd: impl AsFd, what: PollFlags, deadline: Instant) -> io::Result<bool> {
-    let mut fds = [PollFd::new(&fd, what)];
+    any(&mut [PollFd::new(&fd, what)], deadline)
+}
+
+fn any(fds: &mut [PollFd<'_>], deadline: Instant) -> io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match poll(&mut fds, Some(&left)) {
+        match poll(fds, Some(&left)) {
             Ok(ready) => return Ok(ready > 0),
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),

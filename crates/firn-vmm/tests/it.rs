@@ -8,6 +8,8 @@ mod device_state;
 mod false_qemu;
 #[path = "it/guest.rs"]
 mod guest;
+#[path = "it/hold.rs"]
+mod hold;
 #[path = "it/layouts.rs"]
 mod layouts;
 #[path = "it/qemu.rs"]

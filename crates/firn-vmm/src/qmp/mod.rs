@@ -180,16 +180,29 @@ impl Qmp {
 
     /// Waits for the answer to a command that was sent.
     pub fn answer(&mut self, sent: Sent) -> Result<Value, QmpError> {
-        let deadline = Instant::now() + self.timeout;
+        self.answer_until(&sent, Instant::now() + self.timeout)
+    }
+
+    /// The answer to a command that was sent, if it has come.
+    pub fn try_answer(&mut self, sent: &Sent) -> Result<Option<Value>, QmpError> {
+        match self.answer_until(sent, Instant::now()) {
+            Ok(value) => Ok(Some(value)),
+            Err(QmpError::TimedOut { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn answer_until(&mut self, sent: &Sent, deadline: Instant) -> Result<Value, QmpError> {
+        let command = || sent.command.clone();
         loop {
             match self.reply(&sent.command, deadline)? {
                 Reply::Event(event) => self.keep(event),
                 Reply::Return { id: Some(id), value } if id == sent.id => return Ok(value),
                 Reply::Error { id: Some(id), class, desc } if id == sent.id => {
-                    return Err(QmpError::Refused { command: sent.command, class, desc });
+                    return Err(QmpError::Refused { command: command(), class, desc });
                 }
                 Reply::Error { id: None, class, desc } => {
-                    return Err(QmpError::Refused { command: sent.command, class, desc });
+                    return Err(QmpError::Refused { command: command(), class, desc });
                 }
                 late => tracing::debug!(?late, "an answer nobody waits for"),
             }
@@ -223,6 +236,11 @@ impl Qmp {
     /// Takes the events that came so far.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.events.drain(..).collect()
+    }
+
+    /// When the last event of this name that was kept happened.
+    pub fn last(&self, name: &str) -> Option<Duration> {
+        self.events.iter().rev().find(|event| event.name == name)?.at
     }
 
     fn keep(&mut self, event: Event) {

@@ -12,6 +12,8 @@
 //!
 //! Source: QEMU `docs/interop/qmp-spec`, sections 2.2 to 2.5.
 
+use std::time::Duration;
+
 use serde_json::{Map, Value};
 use thiserror::Error;
 
@@ -47,6 +49,8 @@ pub struct Event {
     pub name: String,
     /// Its data; `Null` if it has none.
     pub data: Value,
+    /// When it happened by QEMU's clock, since 1970.
+    pub at: Option<Duration>,
 }
 
 /// Why a line is not QMP.
@@ -89,9 +93,17 @@ fn shape(mut object: Map<String, Value>) -> Option<Reply> {
     if let Some(name) = object.get("event") {
         let name = name.as_str()?.to_owned();
         let data = object.remove("data").unwrap_or(Value::Null);
-        return Some(Reply::Event(Event { name, data }));
+        let at = object.get("timestamp").and_then(time);
+        return Some(Reply::Event(Event { name, data, at }));
     }
     object.contains_key("QMP").then_some(Reply::Greeting)
+}
+
+/// Both are -1 if QEMU could not tell the time.
+fn time(stamp: &Value) -> Option<Duration> {
+    let part = |key: &str| stamp.get(key)?.as_u64();
+    let micros = u32::try_from(part("microseconds")?).ok().filter(|&micros| micros < 1_000_000)?;
+    Some(Duration::new(part("seconds")?, micros * 1000))
 }
 
 fn text(value: &Value, key: &str) -> Option<String> {
@@ -117,9 +129,19 @@ mod tests {
         let failed = Reply::Error { id: None, class: "GenericError".into(), desc: "no".into() };
         assert_eq!(parse_reply(line).unwrap(), failed);
 
-        let line = br#"{"timestamp": {"seconds": 1}, "event": "STOP"}"#;
-        let stop = Event { name: "STOP".into(), data: Value::Null };
+        let line = br#"{"timestamp": {"seconds": 1, "microseconds": 20}, "event": "STOP"}"#;
+        let at = Some(Duration::from_micros(1_000_020));
+        let stop = Event { name: "STOP".into(), data: Value::Null, at };
         assert_eq!(parse_reply(line).unwrap(), Reply::Event(stop));
+    }
+
+    #[test]
+    fn a_time_that_is_none_is_none() {
+        for stamp in ["{\"seconds\": -1, \"microseconds\": -1}", "{\"seconds\": 1}", "7"] {
+            let line = format!("{{\"timestamp\": {stamp}, \"event\": \"STOP\"}}");
+            let Ok(Reply::Event(stop)) = parse_reply(line.as_bytes()) else { panic!("{line}") };
+            assert_eq!(stop.at, None, "{line}");
+        }
     }
 
     #[test]

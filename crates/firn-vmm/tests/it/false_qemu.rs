@@ -325,6 +325,39 @@ fn a_save_that_writes_nothing_is_an_error() {
     assert!(matches!(error, DeviceStateError::Size { bytes: 0 }), "{error:?}");
 }
 
+/// A QEMU that gets a pipe, and then does this with the command to save to it.
+fn asked_to_hold(reply: Option<Value>) -> Vm {
+    let qmp = greeted(move |mut peer| {
+        while let Some(command) = peer.command() {
+            let answer = match command["execute"].as_str().unwrap() {
+                "query-version" => json!({ "qemu": { "major": 7, "minor": 2, "micro": 0 } }),
+                "query-fdsets" => json!([]),
+                "add-fd" => json!({ "fdset-id": 3, "fd": 9 }),
+                "xen-save-devices-state" => match &reply {
+                    Some(reply) => {
+                        peer.reply(&command, reply.clone());
+                        continue;
+                    }
+                    None => continue,
+                },
+                _ => json!({}),
+            };
+            peer.reply(&command, json!({ "return": answer }));
+        }
+    });
+    Vm::with_qmp(qmp).unwrap()
+}
+
+#[test]
+fn a_qemu_that_cannot_be_held_is_told_apart() {
+    let refusal = json!({ "error": { "class": "GenericError", "desc": "Could not open it" } });
+    assert!(asked_to_hold(Some(refusal)).hold().unwrap().is_none());
+    let error = asked_to_hold(Some(json!({ "return": {} }))).hold().unwrap_err();
+    assert!(matches!(error, DeviceStateError::Size { bytes: 0 }), "{error:?}");
+    let error = quickly(|| asked_to_hold(None).hold().map(drop)).unwrap_err();
+    assert!(matches!(error, DeviceStateError::Qmp(QmpError::TimedOut { .. })), "{error:?}");
+}
+
 #[test]
 fn a_load_that_never_ends_times_out() {
     let load = |bytes: usize| {

@@ -1,0 +1,237 @@
+//! A pause that the hypervisor begins and ends by itself.
+//!
+//! QEMU reads commands byte by byte, a few microseconds each: of `stop`, `xen-save-devices-state` and `cont` the latter two
+//! would be read while the VM stands still, which takes longer than carrying them out. But a VM that runs is stopped by
+//! `xen-save-devices-state` itself, and started again when its devices are saved. What Firn has to do meanwhile, it does
+//! while QEMU waits for a pipe:
+//!
+//! ```text
+//!   Firn                               QEMU
+//!   the command, a pipe of one page --> reads it                                          the guest runs
+//!                                       stops the vCPUs, drains and flushes the disks     it stands still
+//!                                       saves devices; a page of that fits: waits
+//!   sees bytes: Held
+//!   ... fixes memory
+//!   makes the pipe larger ------------> writes the rest, starts the vCPUs                 the guest runs
+//!   reads the rest, and the answer
+//! ```
+//!
+//! If Firn dies, the pipe has no reader any more: saving fails, and QEMU starts the VM. (It forgets to close its descriptor then.
+//! A hold that is dropped is ended as if it were released.)
+//!
+//! Source: QEMU `qmp_xen_save_devices_state` (migration/savevm.c), `monitor_can_read` (monitor/monitor.c); pipe(7),
+//! "Pipe capacity"; fcntl(2), `F_SETPIPE_SZ`.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant, SystemTime};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::pipe::{PipeFlags, fcntl_setpipe_size};
+use serde_json::{Value, json};
+
+use crate::device_state::{
+    DeviceStateError, NAME, STATE_BYTES_MAX, io_error, remove_fdset, take_back_left_behind,
+};
+use crate::qmp::{Qmp, QmpError, Sent};
+use crate::vm::RunState;
+use crate::wait::either;
+
+/// What a pipe takes before its writer waits: a page, the least there is. No VM's devices fit into that.
+const HELD_BYTES: usize = 4096;
+/// What it takes when its writer is to wait no longer: as much as any user may ask for by default, or less.
+const FREE_BYTES: [usize; 3] = [1 << 20, 1 << 18, 1 << 16];
+/// How much is read at once.
+const READ_BYTES: usize = 256 << 10;
+
+/// A pipe that QEMU can save device state to.
+#[derive(Debug)]
+pub(crate) struct Holder {
+    reader: OwnedFd,
+    /// QEMU's number for its end.
+    fd: u64,
+    /// QEMU's name for the set it is in.
+    fdset: u64,
+}
+
+impl Holder {
+    /// Makes the pipe and hands QEMU its end.
+    pub(crate) fn hand_over(qmp: &mut Qmp) -> Result<Self, DeviceStateError> {
+        take_back_left_behind(qmp)?;
+        let (reader, writer) = pipe().map_err(io_error("make a pipe for"))?;
+        let answer = qmp.execute_with_fd("add-fd", json!({ "opaque": NAME }), writer.as_fd())?;
+        let number = |key: &str| answer.get(key).and_then(Value::as_u64);
+        let (Some(fd), Some(fdset)) = (number("fd"), number("fdset-id")) else {
+            return Err(QmpError::unexpected("add-fd", "no descriptor").into());
+        };
+        Ok(Self { reader, fd, fdset })
+    }
+
+    /// Takes QEMU's end back.
+    pub(crate) fn take_back(self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        remove_fdset(qmp, self.fdset)
+    }
+
+    /// Not by the name of its set: QEMU would cut such a file to length, which no pipe allows.
+    fn ask(&self, qmp: &mut Qmp) -> Result<Sent, QmpError> {
+        let filename = format!("/proc/self/fd/{}", self.fd);
+        qmp.send("xen-save-devices-state", json!({ "filename": filename, "live": false }))
+    }
+
+    fn is_written_to(&self) -> Result<bool, DeviceStateError> {
+        let bytes = rustix::io::ioctl_fionread(&self.reader).map_err(io_error("look for"))?;
+        Ok(bytes > 0)
+    }
+
+    /// Lets the writer go on. A user who has used up what pipes may take has it write page by page: that is only slower.
+    ///
+    /// Twice: kernels before 6.1.76, 6.6.15 and 6.7.3 wake the writer before the pipe is larger (CVE-2023-52672).
+    fn let_go(&self) {
+        let is_larger = |bytes: &usize| fcntl_setpipe_size(&self.reader, *bytes).is_ok();
+        if let Some(bytes) = FREE_BYTES.iter().find(|bytes| is_larger(bytes)) {
+            is_larger(bytes);
+        }
+    }
+
+    /// Reads what is there.
+    fn read(&self, state: &mut Vec<u8>) -> Result<(), DeviceStateError> {
+        while state.len() as u64 <= STATE_BYTES_MAX {
+            state.reserve(READ_BYTES);
+            match rustix::io::read(&self.reader, rustix::buffer::spare_capacity(state)) {
+                Ok(0) | Err(Errno::AGAIN) => return Ok(()),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(io_error("read")(errno)),
+            }
+        }
+        Err(DeviceStateError::Size { bytes: state.len() as u64 })
+    }
+}
+
+/// Its reader does not wait. Its writer may be opened by a QEMU that is another user's.
+fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+    rustix::fs::fcntl_setfl(&reader, OFlags::NONBLOCK)?;
+    rustix::fs::fchmod(&writer, Mode::from_raw_mode(0o622))?;
+    fcntl_setpipe_size(&reader, HELD_BYTES)?;
+    Ok((reader, writer))
+}
+
+/// A VM that stands still, its disks drained, until this is released or dropped.
+#[derive(Debug)]
+#[must_use = "the VM goes on when this is dropped, and nothing is saved"]
+pub struct Held<'a> {
+    qmp: &'a mut Qmp,
+    /// None once it was released.
+    under_way: Option<(Holder, Sent)>,
+    since: Duration,
+}
+
+/// What was saved, and when it was.
+#[derive(Clone, Debug)]
+pub struct Released {
+    /// The state of every device and vCPU, without RAM.
+    pub device_state: Vec<u8>,
+    /// How long it took to save most of that, from when the vCPUs had stopped. None if they had been stopped before.
+    pub took: Option<Duration>,
+    /// How long the VM stood still, by QEMU's own clock: from when its vCPUs had stopped until they were about to be started.
+    pub still: Option<Duration>,
+    /// When the VM went on, since 1970: before that nothing of it ran.
+    pub at: Duration,
+}
+
+impl<'a> Held<'a> {
+    /// Stops a VM that runs. `None` if its QEMU can't open the pipe; then it runs, and stood still for a moment.
+    pub(crate) fn hold(qmp: &'a mut Qmp, holder: Holder) -> Result<Option<Self>, DeviceStateError> {
+        drop(qmp.take_events());
+        let deadline = Instant::now() + qmp.timeout();
+        let save = holder.ask(qmp)?;
+        while !holder.is_written_to()? {
+            match qmp.try_answer(&save) {
+                Ok(None) => {}
+                Ok(Some(_)) => return Err(DeviceStateError::Size { bytes: 0 }),
+                Err(QmpError::Refused { desc, .. }) => {
+                    tracing::debug!("the hypervisor does not write to a pipe: {desc}");
+                    holder.take_back(qmp)?;
+                    return Ok(None);
+                }
+                Err(error) => return Err(error.into()),
+            }
+            wait(qmp, &holder, deadline)?;
+        }
+        Ok(Some(Self { qmp, under_way: Some((holder, save)), since: now() }))
+    }
+
+    /// Lets the VM go on, and gives its device state.
+    pub fn release(mut self) -> Result<Released, DeviceStateError> {
+        let device_state = self.finish()?;
+        let stopped = self.qmp.last("STOP");
+        let is_later = |at: &Duration| stopped.is_none_or(|stopped| *at >= stopped);
+        let resumed = self.qmp.last("RESUME").filter(is_later);
+        let at = resumed.unwrap_or_else(now);
+        if resumed.is_none() {
+            self.start_if_left()?;
+        }
+        Ok(Released {
+            device_state,
+            took: stopped.and_then(|stopped| self.since.checked_sub(stopped)),
+            still: stopped.and_then(|stopped| resumed?.checked_sub(stopped)),
+            at,
+        })
+    }
+
+    /// A VM that its own guest had put to sleep just before is stopped by saving it, and not started again. One that its user
+    /// had stopped is called otherwise.
+    fn start_if_left(&mut self) -> Result<(), QmpError> {
+        let state: RunState = self.qmp.query("query-status")?;
+        match &*state.status {
+            "save-vm" => self.qmp.execute("cont", Value::Null).map(drop),
+            _ => Ok(()),
+        }
+    }
+
+    /// Lets QEMU write, until it says that it has.
+    fn finish(&mut self) -> Result<Vec<u8>, DeviceStateError> {
+        let mut device_state = Vec::new();
+        let Some((holder, save)) = self.under_way.take() else { return Ok(device_state) };
+        let deadline = Instant::now() + self.qmp.timeout();
+        holder.let_go();
+        holder.read(&mut device_state)?;
+        while self.qmp.try_answer(&save)?.is_none() {
+            wait(self.qmp, &holder, deadline)?;
+            holder.read(&mut device_state)?;
+        }
+        holder.read(&mut device_state)?;
+        holder.take_back(self.qmp)?;
+        match device_state.len() {
+            bytes @ ..=HELD_BYTES => Err(DeviceStateError::NotHeld { bytes }),
+            _ => Ok(device_state),
+        }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        // Should this fail, the pipe is closed, and QEMU goes on for that reason.
+        if let Err(error) = self.finish() {
+            tracing::debug!("a VM that was held was not released: {error}");
+        }
+    }
+}
+
+fn wait(qmp: &Qmp, holder: &Holder, deadline: Instant) -> Result<(), DeviceStateError> {
+    either(&holder.reader, qmp.socket(), deadline).map_err(io_error("wait for"))?;
+    // A pipe that was closed is always ready.
+    match Instant::now() < deadline {
+        true => Ok(()),
+        false => {
+            let waited_ms = qmp.timeout().as_millis();
+            let command = "xen-save-devices-state".to_owned();
+            Err(QmpError::TimedOut { command, waited_ms }.into())
+        }
+    }
+}
+
+fn now() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}

@@ -1,0 +1,133 @@
+//! A pause that QEMU begins and ends by itself.
+
+use std::io::BufRead as _;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use firn_vmm::Vm;
+use serde_json::{Value, json};
+
+use crate::need_qemu;
+use crate::qemu::{Qemu, backend, inherited_memfd, words};
+
+const MIB: u64 = 1 << 20;
+/// How long a VM is held: longer than QEMU takes by itself.
+const HOLD: Duration = Duration::from_millis(200);
+/// Tells the child of a test which VM to hold.
+const MONITOR: &str = "FIRN_TEST_MONITOR";
+/// What it says when it does.
+const HELD: &str = "the VM is held";
+const INCOMING: &str = "-S -incoming defer -global migration.send-configuration=off";
+
+fn start(file: &OwnedFd, more: &str) -> (Qemu, Vm) {
+    let mut args = backend("ram", 256 * MIB, file);
+    args.extend(words("-M q35,memory-backend=ram -m 256M -serial null"));
+    args.extend(words(more));
+    let qemu = Qemu::start(&args);
+    let vm = qemu.vm();
+    (qemu, vm)
+}
+
+/// A VM whose firmware runs.
+fn running(file: &OwnedFd) -> (Qemu, Vm) {
+    let (qemu, vm) = start(file, "");
+    std::thread::sleep(Duration::from_secs(1));
+    (qemu, vm)
+}
+
+fn fdsets(vm: &mut Vm) -> Value {
+    vm.qmp().execute("query-fdsets", Value::Null).unwrap()
+}
+
+#[test]
+fn a_vm_that_is_held_stands_still_and_goes_on_when_released() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (_qemu, mut vm) = running(&file);
+    for _ in 0..3 {
+        vm.prepare_hold().unwrap();
+        let held = vm.hold().unwrap().expect("this QEMU can open its own descriptors");
+        std::thread::sleep(HOLD);
+        let released = held.release().unwrap();
+        assert!(released.device_state.len() > 4096);
+        assert!(released.still.unwrap() >= HOLD + released.took.unwrap(), "{released:?}");
+        assert!(vm.status().unwrap().running);
+        assert_eq!(fdsets(&mut vm), json!([]), "QEMU has nothing of it left");
+    }
+}
+
+#[test]
+fn what_was_saved_goes_on_in_another_qemu() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (qemu, mut vm) = running(&file);
+    vm.stop().unwrap();
+    let by_hand = vm.save_device_state().unwrap();
+    let before = vm.qmp().hmp("info registers").unwrap();
+    let held = vm.hold().unwrap().unwrap();
+    assert_eq!(held.release().unwrap().device_state, by_hand);
+    assert!(!vm.status().unwrap().running, "its user had stopped it");
+    vm.cont().unwrap();
+    let state = vm.hold().unwrap().unwrap().release().unwrap().device_state;
+    drop((vm, qemu));
+    for (state, registers) in [(by_hand, Some(before)), (state, None)] {
+        let (_second, mut vm) = start(&file, INCOMING);
+        vm.load_device_state(&state).unwrap();
+        if let Some(registers) = registers {
+            assert_eq!(vm.qmp().hmp("info registers").unwrap(), registers);
+        }
+        vm.cont().unwrap();
+        assert!(vm.status().unwrap().running);
+    }
+}
+
+#[test]
+fn a_vm_that_is_let_go_of_goes_on() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (qemu, mut vm) = running(&file);
+    let open = || std::fs::read_dir(format!("/proc/{}/fd", qemu.pid())).unwrap().count();
+    let before = open();
+    drop(vm.hold().unwrap().unwrap());
+    assert!(vm.status().unwrap().running);
+    assert_eq!(open(), before, "QEMU has closed its end");
+    // Nothing is left of it.
+    let state = vm.hold().unwrap().unwrap().release().unwrap().device_state;
+    assert!(state.len() > 4096);
+    assert_eq!(fdsets(&mut vm), json!([]));
+}
+
+/// The child of the next test.
+#[test]
+#[ignore = "holds a VM until it is killed"]
+fn hold_until_killed() {
+    let monitor = std::env::var_os(MONITOR).expect("a monitor");
+    let mut vm = Vm::connect(monitor.as_ref()).unwrap();
+    let _held = vm.hold().unwrap().unwrap();
+    println!("{HELD}");
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+#[test]
+fn a_vm_goes_on_when_whoever_holds_it_is_killed() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let dir = tempfile::tempdir().unwrap();
+    let another = dir.path().join("another");
+    let (_qemu, mut vm) =
+        start(&file, &format!("-qmp unix:{},server=on,wait=off", another.display()));
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "hold::hold_until_killed", "--ignored", "--nocapture"])
+        .env(MONITOR, &another)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let said = std::io::BufReader::new(child.stdout.take().unwrap());
+    assert!(said.lines().any(|line| line.unwrap().contains(HELD)));
+    vm.qmp().set_timeout(HOLD);
+    assert!(vm.status().is_err(), "QEMU waits");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    vm.qmp().set_timeout(Duration::from_secs(10));
+    assert!(vm.status().unwrap().running, "nobody has told it to go on");
+}
