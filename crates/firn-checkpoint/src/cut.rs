@@ -1,10 +1,10 @@
 //! The cut: the pause in which device state is saved and what memory was is fixed.
 
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use firn_image::AuxBlock;
-use firn_memory::process_memory;
+use firn_memory::{Process, process_memory};
 use firn_vmm::AuxRam;
 
 use crate::options::SaveOptions;
@@ -39,17 +39,33 @@ impl Steps for NoSteps {
 
 /// What is done ahead of the pause, so that nothing is written by the guest between the last round and the pause for
 /// want of it.
-pub(crate) struct Ready {
-    was_running: bool,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ready {
+    /// The hypervisor is to stop and start the VM by itself.
+    ToHold,
+    /// It is told to stop it, and to start it.
+    ToStop,
+    /// Its user has stopped the VM.
+    Stopped,
 }
 
 impl Ready {
-    /// Gives the hypervisor the file for its device state, and tells the caller that a pause is coming.
-    pub(crate) fn make(context: &mut SaveContext<'_>) -> Result<Self, SaveError> {
-        context.vm.prepare_save()?;
+    /// Gives the hypervisor what it saves device state to, and tells the caller that a pause is coming. In a `short` one the
+    /// hypervisor may wait for this save.
+    pub(crate) fn make(context: &mut SaveContext<'_>, short: bool) -> Result<Self, SaveError> {
         let was_running = context.vm.status()?.running;
+        // Disks are cut by commands, and a hypervisor that waits reads none.
+        let ready = match was_running {
+            true if short && context.drives.is_empty() => Self::ToHold,
+            true => Self::ToStop,
+            false => Self::Stopped,
+        };
+        match ready {
+            Self::ToHold => context.vm.prepare_hold()?,
+            Self::ToStop | Self::Stopped => context.vm.prepare_save()?,
+        }
         context.steps.about_to_stop().map_err(SaveError::Step)?;
-        Ok(Self { was_running })
+        Ok(ready)
     }
 }
 
@@ -58,6 +74,9 @@ pub(crate) struct Cut {
     pub(crate) device_state: Vec<u8>,
     pub(crate) aux: Vec<AuxBlock>,
     pub(crate) pause: Pause,
+    /// When the hypervisor started the VM, since 1970, if devices may have been saved after memory was fixed. Nothing may have
+    /// touched memory in between.
+    pub(crate) untouched_until: Option<Duration>,
 }
 
 impl Cut {
@@ -69,26 +88,67 @@ impl Cut {
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
         ready: Ready,
-        fix: impl FnOnce() -> Result<u64, SaveError>,
+        fix: &mut dyn FnMut() -> Result<u64, SaveError>,
+    ) -> Result<Self, SaveError> {
+        let held = match ready {
+            Ready::ToHold => Self::held(context, options, fix)?,
+            Ready::ToStop | Ready::Stopped => None,
+        };
+        let cut = match held {
+            Some(cut) => cut,
+            None => Self::by_hand(context, options, ready, fix)?,
+        };
+        context.vm.finish_save()?;
+        context.steps.resumed().map_err(SaveError::Step)?;
+        Ok(cut)
+    }
+
+    /// The hypervisor stops and starts the VM, and waits meanwhile. `None` if it can't.
+    fn held(
+        context: &mut SaveContext<'_>,
+        options: &SaveOptions,
+        fix: &mut dyn FnMut() -> Result<u64, SaveError>,
+    ) -> Result<Option<Self>, SaveError> {
+        let SaveContext { vm, process, memory, aux, .. } = context;
+        let started = Instant::now();
+        let Some(held) = vm.hold()? else { return Ok(None) };
+        let mut pause = Pause::default();
+        firn_fault::point("save.stopped");
+        let aux = fixed(&mut pause, || read_all_aux(process, aux), fix)?;
+        reference::take(memory, options.reference.as_deref())?;
+        firn_fault::point("save.reprotected");
+        let cont_started = Instant::now();
+        let released = held.release()?;
+        pause.cont_ms = ms(cont_started.elapsed());
+        pause.device_state_ms = released.took.map(ms).unwrap_or_default();
+        pause.downtime_ms = ms(released.still.unwrap_or(started.elapsed()));
+        let untouched_until = Some(released.at);
+        Ok(Some(Self { device_state: released.device_state, aux, pause, untouched_until }))
+    }
+
+    /// The VM is stopped and started by commands.
+    fn by_hand(
+        context: &mut SaveContext<'_>,
+        options: &SaveOptions,
+        ready: Ready,
+        fix: &mut dyn FnMut() -> Result<u64, SaveError>,
     ) -> Result<Self, SaveError> {
         let started = Instant::now();
         let cut = Self::stopped(context, options, fix);
         let cont_started = Instant::now();
-        let go_on = ready.was_running && !(options.leave_stopped && cut.is_ok());
+        let go_on = ready != Ready::Stopped && !(options.leave_stopped && cut.is_ok());
         let continued = if go_on { context.vm.cont() } else { Ok(()) };
         let mut cut = cut?;
         continued?;
         cut.pause.cont_ms = ms(cont_started.elapsed());
-        cut.pause.downtime_ms = ms(started.elapsed());
-        context.vm.finish_save()?;
-        context.steps.resumed().map_err(SaveError::Step)?;
+        cut.pause.downtime_ms = ms(context.vm.stood_still().unwrap_or(started.elapsed()));
         Ok(cut)
     }
 
     fn stopped(
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
-        fix: impl FnOnce() -> Result<u64, SaveError>,
+        fix: &mut dyn FnMut() -> Result<u64, SaveError>,
     ) -> Result<Self, SaveError> {
         let mut pause = Pause::default();
         let (device_state, took) = timed(|| Ok(context.vm.cut(&context.drives)?))?;
@@ -96,14 +156,24 @@ impl Cut {
         ((), pause.clone_ms) = timed(|| Ok(context.drives.clone_files()?))?;
         firn_fault::point("save.drives-cut");
         firn_fault::point("save.stopped");
-        let (aux, took) = timed(|| read_all_aux(context))?;
-        pause.aux_ms = took;
-        firn_fault::point("save.device-state");
-        (pause.protected_pages, pause.protect_ms) = timed(fix)?;
+        let aux = fixed(&mut pause, || read_all_aux(&context.process, context.aux), fix)?;
         reference::take(&context.memory, options.reference.as_deref())?;
         firn_fault::point("save.reprotected");
-        Ok(Self { device_state, aux, pause })
+        Ok(Self { device_state, aux, pause, untouched_until: None })
     }
+}
+
+/// Takes the small RAM blocks, and fixes guest RAM.
+fn fixed(
+    pause: &mut Pause,
+    aux: impl FnOnce() -> Result<Vec<AuxBlock>, SaveError>,
+    fix: &mut dyn FnMut() -> Result<u64, SaveError>,
+) -> Result<Vec<AuxBlock>, SaveError> {
+    let (aux, took) = timed(aux)?;
+    pause.aux_ms = took;
+    firn_fault::point("save.device-state");
+    (pause.protected_pages, pause.protect_ms) = timed(fix)?;
+    Ok(aux)
 }
 
 fn timed<T>(run: impl FnOnce() -> Result<T, SaveError>) -> Result<(T, f64), SaveError> {
@@ -112,16 +182,16 @@ fn timed<T>(run: impl FnOnce() -> Result<T, SaveError>) -> Result<(T, f64), Save
     Ok((result, ms(started.elapsed())))
 }
 
-fn read_all_aux(context: &SaveContext<'_>) -> Result<Vec<AuxBlock>, SaveError> {
-    context.aux.iter().filter(|aux| !aux.rom).map(|aux| read_aux(context, aux)).collect()
+fn read_all_aux(process: &Process, aux: &[AuxRam]) -> Result<Vec<AuxBlock>, SaveError> {
+    aux.iter().filter(|aux| !aux.rom).map(|aux| read_aux(process, aux)).collect()
 }
 
 /// Copies a small RAM block that device state does not carry and the hypervisor does not rebuild (video memory).
-fn read_aux(context: &SaveContext<'_>, aux: &AuxRam) -> Result<AuxBlock, SaveError> {
+fn read_aux(process: &Process, aux: &AuxRam) -> Result<AuxBlock, SaveError> {
     let hva = aux.hva.ok_or(SaveError::Options(
         "a RAM block beside guest RAM is mapped nowhere; remove the device",
     ))?;
     let mut bytes = vec![0; aux.bytes as usize];
-    process_memory::read(&context.process, hva, &mut bytes)?;
+    process_memory::read(process, hva, &mut bytes)?;
     Ok(AuxBlock { id: aux.id.clone(), bytes })
 }

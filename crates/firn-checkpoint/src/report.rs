@@ -52,9 +52,10 @@ impl FaultCounts {
 /// Where the pause went, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Pause {
-    /// The whole: from asking the hypervisor to stop until it said it goes on.
+    /// The whole, by the hypervisor's own events: from when it had stopped the vCPUs until it started them. Where it sent none, from
+    /// asking it to stop until it said that it goes on.
     pub downtime_ms: f64,
-    /// Stopping the vCPUs and saving device state.
+    /// Saving device state, most of it if the hypervisor waited meanwhile; and if they were told to, stopping the vCPUs.
     pub device_state_ms: f64,
     /// Cloning the files of disks, where that can be done.
     #[serde(default)]
@@ -63,7 +64,7 @@ pub struct Pause {
     pub aux_ms: f64,
     /// Write-protecting what was written last.
     pub protect_ms: f64,
-    /// Starting the vCPUs.
+    /// Starting the vCPUs, and until the hypervisor said that it has.
     pub cont_ms: f64,
     /// Pages protected during the pause.
     pub protected_pages: u64,

@@ -3,8 +3,8 @@
 //! ```text
 //!   create image file -> attach, register -> write-protect all of RAM                guest runs
 //!                     -> make ready for the pause -> rounds: protect what was written
-//!                     -> stop, device state, protect what was written last           guest stands still
-//!                     -> cont -> drop page-table entries                             guest runs, first touches fault
+//!                     -> stop, device state, protect what was written last, cont     guest stands still (see `cut`)
+//!                     -> drop page-table entries                                     guest runs, first touches fault
 //!                     -> sweep until every block is copied -> unregister, close      guest runs free
 //!                     -> sections, index, footer, fsync, rename
 //! ```
@@ -105,6 +105,9 @@ pub enum SaveError {
          Save it standing still (firn checkpoint --strategy stop), or start it without the device"
     )]
     Balloon,
+    /// Memory and devices are not of one instant.
+    #[error("a device wrote to the guest's memory while the VM stood still; save it again")]
+    Touched,
     /// The caller gave it up.
     #[error("the save was cancelled")]
     Cancelled,
@@ -283,11 +286,14 @@ impl Copying<'_, '_> {
 
     fn follow_armed(&mut self, armed: &Armed) -> Result<Copied, SaveError> {
         armed.arm()?;
-        let ready = Ready::make(self.context)?;
+        let ready = Ready::make(self.context, true)?;
         let rounds = armed.settle()?;
         let arm_ms = ms(self.started.elapsed());
-        let cut = Cut::make(self.context, self.options, ready, || armed.cut())?;
+        let cut = Cut::make(self.context, self.options, ready, &mut || armed.cut())?;
         firn_fault::point("save.resumed");
+        if cut.untouched_until.is_some_and(|resumed| armed.trace.was_touched_before(resumed)) {
+            return Err(SaveError::Touched);
+        }
         let watch = self.watch(armed.trace.now());
         if self.options.strategy == Strategy::Trace {
             armed.retrace()?;
@@ -339,9 +345,9 @@ impl Copying<'_, '_> {
         let parent = self.context.parent.clone();
         let still =
             Still { memory: &memory, spaces: &spaces, used, parent, options, intake, progress };
-        let ready = Ready::make(self.context)?;
+        let ready = Ready::make(self.context, false)?;
         let mut working_set = Vec::new();
-        let cut = Cut::make(self.context, options, ready, || {
+        let cut = Cut::make(self.context, options, ready, &mut || {
             working_set = still.copy_all()?;
             Ok(0)
         })?;

@@ -21,18 +21,18 @@
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use firn_memory::{Event, FaultKind, GuestMemory, PageFaults};
 use firn_types::{Block, BlockSize, Page, Tid};
 
-use crate::lane::{Lane, Lanes};
+use crate::lane::{Attribution, Lane, Lanes};
 use crate::ledger::{Claim, Ledger};
 use crate::pipeline::{Intake, RawBlock};
 use crate::report::FaultCounts;
 use crate::save::SaveError;
 use crate::touches::Touches;
-use crate::worker::Workers;
+use crate::worker::{Workers, is_worker};
 use crate::written::WrittenSet;
 
 /// How long the handler sleeps when there are no faults before it looks whether it should end.
@@ -54,6 +54,8 @@ pub(crate) struct Trace {
     letting_go: AtomicBool,
     started: Instant,
     last_fault_us: AtomicU64,
+    /// When a thread of the hypervisor that is no vCPU first wrote to memory after the cut, since 1970.
+    touched_us: AtomicU64,
 }
 
 impl Trace {
@@ -72,6 +74,7 @@ impl Trace {
             letting_go: AtomicBool::new(false),
             started: Instant::now(),
             last_fault_us: AtomicU64::new(u64::MAX),
+            touched_us: AtomicU64::new(u64::MAX),
         }
     }
 
@@ -109,6 +112,21 @@ impl Trace {
     pub(crate) fn last_fault(&self) -> Option<Duration> {
         let us = self.last_fault_us.load(Ordering::Relaxed);
         (us != u64::MAX).then(|| Duration::from_micros(us))
+    }
+
+    /// Whether a thread that is no vCPU wrote to memory after the cut and before then, since 1970. It waited until that was seen: of
+    /// the hypervisor's main thread, which saves devices and starts the vCPUs after that, nothing is missed.
+    pub(crate) fn was_touched_before(&self, then: Duration) -> bool {
+        u128::from(self.touched_us.load(Ordering::Acquire)) < then.as_micros()
+    }
+
+    /// A thread wrote to memory after the cut. vCPUs can't before they are started; nor does a kernel worker, which brings in a page
+    /// for one of them, however late.
+    fn touched(&self, by: Tid) {
+        if self.touched_us.load(Ordering::Relaxed) == u64::MAX && !is_worker(by) {
+            let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            self.touched_us.store(now.as_micros() as u64, Ordering::Release);
+        }
     }
 
     fn is_arming(&self) -> bool {
@@ -198,21 +216,27 @@ impl Worker {
         while !self.trace.ended.load(Ordering::Acquire) {
             events.clear();
             self.trace.faults.wait(&mut events, WAIT)?;
+            // Those who waited when these were read may have been let go since, along with others.
+            let was_arming = self.trace.is_arming();
             for event in &events {
-                self.handle(event)?;
+                self.handle(event, was_arming)?;
             }
         }
         Ok(self.counts)
     }
 
-    fn handle(&mut self, event: &Event) -> Result<(), SaveError> {
+    fn handle(&mut self, event: &Event, was_arming: bool) -> Result<(), SaveError> {
         let &Event::Fault { page, tid, kind, write } = event else { return Ok(()) };
         let now_us = self.trace.now().as_micros() as u64;
         self.trace.last_fault_us.store(now_us, Ordering::Relaxed);
         if self.trace.is_arming() && self.note_written(page, kind, write)? {
             return Ok(());
         }
-        let saved = self.save_first(page, tid);
+        let how = self.attribute(page, tid);
+        if how.1 == Attribution::None && write && !was_arming {
+            self.trace.touched(tid);
+        }
+        let saved = self.save_first(page, how);
         match self.release(page, kind) {
             Err(_) if self.trace.is_letting_go() => saved,
             released => released.and(saved),
@@ -243,11 +267,20 @@ impl Worker {
         Ok(true)
     }
 
-    /// After the cut: sees to it that the block is copied before anybody changes it.
-    fn save_first(&mut self, page: Page, tid: Tid) -> Result<(), SaveError> {
+    /// Who touched a page.
+    fn attribute(&mut self, page: Page, tid: Tid) -> (Lane, Attribution) {
         let block = self.trace.block_size.block_of(page);
         let workers = &mut self.workers;
-        let (lane, how) = self.lanes.attribute(tid, block, |worker| workers.vcpu_of(worker));
+        self.lanes.attribute(tid, block, |worker| workers.vcpu_of(worker))
+    }
+
+    /// After the cut: sees to it that the block is copied before anybody changes it.
+    fn save_first(
+        &mut self,
+        page: Page,
+        (lane, how): (Lane, Attribution),
+    ) -> Result<(), SaveError> {
+        let block = self.trace.block_size.block_of(page);
         firn_fault::point("save.fault");
         self.counts.count(how);
         self.trace.touches().note(block, self.trace.now());

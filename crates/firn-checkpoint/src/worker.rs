@@ -48,11 +48,20 @@ impl Workers {
     }
 }
 
+/// Whether a thread is a kernel worker, of whatever kind.
+pub(crate) fn is_worker(tid: Tid) -> bool {
+    let name = stat_of(tid).and_then(|stat| name_in(&stat).map(str::to_owned));
+    name.is_some_and(|name| name.starts_with("kworker/"))
+}
+
+fn stat_of(tid: Tid) -> Option<Vec<u8>> {
+    fs::read(Path::new("/proc").join(tid.0.to_string()).join("stat")).ok()
+}
+
 /// The processor a kernel worker is bound to. The kernel names workers `kworker/PROCESSOR:NUMBER`, unbound ones
 /// `kworker/uPOOL:NUMBER` (`kernel/workqueue.c`), and binds each for life.
 fn bound_to(worker: Tid) -> Option<u32> {
-    let stat = fs::read(Path::new("/proc").join(worker.0.to_string()).join("stat")).ok()?;
-    processor_in_name(name_in(&stat)?)
+    processor_in_name(name_in(&stat_of(worker)?)?)
 }
 
 fn processor_in_name(name: &str) -> Option<u32> {
@@ -108,6 +117,7 @@ mod tests {
         let mut workers = Workers::of(pid, [(tid, VcpuId(0))]);
         assert!(last_processor(&workers.vcpus[0].1).is_some());
         assert_eq!(workers.vcpu_of(tid), None, "no kernel worker");
+        assert!(!is_worker(tid));
     }
 
     #[test]

@@ -102,11 +102,11 @@ impl PreCopy<'_, '_> {
             done.hot.extend(&written);
         }
         others.are_none()?;
-        let ready = Ready::make(self.context)?;
+        let ready = Ready::make(self.context, false)?;
         let arm_ms = ms(self.started.elapsed());
         let (memory, size, intake) =
             (Arc::clone(&self.context.memory), self.size(), self.intake.clone());
-        let cut = Cut::make(self.context, self.options, ready, || {
+        let cut = Cut::make(self.context, self.options, ready, &mut || {
             let last = blocks_of(size, &tracker.newly_written()?);
             tracker.cut();
             let left = union(&written, &last);

@@ -141,13 +141,12 @@ impl<'a> Guest<'a> {
     /// What the hypervisor itself needs. Firn would take back a file that is left with it.
     fn floor(&mut self) -> Result<f64> {
         self.bare.prepare_save()?;
-        let started = Instant::now();
         let saved = self.bare.stop_and_save_device_state();
         self.bare.cont()?;
-        let pause_ms = ms(started.elapsed());
+        let pause = self.bare.stood_still();
         saved?;
         self.bare.finish_save()?;
-        Ok(pause_ms)
+        Ok(ms(pause.context("the hypervisor did not say that it stopped, or that it went on")?))
     }
 }
 

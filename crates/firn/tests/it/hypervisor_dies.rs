@@ -19,18 +19,18 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const STALL: Duration = Duration::from_millis(200);
 
 /// Where a thread of Firn waits: it makes the file, and goes on when that is gone.
-struct Stop(PathBuf);
+pub struct Stop(PathBuf);
 
 impl Stop {
     /// Arms it for the supervisors that are started from now on.
-    fn arm(vm: &mut Vm, point: &str) -> Self {
+    pub fn arm(vm: &mut Vm, point: &str) -> Self {
         let file = vm.session.path("stop");
         vm.session.arm(Some(&format!("{point}=WAIT:{}", file.display())));
         Self(file)
     }
 
     /// Whether it was reached before the command had ended.
-    fn is_reached(&self, command: &mut Child) -> bool {
+    pub fn is_reached(&self, command: &mut Child) -> bool {
         let mut over = false;
         eventually("the point", PATIENCE, || {
             over = command.try_wait().unwrap().is_some();
@@ -39,16 +39,16 @@ impl Stop {
         self.0.exists()
     }
 
-    fn go_on(&self) {
+    pub fn go_on(&self) {
         std::fs::remove_file(&self.0).unwrap();
     }
 }
 
-fn start(vm: &Vm, args: &[&str]) -> Child {
+pub fn start(vm: &Vm, args: &[&str]) -> Child {
     vm.session.command(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-fn answer(command: Child) -> Answer {
+pub fn answer(command: Child) -> Answer {
     Answer::of(command.wait_with_output().unwrap())
 }
 
@@ -132,7 +132,7 @@ fn qemu_killed_anywhere_in_a_pre_copy() {
     }
 }
 
-fn qemu_killed_in_a_save(vm: &mut Vm, point: &str, how: &[&str]) {
+pub fn qemu_killed_in_a_save(vm: &mut Vm, point: &str, how: &[&str]) {
     let stop = Stop::arm(vm, point);
     vm.session.firn(&["restore", "base.firn", "--mode", "eager", "--wait"]).succeeds();
     vm.session.arm(None);

@@ -14,6 +14,7 @@ mod help;
 mod hypervisor_dies;
 mod incremental;
 mod input;
+mod pause;
 mod session;
 mod vm;
 mod working_set;

@@ -6,8 +6,7 @@
 //! **The pause** (`downtime`). *What varies*: RAM from 256 MiB to 8 GiB; and who pauses the guest: `firn checkpoint`, or
 //! the *floor*: nothing but stop, device state and cont, on a monitor connection of its own. *Held equal*: the guest and
 //! its load. Each vCPU writes pages at random, flat out, all over half to three quarters of RAM, all of it filled before. Both take turns on the same running guest. *Measured*: the pause as Firn reports it
-//! (`downtime_ms`) and as the experiment clocks the floor (`floor_ms`), each from asking the hypervisor to stop until it
-//! has said that it goes on; and for both, how long the guest's own clock stood still (`stood_still_ms`,
+//! (`downtime_ms`) and the floor (`floor_ms`), each between the hypervisor's events `STOP` and `RESUME`; and for both, how long the guest's own clock stood still (`stood_still_ms`,
 //! `floor_stood_still_ms`), which rests on heartbeats and not on anybody's report.
 //!
 //! **The rest** (`overhead`). *What varies*: no save, a save, a save whose background sweep does not yield to the guest

@@ -1,0 +1,85 @@
+//! The pause of a VM without disks: QEMU begins and ends it by itself, and waits for Firn in between.
+
+use std::time::Duration;
+
+use firn_memory::{Process, process_memory};
+use firn_types::HostVirt;
+
+use crate::hypervisor_dies::{Stop, answer, qemu_killed_in_a_save, start};
+use crate::session::eventually;
+use crate::vm::Vm;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Points that are passed while QEMU waits.
+const HELD: [&str; 3] = ["save.stopped", "save.device-state", "save.reprotected"];
+
+fn base() -> Vm {
+    let vm = Vm::boot();
+    vm.session.firn(&["checkpoint", "web", "-o", "base.firn"]).succeeds();
+    vm.session.firn(&["stop", "web"]).succeeds();
+    vm
+}
+
+#[test]
+fn firn_killed_while_qemu_waits() {
+    let mut vm = base();
+    for point in HELD {
+        vm.session.arm(Some(point));
+        vm.session.firn(&["restore", "base.firn", "--mode", "eager", "--wait"]).succeeds();
+        vm.session.arm(None);
+        vm.session.firn(&["checkpoint", "web", "-o", "new.firn"]).fails(8, "aborted");
+        assert_eq!(vm.session.status("web")["recoveries"], 1, "{point}");
+        assert_eq!(vm.session.status("web")["state"], "running", "{point}");
+        vm.is_well();
+        assert_eq!(vm.session.files("new.firn"), Vec::<String>::new(), "{point}");
+        vm.session.firn(&["checkpoint", "web", "-o", "after.firn"]).succeeds();
+        vm.session.firn(&["stop", "web"]).succeeds();
+    }
+}
+
+#[test]
+fn qemu_killed_while_it_waits() {
+    let mut vm = base();
+    HELD.iter().for_each(|point| qemu_killed_in_a_save(&mut vm, point, &[]));
+}
+
+/// A thread of QEMU that writes after memory is fixed and before devices are saved would make the two disagree.
+#[test]
+fn what_is_written_in_the_pause_ends_the_save() {
+    let mut vm = base();
+    let stop = Stop::arm(&mut vm, "save.reprotected");
+    vm.session.firn(&["restore", "base.firn", "--mode", "eager", "--wait"]).succeeds();
+    vm.session.arm(None);
+    let mut saving = start(&vm, &["checkpoint", "web", "-o", "new.firn"]);
+    assert!(stop.is_reached(&mut saving));
+    write_one_byte(vm.pid());
+    stop.go_on();
+    answer(saving).fails(1, "a device wrote to the guest's memory while the VM stood still");
+    assert_eq!(vm.session.files("new.firn"), Vec::<String>::new());
+    assert_eq!(vm.session.files(".new.firn"), Vec::<String>::new());
+    vm.is_well();
+    vm.session.firn(&["checkpoint", "web", "-o", "after.firn"]).succeeds();
+}
+
+/// The byte stays what it is. Firn sees it all the same, and lets it pass.
+fn write_one_byte(pid: i64) {
+    let process = Process::open(pid as i32).unwrap();
+    let (at, mut byte) = (ram(pid), [0]);
+    process_memory::read(&process, at, &mut byte).unwrap();
+    let write = std::thread::spawn(move || process_memory::write(&process, at, &byte));
+    eventually("the byte", PATIENCE, || write.is_finished());
+    write.join().unwrap().unwrap();
+}
+
+/// Somewhere in the guest's RAM, which is QEMU's largest mapping of a file.
+fn ram(pid: i64) -> HostVirt {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let range = |line: &str| {
+        let (start, end) = line.split_whitespace().next()?.split_once('-')?;
+        let number = |hex: &str| u64::from_str_radix(hex, 16).ok();
+        line.contains("rw-s").then_some((number(start)?, number(end)?))
+    };
+    let (start, end) =
+        maps.lines().filter_map(range).max_by_key(|(start, end)| end - start).unwrap();
+    HostVirt(start + (end - start) / 2)
+}
