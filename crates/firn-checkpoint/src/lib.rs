@@ -13,7 +13,7 @@
 //! | `ledger` | who copies a block, and when it may be released |
 //! | `written` | what to protect again, and when that is little enough to pause |
 //! | `lane`, `worker` | which vCPU a first touch belongs to |
-//! | `order`, `pace`, `sweep`, `still` | what the sweep copies, in which order, how fast |
+//! | `order`, `spaces`, `pace`, `sweep`, `still` | what the sweep copies, in which order, how fast |
 //! | `pre_copy` | copying in rounds, and what was written since the last checkpoint |
 //! | `access_bits` | what the guest used before the pause, for when nothing runs after it |
 //! | `pipeline` | compressing, packing, writing |
@@ -33,6 +33,7 @@ mod pre_copy;
 mod reference;
 mod report;
 mod save;
+mod spaces;
 mod still;
 mod sweep;
 mod touches;

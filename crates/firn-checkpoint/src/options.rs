@@ -98,6 +98,9 @@ pub struct SaveOptions {
     /// Bytes of copied, not yet compressed memory blocks held at most. A guest that touches memory faster than it can
     /// be written waits for a buffer.
     pub buffer_bytes_max: usize,
+    /// Of so many address spaces, those that vCPUs used last, what was written is copied first, and may be written again without a
+    /// fault ([`Strategy::Cow`]; Sun, Blough, section 4.4).
+    pub first_spaces: usize,
     /// Leaves the VM stopped at the cut: a suspend rather than a checkpoint. Needs [`Strategy::Stop`].
     pub leave_stopped: bool,
     /// For tests: while paused, also copy all of RAM to this file, flat, in the order of the RAM page space. The
@@ -117,6 +120,7 @@ impl Default for SaveOptions {
             watch: Duration::from_secs(1),
             watch_max: Duration::from_secs(4),
             buffer_bytes_max: 64 << 20,
+            first_spaces: 0,
             leave_stopped: false,
             reference: None,
         }

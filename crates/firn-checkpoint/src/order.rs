@@ -22,6 +22,8 @@ pub(crate) struct Order {
     pub(crate) blocks: Vec<Block>,
     /// Every block without backing: zeros.
     pub(crate) unbacked: Vec<Block>,
+    /// So many of `blocks`, from the first, are let go of once they are copied.
+    pub(crate) let_go: usize,
 }
 
 impl Order {
@@ -56,6 +58,22 @@ pub(crate) struct AddressSpaces {
     pub(crate) roots: Vec<GuestPhys>,
     /// Levels of their page tables: 4 or 5.
     levels: u8,
+}
+
+impl AddressSpaces {
+    /// The pages that programs have written, by the page tables of these `roots`.
+    pub(crate) fn written(&self, memory: &GuestMemory, roots: &[GuestPhys]) -> Vec<Range<Page>> {
+        let mut written = Vec::new();
+        let mut walker = Walker::new(memory, self.levels);
+        for &root in roots {
+            walker.walk(root, Half::User, &mut |_, first, pages, flags| {
+                if flags.dirty {
+                    written.push(first..Page(first.0 + pages));
+                }
+            });
+        }
+        written
+    }
 }
 
 /// Finds the address spaces that vCPUs are using, then every other one that shares their kernel half.

@@ -91,6 +91,9 @@ pub struct SaveReport {
     pub blocks_total: u32,
     /// Memory blocks that the guest touched before the sweep came to them or after.
     pub blocks_touched: u32,
+    /// Memory blocks that were copied before the guest wrote to them, and then let go of ([`crate::SaveOptions::first_spaces`]).
+    #[serde(default)]
+    pub blocks_let_go: u32,
     /// How far the guest was from having touched all that it uses, when all was copied and it had been watched for as long as it
     /// must be: of what it had touched by then, the share of the last eighth of the time. None where that was not looked at.
     #[serde(default)]

@@ -35,6 +35,7 @@ use crate::pace::Pace;
 use crate::pipeline::{Intake, Limits, Pipeline};
 use crate::pre_copy::{PreCopy, Tracker, stores};
 use crate::report::{Progress, SaveReport, ms};
+use crate::spaces;
 use crate::still::Still;
 use crate::sweep::{Sweep, Watch};
 use crate::trace::FaultLog;
@@ -159,6 +160,9 @@ pub fn save(
     if options.leave_stopped && options.strategy != Strategy::Stop {
         return Err(SaveError::Options("a VM can be left stopped only by the strategy `stop`"));
     }
+    if options.first_spaces > 0 && options.strategy != Strategy::Cow {
+        return Err(SaveError::Options("address spaces come first only with the strategy `cow`"));
+    }
     let writer = writer(context, out, options)?;
     let identity = writer.identity();
     let limits =
@@ -265,6 +269,7 @@ impl Copying<'_, '_> {
         if let Some(other) = self.context.memory.other_users()?.first() {
             return Err(SaveError::Foreign(other.to_string()));
         }
+        let first = spaces::used_last(self.context.vm, self.options.first_spaces)?;
         let vcpus = self.context.vm.vcpus()?;
         let tids: Vec<Tid> = vcpus.iter().map(|vcpu| vcpu.tid).collect();
         let threads = vcpus.iter().map(|vcpu| (vcpu.tid, vcpu.id));
@@ -272,7 +277,7 @@ impl Copying<'_, '_> {
         let lanes = Lanes::new(threads, self.context.process.threads()?);
         let intake = self.intake.clone();
         let armed = Armed::attach(self.context, self.options, tids, lanes, workers, intake)?;
-        let copied = self.follow_armed(&armed);
+        let copied = self.follow_armed(&armed, &first);
         let log = armed.disarm();
         firn_fault::point("save.disarmed");
         let (mut copied, FaultLog { touches, counts }) = (copied?, log?);
@@ -284,7 +289,8 @@ impl Copying<'_, '_> {
         Ok(copied)
     }
 
-    fn follow_armed(&mut self, armed: &Armed) -> Result<Copied, SaveError> {
+    /// What the address spaces in `first` have written comes first.
+    fn follow_armed(&mut self, armed: &Armed, first: &[GuestPhys]) -> Result<Copied, SaveError> {
         armed.arm()?;
         let ready = Ready::make(self.context, true)?;
         let rounds = armed.settle()?;
@@ -299,15 +305,17 @@ impl Copying<'_, '_> {
             armed.retrace()?;
         }
         firn_fault::point("save.retraced");
-        let (roots, order, working_set) = self.plan()?;
+        let (roots, order, working_set) = self.plan(first)?;
         armed.skip(&order.unbacked);
         let pace = Pace::new(self.options.throttle, armed.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
-        let watched = Sweep { trace: &armed.trace, intake, pace, progress, steps, watch }
-            .run(order.blocks)?;
+        let mut sweep =
+            Sweep { trace: &armed.trace, intake, pace, progress, steps, watch, let_go: 0 };
+        let watched = sweep.run(order.blocks, order.let_go)?;
+        let blocks_let_go = sweep.let_go;
         firn_fault::point("save.swept");
         let found_late = armed.trace.touches().found_late(watched).filter(|_| self.is_watched());
-        let report = SaveReport { rounds, arm_ms, found_late, ..self.report(&cut) };
+        let report = SaveReport { rounds, arm_ms, found_late, blocks_let_go, ..self.report(&cut) };
         Ok(Copied { cut, working_set, roots, report })
     }
 
@@ -326,13 +334,18 @@ impl Copying<'_, '_> {
     }
 
     /// What to sweep, in which order, the page-table roots that say so, and the working set as far as it is known.
-    fn plan(&mut self) -> Result<(Vec<GuestPhys>, Order, Vec<Block>), SaveError> {
+    fn plan(
+        &mut self,
+        first: &[GuestPhys],
+    ) -> Result<(Vec<GuestPhys>, Order, Vec<Block>), SaveError> {
         let memory = &self.context.memory;
         let spaces = order::address_spaces(self.context.vm, memory)?;
         let mut order = order::blocks(memory, &spaces, self.options.block_size)?;
         order.add_unbacked(|block| stores(self.context.parent.as_deref(), block));
         let used = self.context.used.as_deref().unwrap_or_default();
         let working_set = order.bring_forward(used, self.options.block_size);
+        let written = spaces.written(memory, first);
+        order.let_go = order.bring_forward(&written, self.options.block_size).len();
         Ok((spaces.roots, order, working_set))
     }
 

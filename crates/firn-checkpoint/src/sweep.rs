@@ -1,7 +1,8 @@
 //! The background sweep: copies what the guest did not touch, so that a save ends.
 //!
 //! Blocks are taken in the order of [`crate::order`]. The sweep takes no trace off: a page that the guest touches later
-//! still faults once, cheaply, and so still says that it belongs to the working set.
+//! still faults once, cheaply, and so still says that it belongs to the working set. Only those that are to be let go of may
+//! be written again without a fault.
 
 use std::sync::Arc;
 use std::thread;
@@ -39,16 +40,16 @@ pub(crate) struct Sweep<'a> {
     pub(crate) steps: &'a dyn Steps,
     /// How long the guest is watched.
     pub(crate) watch: Watch,
+    /// How many blocks were copied and let go of.
+    pub(crate) let_go: u32,
 }
 
 impl Sweep<'_> {
-    /// Copies every block of `order` that nobody has copied yet. Ends early if the image can't be written. Tells when all
-    /// was copied, and the guest watched for as long as it must be.
-    pub(crate) fn run(
-        &mut self,
-        order: impl IntoIterator<Item = Block>,
-    ) -> Result<Duration, SaveError> {
-        let mut order = order.into_iter();
+    /// Copies every block of `order` that nobody has copied yet, and lets go of the first `let_go` of them. Ends early if the
+    /// image can't be written. Tells when all was copied, and the guest watched for as long as it must be.
+    pub(crate) fn run(&mut self, order: Vec<Block>, let_go: usize) -> Result<Duration, SaveError> {
+        let numbered = order.into_iter().enumerate();
+        let mut order = numbered.map(|(number, block)| (block, number < let_go));
         loop {
             if self.steps.cancelled() {
                 return Err(SaveError::Cancelled);
@@ -86,18 +87,23 @@ impl Sweep<'_> {
 
     /// Copies up to `blocks` blocks; `false` when the order is at its end.
     fn copy_some(
-        &self,
-        order: &mut impl Iterator<Item = Block>,
+        &mut self,
+        order: &mut impl Iterator<Item = (Block, bool)>,
         blocks: u32,
     ) -> Result<bool, SaveError> {
         firn_fault::point("save.sweep");
         let mut left = blocks;
         while left > 0 {
-            let Some(block) = order.next() else {
+            let Some((block, lets_go)) = order.next() else {
                 self.report();
                 return Ok(false);
             };
-            left -= u32::from(self.copy(block)?);
+            let is_copied = self.copy(block)?;
+            if is_copied && lets_go {
+                self.trace.faults.unprotect(self.trace.block_size.pages_of(block))?;
+                self.let_go += 1;
+            }
+            left -= u32::from(is_copied);
         }
         self.report();
         Ok(true)

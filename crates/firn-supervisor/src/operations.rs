@@ -427,6 +427,7 @@ fn options(
         locality_block_bytes: choices.locality_block_bytes.unwrap_or(default.locality_block_bytes),
         compressors: choices.compressors.unwrap_or(default.compressors),
         throttle: choices.throttle.unwrap_or(default.throttle),
+        first_spaces: choices.first_spaces.unwrap_or(default.first_spaces),
         leave_stopped: then_stop,
         reference: choices.reference.clone(),
         ..default

@@ -86,6 +86,9 @@ pub struct SaveChoices {
     /// How memory is kept as it was at the cut while it is copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strategy: Option<Strategy>,
+    /// Of how many address spaces, those used last, what was written is copied first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_spaces: Option<usize>,
     /// The image that the new one is to build on; absolute.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<PathBuf>,

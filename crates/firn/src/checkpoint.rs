@@ -70,6 +70,11 @@ pub struct Args {
     /// private to QEMU.
     #[arg(long, value_name = "HOW", value_parser = strategy)]
     strategy: Option<Strategy>,
+    /// With --strategy cow: copy first what programs have written, by the N address spaces that were used last, so that they need
+    /// not wait for it when they write it again.
+    #[arg(long, value_name = "N", requires = "strategy")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=1024))]
+    first_spaces: Option<u16>,
     /// What a restore is to bring in first: `trace`, what the guest touches after the checkpoint (the default), or
     /// `access-bits`, what it used before (the default with --strategy stop).
     #[arg(long, value_name = "HOW", value_parser = estimator)]
@@ -169,6 +174,7 @@ impl Args {
         let mut request = self.image.request()?;
         request.cancel_with_client = self.cancel;
         request.choices.strategy = self.strategy;
+        request.choices.first_spaces = self.first_spaces.map(usize::from);
         request.choices.working_set = self.working_set;
         request.choices.throttle = self.no_throttle.then_some(false);
         request.choices.reference = self.reference.as_deref().map(absolute).transpose()?;

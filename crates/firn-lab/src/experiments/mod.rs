@@ -9,6 +9,7 @@ mod app;
 mod application;
 mod cow_compile;
 mod cow_downtime;
+mod cow_spaces;
 mod cow_writers;
 mod exactness;
 mod fault_latency;
@@ -62,6 +63,11 @@ pub const ALL: &[Experiment] = &[
         name: "cow-downtime",
         about: "Figure 2 of Sun and Blough: the pause of an idle guest, by strategy, against QEMU's ways",
         run: cow_downtime::run,
+    },
+    Experiment {
+        name: "cow-spaces",
+        about: "faults after the cut, by how many address spaces are copied first",
+        run: cow_spaces::run,
     },
     Experiment {
         name: "cow-writers",
