@@ -4,10 +4,11 @@
 //!
 //! **What varies**, drawn at random for each run from its seed: vCPUs (1, 2, 4), RAM (256 MiB to 4.5 GiB, to the page, in
 //! one or several backends, also split around the PCI hole), the load, the size of memory blocks and locality blocks,
-//! the codec, the strategy (copy-on-access, copy-on-write, pre-copy), how many images the image builds on, whether the
-//! sweep yields, the mode of the restore.
+//! the codec, the strategy (copy-on-access, copy-on-write, pre-copy, standing still), how many images the image builds on, whether the
+//! sweep yields, the mode of the restore; whether the guest has a disk that it writes to, and whether its memory is private, and
+//! Firn attached to it.
 //!
-//! **What is held equal**: during every save writers run on each vCPU, a disk and a network card do DMA, a computation
+//! **What is held equal**: during every save writers run on each vCPU, disks and a network card do DMA, a computation
 //! is under way.
 //!
 //! **What is measured**: `differing_blocks`: memory blocks of the image that differ from a flat copy taken during the
@@ -36,7 +37,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("exactness");
     let bench = Bench::new(lab)?;
     let mut tally = Tally::default();
-    for number in 0..lab.extent.runs(6, 54) {
+    for number in 0..lab.extent.runs(6, 216) {
         let drawn = Drawn::from(lab.extent.seed + number as u64);
         let since = Instant::now();
         let outcome = bench.run(&drawn);

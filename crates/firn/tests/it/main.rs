@@ -10,6 +10,7 @@ mod completions;
 mod damaged_image;
 mod disks;
 mod faults;
+mod file_system;
 mod help;
 mod hypervisor_dies;
 mod incremental;

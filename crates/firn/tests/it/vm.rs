@@ -17,6 +17,8 @@ pub struct Vm {
     pub session: Session,
     /// Its disks, with their formats; the guest writes to them and checks what it wrote.
     disks: Vec<(PathBuf, &'static str)>,
+    /// A disk that the guest may have a file system on.
+    file_system: Option<PathBuf>,
     _alone: MutexGuard<'static, ()>,
 }
 
@@ -43,6 +45,18 @@ impl Vm {
             control.wait_output(&job, "progress", PATIENCE).unwrap();
         }
         vm
+    }
+
+    /// Boots a guest that has a disk with an empty file system.
+    pub fn boot_with_file_system() -> Self {
+        let mut vm = Self::new();
+        let path = vm.session.path("files.raw");
+        let made = std::process::Command::new("mke2fs")
+            .args(["-q", "-t", "ext4", text(&path), "96M"])
+            .output();
+        assert!(made.unwrap().status.success());
+        vm.file_system = Some(path);
+        vm.booted(&["--mib", "48", "--rate", "2000"])
     }
 
     /// Boots a guest whose writers are given these words.
@@ -90,7 +104,7 @@ impl Vm {
     pub fn new() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        Self { session: Session::new(), disks: Vec::new(), _alone: alone }
+        Self { session: Session::new(), disks: Vec::new(), file_system: None, _alone: alone }
     }
 
     pub fn qemu_args(&self) -> Vec<String> {
@@ -99,7 +113,9 @@ impl Vm {
             .append("no_timer_check")
             .agent(&self.session.path("agent"))
             .heartbeat(&self.session.path("heart"));
-        let args = self.disks.iter().fold(args, |args, (file, format)| {
+        let file_system = self.file_system.iter().map(|file| (file, "raw"));
+        let disks = self.disks.iter().map(|(file, format)| (file, *format)).chain(file_system);
+        let args = disks.fold(args, |args, (file, format)| {
             args.disk(Disk { file: file.clone(), format, read_only: false })
         });
         let program = args.program_name().to_str().unwrap().to_owned();

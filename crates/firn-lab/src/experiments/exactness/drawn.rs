@@ -3,6 +3,7 @@
 //! ```text
 //!   seed % 3         vCPUs: 1, 2, 4                          in turn, so that few runs have all of them
 //!   seed / 3 % 3     RAM: small, middle, split               (split: above 2.75 GiB q35 has a part of it above 4 GiB)
+//!   seed / 9 % 4     the strategy
 //!   dice(seed)       sizes to the page, backends, load, how it is saved, how it is restored
 //! ```
 
@@ -26,6 +27,9 @@ const PAGE_KIB: u64 = 4;
 /// Writers fill no more than this: a guest under TCG takes long to fill memory.
 const WRITERS_MIB_MAX: u64 = 192;
 const KINDS: [&str; 3] = ["memory-backend-memfd", "memory-backend-ram", "memory-backend-shm"];
+/// The only kind that can be private everywhere.
+const PRIVATE_KIND: &str = "memory-backend-ram";
+const STRATEGIES: [&str; 4] = ["trace", "cow", "pre-copy", "stop"];
 
 /// A generator that a seed determines.
 struct Dice(u64);
@@ -73,8 +77,12 @@ pub(super) struct Drawn {
     pub(super) mode: Mode,
     /// How many checkpoints, each built on the one before, are below the one that is compared.
     pub(super) below: usize,
-    /// The format of the disk that the guest writes to.
-    pub(super) written: &'static str,
+    /// The format of the disk that the guest writes to, if there is one: without one the hypervisor makes the pause by itself.
+    pub(super) written: Option<&'static str>,
+    /// Whether the guest is started by hand, with private memory, and attached to.
+    pub(super) private: bool,
+    /// Of how many address spaces memory comes first, with copy-on-write.
+    pub(super) first_spaces: u32,
 }
 
 impl Drawn {
@@ -109,9 +117,21 @@ impl Drawn {
                 Mode::Locality,
                 Mode::WorkingSet,
             ]),
-            strategy: dice.pick(&["trace", "cow", "pre-copy", "pre-copy"]),
             below: dice.pick(&[0, 0, 1, 3]),
-            written: dice.pick(&["raw", "qcow2"]),
+            written: dice.pick(&[None, Some("raw"), Some("qcow2")]),
+            private: dice.below(3) == 0,
+            first_spaces: dice.pick(&[0, 1, 4]),
+            strategy: STRATEGIES[(seed / 9 % 4) as usize],
+        }
+        .possible()
+    }
+
+    /// Reads of private memory can't be followed, and only copy-on-write has address spaces that come first.
+    fn possible(self) -> Self {
+        match (self.private, self.strategy) {
+            (true, "trace") => Self { strategy: "cow", ..self },
+            (_, "cow") => self,
+            _ => Self { first_spaces: 0, ..self },
         }
     }
 
@@ -124,7 +144,11 @@ impl Drawn {
             .with("--strategy", self.strategy)
             .with("--block-pages", self.block_pages.to_string())
             .with("--locality-block", format!("{locality_kib}K"));
-        if self.throttled { args } else { args.flag("--no-throttle") }
+        let args = if self.throttled { args } else { args.flag("--no-throttle") };
+        match self.first_spaces {
+            0 => args,
+            spaces => args.with("--first-spaces", spaces.to_string()),
+        }
     }
 
     /// What it is counted under.
@@ -145,7 +169,9 @@ impl Drawn {
             label("strategy", &self.strategy),
             label("mode", &self.mode),
             label("below", &self.below),
-            label("written", &self.written),
+            label("written", &self.written.unwrap_or("none")),
+            label("first_spaces", &self.first_spaces),
+            label("memory", if self.private { &"private" } else { &"shared" }),
         ]
     }
 
@@ -157,7 +183,8 @@ impl Drawn {
             "sha_rounds": self.sha.rounds, "sha_threads": self.sha.threads,
             "block_pages": self.block_pages, "locality_kib": self.locality_kib,
             "codec": self.codec, "throttled": self.throttled, "strategy": self.strategy,
-            "mode": self.mode, "below": self.below, "written": self.written,
+            "mode": self.mode, "below": self.below, "written": self.written, "private": self.private,
+            "first_spaces": self.first_spaces,
         })
     }
 }
@@ -204,11 +231,12 @@ impl Ram {
     }
 
     /// Adds it to a guest's command line.
-    pub(super) fn add_to(&self, mut args: QemuArgs) -> QemuArgs {
+    pub(super) fn add_to(&self, mut args: QemuArgs, private: bool) -> QemuArgs {
         args = args.memory_kib(self.kib());
         let Self::Backends(kind, parts) = self else { return args };
+        let (kind, share) = if private { (PRIVATE_KIND, "off") } else { (*kind, "on") };
         for (number, kib) in parts.iter().enumerate() {
-            let object = format!("{kind},id=part{number},size={kib}K,share=on");
+            let object = format!("{kind},id=part{number},size={kib}K,share={share}");
             args = args.more(&["-object", &object]);
             args = match parts.len() {
                 1 => args.more(&["-machine", "memory-backend=part0"]),
@@ -247,6 +275,19 @@ mod tests {
             (drawn.vcpus, RAM_MIB.iter().position(|(_, to)| drawn.ram.kib() <= to << 10))
         };
         assert_eq!((1..10).map(both).collect::<BTreeSet<_>>().len(), 9);
+    }
+
+    #[test]
+    fn every_strategy_saves_with_and_without_a_disk_that_is_written() {
+        let drawn: Vec<Drawn> = (0..216).map(Drawn::from).collect();
+        for strategy in STRATEGIES {
+            let runs = || drawn.iter().filter(|run| run.strategy == strategy);
+            assert!(runs().count() >= 30, "{strategy}");
+            assert!(
+                runs().any(|run| run.written.is_none()) && runs().any(|run| run.written.is_some())
+            );
+            assert_eq!(runs().any(|run| run.private), strategy != "trace");
+        }
     }
 
     #[test]

@@ -23,7 +23,7 @@ use super::drawn::Drawn;
 use crate::disk_profile::{DiskProfile, Throttle};
 use crate::experiments::synthetic::{last_line, words};
 use crate::guest::{
-    Control, Disk, GuestImage, HostForward, JobState, QemuArgs, accel, free_tcp_port,
+    Control, Disk, GuestImage, HostForward, JobState, Machine, QemuArgs, accel, free_tcp_port,
 };
 use crate::lab::{Lab, wait_for};
 
@@ -141,11 +141,12 @@ impl<'a> Trial<'a> {
     fn run(&self) -> Result<Outcome> {
         let lab = self.bench.lab;
         let expected = sha::digest(&self.drawn.sha)?;
-        self.boot_under_load()?;
+        let machine = self.boot_under_load()?;
         let saved = self.save()?;
         let differences = self.compare()?;
         let went_on = self.check(false).context("the guest that was saved")?;
         lab.firn().stop(VM);
+        drop(machine);
         self.restore()?;
         let restored = self.check(true).context("the restored guest")?;
         Ok(Outcome {
@@ -165,20 +166,20 @@ impl<'a> Trial<'a> {
             false => HostForward::tcp(self.port, net::PORT),
         };
         let disk = Disk { file: self.bench.disk.clone(), format: "raw", read_only: true };
-        let written = Disk {
+        let written = self.drawn.written.map(|format| Disk {
             file: self.bench.lab.file(WRITTEN_FILE),
-            format: self.drawn.written,
+            format,
             read_only: false,
-        };
+        });
         let args = QemuArgs::new(&self.bench.image, accel::decide().accel)
             .vcpus(self.drawn.vcpus)
             .append("no_timer_check")
             .console(&self.bench.lab.file("console"))
             .agent(&self.agent)
             .disk(disk)
-            .disk(written)
             .network(&[forward]);
-        self.drawn.ram.add_to(args)
+        let args = written.into_iter().fold(args, QemuArgs::disk);
+        self.drawn.ram.add_to(args, self.drawn.private)
     }
 
     fn control(&self) -> Result<Control> {
@@ -186,17 +187,39 @@ impl<'a> Trial<'a> {
     }
 
     fn make_written(&self) -> Result<()> {
+        let Some(format) = self.drawn.written else { return Ok(()) };
         let file = self.bench.lab.file(WRITTEN_FILE);
         let mut command = Command::new("qemu-img");
-        command.args(["create", "-q", "-f", self.drawn.written]).arg(&file);
+        command.args(["create", "-q", "-f", format]).arg(&file);
         let status = command.arg(format!("{DISK_MIB}M")).status().context("cannot run qemu-img")?;
         ensure!(status.success(), "qemu-img cannot make {}", file.display());
         Ok(())
     }
 
-    fn boot_under_load(&self) -> Result<()> {
+    /// By Firn; or by hand, and attached to: such a guest ends with what is returned.
+    fn start(&self) -> Result<Option<Machine>> {
+        let (lab, args) = (self.bench.lab, self.qemu_args());
+        if !self.drawn.private {
+            lab.firn().run(VM, &args)?;
+            return Ok(None);
+        }
+        let monitor = lab.file("monitor").display().to_string();
+        let qmp = format!("unix:{monitor},server=on,wait=off");
+        let mut machine = Machine::start(args.more(&["-qmp", &qmp]))?;
+        machine.wait_ready(PATIENCE)?;
+        let pid = machine.pid().to_string();
+        lab.firn().attach(VM, &["--pid", &pid, "--qmp", &monitor])?;
+        Ok(Some(machine))
+    }
+
+    /// Loads that read or write disks.
+    fn disk_jobs(&self) -> impl Iterator<Item = &'static str> {
+        [DISK].into_iter().chain(self.drawn.written.map(|_| WRITTEN))
+    }
+
+    fn boot_under_load(&self) -> Result<Option<Machine>> {
         self.make_written()?;
-        self.bench.lab.firn().run(VM, &self.qemu_args())?;
+        let machine = self.start()?;
         let mut control = self.control()?;
         let given: Vec<&str> = self.drawn.writers.iter().map(String::as_str).collect();
         control.spawn(WRITERS, &[&["firn-guest", "writers"], &given[..]].concat())?;
@@ -206,8 +229,12 @@ impl<'a> Trial<'a> {
         let write = format!(
             "firn-guest disk-dma write --mib {mib} --block-kib {kib} --device /dev/vdb --rate 100"
         );
-        let jobs = [(DISK, &*read), (WRITTEN, &*write), (ECHO, "firn-guest net-dma echo")];
-        for (job, line) in jobs {
+        for job in self.disk_jobs().chain([ECHO]) {
+            let line = match job {
+                DISK => &*read,
+                WRITTEN => &*write,
+                _ => "firn-guest net-dma echo",
+            };
             control.spawn(job, &words(line))?;
             control.wait_output(job, "\"ready\":true", PATIENCE)?;
         }
@@ -215,7 +242,8 @@ impl<'a> Trial<'a> {
         let compute = format!(
             "firn-guest sha --seed {seed} --mib {mib} --rounds {rounds} --threads {threads}"
         );
-        Ok(control.spawn(SHA, &words(&compute))?)
+        control.spawn(SHA, &words(&compute))?;
+        Ok(machine)
     }
 
     /// `firn checkpoint`, with the network card at work.
@@ -294,7 +322,7 @@ impl<'a> Trial<'a> {
         let writers = last_line(&control.wait(WRITERS, PATIENCE)?.stdout)?;
         wrong_pages = wrong_pages.max(writers["wrong"].as_u64().context("no count")?);
         let result = control.wait(SHA, PATIENCE)?.stdout.trim().to_owned();
-        for job in [DISK, WRITTEN] {
+        for job in self.disk_jobs() {
             wrong_pages += disk_report(&mut control, job)?["wrong"].as_u64().unwrap_or(0);
         }
         let echoes = self.exchange_until(&|report| report.echoed + report.wrong >= ECHOES);
