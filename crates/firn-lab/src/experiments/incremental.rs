@@ -213,7 +213,7 @@ fn restores(lab: &Lab, depth: usize, throttle: &Throttle, report: &mut Report) -
     interleaved(lab.extent.runs(2, 7), &rows, |round, (name, files)| {
         match profile {
             DiskProfile::None => files.iter().try_for_each(|file| warm(file))?,
-            _ => make_cold(files.iter().map(PathBuf::as_path))?,
+            _ => evict(lab, files, profile)?,
         }
         let ttr_s = ttr(lab, &files[files.len() - 1], throttle)?;
         lab.say(&format!("{name} of {depth} on {profile}: {ttr_s:.2} s"));
@@ -235,6 +235,13 @@ fn restores(lab: &Lab, depth: usize, throttle: &Throttle, report: &mut Report) -
     let ratio = of("chain").zip(of("merged")).map_or(f64::NAN, |(chain, merged)| chain / merged);
     report.number(format!("chain_ttr_ratio.{depth}.{profile}"), ratio);
     Ok(())
+}
+
+/// Has a chain read from the disk, and nothing else.
+fn evict(lab: &Lab, chain: &[PathBuf], profile: DiskProfile) -> Result<()> {
+    let Some((last, below)) = chain.split_last() else { return Ok(()) };
+    make_cold(below.iter().map(PathBuf::as_path))?;
+    Ok(lab.make_cold(last, profile)?)
 }
 
 /// Time to responsiveness of one restore, by its run record: from the command on.
