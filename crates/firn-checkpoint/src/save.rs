@@ -249,14 +249,14 @@ struct Copying<'c, 'a> {
 
 impl Copying<'_, '_> {
     fn run(mut self) -> Result<Copied, SaveError> {
+        if self.options.strategy == Strategy::PreCopy {
+            let Self { context, options, intake, progress, started } = self;
+            return PreCopy { context, options, intake, progress, started }.run();
+        }
         self.context.memory.open_window()?;
         match self.options.strategy {
-            Strategy::Trace | Strategy::Cow => self.follow(),
-            Strategy::PreCopy => {
-                let Self { context, options, intake, progress, started } = self;
-                PreCopy { context, options, intake, progress, started }.run()
-            }
             Strategy::Stop => self.stop(),
+            _ => self.follow(),
         }
     }
 

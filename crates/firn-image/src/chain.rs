@@ -11,6 +11,10 @@
 //!
 //! A parent is found by the path that the image records, from the image's own directory, and known by its identity: a
 //! file of that name with other content is never taken for it.
+//!
+//! Opening a parent is one read, of its end: where a disk has to seek, a chain of a hundred files would otherwise take
+//! seconds to open. Its header says nothing that is not known: the identity is in the footer too, and the sizes are those of
+//! every image of the chain. [`Layer::check_header`] is for who wants to know that it is all right as well.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -19,6 +23,7 @@ use std::path::{Path, PathBuf};
 use crate::bytes::Bytes;
 use crate::error::{Flaw, ImageError};
 use crate::footer::{Footer, Kind};
+use crate::geometry::{Geometry, Organization};
 use crate::header::{Header, Identity};
 use crate::index::{self, Index};
 use crate::source::Source;
@@ -31,7 +36,8 @@ const PATH_BYTES_MAX: usize = 4096;
 /// One file of a chain.
 pub(crate) struct Layer {
     pub(crate) source: Source,
-    pub(crate) header: Header,
+    /// The sizes of all images of the chain.
+    pub(crate) geometry: Geometry,
     pub(crate) footer: Footer,
     /// The number of its first locality block.
     pub(crate) first: u32,
@@ -84,10 +90,34 @@ impl Parent {
 }
 
 impl Layer {
-    fn open(path: &Path) -> Result<Self, ImageError> {
-        let source = Source::open(path)?;
-        let (header, footer) = source.read_frame()?;
-        Ok(Self { source, header, footer, first: 0, start: 0 })
+    fn open(path: &Path) -> Result<(Self, Header), ImageError> {
+        let mut source = Source::open(path)?;
+        let header = source.read_header()?;
+        source.read_tail();
+        let geometry = header.geometry;
+        let footer = source.read_footer(&geometry)?;
+        source.check_pair(&header, &footer)?;
+        Ok((Self { source, geometry, footer, first: 0, start: 0 }, header))
+    }
+
+    /// Opens a file that is known to have blocks of these sizes.
+    fn open_alike(path: &Path, geometry: Geometry) -> Result<Self, ImageError> {
+        let mut source = Source::open(path)?;
+        source.read_tail();
+        let footer = source.read_footer(&geometry)?;
+        Ok(Self { source, geometry, footer, first: 0, start: 0 })
+    }
+
+    /// Checks what opening it within a chain does not look at.
+    pub(crate) fn check_header(&self) -> Result<(), ImageError> {
+        let header = self.source.read_header()?;
+        self.source.check_pair(&header, &self.footer)?;
+        if header.geometry == self.geometry {
+            return Ok(());
+        }
+        let problem =
+            "its blocks or its RAM have other sizes than those of the image that builds on it";
+        Err(self.source.flaw(Flaw::new("header", 0, problem)))
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -101,7 +131,7 @@ impl Layer {
 
     fn index(&self) -> Result<Index, ImageError> {
         let (source, footer) = (&self.source, &self.footer);
-        let (version, geometry) = (self.header.version, &self.header.geometry);
+        let (version, geometry) = (footer.version, &self.geometry);
         let at = footer.section(Kind::Index).ok_or_else(|| source.missing(Kind::Index))?;
         let limit = index::bytes_max(version, geometry, footer.locality_blocks);
         let bytes = source.read_section(at, limit)?;
@@ -112,28 +142,39 @@ impl Layer {
     /// Opens the parent that this image names.
     fn open_parent(&self, parent: &Parent) -> Result<Self, ImageError> {
         let path = parent.seen_from(self.path());
-        let opened = Self::open(&path).map_err(|source| ImageError::Parent {
+        let wrong = |problem| ImageError::WrongParent {
             path: self.path().to_owned(),
             parent: path.clone(),
-            source: Box::new(source),
+            problem,
+        };
+        let opened = Self::open_alike(&path, self.geometry).map_err(|source| {
+            // Another image is not a damaged one.
+            let header = Source::open(&path).and_then(|source| source.read_header());
+            let (mismatch, source) = match header {
+                Ok(header) => (self.mismatch(&header, parent), source),
+                // A file that is no image at all says so there.
+                Err(error) => (None, error),
+            };
+            let (path, parent, source) = (self.path().to_owned(), path.clone(), Box::new(source));
+            mismatch.map_or(ImageError::Parent { path, parent, source }, wrong)
         })?;
-        match opened.mismatch(self, parent) {
+        match other_identity(opened.footer.identity, parent) {
             None => Ok(opened),
-            Some(problem) => {
-                Err(ImageError::WrongParent { path: self.path().to_owned(), parent: path, problem })
-            }
+            Some(problem) => Err(wrong(problem)),
         }
     }
 
-    /// Why it is not the parent of an image, if it is not.
-    fn mismatch(&self, child: &Self, parent: &Parent) -> Option<String> {
-        let (found, expected) = (self.header.identity, parent.identity);
-        if found != expected {
-            return Some(format!("its identity is {found} instead of {expected}"));
-        }
-        let differs = self.header.geometry != child.header.geometry;
-        differs.then(|| "its blocks or its RAM have other sizes".to_owned())
+    /// Why a header is not that of an image's parent, if it is not.
+    fn mismatch(&self, found: &Header, parent: &Parent) -> Option<String> {
+        let differs = found.geometry != self.geometry;
+        let sizes = || differs.then(|| "its blocks or its RAM have other sizes".to_owned());
+        other_identity(found.identity, parent).or_else(sizes)
     }
+}
+
+fn other_identity(found: Identity, parent: &Parent) -> Option<String> {
+    let expected = parent.identity;
+    (found != expected).then(|| format!("its identity is {found} instead of {expected}"))
 }
 
 /// An image's own file and those it builds on, each with the number of its first locality block, and the index over all.
@@ -141,6 +182,8 @@ pub(crate) struct Chain {
     pub(crate) layers: Vec<Layer>,
     pub(crate) index: Index,
     pub(crate) own: Own,
+    /// How the blocks of the image's own file are arranged.
+    pub(crate) organization: Organization,
 }
 
 /// What an image's own file has.
@@ -165,10 +208,11 @@ impl Own {
 impl Chain {
     /// Opens an image and all it builds on. Its parent is at `moved`, if that is given, or else where the image says.
     pub(crate) fn open(path: &Path, moved: Option<&Path>) -> Result<Self, ImageError> {
-        let layer = Layer::open(path)?;
+        let (layer, header) = Layer::open(path)?;
         let index = layer.index()?;
         let own = Own::of(&index);
-        let mut chain = Self { layers: vec![layer], index, own };
+        let organization = header.organization;
+        let mut chain = Self { layers: vec![layer], index, own, organization };
         let mut at = moved;
         while chain.add_parent(at.take())? {}
         Ok(chain)
@@ -185,7 +229,7 @@ impl Chain {
             return Err(ImageError::ChainTooLong { path: self.layers[0].path().to_owned() });
         }
         let mut layer = oldest.open_parent(&parent)?;
-        if self.layers.iter().any(|it| it.header.identity == layer.header.identity) {
+        if self.layers.iter().any(|it| it.footer.identity == layer.footer.identity) {
             return Err(ImageError::WrongParent {
                 path: oldest.path().to_owned(),
                 parent: layer.path().to_owned(),
@@ -193,12 +237,16 @@ impl Chain {
             });
         }
         layer.first = self.index.locality_blocks();
-        layer.start = oldest.start + oldest.footer.file_bytes(&oldest.header.geometry);
+        layer.start = oldest.start + oldest.footer.file_bytes(&oldest.geometry);
         let blocks = u64::from(layer.first) + u64::from(layer.footer.locality_blocks);
         if blocks > u64::from(u32::MAX) {
             return Err(ImageError::ChainTooLong { path: self.layers[0].path().to_owned() });
         }
         self.index.add_older(&layer.index()?);
+        // The next one's place is in it.
+        if let Some(newer) = self.layers.iter_mut().skip(1).last() {
+            newer.source.forget_tail();
+        }
         self.layers.push(layer);
         Ok(true)
     }

@@ -33,6 +33,7 @@ pub struct Image {
     /// Over all of them.
     index: Index,
     own: Own,
+    organization: Organization,
 }
 
 impl Image {
@@ -47,12 +48,13 @@ impl Image {
     }
 
     fn of(chain: Chain) -> Result<Self, ImageError> {
-        let Chain { layers, index, own } = chain;
-        let Layer { source, header, footer, .. } = &layers[0];
-        let sections = read_sections(source, footer, &header.geometry)?;
+        let Chain { mut layers, index, own, organization } = chain;
+        let Layer { source, geometry, footer, .. } = &layers[0];
+        let sections = read_sections(source, footer, geometry)?;
         // Decoded when asked for, which is rarely; but opening says whether it is damaged.
         source.check_section(footer, Kind::AccessOrder)?;
-        let image = Self { layers, sections, index, own };
+        layers.iter_mut().for_each(|layer| layer.source.forget_tail());
+        let image = Self { layers, sections, index, own, organization };
         image.advise(ReadOrder::Sequential);
         Ok(image)
     }
@@ -73,17 +75,17 @@ impl Image {
 
     /// A random number that tells it from every other image, in hexadecimal. A copy of the file has the same.
     pub fn identity(&self) -> String {
-        self.layer().header.identity.to_string()
+        self.layer().footer.identity.to_string()
     }
 
     /// The sizes it is built on.
     pub fn geometry(&self) -> Geometry {
-        self.layer().header.geometry
+        self.layer().geometry
     }
 
     /// How its blocks are arranged.
     pub fn organization(&self) -> Organization {
-        self.layer().header.organization
+        self.organization
     }
 
     /// Where RAM lies.
@@ -166,7 +168,7 @@ impl Image {
     pub(crate) fn place(&self, id: LocalityBlockId) -> (&Source, u64) {
         let layer = self.layer_of(id);
         let own = LocalityBlockId(id.0 - layer.first);
-        (&layer.source, layer.header.geometry.offset_of(own))
+        (&layer.source, layer.geometry.offset_of(own))
     }
 
     fn layer_of(&self, id: LocalityBlockId) -> &Layer {
@@ -179,7 +181,7 @@ impl Image {
     pub fn offset_of(&self, id: LocalityBlockId) -> u64 {
         let layer = self.layer_of(id);
         let own = LocalityBlockId(id.0 - layer.first);
-        layer.start + layer.header.geometry.offset_of(own)
+        layer.start + layer.geometry.offset_of(own)
     }
 
     /// Cuts a range of locality blocks into parts that are in one file each.

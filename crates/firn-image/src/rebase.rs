@@ -43,8 +43,8 @@ pub fn rebase(
     threads: usize,
     progress: &dyn Fn(u32, u32),
 ) -> Result<Summary, ImageError> {
-    let own = image.layers()[0].header.identity;
-    if parent.layers().iter().any(|layer| layer.header.identity == own) {
+    let own = image.layers()[0].footer.identity;
+    if parent.layers().iter().any(|layer| layer.footer.identity == own) {
         return Err(ImageError::WrongParent {
             path: image.path().to_owned(),
             parent: parent.path().to_owned(),
@@ -62,7 +62,7 @@ fn onto(
     progress: &dyn Fn(u32, u32),
 ) -> Result<Summary, ImageError> {
     let how = Reorder { threads, ..Reorder::by(image.organization()) };
-    let identity = Some(image.layers()[0].header.identity);
+    let identity = Some(image.layers()[0].footer.identity);
     rewrite(image, &how, &Target { path: out, parent, identity }, progress)
 }
 

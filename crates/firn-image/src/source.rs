@@ -14,12 +14,18 @@ use twox_hash::XxHash3_64;
 
 use crate::error::{Flaw, ImageError};
 use crate::footer::{FOOTER_BYTES, Footer, Kind, SectionAt};
-use crate::geometry::HEADER_BYTES;
+use crate::geometry::{Geometry, HEADER_BYTES};
 use crate::header::Header;
+
+/// What is read of the end of a file at once when it is opened: its footer, and, if they are not larger than usual for an
+/// increment, its index and what lies before that. Where a disk has to seek this costs as much as the footer alone.
+const TAIL_BYTES: u64 = 64 << 10;
 
 /// The file behind an image.
 pub(crate) struct Source {
     pub(crate) file: File,
+    /// The end of the file, while it is being opened.
+    tail: Vec<u8>,
     /// The same file for who reads from front to back: the kernel keeps its readahead with the descriptor.
     in_order: OnceLock<File>,
     pub(crate) path: PathBuf,
@@ -43,7 +49,29 @@ impl Source {
         let is_in_memory = is_in_memory(&file);
         let id = (metadata.dev(), metadata.ino());
         let in_order = OnceLock::new();
-        Ok(Self { file, in_order, path: path.to_owned(), id, len: metadata.len(), is_in_memory })
+        let (path, len, tail) = (path.to_owned(), metadata.len(), Vec::new());
+        Ok(Self { file, tail, in_order, path, id, len, is_in_memory })
+    }
+
+    /// Reads the end of the file ahead, until [`Self::forget_tail`]. What can't be read so may not be needed: who needs it is
+    /// told then.
+    pub(crate) fn read_tail(&mut self) {
+        let mut tail = vec![0; self.len.min(TAIL_BYTES) as usize];
+        let at = self.len - tail.len() as u64;
+        if self.read_exact_at(&mut tail, at).is_ok() {
+            self.tail = tail;
+        }
+    }
+
+    /// It is open.
+    pub(crate) fn forget_tail(&mut self) {
+        self.tail = Vec::new();
+    }
+
+    /// What was read ahead of these bytes: all of them, or nothing.
+    fn ahead(&self, offset: u64, len: usize) -> Option<&[u8]> {
+        let at = offset.checked_sub(self.len - self.tail.len() as u64)? as usize;
+        self.tail.get(at..at.checked_add(len)?).filter(|_| len > 0)
     }
 
     pub(crate) fn is_same_file(&self, other: &Self) -> bool {
@@ -60,6 +88,10 @@ impl Source {
     }
 
     pub(crate) fn read_exact_at(&self, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
+        if let Some(ahead) = self.ahead(offset, bytes.len()) {
+            bytes.copy_from_slice(ahead);
+            return Ok(());
+        }
         self.read_exact_of(&self.file, bytes, offset)
     }
 
@@ -119,25 +151,37 @@ impl Source {
         }
     }
 
-    /// The header and the footer, checked against each other.
-    pub(crate) fn read_frame(&self) -> Result<(Header, Footer), ImageError> {
-        if self.len < HEADER_BYTES + FOOTER_BYTES {
-            let problem = format!("{} bytes are too few for an image", self.len);
-            return Err(self.flaw(Flaw::new("file", self.len, problem)));
-        }
+    pub(crate) fn read_header(&self) -> Result<Header, ImageError> {
+        self.check_len()?;
         let mut bytes = vec![0; HEADER_BYTES as usize];
         self.read_exact_at(&mut bytes, 0)?;
-        let header = Header::parse(&bytes).map_err(|flaw| self.flaw(flaw))?;
-        bytes.truncate(FOOTER_BYTES as usize);
+        Header::parse(&bytes).map_err(|flaw| self.flaw(flaw))
+    }
+
+    /// The footer of a file whose blocks have these sizes.
+    pub(crate) fn read_footer(&self, geometry: &Geometry) -> Result<Footer, ImageError> {
+        self.check_len()?;
+        let mut bytes = vec![0; FOOTER_BYTES as usize];
         let at = self.len - FOOTER_BYTES;
         self.read_exact_at(&mut bytes, at)?;
-        let footer = Footer::parse(&bytes, &header.geometry, self.len)
-            .map_err(|flaw| self.flaw(flaw.shifted(at)))?;
-        if (footer.identity, footer.version) != (header.identity, header.version) {
-            let problem = "it belongs to another image than the header";
-            return Err(self.flaw(Flaw::new("footer", at, problem)));
+        Footer::parse(&bytes, geometry, self.len).map_err(|flaw| self.flaw(flaw.shifted(at)))
+    }
+
+    /// That a footer is of the same image as the header.
+    pub(crate) fn check_pair(&self, header: &Header, footer: &Footer) -> Result<(), ImageError> {
+        if (footer.identity, footer.version) == (header.identity, header.version) {
+            return Ok(());
         }
-        Ok((header, footer))
+        let problem = "it belongs to another image than the header";
+        Err(self.flaw(Flaw::new("footer", self.len - FOOTER_BYTES, problem)))
+    }
+
+    fn check_len(&self) -> Result<(), ImageError> {
+        if self.len >= HEADER_BYTES + FOOTER_BYTES {
+            return Ok(());
+        }
+        let problem = format!("{} bytes are too few for an image", self.len);
+        Err(self.flaw(Flaw::new("file", self.len, problem)))
     }
 
     pub(crate) fn parse<T>(

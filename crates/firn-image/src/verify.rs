@@ -1,4 +1,4 @@
-//! Checking all of an image: every memory block and every locality block against its checksum, padding against zero.
+//! Checking all of an image: the headers of what it builds on, every memory block and every locality block against its checksum, padding against zero.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -60,6 +60,9 @@ pub enum Problem {
         /// The image.
         path: PathBuf,
     },
+    /// An image that this one builds on has a header that is not its own, or none.
+    #[error(transparent)]
+    Header(ImageError),
     /// A locality block can't be read at all.
     #[error("{id} can't be read")]
     Unreadable {
@@ -94,8 +97,16 @@ pub fn verify(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> Ver
     VerifyReport {
         locality_blocks: checked.len() as u32,
         good_blocks: checked.iter().map(|checked| checked.good_blocks).sum(),
-        problems: checked.into_iter().flat_map(|checked| checked.problems).collect(),
+        problems: wrong_headers(image)
+            .chain(checked.into_iter().flat_map(|checked| checked.problems))
+            .collect(),
     }
+}
+
+/// Opening a chain looks at the first header only.
+fn wrong_headers(image: &Image) -> impl Iterator<Item = Problem> + '_ {
+    let builds_on = image.layers().iter().skip(1);
+    builds_on.filter_map(|layer| layer.check_header().err()).map(Problem::Header)
 }
 
 /// What became of one locality block.

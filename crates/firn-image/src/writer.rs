@@ -65,7 +65,7 @@ impl Draft<'_> {
                 problem: "the image would take the place of one that it builds on".to_owned(),
             });
         }
-        let identity = parent.layers()[0].header.identity;
+        let identity = parent.layers()[0].footer.identity;
         let link = Parent::of(path, parent.path(), identity)?;
         match parent.geometry() == self.geometry && parent.chain().len() < CHAIN_MAX {
             true => Ok(Some((link, parent.regions().clone()))),

@@ -167,6 +167,9 @@ impl GuestMemory {
     /// # Errors
     /// If there is no room for the mapping.
     pub fn open_window(&self) -> Result<(), MemoryError> {
+        if self.window.get().is_some() {
+            return Ok(());
+        }
         let window = Window::open(&self.backings, &self.backed_runs()?, self.map.total_pages());
         let window = window.map_err(|error| MemoryError::io("mapping", &self.all(), error))?;
         // If somebody else has just opened one, that is as good.

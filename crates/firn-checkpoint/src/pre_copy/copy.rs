@@ -20,6 +20,10 @@ use crate::pipeline::{Intake, RawBlock};
 use crate::report::{Progress, SaveReport, ms};
 use crate::save::{Copied, SaveContext, SaveError};
 
+/// From so many blocks on it is worth to map the guest's memory for copying: that takes some milliseconds, and saves a
+/// microsecond for each.
+const WINDOW_MIN: usize = 4096;
+
 /// Blocks between two looks at whether the save is to go on.
 const LOOK_EVERY: usize = 256;
 
@@ -90,6 +94,7 @@ impl PreCopy<'_, '_> {
         let blocks = self.size().blocks_in(self.context.memory.map().total_pages());
         let mut done = Done { copied: vec![false; blocks as usize], count: 0, hot: Vec::new() };
         let (mut written, roots) = self.first(tracker)?;
+        self.open_window_for(&written)?;
         let mut rounds = Rounds::default();
         let is_running = self.context.vm.status()?.running;
         let mut drained = Duration::ZERO;
@@ -99,6 +104,7 @@ impl PreCopy<'_, '_> {
             self.intake.settle(&|| self.context.steps.cancelled());
             firn_fault::point("pre-copy.round");
             written = self.blocks_of(&tracker.newly_written()?);
+            self.open_window_for(&written)?;
             done.hot.extend(&written);
         }
         others.are_none()?;
@@ -127,6 +133,12 @@ impl PreCopy<'_, '_> {
         };
         let working_set = self.working_set(done.hot);
         Ok(Copied { cut, working_set, roots, report })
+    }
+
+    /// Maps the guest's memory if there is much to copy.
+    fn open_window_for(&self, blocks: &[Block]) -> Result<(), SaveError> {
+        let is_worth_it = blocks.len() >= WINDOW_MIN;
+        if is_worth_it { Ok(self.context.memory.open_window()?) } else { Ok(()) }
     }
 
     /// What has to be copied first: what was written since the parent, or else all there is.

@@ -274,6 +274,10 @@ fn every_flipped_byte_of_an_ancestor_is_seen() {
                 let report = verify(&image, 1, &|_, _| ());
                 let own = Image::open(&chain.path(0)).is_err();
                 assert!(own || !report.is_clean(), "byte {at} of {}", good.len());
+                if at < 4096 {
+                    let problem = report.problems[0].to_string();
+                    assert!(problem.contains("0.firn") && problem.contains("header"), "{problem}");
+                }
                 format!("{:?}", report.problems)
             }
         };

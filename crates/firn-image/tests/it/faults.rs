@@ -101,7 +101,7 @@ fn a_killed_writer_leaves_the_old_image_and_what_the_next_one_clears() {
 
 #[test]
 fn a_failing_disk_is_told_when_reading() {
-    for fault in ["image.open=EIO", "image.read=EIO", "image.read@4=EIO", "image.read@10=EIO"] {
+    for fault in ["image.open=EIO", "image.read=EIO", "image.read@2=EIO", "image.read@4=EIO"] {
         let dir = tempfile::tempdir().unwrap();
         old().write(&dir.path().join("a.firn"));
         assert!(child("faults::child_reads", dir.path(), fault).success(), "{fault}");
