@@ -4,11 +4,18 @@
 //! next page, write the digest into the page just read. Any bit of the arena or of the program's state that changes on
 //! the way changes the final digest, and it is the same on every machine: a guest restored in the middle must print
 //! what an uninterrupted one prints.
+//!
+//! With `--progress-ms` it also says how far it is, as the walkers do: `{"progress":12000,"seconds":1.0}`, in rounds of all
+//! threads together.
 
-use std::thread;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use clap::Args;
+use serde_json::json;
 use sha2::{Digest as _, Sha256};
 
 use crate::arena::Arena;
@@ -30,6 +37,9 @@ pub struct Sha {
     /// Threads. Part of the question: another number gives another digest.
     #[arg(long, default_value_t = 1)]
     pub threads: usize,
+    /// Milliseconds between lines about how far it is; 0 for none.
+    #[arg(long, default_value_t = 0)]
+    pub progress_ms: u64,
 }
 
 /// Prints the digest.
@@ -40,15 +50,22 @@ pub fn run(args: &Sha) -> Result<()> {
 
 /// The digest: what a guest that was never interrupted prints.
 pub fn digest(args: &Sha) -> Result<String> {
+    let done = Arc::new(AtomicU64::new(0));
     let workers: Vec<_> = (0..args.threads.max(1))
         .map(|number| {
-            let args = args.clone();
+            let (args, done) = (args.clone(), Arc::clone(&done));
             thread::spawn(move || {
                 threads::pin(number)?;
-                anyhow::Ok(wander(mix(args.seed ^ (number as u64) << 48), args.mib, args.rounds))
+                let seed = mix(args.seed ^ (number as u64) << 48);
+                anyhow::Ok(wander(seed, args.mib, args.rounds, &done))
             })
         })
         .collect();
+    if args.progress_ms > 0 {
+        say_how_far(&done, Duration::from_millis(args.progress_ms), || {
+            workers.iter().all(JoinHandle::is_finished)
+        });
+    }
     let mut whole = Sha256::new();
     for worker in workers {
         whole.update(worker.join().map_err(|_| anyhow!("a thread panicked"))??);
@@ -56,7 +73,17 @@ pub fn digest(args: &Sha) -> Result<String> {
     Ok(whole.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-fn wander(seed: u64, mib: usize, rounds: u64) -> [u8; 32] {
+/// Says how many rounds are done, until all are.
+fn say_how_far(done: &AtomicU64, every: Duration, is_over: impl Fn() -> bool) {
+    let since = Instant::now();
+    while !is_over() {
+        thread::sleep(every);
+        let (progress, seconds) = (done.load(Ordering::Relaxed), since.elapsed().as_secs_f64());
+        println!("{}", json!({ "progress": progress, "seconds": seconds }));
+    }
+}
+
+fn wander(seed: u64, mib: usize, rounds: u64, done: &AtomicU64) -> [u8; 32] {
     let mut arena = Arena::of_mib(mib.max(1));
     for (index, page) in arena.all_mut().iter_mut().enumerate() {
         page.iter_mut().enumerate().for_each(|(at, word)| {
@@ -66,6 +93,7 @@ fn wander(seed: u64, mib: usize, rounds: u64) -> [u8; 32] {
     let mut state = [0; 32];
     for _ in 0..rounds {
         state = step(&mut arena, state);
+        done.fetch_add(1, Ordering::Relaxed);
     }
     arena.all().iter().fold(Sha256::new_with_prefix(state), hash_page).finalize().into()
 }
@@ -99,7 +127,7 @@ mod tests {
     use super::*;
 
     fn with(rounds: u64, threads: usize) -> String {
-        digest(&Sha { seed: 7, mib: 1, rounds, threads }).unwrap()
+        digest(&Sha { seed: 7, mib: 1, rounds, threads, progress_ms: 0 }).unwrap()
     }
 
     #[test]

@@ -192,8 +192,14 @@ impl Firn {
     /// Ends every VM of this runtime directory at once.
     pub fn stop_all(&self) {
         let vms = self.finish("ls", self.command("ls")).map(|said| said.facts).unwrap_or_default();
-        let names = vms.as_array().into_iter().flatten().filter_map(|vm| vm["name"].as_str());
-        names.for_each(|name| self.stop(name));
+        for vm in vms.as_array().into_iter().flatten() {
+            let Some(name) = vm["name"].as_str() else { continue };
+            if vm["state"] == "detached" {
+                // Nobody's to stop otherwise.
+                let _ = self.attach(name, &[]);
+            }
+            self.stop(name);
+        }
     }
 
     /// `firn status`: what is known about a VM.

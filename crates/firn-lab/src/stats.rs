@@ -46,6 +46,14 @@ impl Sample {
         f64::midpoint(self.0[lower], self.0[upper])
     }
 
+    /// What the median lies between with 95 % confidence, whatever the distribution: two order statistics (Conover,
+    /// "Practical Nonparametric Statistics", 3rd edition, section 3.2). `None` for fewer than six values.
+    pub fn median_interval(&self) -> Option<(f64, f64)> {
+        let n = self.count() as f64;
+        let low = (n / 2.0 - 0.98 * n.sqrt()).floor().max(1.0) as usize;
+        (self.count() >= 6).then(|| (self.0[low - 1], self.0[self.count() - low]))
+    }
+
     /// The 50th percentile, by nearest rank.
     pub fn p50(&self) -> f64 {
         self.percentile(50.0)
@@ -126,6 +134,15 @@ mod tests {
     fn the_median_of_an_even_number_lies_between() {
         assert_eq!(sample(&[1.0, 2.0, 4.0, 100.0]).median(), 3.0);
         assert_eq!(sample(&[7.0]).median(), 7.0);
+    }
+
+    #[test]
+    fn the_interval_of_a_median_is_narrower_the_more_there_is() {
+        let up_to = |n: u32| sample(&(1..=n).map(f64::from).collect::<Vec<_>>());
+        assert_eq!(up_to(5).median_interval(), None);
+        assert_eq!(up_to(6).median_interval(), Some((1.0, 6.0)));
+        assert_eq!(up_to(24).median_interval(), Some((7.0, 18.0)));
+        assert_eq!(up_to(100).median_interval(), Some((40.0, 61.0)));
     }
 
     #[test]

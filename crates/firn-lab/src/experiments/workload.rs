@@ -1,6 +1,8 @@
-//! Work of a fixed amount in a guest, which says how long it took: for what something else costs it.
+//! Work in a guest, for what something else costs it: of a fixed amount, which says how long it took, or without an end,
+//! which can be asked how far it is.
 
 use anyhow::{Context as _, Result};
+use serde::Deserialize;
 
 use super::synthetic::{last_line, words};
 
@@ -9,7 +11,10 @@ pub(super) const VCPUS: u32 = 2;
 /// How much computation the synthetic workload does with each page.
 const WORK: u32 = 16;
 
-/// Work of a fixed amount.
+/// Where endless work in the guest writes what it says.
+pub(super) const SAID: &str = "/tmp/work.said";
+
+/// What a guest is busy with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Workload {
     /// The paper's: reads pages in order, each with a good deal of computation.
@@ -58,6 +63,40 @@ impl Workload {
         words(&line).into_iter().map(str::to_owned).collect()
     }
 
+    /// The command line of the same work without an end, which can be asked [`how far`](Self::how_far) it is.
+    pub(super) fn endless(self, mib: u32) -> Vec<String> {
+        let program = match self {
+            Self::Synthetic | Self::Writers => {
+                let endless = self.command(mib, 0).join(" ");
+                format!("exec {}", endless.replace("--progress-ms 0", "--progress-ms 100"))
+            }
+            Self::Sha => format!(
+                "exec firn-guest sha --mib 16 --threads {VCPUS} --rounds {} --progress-ms 100",
+                u64::MAX
+            ),
+            Self::Redis => {
+                let load = |kind| {
+                    format!("redis-benchmark -q -t {kind} -r 20000 -d 1000 -P 8 -n 2000000000")
+                };
+                format!("{} & {} & wait", load("set"), load("get"))
+            }
+        };
+        ["sh", "-c", &format!("rm -f {SAID}; {{ {program}; }} > {SAID}")].map(str::to_owned).into()
+    }
+
+    /// The command line that says how far endless work is: `progress` in units of its own, `seconds` by the guest's clock.
+    pub(super) fn how_far(self) -> Vec<String> {
+        let script = match self {
+            Self::Synthetic | Self::Writers | Self::Sha => format!("tail -n 1 {SAID}"),
+            Self::Redis => r#"
+                n=$(printf 'INFO stats\r\nQUIT\r\n' | nc 127.0.0.1 6379 | tr -d '\r' |
+                    sed -n 's/^total_commands_processed://p')
+                echo "{\"progress\":$n,\"seconds\":$(cut -d' ' -f1 /proc/uptime)}""#
+                .to_owned(),
+        };
+        ["sh", "-c", &script].map(str::to_owned).into()
+    }
+
     /// Units to find out with how fast it is.
     pub(super) fn trial(self) -> u64 {
         match self {
@@ -78,6 +117,35 @@ fn timed(program: &str) -> Vec<String> {
     ["sh", "-c", &script].map(str::to_owned).into()
 }
 
+/// How far endless work is.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+pub(super) struct Progress {
+    /// Units done since it began.
+    progress: f64,
+    /// When, by the guest's clock.
+    seconds: f64,
+    /// Pages that were not what they should be.
+    #[serde(default)]
+    wrong: u64,
+}
+
+impl Progress {
+    /// What the guest said; `None` if it has nothing to say yet.
+    pub(super) fn parse(said: &str) -> Option<Self> {
+        serde_json::from_str(said.trim_end()).ok()
+    }
+
+    /// Whether the work has found memory that was wrong.
+    pub(super) fn is_wrong(self) -> bool {
+        self.wrong > 0
+    }
+
+    /// Units per second since an earlier moment.
+    pub(super) fn rate_since(self, earlier: Self) -> f64 {
+        (self.progress - earlier.progress) / (self.seconds - earlier.seconds)
+    }
+}
+
 /// How long the work took, by its last line.
 pub(super) fn seconds(said: &str) -> Result<f64> {
     let line = last_line(said)?;
@@ -95,6 +163,24 @@ mod tests {
         assert_eq!(seconds("{\"ready\":true}\n{\"done\":true,\"seconds\":2.5}\n").unwrap(), 2.5);
         assert_eq!(seconds("{\"from\":10.5,\"until\":12.0}\n").unwrap(), 1.5);
         assert!(seconds("{\"ready\":true}\n").is_err());
+    }
+
+    #[test]
+    fn a_rate_is_of_the_guests_own_time() {
+        let from = Progress::parse("{\"progress\":100,\"seconds\":2.0,\"wrong\":0}\n").unwrap();
+        let until = Progress::parse("{\"progress\":400,\"seconds\":3.5}\n").unwrap();
+        assert_eq!(until.rate_since(from), 200.0);
+        assert_eq!(Progress::parse("{\"ready\":true,\"threads\":2}\n"), None);
+        assert_eq!(Progress::parse("{\"progress\":4"), None, "still being written");
+    }
+
+    #[test]
+    fn endless_work_says_where_it_is_looked_for() {
+        for workload in Workload::ALL {
+            let endless = workload.endless(1024).join(" ");
+            assert!(endless.ends_with(&format!("> {SAID}")), "{endless}");
+            assert!(!endless.contains("--progress-ms 0"), "{endless}");
+        }
     }
 
     #[test]

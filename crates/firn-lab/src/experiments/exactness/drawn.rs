@@ -101,6 +101,7 @@ impl Drawn {
                 mib: 4 + dice.below(5) as usize,
                 rounds: 10_000 + dice.below(10_000),
                 threads: 1 + dice.below(u64::from(vcpus)) as usize,
+                progress_ms: 0,
             },
             disk_block_kib: dice.pick(&[4, 16, 64, 256]),
             udp,

@@ -238,7 +238,7 @@ impl<'a> Trial<'a> {
             control.spawn(job, &words(line))?;
             control.wait_output(job, "\"ready\":true", PATIENCE)?;
         }
-        let sha::Sha { seed, mib, rounds, threads } = self.drawn.sha;
+        let sha::Sha { seed, mib, rounds, threads, .. } = self.drawn.sha;
         let compute = format!(
             "firn-guest sha --seed {seed} --mib {mib} --rounds {rounds} --threads {threads}"
         );
