@@ -42,6 +42,7 @@ mod changes;
 mod claims;
 mod difference;
 mod error;
+mod host;
 mod instruction;
 mod memory;
 mod options;
@@ -55,6 +56,7 @@ pub use backup::{
 };
 pub use changes::{AreaId, Change, Changes};
 pub use error::Error;
+pub use host::{Host, HostError};
 pub use memory::Memory;
 pub use options::{Options, Precision, Source};
 pub use session::{Area, Session, Transaction};

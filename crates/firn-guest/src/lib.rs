@@ -21,6 +21,7 @@ pub mod agent;
 pub mod arena;
 pub mod disk;
 pub mod heartbeat;
+pub mod ledger;
 pub mod mem_report;
 pub mod net;
 pub mod pace;

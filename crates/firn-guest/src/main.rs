@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use firn_guest::walkers::{random, synthetic, toucher};
-use firn_guest::{agent, disk, heartbeat, mem_report, net, sha, writers};
+use firn_guest::{agent, disk, heartbeat, ledger, mem_report, net, sha, writers};
 
 /// Programs for Firn's test guests.
 #[derive(Parser)]
@@ -31,6 +31,7 @@ enum Verb {
     NetDma(net::NetDma),
     Heartbeat(heartbeat::Heartbeat),
     Sha(sha::Sha),
+    Ledger(ledger::Ledger),
     /// Prints what the kernel says about memory.
     MemReport,
 }
@@ -58,6 +59,7 @@ fn run(verb: Verb) -> Result<bool> {
         Verb::NetDma(args) => net::run(&args),
         Verb::Heartbeat(args) => heartbeat::run(&args).map(|()| true),
         Verb::Sha(args) => sha::run(&args).map(|()| true),
+        Verb::Ledger(args) => ledger::run(&args),
         Verb::MemReport => mem_report::run().map(|()| true),
     }
 }

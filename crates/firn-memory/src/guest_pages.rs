@@ -24,10 +24,12 @@ use firn_types::{GuestPhys, PAGE_SIZE, Page, RegionMap};
 use crate::guest_memory::GuestMemory;
 
 mod entry;
+mod own;
 mod roots;
 
 pub use entry::PageFlags;
 use entry::{ENTRIES, Entry, Table};
+pub use own::{Lookup, NotOwn};
 pub use roots::kernel_half_roots;
 
 /// RAM of a guest, as far as reading its page tables needs it.

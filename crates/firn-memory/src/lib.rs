@@ -40,4 +40,5 @@ pub use page_faults::{
 pub use page_scan::{PageScan, ScanError, mapped_pages, union};
 pub use page_tables::{DropError, drop_page_tables};
 pub use process::{Process, ProcessError};
+pub use sys::words::SharedWords;
 pub use tracee::{TraceError, Tracee};

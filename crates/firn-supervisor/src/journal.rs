@@ -120,6 +120,9 @@ pub struct Machine {
     /// it registered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub access_bits: Option<u64>,
+    /// The file that names the applications that may call, if any may.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calls: Option<PathBuf>,
     /// Whether its writes are followed between checkpoints: then, too, a dead supervisor has left it registered.
     #[serde(default)]
     pub followed: bool,

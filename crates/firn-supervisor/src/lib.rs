@@ -21,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+mod calls;
 mod changes;
 mod client;
 mod decisions;

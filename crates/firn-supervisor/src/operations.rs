@@ -13,6 +13,7 @@ use firn_types::PAGE_SIZE;
 use firn_vmm::{Layout, Vm};
 use serde_json::json;
 
+use crate::calls::Calls;
 use crate::changes::{self, Changes};
 use crate::disks::{self, Cutting};
 use crate::failure::{Context, Failure, FailureKind, image_failure};
@@ -29,7 +30,10 @@ pub(crate) struct Qemu {
     journal: Arc<JournalFile>,
     hypervisor: Arc<ProcessHandle>,
     usage: Usage,
-    changes: Changes,
+    changes: Arc<Changes>,
+    calls: Calls,
+    /// The memory of the device for calls.
+    window: PathBuf,
 }
 
 impl Operations for Qemu {
@@ -76,13 +80,20 @@ impl Operations for Qemu {
     }
 
     fn rest(&self) {
+        let Ok(machine) = self.machine() else { return };
+        if machine.calls.is_some() {
+            if let Err(failure) = self.answer_calls(&machine) {
+                tracing::error!("{}", failure.while_doing("answering calls of the guest"));
+            }
+        }
         // One descriptor at a time can have the guest's memory.
-        if let Some(machine) = self.machine().ok().filter(|_| !self.changes.are_followed()) {
+        if !self.changes.are_followed() {
             self.usage.start(&machine);
         }
     }
 
     fn leave(&self) {
+        self.calls.finish();
         self.usage.finish();
         self.changes.finish();
     }
@@ -105,9 +116,23 @@ impl Operations for Qemu {
 }
 
 impl Qemu {
-    pub(crate) fn new(journal: Arc<JournalFile>, hypervisor: Arc<ProcessHandle>) -> Self {
-        let (usage, changes) = Default::default();
-        Self { journal, hypervisor, usage, changes }
+    pub(crate) fn new(
+        journal: Arc<JournalFile>,
+        hypervisor: Arc<ProcessHandle>,
+        window: PathBuf,
+    ) -> Self {
+        let (usage, changes, calls) = Default::default();
+        Self { journal, hypervisor, usage, changes, calls, window }
+    }
+
+    /// Follows what the guest writes, and tells its applications what they did.
+    fn answer_calls(&self, machine: &Machine) -> Result<(), Failure> {
+        let followed = |journal: &mut Journal| {
+            journal.machine.iter_mut().for_each(|machine| machine.followed = true);
+        };
+        self.journal.update(followed).doing("writing the journal")?;
+        self.calls.start(machine, &self.window, &self.changes)?;
+        self.changes.follow(machine)
     }
 
     fn machine(&self) -> Result<Machine, Failure> {

@@ -13,7 +13,7 @@
 //! after another. Starting a supervisor speaks the same replies over a pipe, with a [`Plan`] in place of the request.
 
 use std::io::{self, BufRead, Read, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use firn_checkpoint::{Estimator, Strategy};
 use firn_image::Codec;
@@ -152,6 +152,9 @@ pub enum Plan {
         /// Scan what the guest uses, at so many bytes of RAM a second.
         #[serde(default)]
         access_bits: Option<u64>,
+        /// Answer calls of its applications: of those that this file names; absolute.
+        #[serde(default)]
+        calls: Option<PathBuf>,
     },
     /// Look after one that runs.
     Attach {
@@ -185,6 +188,9 @@ pub enum Plan {
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,
+        /// As with `Run`.
+        #[serde(default)]
+        calls: Option<PathBuf>,
     },
 }
 
@@ -195,6 +201,14 @@ impl Plan {
             Self::Run { access_bits, .. }
             | Self::Attach { access_bits, .. }
             | Self::Restore { access_bits, .. } => *access_bits,
+        }
+    }
+
+    /// The file that names the applications that may call, if any may.
+    pub fn calls(&self) -> Option<&Path> {
+        match self {
+            Self::Run { calls, .. } | Self::Restore { calls, .. } => calls.as_deref(),
+            Self::Attach { .. } => None,
         }
     }
 }

@@ -72,7 +72,7 @@ pub(crate) fn connect(qmp: &Path) -> Result<Vm, Failure> {
     connect_within(qmp, ANSWER_WAIT)
 }
 
-fn connect_within(qmp: &Path, timeout: Duration) -> Result<Vm, Failure> {
+pub(crate) fn connect_within(qmp: &Path, timeout: Duration) -> Result<Vm, Failure> {
     let connected = Qmp::connect(qmp, timeout).and_then(Vm::with_qmp);
     let hint = match &connected {
         Err(QmpError::Connect { .. }) => {
@@ -187,6 +187,7 @@ pub(crate) fn describe(
         meta,
         since: now(),
         access_bits: None,
+        calls: None,
         followed: false,
     })
 }

@@ -29,6 +29,7 @@ use firn_vmm::{FileIdentity as DiskIdentity, Layout, Vm};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use crate::calls;
 use crate::disks::Own;
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
@@ -64,6 +65,8 @@ pub(crate) struct Wanted<'a> {
     /// What the VM's drives are written to, and where files for them are made.
     pub(crate) disks: RestoreDisks,
     pub(crate) disk_dir: Option<&'a Path>,
+    /// The file that names the applications that may call.
+    pub(crate) calls: Option<&'a Path>,
 }
 
 /// How long each step took, in milliseconds.
@@ -115,6 +118,7 @@ pub(crate) fn restore(
     let mut watch = Watch { since, lap: Instant::now() };
     let mut timings = Timings::default();
     let (image, meta) = open(wanted.image)?;
+    wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
     let mut mismatches = meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file)));
     mismatches.extend(meta.drive_mismatches(|drive| look(&meta, &drive.file)));
     timings.image_open = watch.lap();
@@ -144,6 +148,18 @@ pub(crate) fn restore(
     let hypervisor = child.keep()?;
     own.keep();
     Ok(Started { hypervisor, restoring, facts, guard: None })
+}
+
+/// Whether applications of this VM can call, and who may.
+fn check_calls(meta: &Meta, policy: &Path) -> Result<(), Failure> {
+    calls::policy(policy)?;
+    let mut words = meta.qemu.user_args.iter();
+    if words.any(|word| word.contains(command_line::CALLS_ID)) {
+        return Ok(());
+    }
+    let text = "the VM of this image has no device for calls";
+    let hint = "it gets one when it is started: `firn run --calls POLICY`";
+    Err(Failure::new(FailureKind::Usage, text).hint(hint))
 }
 
 /// What goes into a QEMU that has been started, up to its first instruction.

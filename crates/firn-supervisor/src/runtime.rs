@@ -143,6 +143,11 @@ impl VmDir {
         self.path.join("qmp.sock")
     }
 
+    /// The memory through which applications of the guest call, if the VM has that.
+    pub fn calls(&self) -> PathBuf {
+        self.path.join("calls")
+    }
+
     /// The journal.
     pub fn journal(&self) -> PathBuf {
         self.path.join("journal.json")

@@ -13,6 +13,7 @@ use firn_vmm::{Launched, Vm, log_tail};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::json;
 
+use crate::calls;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, JournalFile, Machine, Phase};
@@ -94,8 +95,17 @@ impl Drop for Child {
     }
 }
 
-/// `firn run`.
-pub(crate) fn run(place: &Place<'_>, args: &[String]) -> Result<Started, Failure> {
+/// `firn run`. `calls` names the applications that may call.
+pub(crate) fn run(
+    place: &Place<'_>,
+    args: &[String],
+    calls: Option<&Path>,
+) -> Result<Started, Failure> {
+    calls.map(calls::policy).transpose()?;
+    let args = match calls {
+        Some(_) => &command_line::with_calls(args)[..],
+        None => args,
+    };
     let plan = command_line::plan(args).map_err(refused)?;
     let ram = ram_files(plan.ram()).doing("making the VM's memory")?;
     let augmented = plan.augment(&paths(place.vm, &ram)).map_err(refused)?;
@@ -212,7 +222,7 @@ pub(crate) fn ram_files(plans: &[RamPlan]) -> io::Result<Vec<File>> {
 
 pub(crate) fn paths(vm: &VmDir, ram: &[File]) -> Paths {
     let path = |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    Paths { qmp: vm.qmp(), ram: ram.iter().map(path).collect() }
+    Paths { qmp: vm.qmp(), ram: ram.iter().map(path).collect(), calls: vm.calls() }
 }
 
 /// Starts QEMU.

@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::io::{self, BufReader};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -123,7 +123,7 @@ impl Begun {
         let guard = spawn::guard(base, &self.vm).doing("starting the guard")?;
         let guard = guard::handle_of(&guard).doing("starting the guard")?;
         let started = match plan {
-            Plan::Run { args, .. } => start::run(&place, args),
+            Plan::Run { args, .. } => start::run(&place, args, plan.calls()),
             Plan::Attach { pid, qmp, .. } => {
                 let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
                 start::attach(&place, *pid, qmp, before)
@@ -131,25 +131,29 @@ impl Begun {
             Plan::Restore { image, mode, force, account_use, learn, disks, disk_dir, .. } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
                 let (disks, disk_dir) = (*disks, disk_dir.as_deref());
-                let wanted = Wanted { image, mode, force, account_use, learn, disks, disk_dir };
+                let calls = plan.calls();
+                let wanted =
+                    Wanted { image, mode, force, account_use, learn, disks, disk_dir, calls };
                 let mut tell = |progress| starter.tell(&Reply::Progress(progress));
                 restore::restore(&place, &wanted, since, &mut tell)
             }
         };
-        self.note_scan(plan.access_bits())?;
+        self.note_wishes(plan)?;
         Ok(Started { guard, ..started? })
     }
 
-    /// Writes down that the guest's memory is to be scanned, before it is.
-    fn note_scan(&self, access_bits: Option<u64>) -> Result<(), Failure> {
+    /// Writes down what is to be done while nothing else goes on, before it is.
+    fn note_wishes(&self, plan: &Plan) -> Result<(), Failure> {
+        let (access_bits, calls) = (plan.access_bits(), plan.calls());
         let change = |journal: &mut Journal| {
             if let Some(machine) = &mut journal.machine {
                 machine.access_bits = access_bits;
+                machine.calls = calls.map(Path::to_owned);
             }
         };
-        match access_bits {
-            Some(_) => self.journal.update(change).doing("writing the journal"),
-            None => Ok(()),
+        match access_bits.is_some() || calls.is_some() {
+            true => self.journal.update(change).doing("writing the journal"),
+            false => Ok(()),
         }
     }
 
@@ -216,7 +220,8 @@ fn keep(
     ready: impl FnOnce(),
 ) -> io::Result<()> {
     let hypervisor = started.hypervisor;
-    let operations = Arc::new(Qemu::new(Arc::clone(&journal), Arc::clone(&hypervisor)));
+    let (journals, hypervisors) = (Arc::clone(&journal), Arc::clone(&hypervisor));
+    let operations = Arc::new(Qemu::new(journals, hypervisors, vm.calls()));
     let keeper = Keeper {
         base: base.clone(),
         vm: vm.clone(),

@@ -18,6 +18,7 @@ pub fn machine(launched: bool) -> Machine {
         meta: Meta::default(),
         since: 0,
         access_bits: None,
+        calls: None,
         followed: false,
     }
 }

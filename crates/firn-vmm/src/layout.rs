@@ -22,7 +22,7 @@ use firn_types::{GuestPhys, GuestSpan, HostVirt, PAGE_SIZE, Page, RegionMap, Reg
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::command_line::{Plan, RAM_ID};
+use crate::command_line::{CALLS_ID, Plan, RAM_ID};
 use crate::hmp::{self, FlatRange, FlatView, RamBlock, RangeKind};
 use crate::qmp::{Qmp, QmpError};
 
@@ -268,7 +268,9 @@ fn aux_ram(
         let id = block.id.strip_prefix("/objects/").unwrap_or(&block.id);
         ram.iter().any(|ram| ram.id == id)
     };
-    let aux = blocks.iter().filter(|block| !is_guest_ram(block));
+    // What lies in the memory for calls is between this VM's applications and whoever serves it.
+    let is_for_calls = |block: &RamBlock| block.id.ends_with(CALLS_ID);
+    let aux = blocks.iter().filter(|block| !is_guest_ram(block) && !is_for_calls(block));
     let mapped = ranges_by_block(view, blocks);
     aux.map(|block| {
         let ranges = mapped.get(block.id.as_str()).map_or(&[][..], Vec::as_slice);

@@ -15,6 +15,7 @@ use firn_supervisor::Failure;
 
 mod attach;
 mod bar;
+mod calls;
 mod checkpoint;
 mod completions;
 mod detach;

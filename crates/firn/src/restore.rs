@@ -12,6 +12,7 @@ use firn_supervisor::{
 };
 
 use crate::bar::Bar;
+use crate::calls::CallsArgs;
 use crate::checkpoint::recovered;
 use crate::live::Live;
 use crate::output::Output;
@@ -62,6 +63,8 @@ pub struct Args {
     disk_dir: Option<PathBuf>,
     #[command(flatten)]
     working_set: WorkingSetArgs,
+    #[command(flatten)]
+    calls: CallsArgs,
     /// Return only when all memory is there.
     #[arg(long)]
     wait: bool,
@@ -105,6 +108,7 @@ impl Args {
             disks: self.disks,
             disk_dir: self.disk_dir.as_deref().map(absolute).transpose()?,
             access_bits: self.working_set.access_bits(),
+            calls: self.calls.policy()?,
         };
         let mut facts = {
             let mut bar = Bar::new();

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, Plan, RuntimeDir, VmName, start};
 
+use crate::calls::CallsArgs;
 use crate::output::Output;
 use crate::units;
 use crate::working_set::WorkingSetArgs;
@@ -26,6 +27,8 @@ pub struct Args {
     name: VmName,
     #[command(flatten)]
     working_set: WorkingSetArgs,
+    #[command(flatten)]
+    calls: CallsArgs,
     /// Do not say what was added to the command line.
     #[arg(long, short)]
     quiet: bool,
@@ -43,8 +46,11 @@ impl Args {
     }
 
     fn start(&self, base: &RuntimeDir) -> Result<serde_json::Value, Failure> {
-        let plan =
-            Plan::Run { args: self.command.clone(), access_bits: self.working_set.access_bits() };
+        let plan = Plan::Run {
+            args: self.command.clone(),
+            access_bits: self.working_set.access_bits(),
+            calls: self.calls.policy()?,
+        };
         start(base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))
     }

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::slice;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
@@ -48,7 +48,7 @@ impl Mapping {
     fn file(file: BorrowedFd<'_>, len: usize, flags: MapFlags) -> Result<Self, Errno> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: no address is asked for, so that no mapping that exists is replaced. The file is a memfd of this
-        // library, which nobody truncates.
+        // library, or the memory of a device, which nobody truncates.
         let start = unsafe { rustix::mm::mmap(null_mut(), len, prot, flags, file, 0) }?;
         Ok(Self::of(start, len).in_small_pages())
     }
@@ -90,6 +90,19 @@ impl Mapping {
         // SAFETY: the words lie inside the mapping, which is readable, writable, aligned to a page, zeroed when made, and
         // lives as long as `self`; users of this method access it through atomics only.
         unsafe { slice::from_raw_parts(self.start.as_ptr().add(offset).cast(), count) }
+    }
+
+    /// Makes each page of some memory this process's own and writable, as a write does, and changes nothing.
+    pub(crate) fn touch(span: Span) {
+        for address in (span.start()..span.end()).step_by(PAGE) {
+            // SAFETY: a span is memory that a session was given, readable and writable. Replacing a byte by itself, atomically,
+            // loses no write of another thread.
+            let byte =
+                unsafe { AtomicU8::from_ptr(std::ptr::with_exposed_provenance_mut(address)) };
+            // Adding nothing would be as good, and compilers leave it out.
+            let now = byte.load(Ordering::Relaxed);
+            let _ = byte.compare_exchange(now, now, Ordering::Relaxed, Ordering::Relaxed);
+        }
     }
 
     /// As [`Self::words`], with half the width.

@@ -66,6 +66,7 @@ impl Tracker for Emulate {
         Counts {
             emulated: sum(|watched| watched.notes().emulated()),
             unsupported: sum(|watched| watched.notes().unsupported()),
+            ..Counts::default()
         }
     }
 }

@@ -7,6 +7,7 @@
 //! | [`Kind::Assisted`] (PT by the kernel) | a fault inside the kernel | one scan | pages | any |
 //! | [`Kind::Scan`] | a fault inside the kernel, and maybe a copy | one scan | pages | any, or allocated |
 //! | [`Kind::Compare`] | nothing | reading everything | words | any |
+//! | [`Kind::Host`] | a fault on the host | one call to Firn | pages | any |
 //!
 //! A tracker whose list comes from elsewhere, a hypervisor that writes it into memory of the application, is one more
 //! implementation of [`Tracker`]: `watch` asks for the list, `collect` reads it.
@@ -43,6 +44,8 @@ pub enum Kind {
     Scan,
     /// All bytes, compared at commit with the last committed copy.
     Compare,
+    /// Page tracking by Firn on the host, below the guest (PT assisted by the hypervisor): see [`crate::Host`].
+    Host,
     /// Somebody else's list: see [`crate::Session::open_with`].
     External,
 }
@@ -60,6 +63,7 @@ impl Kind {
             Self::Assisted => "pt_assisted",
             Self::Scan => "scan",
             Self::Compare => "compare",
+            Self::Host => "pt_host",
             Self::External => "external",
         }
     }
@@ -132,6 +136,8 @@ pub struct Counts {
     pub emulated: u64,
     /// Instructions that could not be, whose pages were followed as by PT.
     pub unsupported: u64,
+    /// Commits for which the host could not tell what was written, so that everything counted.
+    pub blind: u64,
 }
 
 /// Something that knows what was written.
@@ -187,7 +193,7 @@ pub(crate) fn open(kind: Kind) -> Result<Box<dyn Tracker>, Error> {
         Kind::Assisted => Box::new(assisted::Assisted::open()?),
         Kind::Scan => scan::open()?,
         Kind::Compare => Box::new(compare::Compare::default()),
-        Kind::External => {
+        Kind::Host | Kind::External => {
             let why = "it is opened by Session::open_with".to_owned();
             return Err(Error::Unavailable { kind, why });
         }

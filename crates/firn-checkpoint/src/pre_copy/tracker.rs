@@ -1,10 +1,16 @@
 //! What a guest writes from one checkpoint to the next.
+//!
+//! The kernel tells each write once. Others may ask for some pages in between ([`Tracker::written_among`]): what they are told
+//! is kept here for the next checkpoint.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use firn_memory::{GuestMemory, PageScan, Process, ScanError, Tracee, union};
 use firn_types::{Page, Tid};
+
+/// So many runs of pages are kept as they come; more are put together first.
+const RUNS: usize = 1 << 14;
 
 /// Follows writes to all of a guest's RAM, for as long as it lives.
 ///
@@ -21,6 +27,8 @@ pub struct Tracker {
     told: Vec<Range<Page>>,
     /// How many of `told` were told before the cut of the save that goes on.
     cut: usize,
+    /// From so many on `told` is put together.
+    room: usize,
 }
 
 impl Tracker {
@@ -35,7 +43,8 @@ impl Tracker {
         vcpus: Vec<Tid>,
     ) -> Result<Self, ScanError> {
         let scan = PageScan::create(&mut seize(&process, &vcpus)?, memory)?;
-        let tracker = Self { scan, process, vcpus, since: None, told: Vec::new(), cut: 0 };
+        let (told, since, cut, room) = (Vec::new(), None, 0, RUNS);
+        let tracker = Self { scan, process, vcpus, since, told, cut, room };
         match tracker.scan.arm() {
             Ok(()) => Ok(tracker),
             Err(error) => {
@@ -78,6 +87,23 @@ impl Tracker {
         Ok(new)
     }
 
+    /// Of these pages, in ascending order, those that were written since they were asked for last, by this or by a save.
+    ///
+    /// # Errors
+    /// If the hypervisor is gone.
+    pub fn written_among(&mut self, pages: &[Page]) -> Result<Vec<Page>, ScanError> {
+        let mut new = Vec::new();
+        for run in runs(pages) {
+            self.scan.written_and_rearm(run, &mut new)?;
+        }
+        self.told.extend_from_slice(&new);
+        if self.told.len() >= self.room {
+            self.told = union(std::mem::take(&mut self.told));
+            self.room = RUNS.max(2 * self.told.len());
+        }
+        Ok(new.into_iter().flat_map(Page::each).collect())
+    }
+
     /// With the VM stopped: what is written from now on belongs to the next checkpoint.
     pub(crate) fn cut(&mut self) {
         self.cut = self.told.len();
@@ -102,6 +128,30 @@ impl Tracker {
     }
 }
 
+/// Pages in ascending order, as runs.
+fn runs(pages: &[Page]) -> Vec<Range<Page>> {
+    let mut runs: Vec<Range<Page>> = Vec::new();
+    for &page in pages {
+        match runs.last_mut() {
+            Some(run) if run.end == page => run.end = Page(page.0 + 1),
+            _ => runs.push(page..Page(page.0 + 1)),
+        }
+    }
+    runs
+}
+
 fn seize<'p>(process: &'p Process, vcpus: &[Tid]) -> Result<Tracee<'p>, ScanError> {
     Tracee::seize(process, vcpus).map_err(|error| ScanError::Drop(error.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_are_asked_for_together() {
+        let pages = [3, 4, 5, 9, 11, 12].map(Page);
+        assert_eq!(runs(&pages), [3..6, 9..10, 11..13].map(|run| Page(run.start)..Page(run.end)));
+        assert_eq!(runs(&[]), []);
+    }
 }

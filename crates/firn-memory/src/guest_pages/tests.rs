@@ -115,6 +115,44 @@ fn pages_of_every_size_are_found_in_order() {
 }
 
 #[test]
+fn a_look_up_finds_what_a_walk_does() {
+    for levels in [4, 5] {
+        let mut guest = Guest::new();
+        let root = guest.new_table();
+        guest.map_page(root, levels, 0x7fff_0020_0000, 2 * MIB, 2);
+        guest.map_page(root, levels, 0x40_0000, 0x12_3000, 1);
+        guest.map_page(root, levels, 0x40_1000, (4 << 30) + 0x1000, 1);
+        guest.map_page(root, levels, 0x40_2000, 3 << 30, 1);
+        let mut lookup = Lookup::new(&guest, GuestPhys(root.0 | 0x18), levels);
+        let mut own = |address: u64| lookup.own(VirtPage(address / 4096));
+        assert_eq!(own(0x40_0000), Ok(Page(0x123)));
+        assert_eq!(own(0x40_1000), Ok(Page(2049)));
+        assert_eq!(own(0x40_2000), Err(NotOwn::NotRam));
+        assert_eq!(own(0x40_3000), Err(NotOwn::Unmapped));
+        assert_eq!(own(0x7fff_0020_3000), Ok(Page(515)));
+        assert_eq!(own(0x1_0000_0000_0000), Err(NotOwn::Unmapped));
+    }
+}
+
+#[test]
+fn every_entry_on_the_way_must_allow_it() {
+    const WRITABLE: u64 = 1 << 1;
+    const USER: u64 = 1 << 2;
+    for (taken_away, expected) in [(WRITABLE, NotOwn::ReadOnly), (USER, NotOwn::Kernel)] {
+        for level in 1..=4u8 {
+            let mut guest = Guest::new();
+            let root = guest.new_table();
+            guest.map_page(root, 4, 0x40_0000, 0x12_3000, 1);
+            // Tables follow one another from the root on.
+            let table = GuestPhys(u64::from(4 - level) * 4096);
+            *guest.entry(table, index_at(0x40_0000, level)) &= !taken_away;
+            let mut lookup = Lookup::new(&guest, root, 4);
+            assert_eq!(lookup.own(VirtPage(0x400)), Err(expected), "level {level}");
+        }
+    }
+}
+
+#[test]
 fn five_levels_reach_further() {
     let mut guest = Guest::new();
     let root = guest.new_table();

@@ -6,3 +6,4 @@ pub(crate) mod copy;
 pub(crate) mod pagemap;
 pub(crate) mod ptrace;
 pub(crate) mod uffd;
+pub(crate) mod words;

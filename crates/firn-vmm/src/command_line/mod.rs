@@ -17,18 +17,21 @@
 //! there is; with one file for each region of it, [`Plan::augment`] or [`Plan::for_restore`] gives the new command line
 //! and a note for each change.
 //!
-//! A VM that is to have other files for its disks gets them by [`Plan::with_drives`].
+//! A VM that is to have other files for its disks gets them by [`Plan::with_drives`]. One whose applications are to call Firn
+//! has a device for that in its command line ([`with_calls`]).
 //!
 //! The first word of a command line is the program.
 
 mod arguments;
 mod backend;
+mod calls;
 mod drives;
 mod error;
 mod plan;
 mod properties;
 mod size;
 
+pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
 pub use drives::DriveFile;
 pub use error::CommandLineError;
 pub use plan::{Augmented, MONITOR_ID, Paths, Plan, RAM_ID, RamPlan, plan};

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::arguments::{self, Argument};
 use super::backend::{self, Backend};
+use super::calls;
 use super::drives::{self, DriveFile};
 use super::error::CommandLineError;
 use super::properties::{Properties, escape};
@@ -39,6 +40,8 @@ pub struct Paths {
     pub qmp: PathBuf,
     /// One file for each of [`Plan::ram`], in that order, such as `/proc/self/fd/N`.
     pub ram: Vec<PathBuf>,
+    /// Where QEMU makes the memory of the device for calls, if there is one.
+    pub calls: PathBuf,
 }
 
 /// A command line for a VM under Firn.
@@ -266,6 +269,7 @@ impl Plan {
                 None => line.add_ram(ram, path),
             }
         }
+        line.put_calls(&paths.calls);
         line.add_monitor(&paths.qmp);
         Ok(line)
     }
@@ -291,6 +295,16 @@ impl Line {
             "memory backend {id} was {was}; it is now {new}, to be shared with Firn"
         ));
         self.arguments[backend.at] = new;
+    }
+
+    /// As [`Self::put_over`].
+    fn put_calls(&mut self, path: &Path) {
+        for argument in &mut self.arguments {
+            if let Some(new) = calls::over(argument, path) {
+                self.notes.push(format!("{new}: applications of the guest call Firn there"));
+                *argument = new;
+            }
+        }
     }
 
     fn add_ram(&mut self, ram: &RamPlan, path: &Path) {

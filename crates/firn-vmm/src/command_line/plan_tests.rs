@@ -17,7 +17,7 @@ fn command(line: &str) -> Vec<String> {
 
 fn paths(regions: usize) -> Paths {
     let ram = (0..regions).map(|at| PathBuf::from(format!("/proc/self/fd/{}", 10 + at))).collect();
-    Paths { qmp: "/run/q".into(), ram }
+    Paths { qmp: "/run/q".into(), ram, calls: "/run/calls".into() }
 }
 
 fn augmented(line: &str) -> Augmented {
@@ -159,7 +159,7 @@ fn a_monitor_of_the_user_stays_beside_firns() {
 #[test]
 fn commas_in_paths_are_doubled() {
     let plan = plan(&command("")).unwrap();
-    let paths = Paths { qmp: "/run/a,b".into(), ram: vec!["/x,y".into()] };
+    let paths = Paths { qmp: "/run/a,b".into(), ram: vec!["/x,y".into()], calls: "/c".into() };
     let text = plan.augment(&paths).unwrap().args.join(" ");
     assert!(text.contains("path=/run/a,,b,") && text.contains("mem-path=/x,,y,"));
 }
@@ -169,7 +169,8 @@ fn what_firn_added_before_is_not_added_again() {
     let first = augmented("-M q35 -m 1G");
     let plan = plan(&first.args).unwrap();
     assert_eq!(plan.ram(), first.ram);
-    let again = plan.augment(&Paths { qmp: "/run/q".into(), ram: vec!["/proc/self/fd/10".into()] });
+    let (qmp, calls) = ("/run/q".into(), "/c".into());
+    let again = plan.augment(&Paths { qmp, ram: vec!["/proc/self/fd/10".into()], calls });
     assert_eq!(again.unwrap().args, first.args);
 }
 
@@ -257,4 +258,17 @@ proptest! {
         let args = plan(&command).unwrap().augment(&paths(1)).unwrap().args;
         prop_assert_eq!(&args[..command.len()], &command[..]);
     }
+}
+
+#[test]
+fn the_device_for_calls_has_a_file_of_the_vms_own() {
+    let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    let with = calls::with_calls(&words("qemu-system-x86_64 -m 64"));
+    assert_eq!(calls::with_calls(&with), with, "added once");
+    let line = plan(&with).unwrap().augment(&paths(1)).unwrap().args;
+    let object = line.iter().find(|word| word.contains("id=firn.calls")).unwrap();
+    assert!(object.contains("mem-path=/run/calls") && object.contains("share=on"), "{object}");
+    assert!(line.contains(&"ivshmem-plain,memdev=firn.calls,master=on".to_owned()), "{line:?}");
+    let again = plan(&line).unwrap().ram().len();
+    assert_eq!(again, 1, "it is no RAM of the guest's");
 }

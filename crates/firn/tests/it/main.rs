@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod attribution;
+mod calls;
 mod completions;
 mod damaged_image;
 mod disks;

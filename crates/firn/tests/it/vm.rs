@@ -80,6 +80,12 @@ impl Vm {
         vm.writing(&["--mib", "48", "--rate", "2000"])
     }
 
+    /// Boots a guest in a session that may have been prepared, with options for `firn run`.
+    pub fn booted_with(self, options: &[&str]) -> Self {
+        self.run(options);
+        self.writing(&["--mib", "48", "--rate", "2000"])
+    }
+
     fn booted(self, how: &[&str]) -> Self {
         self.run(&[]);
         self.writing(how)

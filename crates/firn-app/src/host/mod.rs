@@ -1,0 +1,321 @@
+//! PT assisted by the hypervisor layer: Firn on the host tells which pages were written.
+//!
+//! The application calls Firn through the memory of a device, around the guest's kernel (see `firn_calls`): no system call,
+//! no page fault in the guest. Only a process that may write to that memory can (by default root, as the device is a PCI
+//! one), and Firn listens only to who has a key.
+//!
+//! What Firn did not see, it says: while it saves the VM, or after it was started anew, everything counts as written. A
+//! session that compares with the last committed copy then still finds what changed. So it does if Firn is gone
+//! altogether; that takes longer, and [`Counts`](crate::Counts) tells.
+
+mod device;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use firn_calls::{
+    AreaId, CallError, Caller, Changed, Key, Nonce, Proof, Refusal, Request, Run, WindowError,
+};
+use thiserror::Error;
+
+use crate::error::Error;
+use crate::span::{PAGE, Span};
+use crate::sys::mapping::Mapping;
+use crate::tracker::{Counts, Found, Kind, Tracker};
+use device::Device;
+
+/// How long the host may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How soon a host that was lost is looked for again, at first and at last.
+const AGAIN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
+
+/// Why Firn on the host can't be called.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum HostError {
+    /// The guest has no such device, or this process may not use it.
+    #[error("no device to call the host through ({0})")]
+    NoDevice(String),
+    /// The device is not what it should be, or nobody serves it.
+    #[error(transparent)]
+    Window(#[from] WindowError),
+    /// The host refuses, or somebody disturbs.
+    #[error(transparent)]
+    Call(#[from] CallError),
+    /// Nobody answers.
+    #[error("the host does not answer within {} s", PATIENCE.as_secs())]
+    Silent,
+    /// The key is none.
+    #[error(transparent)]
+    Key(#[from] firn_calls::KeyError),
+}
+
+/// The tracker: give it to [`crate::Session::open_with`].
+///
+/// ```no_run
+/// use firn_app::{Host, Options, Session};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let key = std::fs::read_to_string("/etc/ledger.key")?;
+/// let host = Host::open("ledger", &key)?;
+/// let session = Session::open_with(Options::new("ledger"), Box::new(host))?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct Host {
+    name: String,
+    key: Key,
+    device: Device,
+    /// Where the host finds whose memory this is.
+    proof: Mapping,
+    spans: Vec<Span>,
+    line: Option<Line>,
+    /// When the host was looked for last, and how soon it will be again.
+    tried: Option<Instant>,
+    again: Duration,
+    blind: u64,
+}
+
+/// A slot of the window, and who serves it.
+#[derive(Clone, Copy)]
+struct Seat {
+    slot: usize,
+    owner: u32,
+    service: u32,
+}
+
+/// An open session with the host.
+struct Line {
+    caller: Caller,
+    seat: Seat,
+    areas: BTreeMap<AreaId, Span>,
+}
+
+impl Host {
+    /// Calls as an application of this name, with its key (64 hexadecimal digits), through the device that this guest has.
+    ///
+    /// # Errors
+    /// If there is no such device, or the host refuses.
+    pub fn open(name: &str, key: &str) -> Result<Self, HostError> {
+        let device = Device::find()?;
+        let proof = Mapping::anonymous(PAGE).map_err(|it| HostError::NoDevice(it.to_string()))?;
+        let (name, key) = (name.to_owned(), key.parse()?);
+        let (spans, line, tried) = (Vec::new(), None, None);
+        let again = AGAIN.0;
+        let mut host = Self { name, key, device, proof, spans, line, tried, again, blind: 0 };
+        host.line = Some(host.connect()?);
+        Ok(host)
+    }
+
+    fn connect(&self) -> Result<Line, HostError> {
+        let window = self.device.window()?;
+        let service = window.service()?;
+        let owner = u32::from_le_bytes(random()).max(1);
+        let seat = Seat { slot: window.take(owner)?, owner, service };
+        let line = self.take_up(seat);
+        if line.is_err() {
+            self.give_back(seat);
+        }
+        line
+    }
+
+    /// A session in this seat, with all that is followed.
+    fn take_up(&self, seat: Seat) -> Result<Line, HostError> {
+        let own: Nonce = random();
+        let mut caller = Caller::new(&self.name, self.key.clone(), seat.slot as u32, own);
+        self.introduce(&mut caller, seat)?;
+        let mut line = Line { caller, seat, areas: BTreeMap::new() };
+        self.spans.iter().try_for_each(|&span| self.follow(&mut line, span))?;
+        Ok(line)
+    }
+
+    fn introduce(&self, caller: &mut Caller, seat: Seat) -> Result<(), HostError> {
+        let hello = caller.hello();
+        let proof = caller.challenged(&self.ask(caller, seat, &hello)?)?;
+        self.lay_down(&proof);
+        let at = self.proof.address() as u64;
+        let prove = caller.request(&Request::Prove { at });
+        Ok(caller.done(&self.ask(caller, seat, &prove)?)?)
+    }
+
+    /// Puts the proof where the host looks for it.
+    fn lay_down(&self, proof: &Proof) {
+        let words = self.proof.words(0, proof.len() / 8);
+        for (word, bytes) in words.iter().zip(proof.chunks_exact(8)) {
+            let value = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
+            word.store(value, std::sync::atomic::Ordering::Release);
+        }
+    }
+
+    fn follow(&self, line: &mut Line, span: Span) -> Result<(), HostError> {
+        // The host follows pages that are there.
+        Mapping::touch(span);
+        let (start, pages) = (span.start() as u64, span.pages() as u32);
+        let request = line.caller.request(&Request::Follow { start, pages });
+        let id = line.caller.following(&self.ask(&line.caller, line.seat, &request)?)?;
+        line.areas.insert(id, span);
+        Ok(())
+    }
+
+    fn ask(&self, caller: &Caller, seat: Seat, request: &[u8]) -> Result<Vec<u8>, HostError> {
+        let window = self.device.window()?;
+        let slot = window.slot(seat.slot).ok_or(WindowError::NotServed)?;
+        // The guest's kernel may take away what nobody touches.
+        Mapping::touch(self.proof.span());
+        let since = Instant::now();
+        slot.ask(caller.asked(), request);
+        while !slot.is_answered(caller.asked()) {
+            let waited = since.elapsed();
+            if waited > PATIENCE {
+                return Err(HostError::Silent);
+            }
+            match waited < Duration::from_millis(2) {
+                true => std::hint::spin_loop(),
+                // Who serves now knows nothing of this session.
+                false if window.service()? != seat.service => {
+                    return Err(CallError::NotTheHosts.into());
+                }
+                false => std::thread::sleep(Duration::from_micros(200)),
+            }
+        }
+        slot.answer_bytes().ok_or(HostError::Call(CallError::NotTheHosts))
+    }
+
+    fn give_back(&self, seat: Seat) {
+        if let Some(slot) = self.device.window().ok().and_then(|window| window.slot(seat.slot)) {
+            slot.release(seat.owner);
+        }
+    }
+
+    /// What was written, by the host. An answer that somebody has spoilt is asked for once more.
+    fn collect_by(&self, line: &mut Line) -> Result<Changed, HostError> {
+        let mut last = HostError::Silent;
+        for _ in 0..2 {
+            let request = line.caller.collect();
+            let answer = self.ask(&line.caller, line.seat, &request)?;
+            match line.caller.collected(&answer) {
+                Ok(changed) => return Ok(changed),
+                Err(CallError::NotTheHosts) => last = CallError::NotTheHosts.into(),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Err(last)
+    }
+
+    /// Looks for the host again, if it was lost.
+    fn reconnect(&mut self) {
+        if self.tried.is_some_and(|tried| tried.elapsed() < self.again) {
+            return;
+        }
+        self.line = self.connect().ok();
+        self.tried = Some(Instant::now());
+        self.again = match self.line {
+            Some(_) => AGAIN.0,
+            None => (2 * self.again).min(AGAIN.1),
+        };
+    }
+
+    /// The session is of no use any more.
+    fn lose(&mut self, line: &Line) {
+        self.give_back(line.seat);
+        self.tried = None;
+    }
+}
+
+impl Line {
+    /// Pages by their areas. A run is within its area: what the host seals is cut to it all the same.
+    fn tell(&self, runs: &[Run], found: &mut Found) {
+        for run in runs {
+            if let Some(span) = self.areas.get(&run.area) {
+                let first = run.first as usize;
+                let part = span.part(first..first.saturating_add(run.pages as usize));
+                found.push(part.start(), part.bytes());
+            }
+        }
+    }
+}
+
+/// Whether the host will never follow this area, rather than not now.
+fn is_about_the_area(error: &HostError) -> bool {
+    let HostError::Call(CallError::Refused(refusal)) = error else { return false };
+    !matches!(refusal, Refusal::Unavailable | Refusal::Gone(_) | Refusal::Early | Refusal::Garbled)
+}
+
+fn unavailable(error: &HostError) -> Error {
+    let because = std::error::Error::source(error).map(|it| format!(": {it}"));
+    let why = format!("{error}{}", because.unwrap_or_default());
+    Error::Unavailable { kind: Kind::Host, why }
+}
+
+impl Tracker for Host {
+    fn kind(&self) -> Kind {
+        Kind::Host
+    }
+
+    fn watch(&mut self, span: Span) -> Result<(), Error> {
+        if let Some(mut line) = self.line.take() {
+            match self.follow(&mut line, span) {
+                Ok(()) => self.line = Some(line),
+                Err(error) if is_about_the_area(&error) => {
+                    self.line = Some(line);
+                    return Err(unavailable(&error));
+                }
+                // The host can't follow anything just now: everything counts as written until it can.
+                Err(_) => self.lose(&line),
+            }
+        }
+        self.spans.push(span);
+        Ok(())
+    }
+
+    fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
+        if let Some(mut line) = self.line.take() {
+            match self.collect_by(&mut line) {
+                Ok(Changed::Runs(runs)) => {
+                    line.tell(&runs, found);
+                    self.line = Some(line);
+                    return Ok(());
+                }
+                Ok(Changed::Anything) => self.line = Some(line),
+                Err(_) => self.lose(&line),
+            }
+        }
+        self.blind += 1;
+        self.spans.iter().for_each(|span| found.push(span.start(), span.bytes()));
+        if self.line.is_none() {
+            self.reconnect();
+        }
+        Ok(())
+    }
+
+    fn counts(&self) -> Counts {
+        Counts { blind: self.blind, ..Counts::default() }
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(mut line) = self.line.take() {
+            let bye = line.caller.request(&Request::Bye);
+            let _ = self.ask(&line.caller, line.seat, &bye);
+            self.give_back(line.seat);
+        }
+    }
+}
+
+impl std::fmt::Debug for Host {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Host").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Bytes that nobody can guess (getrandom(2)).
+fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        let flags = rustix::rand::GetRandomFlags::empty();
+        // It fails only where it is interrupted.
+        filled += rustix::rand::getrandom(&mut bytes[filled..], flags).unwrap_or(0);
+    }
+    bytes
+}

@@ -1,0 +1,264 @@
+//! A hostile program beside an honest application: it writes whatever it likes into the memory that all share.
+//!
+//! ```text
+//!   cargo run --release -p firn-calls --example hostile -- --seconds 600 [--seed N]
+//! ```
+//!
+//! Between any two steps of the application and the host it overwrites words at random, plays old requests and answers again
+//! (bent, cut, in other slots, under other numbers), and says hello. The host must not panic, must not look for an address space
+//! for who has no key, and whatever the application accepts must tell at least what it wrote. Rounds follow from the seed alone.
+
+use std::collections::BTreeSet;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use firn_calls::{Caller, Changed, Key, Policy, Request, SLOT_BYTES, Server, Window};
+use firn_types::GuestPhys;
+
+#[path = "../tests/guest/mod.rs"]
+mod guest;
+
+use guest::{Guest, PAGE};
+
+const SLOTS: usize = 3;
+const PAGES: u32 = 16;
+const START: u64 = 0x40_0000;
+const PROOF_AT: u64 = 0x10_0000;
+const OWN: GuestPhys = GuestPhys(0x1000);
+/// Steps of a round.
+const STEPS: usize = 400;
+
+/// SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n.max(1) as u64) as usize
+    }
+}
+
+struct Round {
+    dice: Dice,
+    words: Vec<AtomicU32>,
+    server: Server,
+    guest: Guest,
+    asked: [u32; SLOTS],
+    /// All requests and answers that anybody could have seen.
+    seen: Vec<Vec<u8>>,
+    honest_searches: usize,
+    accepted: usize,
+}
+
+impl Round {
+    fn new(seed: u64) -> Self {
+        let policy = format!("[applications.ledger]\nkey = \"{}\"", "07".repeat(32));
+        let policy = Policy::parse(&policy).unwrap_or_default();
+        let mut guest = Guest::new();
+        guest.map(OWN, START, 10, PAGES);
+        Self {
+            dice: Dice(seed),
+            words: (0..(SLOTS + 1) * SLOT_BYTES / 4).map(|_| AtomicU32::new(0)).collect(),
+            server: Server::new(policy),
+            guest,
+            asked: [0; SLOTS],
+            seen: Vec::new(),
+            honest_searches: 0,
+            accepted: 0,
+        }
+    }
+
+    fn window(&self) -> Window<'_> {
+        Window::new(&self.words).unwrap_or_else(|_| unreachable!("it is large enough"))
+    }
+
+    /// One turn of the host over all slots.
+    fn host(&mut self) {
+        self.window().serve(1);
+        for number in 0..SLOTS {
+            let window = Window::new(&self.words).unwrap_or_else(|_| unreachable!());
+            let Some(slot) = window.slot(number) else { continue };
+            let asked = slot.asked();
+            if asked == self.asked[number] {
+                continue;
+            }
+            self.asked[number] = asked;
+            let request = slot.request();
+            let answer =
+                self.server.answer(number as u32, asked, request.as_deref(), &mut self.guest).bytes;
+            slot.answer(asked, &answer);
+            self.seen.extend(request);
+            self.seen.push(answer);
+        }
+        if self.dice.below(50) == 0 {
+            self.server.sweep(&mut self.guest);
+        }
+    }
+
+    /// Something hostile, or nothing.
+    fn disturb(&mut self) {
+        match self.dice.below(12) {
+            0 => {
+                let at = self.dice.below(self.words.len());
+                self.words[at].store(self.dice.next() as u32, Ordering::Relaxed);
+            }
+            1 => {
+                // Control words, where it hurts.
+                let slot = 1 + self.dice.below(SLOTS);
+                let at = slot * SLOT_BYTES / 4 + self.dice.below(5);
+                let value = [0, 1, 2, 3, u32::MAX, self.dice.next() as u32][self.dice.below(6)];
+                self.words[at].store(value, Ordering::Relaxed);
+            }
+            2 | 3 => self.play_again(),
+            4 => {
+                let own = [self.dice.next() as u8; 32];
+                let mut other = Caller::new("ledger", Key::new([8; 32]), 0, own);
+                let hello = other.hello();
+                self.post(&hello);
+            }
+            _ => {}
+        }
+    }
+
+    /// Something that was said before, as it was or bent.
+    fn play_again(&mut self) {
+        if self.seen.is_empty() {
+            return;
+        }
+        let recent = self.seen.len().min(20);
+        let at = self.seen.len() - 1 - self.dice.below(recent);
+        let mut bytes = self.seen[at].clone();
+        for _ in 0..self.dice.below(3) {
+            match self.dice.below(2) {
+                0 if !bytes.is_empty() => {
+                    let bit = self.dice.below(bytes.len() * 8);
+                    bytes[bit / 8] ^= 1 << (bit % 8);
+                }
+                _ => bytes.truncate(self.dice.below(bytes.len() + 1)),
+            }
+        }
+        self.post(&bytes);
+    }
+
+    fn post(&mut self, bytes: &[u8]) {
+        let number = self.dice.below(SLOTS);
+        let sequence = self.asked[number].wrapping_add(self.dice.below(4) as u32).wrapping_sub(1);
+        let is_answer = self.dice.below(3) == 0;
+        if let Some(slot) = self.window().slot(number) {
+            let fits = bytes.len() <= 1 << 10;
+            match is_answer {
+                true => slot.answer(sequence, bytes),
+                false if fits => slot.ask(sequence, bytes),
+                false => {}
+            }
+        }
+    }
+
+    /// The application asks, and takes what it finds in the place of the answer.
+    fn ask(&mut self, caller: &Caller, request: &[u8]) -> Option<Vec<u8>> {
+        self.window().slot(0)?.ask(caller.asked(), request);
+        self.seen.push(request.to_vec());
+        self.disturb();
+        self.host();
+        self.disturb();
+        let slot = self.window().slot(0)?;
+        slot.is_answered(caller.asked()).then(|| slot.answer_bytes())?
+    }
+
+    /// A session of the application, if the others let it come about.
+    fn open(&mut self) -> Option<Caller> {
+        let own = [self.dice.next() as u8; 32];
+        let mut caller = Caller::new("ledger", Key::new([7; 32]), 0, own);
+        let hello = caller.hello();
+        let proof = caller.challenged(&self.ask(&caller, &hello)?).ok()?;
+        self.guest.proofs.insert((OWN, PROOF_AT), proof);
+        let prove = caller.request(&Request::Prove { at: PROOF_AT });
+        self.honest_searches += 1;
+        let answer = self.ask(&caller, &prove)?;
+        caller.done(&answer).ok()?;
+        let follow = caller.request(&Request::Follow { start: START, pages: PAGES });
+        let answer = self.ask(&caller, &follow)?;
+        caller.following(&answer).ok()?;
+        Some(caller)
+    }
+
+    /// Fails with what went wrong.
+    fn run(&mut self) -> Result<(), String> {
+        let (mut caller, mut dirty) = (None, BTreeSet::new());
+        for _ in 0..STEPS {
+            if caller.is_none() {
+                caller = self.open();
+                // What was written before belongs to another session.
+                dirty.clear();
+                continue;
+            }
+            let Some(own) = caller.as_mut() else { continue };
+            for _ in 0..self.dice.below(4) {
+                let page = self.dice.below(PAGES as usize) as u32;
+                self.guest.write(OWN, START + u64::from(page) * PAGE);
+                dirty.insert(page);
+            }
+            if self.dice.below(40) == 0 {
+                self.guest.era = self.guest.era.map(|era| era + 1);
+            }
+            let request = own.collect();
+            let mut own = caller.take().unwrap_or_else(|| unreachable!("it was there"));
+            let Some(answer) = self.ask(&own, &request) else {
+                caller = Some(own);
+                continue;
+            };
+            if let Ok(changed) = own.collected(&answer) {
+                self.accepted += 1;
+                let told: BTreeSet<u32> = match changed {
+                    Changed::Anything => (0..PAGES).collect(),
+                    Changed::Runs(runs) => {
+                        runs.iter().flat_map(|run| run.first..run.first + run.pages).collect()
+                    }
+                };
+                if !dirty.is_subset(&told) {
+                    return Err(format!("written {dirty:?}, told {told:?}"));
+                }
+                dirty.clear();
+            }
+            // Now and then it ends without a word.
+            caller = (self.dice.below(100) != 0).then_some(own);
+        }
+        match self.guest.searches <= self.honest_searches {
+            true => Ok(()),
+            false => Err("the host looked for an address space for who has no key".to_owned()),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let number = |name: &str| {
+        let mut words = std::env::args().skip_while(|word| word != name).skip(1);
+        words.next().and_then(|word| word.parse::<u64>().ok())
+    };
+    let (limit, first) =
+        (Duration::from_secs(number("--seconds").unwrap_or(10)), number("--seed").unwrap_or(1));
+    let since = Instant::now();
+    let (mut rounds, mut accepted) = (0u64, 0);
+    while since.elapsed() < limit {
+        let seed = first + rounds;
+        let mut round = Round::new(seed);
+        if let Err(what) = round.run() {
+            eprintln!("seed {seed}: {what}");
+            return ExitCode::FAILURE;
+        }
+        accepted += round.accepted;
+        rounds += 1;
+    }
+    println!(
+        "{rounds} rounds of {STEPS} steps from seed {first}: {accepted} answers accepted, all right"
+    );
+    ExitCode::SUCCESS
+}

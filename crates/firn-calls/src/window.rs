@@ -1,0 +1,273 @@
+//! The memory that both sides see.
+//!
+//! ```text
+//!   byte 0        header      "FIRNCALL", version, slots, and the host's number of this service
+//!   16 KiB        slot 0      one application
+//!   32 KiB        slot 1
+//!   ...
+//!
+//!   slot:  0      owner       0, or the number that an application chose when it took the slot
+//!          4      asked       counts requests        written last by the application
+//!          8      length of the request
+//!         12      answered    the request that was answered  written last by the host
+//!         16      length of the answer
+//!         64      request     up to 1 KiB
+//!       1088      answer      up to the end of the slot
+//! ```
+//!
+//! Words are little-endian, as on every machine Firn runs on. The host reads nothing here that it wrote itself, copies a
+//! request once before it looks at it, and checks what it copied: programs of the guest can write everywhere, at any time.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use thiserror::Error;
+
+/// Bytes of the header, and of each slot.
+pub const SLOT_BYTES: usize = 16 << 10;
+const SLOT_WORDS: usize = SLOT_BYTES / 4;
+const MAGIC: [u32; 2] = [u32::from_le_bytes(*b"FIRN"), u32::from_le_bytes(*b"CALL")];
+const VERSION: u32 = 1;
+
+const OWNER: usize = 0;
+const ASKED: usize = 1;
+const ASKED_LEN: usize = 2;
+const ANSWERED: usize = 3;
+const ANSWERED_LEN: usize = 4;
+const REQUEST: Place = Place { word: 16, bytes: 1 << 10 };
+const ANSWER: Place = Place { word: 16 + 256, bytes: SLOT_BYTES - 64 - (1 << 10) };
+
+/// Where bytes lie within a slot.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    word: usize,
+    bytes: usize,
+}
+
+impl Place {
+    /// Bytes that an answer has at most.
+    pub const ANSWER_BYTES: usize = ANSWER.bytes;
+    /// Bytes that a request has at most.
+    pub const REQUEST_BYTES: usize = REQUEST.bytes;
+}
+
+/// The memory is not what it should be.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum WindowError {
+    /// Smaller than a header and a slot.
+    #[error("the window has {0} bytes: at least {min} are needed", min = 2 * SLOT_BYTES)]
+    Small(usize),
+    /// Nobody serves it.
+    #[error("nobody answers calls here: the host does not serve this device (yet)")]
+    NotServed,
+    /// Another version.
+    #[error("the host speaks version {0} of calls, this library version {VERSION}")]
+    Version(u32),
+    /// All slots are taken.
+    #[error("all {0} slots are taken")]
+    Full(usize),
+}
+
+/// The window, from either side.
+#[derive(Clone, Copy, Debug)]
+pub struct Window<'w>(&'w [AtomicU32]);
+
+impl<'w> Window<'w> {
+    /// Over memory that both sides see.
+    ///
+    /// # Errors
+    /// If it is too small.
+    pub fn new(words: &'w [AtomicU32]) -> Result<Self, WindowError> {
+        let is_enough = words.len() >= 2 * SLOT_WORDS;
+        is_enough.then_some(Self(words)).ok_or(WindowError::Small(words.len() * 4))
+    }
+
+    /// How many applications can call at a time.
+    pub fn slots(self) -> usize {
+        self.0.len() / SLOT_WORDS - 1
+    }
+
+    /// Slot by number, if there is one.
+    pub fn slot(self, number: usize) -> Option<Slot<'w>> {
+        let at = number.checked_add(1)?.checked_mul(SLOT_WORDS)?;
+        self.0.get(at..at.checked_add(SLOT_WORDS)?).map(Slot)
+    }
+
+    /// Host: says that calls are answered, by a service of this number. Said again and again, as programs of the guest can
+    /// overwrite it.
+    pub fn serve(self, service: u32) {
+        self.0[2].store(VERSION, Ordering::Relaxed);
+        self.0[3].store(self.slots() as u32, Ordering::Relaxed);
+        self.0[4].store(service, Ordering::Relaxed);
+        self.0[1].store(MAGIC[1], Ordering::Relaxed);
+        self.0[0].store(MAGIC[0], Ordering::Release);
+    }
+
+    /// Host: nobody answers any more.
+    pub fn end_service(self) {
+        self.0[0].store(0, Ordering::Release);
+    }
+
+    /// Host: forgets what an earlier service left behind. Who waits for an answer finds that the slot is no longer theirs.
+    pub fn clear(self) {
+        self.end_service();
+        for slot in (0..self.slots()).filter_map(|number| self.slot(number)) {
+            slot.clear();
+        }
+    }
+
+    /// Application: the number of the service that answers here.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn service(self) -> Result<u32, WindowError> {
+        let is_served = self.0[0].load(Ordering::Acquire) == MAGIC[0]
+            && self.0[1].load(Ordering::Relaxed) == MAGIC[1];
+        let version = self.0[2].load(Ordering::Relaxed);
+        match (is_served, version) {
+            (false, _) => Err(WindowError::NotServed),
+            (true, VERSION) => Ok(self.0[4].load(Ordering::Relaxed)),
+            (true, other) => Err(WindowError::Version(other)),
+        }
+    }
+
+    /// Application: takes a free slot, for good, by a number that is not 0. Gives the slot's.
+    ///
+    /// # Errors
+    /// If all are taken.
+    pub fn take(self, owner: u32) -> Result<usize, WindowError> {
+        let is_mine = |number: &usize| self.slot(*number).is_some_and(|slot| slot.take(owner));
+        (0..self.slots()).find(is_mine).ok_or(WindowError::Full(self.slots()))
+    }
+}
+
+/// One application's part of the window.
+#[derive(Clone, Copy, Debug)]
+pub struct Slot<'w>(&'w [AtomicU32]);
+
+impl Slot<'_> {
+    fn take(self, owner: u32) -> bool {
+        let word = &self.0[OWNER];
+        word.compare_exchange(0, owner, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+
+    /// Whose it is; 0 is nobody's.
+    pub fn owner(self) -> u32 {
+        self.0[OWNER].load(Ordering::Acquire)
+    }
+
+    /// Application: gives it back, if it is its own still.
+    pub fn release(self, owner: u32) {
+        let _ = self.0[OWNER].compare_exchange(owner, 0, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    /// Host: as if it had never been used.
+    pub fn clear(self) {
+        for word in [ASKED, ASKED_LEN, ANSWERED, ANSWERED_LEN, OWNER] {
+            self.0[word].store(0, Ordering::Release);
+        }
+    }
+
+    /// Application: asks. The answer to the request before must have come.
+    pub fn ask(self, sequence: u32, request: &[u8]) {
+        self.put(REQUEST, request);
+        self.0[ASKED_LEN].store(request.len() as u32, Ordering::Relaxed);
+        self.0[ASKED].store(sequence, Ordering::Release);
+    }
+
+    /// Host: the number of the last request.
+    pub fn asked(self) -> u32 {
+        self.0[ASKED].load(Ordering::Acquire)
+    }
+
+    /// Host: the last request. `None` if it claims to be longer than there is room.
+    pub fn request(self) -> Option<Vec<u8>> {
+        self.get(REQUEST, self.0[ASKED_LEN].load(Ordering::Relaxed))
+    }
+
+    /// Host: answers a request. An answer has at most [`Place::ANSWER_BYTES`].
+    pub fn answer(self, sequence: u32, answer: &[u8]) {
+        self.put(ANSWER, answer);
+        self.0[ANSWERED_LEN].store(answer.len() as u32, Ordering::Relaxed);
+        self.0[ANSWERED].store(sequence, Ordering::Release);
+    }
+
+    /// Application: whether that request was answered.
+    pub fn is_answered(self, sequence: u32) -> bool {
+        self.0[ANSWERED].load(Ordering::Acquire) == sequence
+    }
+
+    /// Application: the last answer. `None` if it claims to be longer than there is room.
+    pub fn answer_bytes(self) -> Option<Vec<u8>> {
+        self.get(ANSWER, self.0[ANSWERED_LEN].load(Ordering::Relaxed))
+    }
+
+    fn put(self, place: Place, bytes: &[u8]) {
+        debug_assert!(bytes.len() <= place.bytes);
+        for (word, chunk) in self.0[place.word..].iter().zip(bytes.chunks(4)) {
+            let mut whole = [0; 4];
+            whole[..chunk.len()].copy_from_slice(chunk);
+            word.store(u32::from_le_bytes(whole), Ordering::Relaxed);
+        }
+    }
+
+    fn get(self, place: Place, len: u32) -> Option<Vec<u8>> {
+        let len = usize::try_from(len).ok().filter(|&len| len <= place.bytes)?;
+        let words = &self.0[place.word..place.word + len.div_ceil(4)];
+        let mut bytes: Vec<u8> =
+            words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
+        bytes.truncate(len);
+        Some(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(bytes: usize) -> Vec<AtomicU32> {
+        (0..bytes / 4).map(|_| AtomicU32::new(0)).collect()
+    }
+
+    #[test]
+    fn a_request_and_its_answer_get_across() {
+        let memory = memory(3 * SLOT_BYTES);
+        let window = Window::new(&memory).unwrap();
+        assert_eq!((window.slots(), window.service()), (2, Err(WindowError::NotServed)));
+        window.serve(7);
+        assert_eq!(window.service(), Ok(7));
+        let slot = window.slot(window.take(5).unwrap()).unwrap();
+        slot.ask(1, b"hello");
+        assert_eq!((slot.asked(), slot.request().unwrap()), (1, b"hello".to_vec()));
+        assert!(!slot.is_answered(1));
+        slot.answer(1, &[9; Place::ANSWER_BYTES]);
+        assert!(slot.is_answered(1));
+        assert_eq!(slot.answer_bytes().unwrap(), [9; Place::ANSWER_BYTES]);
+        assert_eq!(slot.request().unwrap(), b"hello", "an answer does not touch the request");
+    }
+
+    #[test]
+    fn slots_are_taken_once() {
+        let memory = memory(3 * SLOT_BYTES);
+        let window = Window::new(&memory).unwrap();
+        assert_eq!((window.take(1), window.take(2)), (Ok(0), Ok(1)));
+        assert_eq!(window.take(3), Err(WindowError::Full(2)));
+        window.slot(0).unwrap().release(2);
+        assert_eq!(window.take(3), Err(WindowError::Full(2)), "it is another's");
+        window.slot(0).unwrap().release(1);
+        assert_eq!(window.take(3), Ok(0));
+        window.clear();
+        assert_eq!(window.slot(1).unwrap().owner(), 0);
+        assert!(window.slot(2).is_none() && window.slot(usize::MAX).is_none());
+    }
+
+    #[test]
+    fn lengths_are_not_believed() {
+        let memory = memory(2 * SLOT_BYTES);
+        let slot = Window::new(&memory).unwrap().slot(0).unwrap();
+        memory[SLOT_WORDS + ASKED_LEN].store(REQUEST.bytes as u32 + 1, Ordering::Relaxed);
+        assert_eq!(slot.request(), None);
+        memory[SLOT_WORDS + ANSWERED_LEN].store(u32::MAX, Ordering::Relaxed);
+        assert_eq!(slot.answer_bytes(), None);
+        assert_eq!(Window::new(&memory[1..]).unwrap_err(), WindowError::Small(2 * SLOT_BYTES - 4));
+    }
+}

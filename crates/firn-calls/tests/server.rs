@@ -1,0 +1,410 @@
+//! The server against a guest that is known: what it tells is what was written, whoever disturbs.
+
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on fails")]
+
+use std::collections::BTreeSet;
+
+use firn_calls::{
+    Answer, Answered, AreaId, CallError, Caller, Changed, Key, Noted, Policy, Refusal, Request,
+    Server,
+};
+use firn_types::{GuestPhys, Page};
+use proptest::prelude::*;
+
+mod guest;
+
+use guest::{Guest, PAGE};
+
+const KEY: [u8; 32] = [7; 32];
+/// The process that the tests' application is.
+const OWN: GuestPhys = GuestPhys(0x1000);
+const OTHER: GuestPhys = GuestPhys(0x2000);
+const PROOF_AT: u64 = 0x10_0000;
+
+fn server() -> Server {
+    let key = "07".repeat(32);
+    let text = format!(
+        "[applications.ledger]\nkey = \"{key}\"\npages = 64\n[applications.other]\nkey = \"{key}\""
+    );
+    Server::new(Policy::parse(&text).unwrap())
+}
+
+fn caller(slot: u32) -> Caller {
+    Caller::new("ledger", Key::new(KEY), slot, [slot as u8 + 100; 32])
+}
+
+/// Asks, with the answer as it is.
+fn ask(
+    server: &mut Server,
+    guest: &mut Guest,
+    slot: u32,
+    caller: &Caller,
+    bytes: &[u8],
+) -> Vec<u8> {
+    server.answer(slot, caller.asked(), Some(bytes), guest).bytes
+}
+
+/// Opens a session, with the proof in `space`.
+fn open(
+    server: &mut Server,
+    guest: &mut Guest,
+    slot: u32,
+    space: GuestPhys,
+) -> Result<Caller, CallError> {
+    let mut caller = caller(slot);
+    let hello = caller.hello();
+    let proof = caller.challenged(&ask(server, guest, slot, &caller, &hello))?;
+    let at = PROOF_AT + u64::from(slot) * PAGE;
+    guest.proofs.insert((space, at), proof);
+    let prove = caller.request(&Request::Prove { at });
+    caller.done(&ask(server, guest, slot, &caller, &prove))?;
+    Ok(caller)
+}
+
+fn follow(
+    server: &mut Server,
+    guest: &mut Guest,
+    slot: u32,
+    caller: &mut Caller,
+    start: u64,
+    pages: u32,
+) -> Result<AreaId, CallError> {
+    let request = caller.request(&Request::Follow { start, pages });
+    caller.following(&ask(server, guest, slot, caller, &request))
+}
+
+fn collect(
+    server: &mut Server,
+    guest: &mut Guest,
+    slot: u32,
+    caller: &mut Caller,
+) -> Result<Changed, CallError> {
+    let request = caller.collect();
+    let answer = ask(server, guest, slot, caller, &request);
+    caller.collected(&answer)
+}
+
+fn runs(changed: &Changed) -> Vec<(u16, u32, u32)> {
+    match changed {
+        Changed::Runs(runs) => runs.iter().map(|run| (run.area.0, run.first, run.pages)).collect(),
+        Changed::Anything => panic!("anything"),
+    }
+}
+
+#[test]
+fn an_application_is_told_what_it_wrote() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    guest.map(OWN, 0x40_0000, 10, 4);
+    guest.map(OWN, 0x80_0000, 50, 2);
+    let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
+    guest.write(OWN, 0x40_0000);
+    follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 4).unwrap();
+    follow(&mut server, &mut guest, 0, &mut caller, 0x80_0000, 2).unwrap();
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
+    guest.write(OWN, 0x40_1000);
+    guest.write(OWN, 0x40_2000);
+    guest.write(OWN, 0x80_1000);
+    let changed = collect(&mut server, &mut guest, 0, &mut caller).unwrap();
+    assert_eq!(runs(&changed), [(0, 1, 2), (1, 1, 1)]);
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
+    let forget = caller.request(&Request::Forget(AreaId(0)));
+    caller.done(&ask(&mut server, &mut guest, 0, &caller, &forget)).unwrap();
+    guest.write(OWN, 0x40_1000);
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
+    let bye = caller.request(&Request::Bye);
+    let Answered { bytes: answer, noted, .. } =
+        server.answer(0, caller.asked(), Some(&bye), &mut guest);
+    assert_eq!(caller.done(&answer), Ok(()));
+    assert_eq!(noted, Some(Noted::Closed { name: "ledger".into() }));
+    assert!(collect(&mut server, &mut guest, 0, &mut caller).is_err());
+}
+
+#[test]
+fn nobody_calls_without_the_key() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    let mut unknown = Caller::new("nobody", Key::new(KEY), 0, [1; 32]);
+    let hello = unknown.hello();
+    let answer = ask(&mut server, &mut guest, 0, &unknown, &hello);
+    assert_eq!(unknown.challenged(&answer), Err(Refusal::Unknown.into()));
+
+    let mut wrong = Caller::new("ledger", Key::new([8; 32]), 0, [1; 32]);
+    let hello = wrong.hello();
+    let proof = wrong.challenged(&ask(&mut server, &mut guest, 0, &wrong, &hello)).unwrap();
+    guest.proofs.insert((OWN, PROOF_AT), proof);
+    let prove = wrong.request(&Request::Prove { at: PROOF_AT });
+    let answer = ask(&mut server, &mut guest, 0, &wrong, &prove);
+    assert_eq!(wrong.done(&answer), Err(CallError::NotTheHosts));
+    assert_eq!(guest.searches, 0, "who has no key costs the host nothing");
+}
+
+#[test]
+fn the_proof_must_be_in_one_address_space() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    let mut caller = caller(0);
+    let hello = caller.hello();
+    let proof = caller.challenged(&ask(&mut server, &mut guest, 0, &caller, &hello)).unwrap();
+    for space in [OWN, OTHER] {
+        guest.proofs.insert((space, PROOF_AT), proof);
+    }
+    let prove = caller.request(&Request::Prove { at: PROOF_AT });
+    let answer = ask(&mut server, &mut guest, 0, &caller, &prove);
+    assert_eq!(caller.done(&answer), Err(Refusal::NotProven(PROOF_AT).into()));
+}
+
+#[test]
+fn an_area_is_the_applications_own() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    guest.map(OWN, 0x40_0000, 10, 65);
+    guest.map(OTHER, 0x90_0000, 90, 1);
+    guest.maps.insert((OWN, 0x50_0000), Err(Refusal::ReadOnly(0x50_0000)));
+    let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
+    let mut refused =
+        |start, pages| match follow(&mut server, &mut guest, 0, &mut caller, start, pages) {
+            Err(CallError::Refused(refusal)) => refusal,
+            other => panic!("{other:?}"),
+        };
+    assert_eq!(refused(0x90_0000, 1), Refusal::Unmapped(0x90_0000), "another process has it");
+    assert_eq!(refused(0x50_0000, 1), Refusal::ReadOnly(0x50_0000));
+    assert_eq!(refused(0xffff_8880_0000_0000, 1), Refusal::Kernel(0xffff_8880_0000_0000));
+    assert_eq!(refused((1 << 47) - PAGE, 2), Refusal::Kernel((1 << 47) - PAGE));
+    assert_eq!(refused(u64::MAX - PAGE + 1, 2), Refusal::Misplaced(u64::MAX - PAGE + 1));
+    assert_eq!(refused(0x40_0001, 1), Refusal::Misplaced(0x40_0001));
+    assert_eq!(refused(0x40_0000, 0), Refusal::Misplaced(0x40_0000));
+    assert_eq!(refused(0x40_0000, 65), Refusal::TooMuch(64));
+    assert_eq!(refused(0x40_0000, u32::MAX), Refusal::TooMuch(64));
+}
+
+#[test]
+fn a_process_that_is_gone_is_not_followed() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    guest.map(OWN, 0x40_0000, 10, 1);
+    let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
+    follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 1).unwrap();
+    guest.proofs.clear();
+    let gone = collect(&mut server, &mut guest, 0, &mut caller);
+    assert_eq!(gone, Err(Refusal::Gone(PROOF_AT).into()));
+}
+
+#[test]
+fn old_requests_and_lost_answers_lose_nothing() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    guest.map(OWN, 0x40_0000, 10, 4);
+    let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
+    follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 4).unwrap();
+    guest.write(OWN, 0x40_1000);
+    let first = caller.collect();
+    let number = caller.asked();
+    let lost = ask(&mut server, &mut guest, 0, &caller, &first);
+    // Somebody asks the same again, and overwrites the answer.
+    let again = server.answer(0, number, Some(&first), &mut guest).bytes;
+    assert_ne!(again, lost);
+    assert_eq!(caller.collected(&again), Err(CallError::NotTheHosts));
+    guest.write(OWN, 0x40_3000);
+    let changed = collect(&mut server, &mut guest, 0, &mut caller).unwrap();
+    assert_eq!(runs(&changed), [(0, 1, 1), (0, 3, 1)], "the first is told again");
+    // A request of long ago.
+    let Answered { bytes: answer, noted, .. } = server.answer(0, number, Some(&first), &mut guest);
+    assert!(caller.collected(&answer).is_err());
+    assert!(matches!(noted, Some(Noted::Refused { refusal: Refusal::Garbled, .. })));
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
+}
+
+#[test]
+fn a_hello_of_somebody_else_ends_nothing() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    guest.map(OWN, 0x40_0000, 10, 4);
+    let mut own = open(&mut server, &mut guest, 0, OWN).unwrap();
+    follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 4).unwrap();
+    let mut other = Caller::new("other", Key::new([9; 32]), 0, [1; 32]);
+    let hello = other.hello();
+    ask(&mut server, &mut guest, 0, &other, &hello);
+    let prove = other.request(&Request::Prove { at: PROOF_AT });
+    ask(&mut server, &mut guest, 0, &other, &prove);
+    guest.write(OWN, 0x40_1000);
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut own).unwrap()), [(0, 1, 1)]);
+}
+
+#[test]
+fn two_that_share_a_page_are_both_told() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    guest.map(OWN, 0x40_0000, 10, 2);
+    guest.map(OTHER, 0x70_0000, 11, 1);
+    let mut one = open(&mut server, &mut guest, 0, OWN).unwrap();
+    let mut two = open(&mut server, &mut guest, 1, OTHER).unwrap();
+    follow(&mut server, &mut guest, 0, &mut one, 0x40_0000, 2).unwrap();
+    guest.write(OWN, 0x40_1000);
+    follow(&mut server, &mut guest, 1, &mut two, 0x70_0000, 1).unwrap();
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut one).unwrap()), [(0, 1, 1)]);
+    guest.write(OTHER, 0x70_0000);
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut one).unwrap()), [(0, 1, 1)]);
+    assert_eq!(runs(&collect(&mut server, &mut guest, 1, &mut two).unwrap()), [(0, 0, 1)]);
+}
+
+#[test]
+fn what_the_host_did_not_see_may_be_anything() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    guest.map(OWN, 0x40_0000, 10, 2);
+    let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
+    follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 2).unwrap();
+    for era in [None, Some(2)] {
+        guest.era = era;
+        assert_eq!(collect(&mut server, &mut guest, 0, &mut caller), Ok(Changed::Anything));
+    }
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
+    guest.era = Some(3);
+    let lost = caller.collect();
+    ask(&mut server, &mut guest, 0, &caller, &lost);
+    assert_eq!(
+        collect(&mut server, &mut guest, 0, &mut caller),
+        Ok(Changed::Anything),
+        "told again"
+    );
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
+}
+
+#[test]
+fn more_than_fits_is_anything() {
+    let key = "07".repeat(32);
+    let text = format!("[applications.ledger]\nkey = \"{key}\"\npages = 40000");
+    let (mut server, mut guest) = (Server::new(Policy::parse(&text).unwrap()), Guest::new());
+    guest.map(OWN, 0x40_0000, 10, 40_000);
+    let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
+    follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 40_000).unwrap();
+    for n in (0..40_000).step_by(2) {
+        guest.write(OWN, 0x40_0000 + n * PAGE);
+    }
+    assert_eq!(collect(&mut server, &mut guest, 0, &mut caller), Ok(Changed::Anything));
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut caller).unwrap()), []);
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    Write { page: u64 },
+    Move { page: u64 },
+    Collect { lost: bool },
+    Replay { back: usize },
+    Garbage { bytes: Vec<u8>, asked: u32 },
+    Hello,
+    Blind,
+    Save,
+    Follow,
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        6 => (0..8u64).prop_map(|page| Event::Write { page }),
+        1 => (0..8u64).prop_map(|page| Event::Move { page }),
+        4 => any::<bool>().prop_map(|lost| Event::Collect { lost }),
+        1 => (0..20usize).prop_map(|back| Event::Replay { back }),
+        1 => (prop::collection::vec(any::<u8>(), 0..80), any::<u32>())
+            .prop_map(|(bytes, asked)| Event::Garbage { bytes, asked }),
+        1 => Just(Event::Hello),
+        1 => Just(Event::Blind),
+        1 => Just(Event::Save),
+        1 => Just(Event::Follow),
+    ]
+}
+
+proptest! {
+    /// Whatever other programs write into the slot: each page that was written is told by the next answer that comes.
+    #[test]
+    fn nothing_that_was_written_is_missed(events in prop::collection::vec(event(), 1..80)) {
+        let (mut server, mut guest) = (server(), Guest::new());
+        guest.map(OWN, 0x40_0000, 10, 8);
+        let mut caller = open(&mut server, &mut guest, 0, OWN).unwrap();
+        follow(&mut server, &mut guest, 0, &mut caller, 0x40_0000, 8).unwrap();
+        let (mut dirty, mut sent, mut places) = (BTreeSet::new(), Vec::new(), 100);
+        let mut eras = 1;
+        for event in events {
+            match event {
+                Event::Write { page } => {
+                    guest.write(OWN, 0x40_0000 + page * PAGE);
+                    dirty.insert(page as u32);
+                }
+                Event::Move { page } => {
+                    places += 1;
+                    guest.maps.insert((OWN, 0x40_0000 + page * PAGE), Ok(Page(places)));
+                }
+                Event::Collect { lost } => {
+                    let request = caller.collect();
+                    let asked = caller.asked();
+                    let answer = server.answer(0, asked, Some(&request), &mut guest).bytes;
+                    sent.push((asked, request));
+                    if lost {
+                        continue;
+                    }
+                    let told: BTreeSet<u32> = match caller.collected(&answer).unwrap() {
+                        Changed::Anything => (0..8).collect(),
+                        Changed::Runs(runs) => {
+                            let first = runs.iter().filter(|run| run.area == AreaId(0));
+                            first.flat_map(|run| run.first..run.first + run.pages).collect()
+                        }
+                    };
+                    prop_assert!(dirty.is_subset(&told), "{dirty:?} {told:?}");
+                    dirty.clear();
+                }
+                Event::Replay { back } => {
+                    if let Some((asked, request)) = sent.iter().rev().nth(back) {
+                        let answer = server.answer(0, *asked, Some(request), &mut guest).bytes;
+                        prop_assert!(caller.answered(&answer).is_err());
+                    }
+                }
+                Event::Garbage { bytes, asked } => {
+                    let answer = server.answer(0, asked, Some(&bytes), &mut guest).bytes;
+                    prop_assert!(caller.answered(&answer).is_err());
+                }
+                Event::Hello => {
+                    let hello = Caller::new("other", Key::new([1; 32]), 0, [1; 32]).hello();
+                    let answer = server.answer(0, 1, Some(&hello), &mut guest).bytes;
+                    prop_assert!(caller.answered(&answer).is_err());
+                }
+                // A save takes what was written, and is over, or begins: nobody is told meanwhile.
+                Event::Blind => {
+                    eras += 1;
+                    guest.written.clear();
+                    guest.era = Some(eras);
+                }
+                Event::Save => {
+                    guest.written.clear();
+                    guest.era = None;
+                }
+                Event::Follow => {
+                    places += 1;
+                    let start = 0x100_0000 + u64::from(places) * PAGE;
+                    guest.map(OWN, start, places, 1);
+                    // It is refused while a save goes on, and when there are too many.
+                    let _ = follow(&mut server, &mut guest, 0, &mut caller, start, 1);
+                }
+            }
+        }
+    }
+
+    /// No bytes make the server do anything for who has no key.
+    #[test]
+    fn garbage_costs_nothing(
+        requests in prop::collection::vec((0..3u32, any::<u32>(), prop::collection::vec(any::<u8>(), 0..100)), 1..50)
+    ) {
+        let (mut server, mut guest) = (server(), Guest::new());
+        for (slot, asked, bytes) in requests {
+            let answer = server.answer(slot, asked, Some(&bytes), &mut guest).bytes;
+            prop_assert!(!answer.is_empty());
+        }
+        prop_assert_eq!(guest.searches, 0);
+    }
+}
+
+#[test]
+fn a_request_that_is_too_long_is_refused() {
+    let answer = server().answer(0, 1, None, &mut Guest::new()).bytes;
+    let mut caller = caller(0);
+    assert_eq!(caller.challenged(&answer), Err(Refusal::Early.into()));
+    let _ = Answer::Done;
+}
+
+/// The next application in a slot does not take what the last one was told for its own.
+#[test]
+fn two_that_follow_one_another_do_not_count_alike() {
+    let first = Caller::new("ledger", Key::new(KEY), 0, [1; 32]);
+    let second = Caller::new("ledger", Key::new(KEY), 0, [2; 32]);
+    assert_ne!(first.asked(), second.asked());
+}

@@ -1,0 +1,184 @@
+//! `firn-guest ledger`: an application with transactions, which knows itself what each of them changed.
+//!
+//! It writes random words on random pages of a critical data area, commits, and compares what `firn_app` says has changed
+//! with what it did: a change that is not told is what a tracker must never do. Output is JSON lines:
+//!
+//! ```text
+//!   {"ready":true,"tracker":"pt_host"}
+//!   {"progress":12000,"seconds":1.0,"wrong":0,"blind":0}
+//!   {"done":true,"transactions":100000,"wrong":0,"blind":0,"us_per_transaction":12.5}
+//! ```
+//!
+//! `us_per_transaction` is the time within begin and commit, the writes included.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use clap::Args;
+use firn_app::{Area, Host, Kind, Options, PAGE, Precision, Session};
+use serde_json::{Value, json};
+
+use crate::stamp::mix;
+
+/// Words of a page.
+const WORDS: u64 = PAGE as u64 / 8;
+
+/// Commits transactions, and checks what it is told of them.
+#[derive(Args, Clone, Debug)]
+pub struct Ledger {
+    /// How it is known what was written: pt, emul, pt_assisted, scan, compare, or pt_host (Firn on the host tells).
+    #[arg(long, default_value = "pt_host")]
+    tracker: String,
+    /// With pt_host: as which application.
+    #[arg(long, default_value = "ledger")]
+    name: String,
+    /// With pt_host: its key, 64 hexadecimal digits.
+    #[arg(long, default_value = "")]
+    key: String,
+    /// Pages of its area.
+    #[arg(long, default_value_t = 80)]
+    pages: u64,
+    /// Words that a transaction writes, each on a page drawn anew.
+    #[arg(long, default_value_t = 4)]
+    writes: u64,
+    /// Transactions; 0 goes on for ever.
+    #[arg(long, default_value_t = 10_000)]
+    transactions: u64,
+    /// Count whole pages as changed, without comparing.
+    #[arg(long)]
+    whole_pages: bool,
+    /// Milliseconds between progress lines.
+    #[arg(long, default_value_t = 200)]
+    progress_ms: u64,
+    /// Chooses what is written.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+/// Runs to the end. False if something was not told.
+pub fn run(args: &Ledger) -> Result<bool> {
+    let (mut session, area) = open(args)?;
+    println!("{}", json!({ "ready": true, "tracker": session.tracker().name() }));
+    let mut tally = Tally { since: Instant::now(), count: 0, wrong: 0, busy: Duration::ZERO };
+    let mut told = Duration::ZERO;
+    while args.transactions == 0 || tally.count < args.transactions {
+        let expected = transaction(&mut session, &area, args, &mut tally)?;
+        tally.wrong += u64::from(!is_told(&session, args.whole_pages, &expected));
+        if tally.since.elapsed() >= told + Duration::from_millis(args.progress_ms) {
+            told = tally.since.elapsed();
+            println!("{}", tally.progress(&session));
+        }
+    }
+    println!("{}", tally.done(&session));
+    Ok(tally.wrong == 0)
+}
+
+fn open(args: &Ledger) -> Result<(Session, Area)> {
+    ensure!(args.pages > 0, "an area has a page at least");
+    let precision = if args.whole_pages { Precision::Pages } else { Precision::Words };
+    let options = Options::new(&args.name).precision(precision);
+    let mut session = match args.tracker.as_str() {
+        "pt_host" => Session::open_with(options, Box::new(Host::open(&args.name, &args.key)?))?,
+        other => Session::open(options.tracker(other.parse::<Kind>()?))?,
+    };
+    let area = session.allocate("accounts", args.pages as usize * PAGE)?;
+    // The first commit of an area tells all of it.
+    session.begin()?.commit()?;
+    Ok((session, area))
+}
+
+/// One transaction; the words that it changed.
+fn transaction(
+    session: &mut Session,
+    area: &Area,
+    args: &Ledger,
+    tally: &mut Tally,
+) -> Result<BTreeSet<usize>> {
+    tally.count += 1;
+    let draw = |n: u64| mix(args.seed ^ tally.count << 20 ^ n);
+    let at = |n: u64| (draw(2 * n) % (args.pages * WORDS)) as usize;
+    let since = Instant::now();
+    let mut open = session.begin()?;
+    let words = open.words(area);
+    for n in 0..args.writes {
+        // Never what is there already.
+        words[at(n)] = tally.count << 8 | n & 0xff;
+    }
+    open.commit()?;
+    tally.busy += since.elapsed();
+    Ok((0..args.writes).map(at).collect())
+}
+
+/// Whether each of these words was told, and, where words are told, no other.
+fn is_told(session: &Session, whole_pages: bool, expected: &BTreeSet<usize>) -> bool {
+    let told: BTreeSet<usize> = session
+        .changes()
+        .iter()
+        .flat_map(|change| change.bytes.start / 8..change.bytes.end.div_ceil(8))
+        .collect();
+    if whole_pages { expected.is_subset(&told) } else { *expected == told }
+}
+
+struct Tally {
+    since: Instant,
+    count: u64,
+    wrong: u64,
+    busy: Duration,
+}
+
+impl Tally {
+    fn progress(&self, session: &Session) -> Value {
+        json!({ "progress": self.count, "seconds": self.since.elapsed().as_secs_f64(),
+            "wrong": self.wrong, "blind": session.counts().blind })
+    }
+
+    fn done(&self, session: &Session) -> Value {
+        json!({ "done": true, "transactions": self.count, "wrong": self.wrong,
+            "blind": session.counts().blind,
+            "us_per_transaction": self.busy.as_secs_f64() * 1e6 / self.count.max(1) as f64 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        ledger: Ledger,
+    }
+
+    fn ledger(words: &[&str]) -> Ledger {
+        Cli::parse_from([&["ledger"], words].concat()).ledger
+    }
+
+    #[test]
+    fn what_it_does_is_what_it_is_told() {
+        for tracker in ["pt", "compare"] {
+            assert!(run(&ledger(&["--tracker", tracker, "--transactions", "50"])).unwrap());
+            let pages = ["--tracker", tracker, "--transactions", "50", "--whole-pages"];
+            assert!(run(&ledger(&pages)).unwrap());
+        }
+    }
+
+    #[test]
+    fn a_change_that_is_not_told_is_seen() {
+        let args = ledger(&["--tracker", "compare", "--pages", "2"]);
+        let (mut session, area) = open(&args).unwrap();
+        let mut tally = Tally { since: Instant::now(), count: 0, wrong: 0, busy: Duration::ZERO };
+        let mut expected = transaction(&mut session, &area, &args, &mut tally).unwrap();
+        assert!(is_told(&session, false, &expected));
+        expected.insert(2 * PAGE / 8 - 1);
+        assert!(!is_told(&session, false, &expected));
+        assert!(!is_told(&session, true, &expected));
+    }
+
+    #[test]
+    fn without_a_host_it_says_so() {
+        let error = run(&ledger(&["--key", &"00".repeat(32)])).unwrap_err().to_string();
+        assert!(error.contains("no device to call the host through"), "{error}");
+    }
+}

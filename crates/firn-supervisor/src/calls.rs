@@ -1,0 +1,312 @@
+//! Calls from applications in the guest: the thread that answers them.
+//!
+//! `firn_calls` says who may do what; here is the rest: the memory of the device, the guest's page tables, and the writes
+//! that [`Changes`] follows. Nothing is kept beyond the supervisor's life: after its death an application opens a new session.
+//!
+//! A request is looked for, not announced. Right after one the thread looks all the time, for a transaction is seldom
+//! alone; then less and less often, down to a few hundred times a second, which costs a thousandth of a processor.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use firn_calls::{Below, Nonce, Noted, Policy, Proof, Refusal, Server, Window};
+use firn_memory::guest_pages::{GuestPhysRead, Lookup, NotOwn, VirtPage, kernel_half_roots};
+use firn_memory::{GuestMemory, SharedWords};
+use firn_types::{GuestPhys, PAGE_SIZE, Page};
+use firn_vmm::PageTableRoot;
+
+use crate::changes::Changes;
+use crate::failure::{Context, Failure, FailureKind};
+use crate::journal::Machine;
+use crate::qemu;
+
+/// After a request the thread looks all the time for so long.
+const EAGER: Duration = Duration::from_millis(1);
+/// Then it sleeps a tenth of the time for which nobody asked, this long at most.
+const SLEEP_MAX: Duration = Duration::from_millis(3);
+/// How long QEMU's monitor may take.
+const MONITOR_WAIT: Duration = Duration::from_millis(500);
+/// How often sessions of processes that are gone are looked for.
+const SWEEP: Duration = Duration::from_secs(5);
+/// So many refusals are logged one by one.
+const LOGGED: u64 = 16;
+
+/// Reads who may call.
+pub(crate) fn policy(path: &Path) -> Result<Policy, Failure> {
+    let text = fs::read_to_string(path);
+    let policy = match &text {
+        Ok(text) => Policy::parse(text).map_err(|it| Failure::from_error(FailureKind::Usage, &it)),
+        Err(error) => Err(Failure::from_error(FailureKind::Usage, error)),
+    };
+    policy.map_err(|it| it.while_doing(format!("reading who may call from {}", path.display())))
+}
+
+/// The service of a VM, if it has one.
+#[derive(Default)]
+pub(crate) struct Calls(Mutex<Option<Service>>);
+
+struct Service {
+    end: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl Calls {
+    /// Begins to answer, if the VM's applications may call and nobody answers yet.
+    pub(crate) fn start(
+        &self,
+        machine: &Machine,
+        window: &Path,
+        changes: &Arc<Changes>,
+    ) -> Result<(), Failure> {
+        let Some(file) = &machine.calls else { return Ok(()) };
+        let mut service = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if service.as_ref().is_some_and(|service| !service.thread.is_finished()) {
+            return Ok(());
+        }
+        let words = map(window).doing("opening the memory for calls")?;
+        // Whatever fails from here on: nobody waits for a service of before.
+        Window::new(words.words()).doing("opening the memory for calls")?.clear();
+        let server = Server::new(policy(file)?);
+        let (_, memory) = qemu::open_journaled(machine)?;
+        memory.open_window().doing("mapping the guest's memory")?;
+        let (machine, changes) = (machine.clone(), Arc::clone(changes));
+        let guest = Guest { machine, memory, changes, levels: 4 };
+        let end = Arc::new(AtomicBool::new(false));
+        let thread = thread::Builder::new().name("firn-calls".into());
+        let is_over = Arc::clone(&end);
+        let thread = thread
+            .spawn(move || serve(&words, server, guest, &is_over))
+            .doing("starting a thread")?;
+        *service = Some(Service { end, thread });
+        Ok(())
+    }
+
+    /// Ends it.
+    pub(crate) fn finish(&self) {
+        let service = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(Service { end, thread }) = service {
+            end.store(true, Ordering::Relaxed);
+            let _ = thread.join();
+        }
+    }
+}
+
+fn map(path: &Path) -> std::io::Result<SharedWords> {
+    SharedWords::map(&File::options().read(true).write(true).open(path)?)
+}
+
+fn serve(words: &SharedWords, server: Server, guest: Guest, is_over: &AtomicBool) {
+    let window = match Window::new(words.words()) {
+        Ok(window) => window,
+        Err(error) => return tracing::error!("calls are not answered: {error}"),
+    };
+    let service = u32::from_le_bytes(random());
+    let _served = Served(window);
+    let mut serving =
+        Serving { window, server, guest, asked: BTreeMap::new(), refused: Default::default() };
+    let (mut last, mut swept) = (Instant::now(), Instant::now());
+    let mut suspects = Vec::new();
+    while !is_over.load(Ordering::Relaxed) {
+        window.serve(service);
+        if serving.answer_all() {
+            last = Instant::now();
+        }
+        if swept.elapsed() >= SWEEP {
+            suspects = serving.sweep(&suspects);
+            swept = Instant::now();
+        }
+        rest(last.elapsed());
+    }
+}
+
+/// However the thread ends, the window says so.
+struct Served<'w>(Window<'w>);
+
+impl Drop for Served<'_> {
+    fn drop(&mut self) {
+        self.0.end_service();
+    }
+}
+
+fn rest(idle: Duration) {
+    match idle < EAGER {
+        true => thread::yield_now(),
+        false => thread::sleep((idle / 10).min(SLEEP_MAX)),
+    }
+}
+
+struct Serving<'w> {
+    window: Window<'w>,
+    server: Server,
+    guest: Guest,
+    /// The last request of each slot.
+    asked: BTreeMap<usize, u32>,
+    /// Refusals: of strangers, and of applications.
+    refused: [u64; 2],
+}
+
+impl Serving<'_> {
+    /// Answers what was asked. False if nobody who has a key asked: strangers do not keep a processor busy.
+    fn answer_all(&mut self) -> bool {
+        (0..self.window.slots()).filter(|&number| self.answer(number)).count() > 0
+    }
+
+    fn answer(&mut self, number: usize) -> bool {
+        let Some(slot) = self.window.slot(number) else { return false };
+        let asked = slot.asked();
+        if self.asked.insert(number, asked).unwrap_or(0) == asked {
+            return false;
+        }
+        let request = slot.request();
+        let answered =
+            self.server.answer(number as u32, asked, request.as_deref(), &mut self.guest);
+        slot.answer(asked, &answered.bytes);
+        self.note(answered.noted);
+        answered.is_known
+    }
+
+    /// Frees slots that nobody uses any more: those that were not in use, and somebody's, now and at the last sweep.
+    fn sweep(&mut self, suspects: &[(usize, u32)]) -> Vec<(usize, u32)> {
+        let (in_use, noted) = self.server.sweep(&mut self.guest);
+        noted.into_iter().for_each(|noted| self.note(Some(noted)));
+        let owned = |number| Some((number, self.window.slot(number)?.owner()));
+        let taken = (0..self.window.slots()).filter_map(owned).filter(|(_, owner)| *owner != 0);
+        let unused = taken.filter(|(number, _)| !in_use.contains(&(*number as u32)));
+        let (free, wait): (Vec<_>, Vec<_>) = unused.partition(|slot| suspects.contains(slot));
+        for (number, owner) in free {
+            self.window.slot(number).into_iter().for_each(|slot| slot.release(owner));
+        }
+        wait
+    }
+
+    /// A guest that is refused without end does not fill the disk.
+    fn note(&mut self, noted: Option<Noted>) {
+        match noted {
+            None => {}
+            Some(Noted::Opened { name }) => tracing::info!("application {name} may call"),
+            Some(Noted::Closed { name }) => {
+                tracing::info!("application {name} has ended its session")
+            }
+            Some(Noted::Refused { name, refusal }) => {
+                let refused = &mut self.refused[usize::from(name.is_some())];
+                *refused += 1;
+                if *refused <= LOGGED || refused.is_power_of_two() {
+                    let name = name.as_deref().unwrap_or("a stranger");
+                    tracing::warn!("refused a call of {name:?}: {refusal} (refusal {refused})");
+                }
+            }
+        }
+    }
+}
+
+/// The guest, as the server sees it.
+struct Guest {
+    machine: Machine,
+    memory: Arc<GuestMemory>,
+    changes: Arc<Changes>,
+    levels: u8,
+}
+
+impl Guest {
+    /// What vCPUs are running now, to know how page tables of this guest look.
+    fn running(&self) -> Result<Vec<PageTableRoot>, Failure> {
+        // A save may have the monitor, and others who call do not wait for it.
+        let mut vm = qemu::connect_within(&self.machine.qmp, MONITOR_WAIT)?;
+        vm.page_table_roots().doing("asking for the vCPUs' page tables")
+    }
+
+    /// Who asks is most likely running, looking for the answer: only if it is not, all of RAM is looked through.
+    fn search(&mut self, at: u64, proof: &Proof) -> Result<Vec<GuestPhys>, Failure> {
+        let running = self.running()?;
+        let Some(first) = running.first() else { return Ok(Vec::new()) };
+        self.levels = first.levels;
+        let own = running.iter().map(|root| GuestPhys(root.gpa.0 & !(PAGE_SIZE as u64 - 1)));
+        let found = self.those_with(own.collect(), at, proof);
+        match found.is_empty() {
+            true => Ok(self.those_with(kernel_half_roots(&*self.memory, first.gpa), at, proof)),
+            false => Ok(found),
+        }
+    }
+
+    fn those_with(&mut self, mut roots: Vec<GuestPhys>, at: u64, proof: &Proof) -> Vec<GuestPhys> {
+        roots.sort_unstable();
+        roots.dedup();
+        roots.retain(|&root| self.has(root, at, proof));
+        roots
+    }
+}
+
+impl Below for Guest {
+    fn number(&mut self) -> Nonce {
+        random()
+    }
+
+    fn find(&mut self, at: u64, proof: &Proof) -> Vec<GuestPhys> {
+        let found = self.search(at, proof).unwrap_or_else(|failure| {
+            tracing::warn!("{failure}");
+            Vec::new()
+        });
+        match found[..] {
+            // With page-table isolation a process has two tables, side by side; the first one has the kernel too.
+            [one, other] if other.0 == one.0 | PAGE_SIZE as u64 => vec![one],
+            _ => found,
+        }
+    }
+
+    fn has(&mut self, space: GuestPhys, at: u64, proof: &Proof) -> bool {
+        let page = VirtPage(at / PAGE_SIZE as u64);
+        // A page that it shares with a child, or that is the kernel's, shows nothing.
+        let Ok(page) = Lookup::new(&*self.memory, space, self.levels).own(page) else {
+            return false;
+        };
+        let mut bytes = vec![0; PAGE_SIZE];
+        let offset = (at % PAGE_SIZE as u64) as usize;
+        let is_read = GuestPhysRead::read(&*self.memory, page, &mut bytes);
+        is_read && bytes.get(offset..offset + proof.len()) == Some(&proof[..])
+    }
+
+    fn translate(
+        &mut self,
+        space: GuestPhys,
+        start: u64,
+        pages: u32,
+    ) -> Vec<Result<Page, Refusal>> {
+        let mut lookup = Lookup::new(&*self.memory, space, self.levels);
+        let first = start / PAGE_SIZE as u64;
+        (first..first + u64::from(pages))
+            .map(|page| lookup.own(VirtPage(page)).map_err(|why| refusal(why, VirtPage(page))))
+            .collect()
+    }
+
+    fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
+        self.changes.written_among(pages)
+    }
+}
+
+fn refusal(why: NotOwn, page: VirtPage) -> Refusal {
+    let at = page.address();
+    match why {
+        NotOwn::Unmapped => Refusal::Unmapped(at),
+        NotOwn::Kernel => Refusal::Kernel(at),
+        NotOwn::ReadOnly => Refusal::ReadOnly(at),
+        NotOwn::NotRam => Refusal::NotRam(at),
+    }
+}
+
+/// Bytes that nobody can guess (getrandom(2)).
+fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        // It fails only where it is interrupted.
+        filled +=
+            rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
+                .unwrap_or(0);
+    }
+    bytes
+}

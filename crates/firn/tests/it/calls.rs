@@ -1,0 +1,151 @@
+//! Applications in a guest that call Firn on the host, around the guest's kernel.
+
+use std::time::Duration;
+
+use firn_lab::guest::Control;
+use serde_json::Value;
+
+use crate::session::{eventually, kill, text};
+use crate::vm::Vm;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+const KEY: &str = "8f0f6a9d3c0e4b7a5d2c1f9e8b7a6c5d4e3f2a1b0c9d8e7f6a5b4c3d2e1f0a9b";
+
+/// A guest whose application `ledger` may call, for up to 100 pages.
+fn vm() -> Vm {
+    let vm = Vm::new();
+    let policy = vm.session.path("policy.toml");
+    std::fs::write(&policy, format!("[applications.ledger]\nkey = \"{KEY}\"\npages = 100\n"))
+        .unwrap();
+    vm.booted_with(&["--calls", text(&policy)])
+}
+
+fn ledger(control: &mut Control, how: &[&str]) -> Result<Value, String> {
+    let key: &[&str] = if how.contains(&"--key") { &[] } else { &["--key", KEY] };
+    let words = [&["firn-guest", "ledger"], key, how].concat();
+    let ended = control.run_within(&words, "", PATIENCE).unwrap();
+    match ended.exit {
+        0 => Ok(serde_json::from_str(ended.stdout.lines().last().unwrap()).unwrap()),
+        _ => Err(ended.stdout + &ended.stderr),
+    }
+}
+
+#[test]
+fn an_application_is_told_by_the_host_what_it_wrote() {
+    let vm = vm();
+    let mut control = vm.control();
+    for how in [&["--pages", "80"][..], &["--pages", "1"], &["--pages", "64", "--whole-pages"]] {
+        let done = ledger(&mut control, &[how, &["--transactions", "3000"]].concat()).unwrap();
+        eprintln!("{how:?} {done}");
+        assert_eq!((done["wrong"].as_u64(), done["blind"].as_u64()), (Some(0), Some(0)), "{done}");
+    }
+    // Several at a time.
+    let jobs = ["one", "two", "three"];
+    for (seed, job) in jobs.iter().enumerate() {
+        let seed = seed.to_string();
+        let words =
+            ["firn-guest", "ledger", "--key", KEY, "--transactions", "2000", "--seed", &seed];
+        control.spawn(job, &words).unwrap();
+    }
+    for job in jobs {
+        let ended = control.wait(job, PATIENCE).unwrap();
+        assert_eq!(ended.exit, 0, "{job}: {} {}", ended.stdout, ended.stderr);
+        assert!(ended.stdout.contains("\"wrong\":0"), "{}", ended.stdout);
+    }
+}
+
+#[test]
+fn who_may_not_call_is_refused() {
+    let vm = vm();
+    let mut control = vm.control();
+    let mut refused = |how: &[&str]| ledger(&mut control, how).unwrap_err();
+    assert!(refused(&["--name", "intruder"]).contains("no application of this name"));
+    let wrong = refused(&["--key", &KEY.replace('8', "7")]);
+    assert!(wrong.contains("not the host's"), "{wrong}");
+    assert!(refused(&["--pages", "101"]).contains("more than the 100 pages"));
+    let log = std::fs::read_to_string(vm.session.runtime_dir().join("web/log")).unwrap();
+    assert!(log.contains("refused a call of"), "{log}");
+    assert!(!log.contains(KEY), "keys do not get into logs");
+    ledger(&mut control, &["--transactions", "500"]).unwrap();
+}
+
+/// A save follows the guest's memory by itself, and a supervisor that died knows nothing of calls: what was written meanwhile
+/// may be anything, and nothing is missed.
+#[test]
+fn calls_go_on_through_saves_and_the_supervisors_death() {
+    let vm = vm();
+    let mut control = vm.control();
+    let words = ["firn-guest", "ledger", "--key", KEY, "--transactions", "0"];
+    control.spawn("ledger", &words).unwrap();
+    let last = |control: &mut Control| -> Value {
+        let said = control.wait_output("ledger", "progress", PATIENCE).unwrap();
+        serde_json::from_str(said.lines().rfind(|line| line.contains("progress")).unwrap()).unwrap()
+    };
+    let mut seen = 0;
+    let mut goes_on = |control: &mut Control| {
+        let more = seen + 200;
+        eventually("transactions", PATIENCE, || last(control)["progress"].as_u64() > Some(more));
+        let now = last(control);
+        seen = now["progress"].as_u64().unwrap();
+        assert_eq!(now["wrong"], 0, "{now}");
+        now["blind"].as_u64().unwrap()
+    };
+    assert_eq!(goes_on(&mut control), 0);
+    vm.session.firn(&["checkpoint", "web", "-o", "a.firn"]).succeeds();
+    let after_trace = goes_on(&mut control);
+    assert!(after_trace > 0, "the host can't tell while it saves");
+    vm.session.firn(&["checkpoint", "web", "-o", "b.firn", "--strategy", "pre-copy"]).succeeds();
+    goes_on(&mut control);
+    vm.session.firn(&["checkpoint", "web", "-o", "c.firn", "--parent", "b.firn"]).succeeds();
+    goes_on(&mut control);
+    kill(vm.session.status("web")["supervisor_pid"].as_i64().unwrap());
+    eventually("a successor", PATIENCE, || vm.session.status("web")["recoveries"] == 1);
+    goes_on(&mut control);
+    let before = goes_on(&mut control);
+    goes_on(&mut control);
+    assert_eq!(goes_on(&mut control), before, "the host tells again");
+    // One at a time can talk to the guest.
+    drop(control);
+    vm.is_well();
+    vm.session.firn(&["stop", "web"]).succeeds();
+
+    // A restored guest finds nobody at first, then a host that does not know it.
+    let policy = vm.session.path("policy.toml");
+    for image in ["a.firn", "c.firn"] {
+        vm.session.firn(&["image", "verify", image]).succeeds();
+        let restore = ["restore", image, "--name", "web", "--calls", text(&policy), "--wait"];
+        vm.session.firn(&restore).succeeds();
+        seen_again(&vm);
+        vm.session.firn(&["stop", "web"]).succeeds();
+    }
+}
+
+fn seen_again(vm: &Vm) {
+    let mut control = vm.control();
+    let blind = |control: &mut Control| {
+        let said = control.wait_output("ledger", "progress", PATIENCE).unwrap();
+        let line = said.lines().rfind(|line| line.contains("progress")).unwrap().to_owned();
+        let line: Value = serde_json::from_str(&line).unwrap();
+        assert_eq!(line["wrong"], 0, "{line}");
+        (line["progress"].as_u64().unwrap(), line["blind"].as_u64().unwrap())
+    };
+    eventually("the host tells again", PATIENCE, || {
+        let (before, was_blind) = blind(&mut control);
+        eventually("transactions", PATIENCE, || blind(&mut control).0 > before + 200);
+        blind(&mut control).1 == was_blind
+    });
+    drop(control);
+    vm.is_well();
+}
+
+#[test]
+fn a_policy_that_is_none_is_named() {
+    let vm = Vm::new();
+    let policy = vm.session.path("policy.toml");
+    let run = ["run", "web", "--calls", text(&policy), "--", "qemu-system-x86_64"];
+    vm.session.firn(&run).fails(2, "policy.toml");
+    std::fs::write(&policy, "\n[applications.ledger]\nkey = \"abc\"\n").unwrap();
+    vm.session.firn(&run).fails(2, "a key is 64 hexadecimal digits");
+    std::fs::write(&policy, "\n[applications.ledger]\nkeys = \"abc\"\n").unwrap();
+    vm.session.firn(&run).fails(2, "line 3");
+}
