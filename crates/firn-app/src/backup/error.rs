@@ -78,4 +78,11 @@ impl BackupError {
     pub(crate) fn is_passing(&self) -> bool {
         matches!(self, Self::Connection { .. })
     }
+
+    /// Whether there was no room on the disk.
+    pub(crate) fn is_for_want_of_room(&self) -> bool {
+        use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+        let Self::File { source, .. } = self else { return false };
+        matches!(source.kind(), StorageFull | QuotaExceeded | FileTooLarge)
+    }
 }

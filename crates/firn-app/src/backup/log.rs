@@ -42,6 +42,8 @@ pub(crate) struct Log {
     name: String,
     file: File,
     len: u64,
+    /// Not written anew before it has so many bytes: the last time there was no room.
+    compact_from: u64,
 }
 
 impl Log {
@@ -53,16 +55,20 @@ impl Log {
         let start = start(name);
         // Shorter than any start: made, and never written.
         if bytes.len() < START.len() + 8 || bytes.len() < start.len() && start.starts_with(&bytes) {
-            let mut log = Self { path: path.to_owned(), name: name.to_owned(), file, len: 0 };
+            let (path, name) = (path.to_owned(), name.to_owned());
+            let mut log = Self { path, name, file, len: 0, compact_from: 0 };
             log.cut(0)?;
             log.append(&start)?;
             log.sync()?;
-            sync_parent(path)?;
+            sync_parent(&log.path)?;
             return Ok((log, Image::default()));
         }
         check_start(path, name, &bytes, &start)?;
+        // Left by who wrote it anew and was killed: nobody does while the log is locked.
+        let _ = std::fs::remove_file(beside(path));
         let (image, len) = replay(path, &bytes, start.len())?;
-        let mut log = Self { path: path.to_owned(), name: name.to_owned(), file, len };
+        let mut log =
+            Self { path: path.to_owned(), name: name.to_owned(), file, len, compact_from: 0 };
         if len < bytes.len() as u64 {
             log.cut(len)?;
         }
@@ -94,40 +100,72 @@ impl Log {
         self.file.sync_data().map_err(failed("cannot sync", &self.path))
     }
 
-    /// Writes the log anew if it has grown enough. `image` is its state.
+    /// Writes the log anew if it has grown enough. `image` is its state. Where there is no room for that the log goes on as it
+    /// is.
     pub(crate) fn compact_if_large(
         &mut self,
         image: &Image,
         codec: Compression,
     ) -> Result<(), BackupError> {
-        match self.len > SMALL && self.len > GROWTH * image.bytes() {
-            true => self.replace(&encode_state(image, codec)),
-            false => Ok(()),
+        if self.len <= SMALL.max(GROWTH * image.bytes()).max(self.compact_from) {
+            return Ok(());
+        }
+        match self.written_anew(&encode_state(image, codec)) {
+            Ok(new) => self.give_way_to(new),
+            Err(error) if error.is_for_want_of_room() => {
+                self.compact_from = 2 * self.len;
+                Ok(())
+            }
+            Err(error) => Err(error),
         }
     }
 
     /// Replaces all of it by one record. After a crash it is the old log or the new one.
     pub(crate) fn replace(&mut self, state: &[u8]) -> Result<(), BackupError> {
-        let mut new = self.path.clone().into_os_string();
-        new.push(".new");
-        let new = PathBuf::from(new);
+        let new = self.written_anew(state)?;
+        self.give_way_to(new)
+    }
+
+    /// A log beside this one, of one record, on the disk.
+    fn written_anew(&self, state: &[u8]) -> Result<Self, BackupError> {
+        let path = beside(&self.path);
         let file = OpenOptions::new()
             .read(true)
             .write(true)
             .create(true)
             .truncate(true)
             .mode(0o600)
-            .open(&new)
-            .map_err(failed("cannot make", &new))?;
-        lock(&file, &new)?;
-        let mut log = Self { path: new.clone(), name: self.name.clone(), file, len: 0 };
-        log.append(&start(&self.name))?;
-        log.append(state)?;
-        log.sync()?;
-        std::fs::rename(&new, &self.path).map_err(failed("cannot rename", &new))?;
-        (self.file, self.len) = (log.file, log.len);
+            .open(&path)
+            .map_err(failed("cannot make", &path))?;
+        lock(&file, &path)?;
+        let mut new = Self { path, name: self.name.clone(), file, len: 0, compact_from: 0 };
+        let written = new.append(&start(&self.name)).and_then(|()| new.append(state));
+        match written.and_then(|()| new.sync()) {
+            Ok(()) => Ok(new),
+            Err(error) => {
+                // The first error is the one to report.
+                let _ = std::fs::remove_file(&new.path);
+                Err(error)
+            }
+        }
+    }
+
+    fn give_way_to(&mut self, new: Self) -> Result<(), BackupError> {
+        if let Err(error) = std::fs::rename(&new.path, &self.path) {
+            // That is the error to report.
+            let _ = std::fs::remove_file(&new.path);
+            return Err(failed("cannot rename", &new.path)(error));
+        }
+        *self = Self { path: std::mem::take(&mut self.path), ..new };
         sync_parent(&self.path)
     }
+}
+
+/// Where a log is written anew.
+fn beside(path: &Path) -> PathBuf {
+    let mut path = path.to_owned().into_os_string();
+    path.push(".new");
+    path.into()
 }
 
 fn start(name: &str) -> Vec<u8> {

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use firn_app::{
@@ -210,5 +211,78 @@ fn what_is_no_file_is_no_log() {
     for path in ["/dev/full", "/dev/zero", "/proc/self/mem"] {
         let opened = Session::open(options(Path::new(path)));
         assert!(matches!(opened, Err(Error::Backup(_))), "{path}");
+    }
+}
+
+/// A disk of its own, until it is dropped.
+struct Disk(tempfile::TempDir);
+
+impl Disk {
+    /// `None`, and a line that says so, where nothing can be mounted.
+    fn of(bytes: usize) -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"])
+            .arg(dir.path())
+            .output();
+        if mounted.is_ok_and(|output| output.status.success()) {
+            return Some(Self(dir));
+        }
+        eprintln!("skipped: no file system can be mounted here (needs root)");
+        None
+    }
+
+    fn files(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.0.path()).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(self.0.path()).status();
+    }
+}
+
+/// Fills an area anew in each transaction until the disk is full. Gives the last one that was acknowledged.
+fn fill_up(path: &Path, len: usize) -> (u64, Error) {
+    let options = Options::new("full").tracker(Kind::Compare).backup(target(path));
+    let mut session = Session::open(options).unwrap();
+    let area = session.allocate("area", len).unwrap();
+    let mut number = session.recover().unwrap();
+    loop {
+        let mut transaction = session.begin().unwrap();
+        transaction.words(&area).fill(number + 1);
+        match transaction.commit() {
+            Ok(committed) => number = committed,
+            Err(error) => return (number, error),
+        }
+    }
+}
+
+/// A log is written anew when it has 4 MiB and four times its state, which takes room for both.
+#[test]
+fn a_full_disk_takes_nothing_that_was_acknowledged() {
+    for (len, bytes) in [(64 << 10, 1 << 20), (1 << 20, 9 << 19)] {
+        let Some(disk) = Disk::of(bytes) else { return };
+        let path = disk.0.path().join("log");
+        let (acknowledged, error) = fill_up(&path, len);
+        assert!(acknowledged > 2, "{acknowledged} of {len} bytes in {bytes}");
+        let mut said = error.to_string();
+        let mut cause = std::error::Error::source(&error);
+        while let Some(error) = cause {
+            said += &format!(": {error}");
+            cause = error.source();
+        }
+        assert!(said.contains("log") && said.contains("No space left"), "{said}");
+        assert_eq!(disk.files(), ["log"], "nothing half-written stays");
+        // As if it had been killed while it wrote the log anew.
+        fs::write(path.with_extension("new"), "").unwrap();
+        let mut session = Session::open(Options::new("full").backup(target(&path))).unwrap();
+        assert_eq!(disk.files(), ["log"]);
+        let area = session.allocate("area", len).unwrap();
+        assert_eq!(session.recover().unwrap(), acknowledged);
+        let expected = acknowledged.to_le_bytes().repeat(len / 8);
+        assert!(session.bytes(&area) == expected, "the state of transaction {acknowledged}");
     }
 }
