@@ -10,7 +10,7 @@ class Options(ctypes.Structure):
     _fields_ = [(name, ctypes.c_char_p) for name in
                 ("name", "tracker", "file", "remote", "certificate", "key", "authority")]
     _fields_ += [("lag_max", ctypes.c_uint64), ("fsync_ms", ctypes.c_int),
-                 ("compress", ctypes.c_int), ("discard", ctypes.c_int)]
+                 ("compress", ctypes.c_int), ("discard", ctypes.c_int), ("host_key", ctypes.c_char_p)]
 
 
 class State(ctypes.Structure):

@@ -6,14 +6,14 @@
 //! strings that are no text are refused. A panic does not cross into C: it becomes `FIRN_APP_EINTERNAL`.
 
 use std::cell::RefCell;
-use std::error::Error as _;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{NonNull, null};
 use std::time::Duration;
 
 use firn_app::{
-    Acknowledge, Area, AreaId, Compression, Error, Fsync, Identity, Kind, Options, Session, Target,
+    Acknowledge, Area, AreaId, Compression, Error, Fsync, Host, HostError, Identity, Kind, Options,
+    Session, Target,
 };
 
 const EINVAL: i64 = -1;
@@ -55,6 +55,7 @@ pub struct FirnAppOptions {
     fsync_ms: c_int,
     compress: c_int,
     discard: c_int,
+    host_key: *const c_char,
 }
 
 thread_local! {
@@ -79,14 +80,19 @@ impl From<Error> for Failure {
             Error::System { .. } => ESYSTEM,
             _ => EINVAL,
         };
-        let mut words = error.to_string();
-        let mut cause = error.source();
-        while let Some(error) = cause {
-            words = format!("{words}: {error}");
-            cause = error.source();
-        }
-        Self(number, words)
+        Self(number, words(&error))
     }
+}
+
+/// An error and all its causes.
+fn words(error: &dyn std::error::Error) -> String {
+    let mut words = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        words = format!("{words}: {error}");
+        cause = error.source();
+    }
+    words
 }
 
 /// Runs something for C.
@@ -136,7 +142,7 @@ unsafe fn options(given: &FirnAppOptions) -> Result<Options, Failure> {
     // SAFETY: the caller's promise.
     let text = |pointer| unsafe { text(pointer) };
     let mut options = Options::new(text(given.name)?.ok_or_else(missing("no name"))?);
-    if let Some(name) = text(given.tracker)? {
+    if let Some(name) = text(given.tracker)?.filter(|name| *name != Kind::Host.name()) {
         let kind = name.parse::<Kind>().map_err(|error| Failure(EINVAL, error.to_string()))?;
         options = options.tracker(kind);
     }
@@ -153,6 +159,30 @@ unsafe fn options(given: &FirnAppOptions) -> Result<Options, Failure> {
         options = options.backup(target(given, Target::remote(address, identity)));
     }
     Ok(options.discard(given.discard != 0))
+}
+
+/// # Safety
+///
+/// The strings of the options are as [`text`] needs them.
+unsafe fn opened(given: &FirnAppOptions) -> Result<Session, Failure> {
+    // SAFETY: the caller's promise, here and below.
+    let options = unsafe { options(given) }?;
+    // SAFETY: as above.
+    let text = |pointer| unsafe { text(pointer) };
+    if text(given.tracker)? != Some(Kind::Host.name()) {
+        return Ok(Session::open(options)?);
+    }
+    let name = text(given.name)?.unwrap_or_default();
+    let key = text(given.host_key)?.ok_or_else(|| {
+        Failure::invalid(
+            "pt_host needs host_key: the key of this name in the policy of firn run --calls",
+        )
+    })?;
+    let host = Host::open(name, key).map_err(|error| {
+        let number = if matches!(error, HostError::Key(_)) { EINVAL } else { ETRACKER };
+        Failure(number, words(&error))
+    })?;
+    Ok(Session::open_with(options, Box::new(host))?)
 }
 
 fn target(given: &FirnAppOptions, target: Target) -> Target {
@@ -186,7 +216,7 @@ pub unsafe extern "C" fn firn_app_open(
         let to =
             unsafe { to.as_mut() }.ok_or_else(|| Failure::invalid("nowhere to put a session"))?;
         // SAFETY: the caller's promise.
-        let session = Session::open(unsafe { options(given) }?)?;
+        let session = unsafe { opened(given) }?;
         let tracker = CString::new(session.tracker().name()).unwrap_or_default();
         *to = Box::into_raw(Box::new(FirnApp { session, areas: Vec::new(), tracker }));
         Ok(0)

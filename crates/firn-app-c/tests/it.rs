@@ -91,3 +91,27 @@ fn the_man_page_has_every_function() {
         assert!(read("src/lib.rs").contains(&format!("fn {function}(")), "{function}");
     }
 }
+
+/// Without a host below there is an error, in words.
+#[test]
+fn a_host_that_is_not_there_is_said_to_be_missing() {
+    const SCRIPT: &str = r#"
+import sys
+exec(open(sys.argv[1]).read().split("class State")[0])
+lib = ctypes.CDLL(sys.argv[2])
+lib.firn_app_error.restype = ctypes.c_char_p
+for key in (None, b"5a" * 32):
+    session = ctypes.c_void_p()
+    options = Options(name=b"ledger", tracker=b"pt_host", host_key=key)
+    print(lib.firn_app_open(ctypes.byref(options), ctypes.byref(session)), lib.firn_app_error().decode())
+"#;
+    let dir = tempfile::tempdir().unwrap();
+    install(dir.path());
+    let library = dir.path().join("lib/libfirnapp.so");
+    let example = here().join("examples/counter.py");
+    let arguments = ["-c".as_ref(), SCRIPT.as_ref(), example.as_os_str(), library.as_os_str()];
+    let said = run(Path::new("python3"), arguments);
+    let lines: Vec<&str> = said.lines().collect();
+    assert!(lines[0].starts_with("-1 pt_host needs host_key"), "{}", lines[0]);
+    assert!(lines[1].starts_with("-3 no device to call the host through"), "{}", lines[1]);
+}

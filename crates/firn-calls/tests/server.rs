@@ -240,6 +240,30 @@ fn two_that_share_a_page_are_both_told() {
     assert_eq!(runs(&collect(&mut server, &mut guest, 1, &mut two).unwrap()), [(0, 0, 1)]);
 }
 
+/// The host tells pages between those that it is asked for, and tells them once.
+#[test]
+fn two_whose_pages_are_between_each_others_are_both_told() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    for (n, at) in [(0, 10), (1, 12), (2, 14)] {
+        guest.map(OWN, 0x40_0000 + n * PAGE, at, 1);
+        guest.map(OTHER, 0x70_0000 + n * PAGE, at + 1, 1);
+    }
+    let mut one = open(&mut server, &mut guest, 0, OWN).unwrap();
+    let mut two = open(&mut server, &mut guest, 1, OTHER).unwrap();
+    follow(&mut server, &mut guest, 0, &mut one, 0x40_0000, 3).unwrap();
+    follow(&mut server, &mut guest, 1, &mut two, 0x70_0000, 2).unwrap();
+    guest.write(OWN, 0x40_2000);
+    guest.write(OTHER, 0x70_0000);
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut one).unwrap()), [(0, 2, 1)]);
+    assert_eq!(runs(&collect(&mut server, &mut guest, 1, &mut two).unwrap()), [(0, 0, 1)]);
+    // To follow one more asks as well.
+    guest.write(OWN, 0x40_2000);
+    guest.write(OTHER, 0x70_1000);
+    follow(&mut server, &mut guest, 1, &mut two, 0x70_2000, 1).unwrap();
+    assert_eq!(runs(&collect(&mut server, &mut guest, 0, &mut one).unwrap()), [(0, 2, 1)]);
+    assert_eq!(runs(&collect(&mut server, &mut guest, 1, &mut two).unwrap()), [(0, 1, 1)]);
+}
+
 #[test]
 fn what_the_host_did_not_see_may_be_anything() {
     let (mut server, mut guest) = (server(), Guest::new());

@@ -239,8 +239,10 @@ impl PageScan {
         // The regions are overwritten by each scan, so it does not matter how the last one ended.
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         for (part, hva) in self.memory().located(range) {
+            // The kernel takes memory for as many as it may tell.
+            let most = Page::count(&part).min(REGIONS);
             self.pagemap
-                .scan(span(hva, &part), sought, &mut regions, |start, end| {
+                .scan(span(hva, &part), sought, &mut regions[..most], |start, end| {
                     push(out, pages(&part, hva, start, end));
                 })
                 .map_err(|errno| self.error(&part, errno))?;

@@ -6,7 +6,6 @@
 //! A request is looked for, not announced. Right after one the thread looks all the time, for a transaction is seldom
 //! alone; then less and less often, down to a few hundred times a second, which costs a thousandth of a processor.
 
-use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -107,8 +106,13 @@ fn serve(words: &SharedWords, server: Server, guest: Guest, is_over: &AtomicBool
     };
     let service = u32::from_le_bytes(random());
     let _served = Served(window);
-    let mut serving =
-        Serving { window, server, guest, asked: BTreeMap::new(), refused: Default::default() };
+    let mut serving = Serving {
+        window,
+        server,
+        guest,
+        asked: vec![0; window.slots()],
+        refused: Default::default(),
+    };
     let (mut last, mut swept) = (Instant::now(), Instant::now());
     let mut suspects = Vec::new();
     while !is_over.load(Ordering::Relaxed) {
@@ -145,7 +149,7 @@ struct Serving<'w> {
     server: Server,
     guest: Guest,
     /// The last request of each slot.
-    asked: BTreeMap<usize, u32>,
+    asked: Vec<u32>,
     /// Refusals: of strangers, and of applications.
     refused: [u64; 2],
 }
@@ -159,7 +163,7 @@ impl Serving<'_> {
     fn answer(&mut self, number: usize) -> bool {
         let Some(slot) = self.window.slot(number) else { return false };
         let asked = slot.asked();
-        if self.asked.insert(number, asked).unwrap_or(0) == asked {
+        if std::mem::replace(&mut self.asked[number], asked) == asked {
             return false;
         }
         let request = slot.request();

@@ -38,8 +38,8 @@ impl Changes {
         Ok(())
     }
 
-    /// Of these pages, in ascending order, those that were written since this was asked last, within the era whose number is
-    /// given too: in another one than before some writes were told to a save. `None` while a save follows the guest's memory.
+    /// Of these pages, in ascending order, those that were written since they were told last, and maybe some between them,
+    /// within the era whose number is given too: in another one than before some writes were told to a save. `None` while a save follows the guest's memory.
     pub(crate) fn written_among(&self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
         let mut state = self.state();
         let era = state.era;

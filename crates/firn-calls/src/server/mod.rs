@@ -37,9 +37,9 @@ pub trait Below {
     fn translate(&mut self, space: GuestPhys, start: u64, pages: u32)
     -> Vec<Result<Page, Refusal>>;
 
-    /// Of these pages, in ascending order, those that were written since they were asked for last, and the number of the
+    /// Of these pages, in ascending order, those that were written since they were told last, and the number of the
     /// time since which all writes are known: another one than before says that some were missed in between. `None` if
-    /// writes can't be followed now.
+    /// writes can't be followed now. Other pages may be told too: each write is told once, to whoever asks.
     fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)>;
 }
 

@@ -71,6 +71,12 @@ impl Below for Guest {
     fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
         assert!(pages.is_sorted());
         let era = self.era?;
-        Some((era, pages.iter().copied().filter(|page| self.written.remove(page)).collect()))
+        // Those between are told too, and not again: a host looks at many at once.
+        let (Some(first), Some(last)) = (pages.first(), pages.last()) else {
+            return Some((era, vec![]));
+        };
+        let told: Vec<Page> = self.written.range(*first..=*last).copied().collect();
+        self.written.retain(|page| !told.contains(page));
+        Some((era, told))
     }
 }

@@ -11,6 +11,8 @@ use firn_types::{Page, Tid};
 
 /// So many runs of pages are kept as they come; more are put together first.
 const RUNS: usize = 1 << 14;
+/// Pages between two that are asked for together.
+const GAP: u32 = 64;
 
 /// Follows writes to all of a guest's RAM, for as long as it lives.
 ///
@@ -87,7 +89,8 @@ impl Tracker {
         Ok(new)
     }
 
-    /// Of these pages, in ascending order, those that were written since they were asked for last, by this or by a save.
+    /// Of these pages, in ascending order, those that were written since they were told last, by this or to a save; and maybe
+    /// some between them, which are not told again either.
     ///
     /// # Errors
     /// If the hypervisor is gone.
@@ -128,12 +131,13 @@ impl Tracker {
     }
 }
 
-/// Pages in ascending order, as runs.
+/// Pages in ascending order, as runs. Small gaps are part of them: each run is several calls of the kernel, and pages that nobody
+/// asked for cost less to look at.
 fn runs(pages: &[Page]) -> Vec<Range<Page>> {
     let mut runs: Vec<Range<Page>> = Vec::new();
     for &page in pages {
         match runs.last_mut() {
-            Some(run) if run.end == page => run.end = Page(page.0 + 1),
+            Some(run) if page.0 <= run.end.0.saturating_add(GAP) => run.end = Page(page.0 + 1),
             _ => runs.push(page..Page(page.0 + 1)),
         }
     }
@@ -150,8 +154,9 @@ mod tests {
 
     #[test]
     fn neighbours_are_asked_for_together() {
-        let pages = [3, 4, 5, 9, 11, 12].map(Page);
-        assert_eq!(runs(&pages), [3..6, 9..10, 11..13].map(|run| Page(run.start)..Page(run.end)));
+        let pages = [3, 4, 5 + GAP, 9 + 2 * GAP, 10 + 2 * GAP].map(Page);
+        let expected = [3..6 + GAP, 9 + 2 * GAP..11 + 2 * GAP];
+        assert_eq!(runs(&pages), expected.map(|run| Page(run.start)..Page(run.end)));
         assert_eq!(runs(&[]), []);
     }
 }
