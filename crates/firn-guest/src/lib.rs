@@ -30,5 +30,6 @@ pub mod protocol;
 pub mod sha;
 pub mod stamp;
 pub mod threads;
+pub mod transactions;
 pub mod walkers;
 pub mod writers;

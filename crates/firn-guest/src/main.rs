@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use firn_guest::walkers::{random, synthetic, toucher};
-use firn_guest::{agent, disk, heartbeat, ledger, mem_report, net, sha, writers};
+use firn_guest::{agent, disk, heartbeat, ledger, mem_report, net, sha, transactions, writers};
 
 /// Programs for Firn's test guests.
 #[derive(Parser)]
@@ -32,6 +32,7 @@ enum Verb {
     Heartbeat(heartbeat::Heartbeat),
     Sha(sha::Sha),
     Ledger(ledger::Ledger),
+    Transactions(transactions::Transactions),
     /// Prints what the kernel says about memory.
     MemReport,
 }
@@ -60,6 +61,7 @@ fn run(verb: Verb) -> Result<bool> {
         Verb::Heartbeat(args) => heartbeat::run(&args).map(|()| true),
         Verb::Sha(args) => sha::run(&args).map(|()| true),
         Verb::Ledger(args) => ledger::run(&args),
+        Verb::Transactions(args) => transactions::run(&args).map(|()| true),
         Verb::MemReport => mem_report::run().map(|()| true),
     }
 }

@@ -120,8 +120,18 @@ impl Firn {
 
     /// `firn run`: starts a guest.
     pub fn run(&self, name: &str, guest: &QemuArgs) -> Result<Said, FirnError> {
+        self.run_with(name, &[], guest)
+    }
+
+    /// `firn run` with options.
+    pub fn run_with(
+        &self,
+        name: &str,
+        how: &[&OsStr],
+        guest: &QemuArgs,
+    ) -> Result<Said, FirnError> {
         let mut command = self.command("run");
-        command.args([name, "--"]).arg(guest.program_name()).args(guest.args());
+        command.args(how).args([name, "--"]).arg(guest.program_name()).args(guest.args());
         self.finish("run", command)
     }
 

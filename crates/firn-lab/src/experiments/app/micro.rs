@@ -13,9 +13,9 @@
 use anyhow::{Context as _, Result};
 use firn_app::Kind;
 use firn_report::plot::LinePlot;
+use firn_transactions::{Calls, Shape, System, measure};
 use serde_json::json;
 
-use super::tracked::{System, measure};
 use crate::lab::{Lab, interleaved};
 use crate::report::Report;
 
@@ -25,17 +25,8 @@ const TRANSACTIONS: (usize, usize) = (1000, 100_000);
 const WRITES_MAX: usize = 400_000;
 /// Rounds, in quick and in full runs.
 const ROUNDS: (usize, usize) = (3, 5);
-/// Words of a page, and pages of the area where its size does not vary: 1 MiB.
-const PAGE: usize = 512;
+/// Pages of the area where its size does not vary: 1 MiB.
 const PAGES: usize = 256;
-
-/// What a transaction does.
-#[derive(Clone, Copy, Debug)]
-struct Shape {
-    ppt: usize,
-    wpp: usize,
-    pages: usize,
-}
 
 /// One figure: what runs to the right, and the shapes along it.
 struct Sweep {
@@ -101,34 +92,21 @@ fn measure_at(lab: &Lab, report: &mut Report, sweep: &Sweep, value: usize) -> Re
     let shape = (sweep.at)(value);
     let most = lab.extent.pick(TRANSACTIONS.0, TRANSACTIONS.1);
     let transactions = most.min(WRITES_MAX / (shape.ppt * shape.wpp));
-    let mut times = vec![Vec::new(); System::ALL.len()];
-    let numbers: Vec<usize> = (0..System::ALL.len()).collect();
+    let mut times = vec![Vec::new(); System::NATIVE.len()];
+    let numbers: Vec<usize> = (0..System::NATIVE.len()).collect();
     interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &numbers, |_, &number| {
-        let words = shape.pages * PAGE;
-        let work = |words: &mut [u64], transaction: usize| write(words, shape, transaction);
-        let taken = measure(System::ALL[number], words, transactions, |_| {}, work)?;
+        let work = |words: &mut [u64], transaction: usize| shape.write(words, transaction);
+        let (system, calls) = (System::NATIVE[number], Calls::default());
+        let taken = measure(system, &calls, shape.words(), transactions, |_| {}, work)?;
         times[number].push(taken.us);
         Ok(())
     })?;
-    for (system, times) in System::ALL.into_iter().zip(times) {
+    for (system, times) in System::NATIVE.into_iter().zip(times) {
         report.repetition(json!({ "sweep": sweep.name, "value": value, "tracker": system.name(),
             "transactions": transactions, "us": times }));
         report.sample(key(sweep.name, value, system), times);
     }
     Ok(())
-}
-
-/// Distinct pages, drawn by the transaction's number.
-fn write(words: &mut [u64], shape: Shape, transaction: usize) {
-    let first = (transaction as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
-    for number in 0..shape.ppt {
-        // Steps of an odd number of pages through a power of two: none is met twice.
-        let page = (first as usize + number * 37) % shape.pages;
-        for write in 0..shape.wpp {
-            let word = &mut words[page * PAGE + (write * 61 + transaction) % PAGE];
-            *word = std::hint::black_box(*word + 1);
-        }
-    }
 }
 
 /// Where the first system stops being the cheaper one.
@@ -165,7 +143,7 @@ fn draw(report: &mut Report, sweep: &Sweep) -> Result<()> {
         title: sweep.title.into(),
         x: sweep.x.into(),
         y: "microseconds per transaction".into(),
-        lines: System::ALL.into_iter().map(line).collect(),
+        lines: System::NATIVE.into_iter().map(line).collect(),
     };
     report.drawing(format!("app-micro-{}", sweep.name), plot.svg().context("Figures 6 to 10")?);
     Ok(())
@@ -174,22 +152,6 @@ fn draw(report: &mut Report, sweep: &Sweep) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_transaction_writes_what_its_shape_says() {
-        for sweep in &SWEEPS {
-            for &value in sweep.values {
-                let shape = (sweep.at)(value);
-                for transaction in 0..50 {
-                    let mut words = vec![0; shape.pages * PAGE];
-                    write(&mut words, shape, transaction);
-                    let pages = words.chunks(PAGE).filter(|page| page.iter().any(|&word| word > 0));
-                    assert_eq!(pages.count(), shape.ppt);
-                    assert_eq!(words.iter().sum::<u64>(), (shape.ppt * shape.wpp) as u64);
-                }
-            }
-        }
-    }
 
     #[test]
     fn lines_cross_where_they_do() {

@@ -1,0 +1,70 @@
+//! `firn-guest transactions`: what transactions cost in this guest, by tracker (see `firn_transactions`).
+//!
+//! ```text
+//!   {"round":0,"opt":1,"system":"pt","us":310.2,"us_with_copy":312.9,"bytes":8192000.0,"runs":2000.0,"blind":0}
+//! ```
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use firn_transactions::{Calls, System, Taken, Workload};
+use serde::{Deserialize, Serialize};
+
+/// Measures operations on a data structure, once with each tracker in each round.
+#[derive(Args, Clone, Debug)]
+pub struct Transactions {
+    /// Structure and operation, such as avl-insert.
+    #[arg(long)]
+    workload: String,
+    /// The trackers: pt, emul, pt_host and so on.
+    #[arg(long, value_delimiter = ',', required = true)]
+    systems: Vec<System>,
+    /// Operations per transaction.
+    #[arg(long, value_delimiter = ',', default_value = "1")]
+    opt: Vec<usize>,
+    /// Operations of a run.
+    #[arg(long, default_value_t = 1000)]
+    operations: usize,
+    /// Rounds.
+    #[arg(long, default_value_t = 1)]
+    rounds: usize,
+    /// For trackers on the host: as which application.
+    #[arg(long, default_value = "ledger")]
+    name: String,
+    /// For trackers on the host: its key, 64 hexadecimal digits.
+    #[arg(long, default_value = "")]
+    key: String,
+}
+
+/// What is said of each run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Measured {
+    /// Which round.
+    pub round: usize,
+    /// Operations per transaction.
+    pub opt: usize,
+    /// The tracker.
+    pub system: String,
+    /// What it took.
+    #[serde(flatten)]
+    pub taken: Taken,
+}
+
+/// Runs to the end.
+///
+/// # Errors
+/// If there is no such workload, or a tracker does not work here.
+pub fn run(args: &Transactions) -> Result<()> {
+    let workload = Workload::named(&args.workload);
+    let workload = workload.with_context(|| format!("no workload {:?}", args.workload))?;
+    let calls = Calls { name: args.name.clone(), key: args.key.clone() };
+    for round in 0..args.rounds {
+        for &opt in &args.opt {
+            for &system in &args.systems {
+                let taken = workload.measure(system, &calls, args.operations, opt.max(1))?;
+                let measured = Measured { round, opt, system: system.name().to_owned(), taken };
+                println!("{}", serde_json::to_string(&measured)?);
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,92 @@
+//! A guest whose applications may call Firn on the host.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use firn_guest::transactions::Measured;
+use firn_transactions::{System, Workload};
+
+use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::lab::Lab;
+
+const VM: &str = "transactions";
+const MIB: u32 = 512;
+const BOOT: Duration = Duration::from_secs(120);
+/// How long all runs of one workload may take.
+const LIMIT: Duration = Duration::from_secs(900);
+/// As which application it calls.
+const NAME: &str = "ledger";
+/// Of no use elsewhere.
+const KEY: &str = "5a17c3e09b2d4f6881a0b3c7d5e9f2146b8d0a2c4e6f8193a5b7c9d1e3f50729";
+/// Pages that it may have followed.
+const PAGES: u32 = 4096;
+
+/// The guest; it is stopped when this is dropped.
+pub(super) struct Guest<'a> {
+    lab: &'a Lab,
+    agent: PathBuf,
+}
+
+impl<'a> Guest<'a> {
+    /// Boots it with one vCPU: the host's side of calls needs a processor too.
+    pub(super) fn boot(lab: &'a Lab) -> Result<Self> {
+        let (agent, policy) = (lab.file("agent"), lab.file("policy.toml"));
+        std::fs::write(
+            &policy,
+            format!("[applications.{NAME}]\nkey = \"{KEY}\"\npages = {PAGES}\n"),
+        )?;
+        let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+            .memory_mib(MIB)
+            .vcpus(1)
+            .console(&lab.file("console"))
+            .agent(&agent);
+        lab.firn().run_with(VM, &["--calls".as_ref(), policy.as_os_str()], &args)?;
+        let guest = Self { lab, agent };
+        Control::connect(&guest.agent, BOOT)?;
+        Ok(guest)
+    }
+
+    /// Runs of a workload, in turn.
+    pub(super) fn measure(
+        &self,
+        workload: Workload,
+        opt: &[usize],
+        operations: usize,
+        rounds: usize,
+    ) -> Result<Vec<Measured>> {
+        let list = |words: Vec<String>| words.join(",");
+        let systems = list(System::GUEST.iter().map(|system| system.name().to_owned()).collect());
+        let opt = list(opt.iter().map(usize::to_string).collect());
+        let (name, operations) = (workload.name(), operations.to_string());
+        let rounds = rounds.to_string();
+        let words = [
+            "firn-guest",
+            "transactions",
+            "--workload",
+            &name,
+            "--systems",
+            &systems,
+            "--opt",
+            &opt,
+            "--operations",
+            &operations,
+            "--rounds",
+            &rounds,
+            "--name",
+            NAME,
+            "--key",
+            KEY,
+        ];
+        let ended = Control::connect(&self.agent, BOOT)?.run_within(&words, "", LIMIT)?;
+        ensure!(ended.exit == 0, "{name} in the guest: {}", ended.stderr.trim());
+        let parse = |line| serde_json::from_str(line).with_context(|| format!("{line:?}"));
+        ended.stdout.lines().map(parse).collect()
+    }
+}
+
+impl Drop for Guest<'_> {
+    fn drop(&mut self) {
+        self.lab.firn().stop(VM);
+    }
+}
