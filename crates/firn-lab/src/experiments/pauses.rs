@@ -15,7 +15,6 @@ use crate::prober::GuestClock;
 use crate::report::Report;
 use crate::stats::Sample;
 
-const VM: &str = "pause";
 const VCPUS: u32 = 2;
 /// How long a guest may take to boot.
 const BOOT: Duration = Duration::from_secs(120);
@@ -82,6 +81,7 @@ impl System {
 pub struct Guest<'a> {
     lab: &'a Lab,
     case: Case,
+    vm: String,
     image: PathBuf,
     clock: GuestClock,
     /// The experiment's own monitor connection.
@@ -91,22 +91,37 @@ pub struct Guest<'a> {
 impl<'a> Guest<'a> {
     /// Boots it and puts it under load.
     pub fn start(lab: &'a Lab, case: Case) -> Result<Self> {
-        let [agent, beats, monitor] = ["agent", "beats", "monitor"].map(|name| lab.file(name));
+        let vm = case.name.clone();
+        let file = |name: &str| lab.file(&format!("{name}.{vm}"));
+        let [agent, beats, monitor] = ["agent", "beats", "monitor"].map(file);
         let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
             .memory_mib(case.mib)
             .vcpus(VCPUS)
-            .console(&lab.file("console"))
+            .console(&file("console"))
             .agent(&agent)
             .heartbeat(&beats)
             .more(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
-        lab.firn().run(VM, &args)?;
+        lab.firn().run(&vm, &args)?;
         let mut control = Control::connect(&agent, BOOT)?;
         let clock = GuestClock::start(&beats)?;
         case.load(&mut control)?;
         let bare = Vm::connect(&monitor)?;
         lab.say(&format!("{}: {}", case.name, case.load.said()));
         std::thread::sleep(SETTLE);
-        Ok(Self { lab, case, image: lab.file("pause.firn"), clock, bare })
+        Ok(Self { lab, case, vm, image: lab.file("pause.firn"), clock, bare })
+    }
+
+    /// Has it stand still until [`Self::go_on`]: others are measured meanwhile.
+    pub fn halt(&mut self) -> Result<()> {
+        Ok(self.bare.stop()?)
+    }
+
+    /// Has it run again.
+    pub fn go_on(&mut self) -> Result<()> {
+        self.bare.cont()?;
+        // What is measured next looks back so far.
+        std::thread::sleep(2 * SETTLE);
+        Ok(())
     }
 
     /// One pause, which becomes a repetition of the report.
@@ -127,13 +142,13 @@ impl<'a> Guest<'a> {
 
     /// Ends it.
     pub fn stop(self) {
-        self.lab.firn().stop(VM);
+        self.lab.firn().stop(&self.vm);
     }
 
     /// The sweep need not yield: it comes after the pause.
     fn checkpoint(&self) -> Result<(f64, Value)> {
         let how = SaveArgs::default().flag("--no-throttle");
-        let said = self.lab.firn().checkpoint(VM, &self.image, &how)?;
+        let said = self.lab.firn().checkpoint(&self.vm, &self.image, &how)?;
         let pause = said.number("/report/pause/downtime_ms").context("no downtime is reported")?;
         Ok((pause, said.facts["report"].clone()))
     }
