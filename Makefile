@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh Debian or Ubuntu machine: `make demo` and `make test`.
 # Both install what they need (scripts/setup), as root or with sudo.
 
-.PHONY: demo test test-platforms test-kvm test-qemu10 bench setup build guest lint fmt doc clean
+.PHONY: demo demo-app test test-platforms test-kvm test-kvm-new test-qemu10 bench setup build guest lint fmt doc clean
 
 CARGO ?= cargo
 
@@ -15,15 +15,19 @@ endif
 demo: setup build guest
 	$(AS_ROOT) ./target/release/firn-lab demo
 
+# Builds a memcached that can be killed (examples/memcached), and kills it under load.
+demo-app: setup build
+	./target/release/firn-lab demo-app
+
 # Unit tests, and end-to-end tests on real VMs.
 test: setup build guest
 	$(CARGO) test --release --workspace --no-fail-fast
 
-# The end-to-end tests under KVM on an older kernel, in a machine that QEMU emulates, and with QEMU 10.
+# The end-to-end tests under KVM on an older kernel and on a newer one, in a machine that QEMU emulates, and with QEMU 10.
 test-platforms: setup
 	scripts/test-platforms
 
-test-kvm test-qemu10: test-%: setup
+test-kvm test-kvm-new test-qemu10: test-%: setup
 	scripts/test-platforms $*
 
 # Every experiment, with few repetitions. `firn-lab run NAME` runs one in full.

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod demo;
+pub mod demo_app;
 pub mod disk_profile;
 pub mod experiments;
 pub mod firn;

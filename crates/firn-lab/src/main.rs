@@ -12,7 +12,7 @@ use clap::{Parser, Subcommand};
 use firn_lab::experiments::{self, Experiment};
 use firn_lab::lab::{Extent, Lab};
 use firn_lab::report::Report;
-use firn_lab::{demo, disk_profile, recorder, toucher};
+use firn_lab::{demo, demo_app, disk_profile, recorder, toucher};
 
 /// Reproduces tables and figures, and measures Firn against its floors and its peers.
 #[derive(Parser)]
@@ -30,6 +30,13 @@ enum Verb {
     Run(Run),
     /// Boots a VM, checkpoints it, kills it, restores it in each mode.
     Demo,
+    /// Kills an application under load, which comes back with all it acknowledged: a memcached with its cache in a critical
+    /// data area, beside one as it is.
+    DemoApp {
+        /// How often each is killed.
+        #[arg(long, default_value_t = 20)]
+        kills: u64,
+    },
     KvmHost(firn_lab::kvm_host::Command),
     /// Reads randomly from a file and says how fast that went.
     #[command(hide = true)]
@@ -87,6 +94,7 @@ fn run(verb: Verb) -> Result<bool> {
         Verb::List => list(),
         Verb::Run(args) => run_experiments(&args),
         Verb::Demo => show_demo(),
+        Verb::DemoApp { kills } => demo_app::run(&quick_lab()?, kills).map(|()| true),
         Verb::KvmHost(command) => Ok(command.run()? == 0),
         Verb::ProbeDisk { file } => {
             println!("{}", serde_json::to_string(&disk_profile::probe(&file)?)?);
@@ -105,7 +113,11 @@ fn list() -> Result<bool> {
 }
 
 fn show_demo() -> Result<bool> {
-    demo::run(&Lab::new(Extent { quick: true, seed: 1, ..Extent::default() })?).map(|()| true)
+    demo::run(&quick_lab()?).map(|()| true)
+}
+
+fn quick_lab() -> Result<Lab> {
+    Lab::new(Extent { quick: true, seed: 1, ..Extent::default() })
 }
 
 fn run_experiments(args: &Run) -> Result<bool> {

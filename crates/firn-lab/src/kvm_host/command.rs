@@ -28,6 +28,9 @@ pub struct Command {
     /// fault then when a busy second-level guest ends by itself.
     #[arg(long, default_value_t = 1)]
     cpus: u32,
+    /// With the kernel of Debian's backports, which can remember which pages a process wrote.
+    #[arg(long)]
+    newer_kernel: bool,
     /// A shell command line.
     #[arg(last = true, required = true)]
     command: Vec<String>,
@@ -38,7 +41,11 @@ impl Command {
     pub fn run(&self) -> Result<i32, KvmHostError> {
         let payload = self.payload(&GuestImage::small()?);
         let limit = Duration::from_secs(self.limit_s);
-        KvmHost::new()?.cpus(self.cpus).run(&payload, limit, &mut io::stdout(), &mut io::stderr())
+        let host = match self.newer_kernel {
+            true => KvmHost::with_newer_kernel()?,
+            false => KvmHost::new()?,
+        };
+        host.cpus(self.cpus).run(&payload, limit, &mut io::stdout(), &mut io::stderr())
     }
 
     fn payload(&self, small: &GuestImage) -> Payload {

@@ -41,7 +41,16 @@ pub struct KvmHost {
 impl KvmHost {
     /// Builds the guest if it is not cached: half a minute.
     pub fn new() -> Result<Self, KvmHostError> {
-        let image = GuestImage::named("kvm-host")?;
+        Self::named("kvm-host")
+    }
+
+    /// As [`Self::new`], with a kernel that can remember which pages a process wrote (Linux 6.7).
+    pub fn with_newer_kernel() -> Result<Self, KvmHostError> {
+        Self::named("kvm-host-backports")
+    }
+
+    fn named(guest: &str) -> Result<Self, KvmHostError> {
+        let image = GuestImage::named(guest)?;
         let disk = image.kernel.with_file_name("disk.img");
         if disk.exists() {
             Ok(Self { image, disk, cpus: 1 })

@@ -7,6 +7,7 @@
     reason = "a test says what failed by panicking"
 )]
 
+mod example;
 mod full_guest;
 mod kvm_host;
 mod place;

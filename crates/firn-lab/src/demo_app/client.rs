@@ -1,0 +1,250 @@
+//! A client that knows what was acknowledged to it.
+//!
+//! It has keys of its own, and numbers what it does. A value says under which number it was set; a counter is only ever
+//! incremented. So each answer after a kill can be told right from wrong: what comes back may be what was acknowledged last, or
+//! what was asked for and not answered, and nothing else.
+
+use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::ops::AddAssign;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use firn_guest::stamp::mix;
+
+/// Keys of one client.
+const KEYS: usize = 500;
+/// Each so many operations one increments the counter.
+const COUNT_EVERY: u64 = 4;
+/// Bytes of a value: at least, and at most so many more. One of `LONG_EVERY` is longer than what memcached reads at once.
+const BYTES: (usize, u64) = (32, 900);
+const LONG: usize = 100_000;
+const LONG_EVERY: u64 = 64;
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What was acknowledged and is gone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Lost {
+    /// Keys that are missing, or have an older value.
+    keys: u64,
+    /// Increments.
+    increments: u64,
+}
+
+impl Lost {
+    pub(super) fn all(self) -> u64 {
+        self.keys + self.increments
+    }
+}
+
+impl AddAssign for Lost {
+    fn add_assign(&mut self, other: Self) {
+        self.keys += other.keys;
+        self.increments += other.increments;
+    }
+}
+
+/// What a client knows of one key: numbers, 0 for none.
+#[derive(Clone, Copy, Debug, Default)]
+struct Known {
+    asked: u64,
+    acknowledged: u64,
+}
+
+/// One client, over all of its connections.
+pub(super) struct Client {
+    id: u64,
+    keys: Vec<Known>,
+    counter: Known,
+    operation: u64,
+    acknowledged: u64,
+}
+
+impl Client {
+    pub(super) fn new(id: u64) -> Self {
+        let keys = vec![Known::default(); KEYS];
+        Self { id, keys, counter: Known::default(), operation: 0, acknowledged: 0 }
+    }
+
+    /// Operations that were acknowledged.
+    pub(super) fn acknowledged(&self) -> u64 {
+        self.acknowledged
+    }
+
+    /// Works until the server is gone, which it may be once it `is_over`.
+    pub(super) fn work(&mut self, address: SocketAddr, is_over: &AtomicBool) -> Result<()> {
+        match self.work_on(address) {
+            Err(error) if error.is::<io::Error>() && is_over.load(Ordering::Acquire) => Ok(()),
+            other => other,
+        }
+    }
+
+    fn work_on(&mut self, address: SocketAddr) -> Result<()> {
+        let mut connection = Connection::new(TcpStream::connect(address)?)?;
+        self.open_counter(&mut connection)?;
+        loop {
+            self.operation += 1;
+            match self.operation % COUNT_EVERY {
+                0 => self.count(&mut connection)?,
+                _ => self.set(&mut connection)?,
+            }
+            self.acknowledged += 1;
+        }
+    }
+
+    /// A counter must be there to be incremented.
+    fn open_counter(&mut self, connection: &mut Connection) -> Result<()> {
+        let start = self.counter.acknowledged.to_string();
+        let request = format!("add {} 0 0 {}\r\n{start}\r\n", self.counter_key(), start.len());
+        let answer = connection.ask(&request)?;
+        ensure!(matches!(&*answer, "STORED" | "NOT_STORED"), "memcached answers {answer:?}");
+        Ok(())
+    }
+
+    fn counter_key(&self) -> String {
+        format!("counter-{}", self.id)
+    }
+
+    fn key(&self, number: usize) -> String {
+        format!("key-{}-{number}", self.id)
+    }
+
+    fn count(&mut self, connection: &mut Connection) -> Result<()> {
+        let next = self.counter.acknowledged + 1;
+        self.counter.asked = next;
+        let answer = connection.ask(&format!("incr {} 1\r\n", self.counter_key()))?;
+        ensure!(answer.parse() == Ok(next), "a counter at {answer:?}, not {next}");
+        self.counter.acknowledged = next;
+        Ok(())
+    }
+
+    fn set(&mut self, connection: &mut Connection) -> Result<()> {
+        let operation = self.operation;
+        let number = mix(operation ^ (self.id << 48)) as usize % KEYS;
+        self.keys[number].asked = operation;
+        let value = value(operation);
+        let request = format!("set {} 0 0 {}\r\n{value}\r\n", self.key(number), value.len());
+        let answer = connection.ask(&request)?;
+        ensure!(answer == "STORED", "memcached answers {answer:?}");
+        self.keys[number].acknowledged = operation;
+        Ok(())
+    }
+
+    /// Reads back all that it knows. What is gone is told once.
+    pub(super) fn look(&mut self, address: SocketAddr) -> Result<Lost> {
+        let mut connection = Connection::new(TcpStream::connect(address)?)?;
+        let mut lost = Lost::default();
+        for number in 0..KEYS {
+            let key = self.key(number);
+            let there = match connection.get(&key)? {
+                Some(text) => number_of(&text)?,
+                None => 0,
+            };
+            lost.keys += u64::from(self.keys[number].is_lost(there, &key)?);
+        }
+        let key = self.counter_key();
+        let there = connection.get(&key)?.map_or(Ok(0), |text| text.trim().parse())?;
+        lost.increments += self.counter.acknowledged.saturating_sub(there);
+        self.counter.is_lost(there, &key)?;
+        Ok(lost)
+    }
+}
+
+impl Known {
+    /// Whether what is there is older than what was acknowledged. It is what is known from now on.
+    fn is_lost(&mut self, there: u64, key: &str) -> Result<bool> {
+        let Self { asked, acknowledged } = *self;
+        ensure!(
+            there <= asked.max(acknowledged),
+            "{key} has {there}; nobody asked for more than {asked}"
+        );
+        let between = there > acknowledged && there != asked;
+        ensure!(!between, "{key} has {there}, neither {acknowledged} nor {asked}");
+        *self = Self { asked: there, acknowledged: there };
+        Ok(there < acknowledged)
+    }
+}
+
+/// What is stored under a number: the number, and letters that follow from it.
+fn value(operation: u64) -> String {
+    let length = match mix(operation) % LONG_EVERY {
+        0 => LONG,
+        _ => BYTES.0 + (mix(operation) % BYTES.1) as usize,
+    };
+    let letters = (0..length as u64).map(|at| char::from(b'a' + (mix(operation + at) % 26) as u8));
+    format!("{operation} ").chars().chain(letters).collect()
+}
+
+fn number_of(text: &str) -> Result<u64> {
+    let number = text.split(' ').next().and_then(|word| word.parse().ok());
+    match number {
+        Some(number) if value(number) == text => Ok(number),
+        _ => bail!("a torn value: {text:?}"),
+    }
+}
+
+/// A connection that speaks memcached's text protocol (doc/protocol.txt of memcached).
+pub(super) struct Connection {
+    stream: BufReader<TcpStream>,
+}
+
+impl Connection {
+    pub(super) fn new(stream: TcpStream) -> io::Result<Self> {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        Ok(Self { stream: BufReader::new(stream) })
+    }
+
+    /// Asks, and gives the line that comes back.
+    pub(super) fn ask(&mut self, request: &str) -> io::Result<String> {
+        self.stream.get_mut().write_all(request.as_bytes())?;
+        self.line()
+    }
+
+    fn line(&mut self) -> io::Result<String> {
+        let mut line = String::new();
+        self.stream.read_line(&mut line)?;
+        match line.strip_suffix("\r\n") {
+            Some(line) => Ok(line.to_owned()),
+            None => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    fn get(&mut self, key: &str) -> Result<Option<String>> {
+        if self.ask(&format!("get {key}\r\n"))? == "END" {
+            return Ok(None);
+        }
+        let value = self.line()?;
+        let end = self.line()?;
+        ensure!(end == "END", "memcached ends a value by {end:?}");
+        Ok(Some(value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_comes_back_is_told_right_from_wrong() {
+        let known = Known { asked: 9, acknowledged: 5 };
+        let is_lost = |there| {
+            let mut known = known;
+            known.is_lost(there, "key").map_err(|error| error.to_string())
+        };
+        assert_eq!((is_lost(5), is_lost(9)), (Ok(false), Ok(false)));
+        assert_eq!((is_lost(4), is_lost(0)), (Ok(true), Ok(true)));
+        assert!(is_lost(7).is_err());
+        assert!(is_lost(10).is_err());
+    }
+
+    #[test]
+    fn a_torn_value_is_noticed() {
+        assert_eq!(number_of(&value(12345)).unwrap(), 12345);
+        let torn = value(12345).replace("12345", "12346");
+        assert!(number_of(&torn).is_err());
+        assert!(number_of("").is_err());
+    }
+}

@@ -1,0 +1,143 @@
+//! memcached, as it is built by `examples/memcached`.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::client::Connection;
+use crate::guest::free_tcp_port;
+use crate::lab::{Lab, wait_for};
+
+/// How long it may take until it answers.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Its cache.
+const MIB: u32 = 64;
+
+/// How memcached keeps what it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum System {
+    /// In memory alone.
+    Plain,
+    /// In a file, which it takes up again after an orderly end.
+    Restartable,
+    /// In a critical data area.
+    Firn,
+}
+
+impl System {
+    pub(super) const ALL: [Self; 3] = [Self::Plain, Self::Restartable, Self::Firn];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "memcached",
+            Self::Restartable => "memcached -e FILE",
+            Self::Firn => "memcached -e firn:LOG",
+        }
+    }
+
+    fn keeps_in(self, lab: &Lab) -> Option<String> {
+        match self {
+            Self::Plain => None,
+            Self::Restartable => Some(lab.file("cache").display().to_string()),
+            Self::Firn => Some(format!("firn:{}", lab.file("cache.log").display())),
+        }
+    }
+}
+
+/// The program, and where the library is that it loads.
+pub(super) struct Program {
+    path: PathBuf,
+    libraries: PathBuf,
+}
+
+impl Program {
+    pub(super) fn build() -> Result<Self> {
+        let libraries = std::env::current_exe()?.parent().context("no folder")?.to_owned();
+        ensure!(
+            libraries.join("libfirnapp.so").exists(),
+            "{} has no libfirnapp.so; build it: cargo build --release --workspace",
+            libraries.display()
+        );
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/memcached/build");
+        let output = Command::new(&script)
+            .arg(&libraries)
+            .stdin(Stdio::null())
+            .stderr(Stdio::inherit())
+            .output()
+            .with_context(|| format!("cannot start {}", script.display()))?;
+        ensure!(output.status.success(), "{} failed ({})", script.display(), output.status);
+        let path = String::from_utf8_lossy(&output.stdout).trim().into();
+        Ok(Self { path, libraries })
+    }
+
+    pub(super) fn start(&self, lab: &Lab, system: System) -> Result<Server> {
+        let port = free_tcp_port()?;
+        let mut command = Command::new(&self.path);
+        // One thread and nothing in the background, for all rows.
+        command
+            .env("LD_LIBRARY_PATH", &self.libraries)
+            .args(["-l", "127.0.0.1", "-p", &port.to_string(), "-m", &MIB.to_string(), "-t", "1"])
+            .args(["-o", "no_lru_maintainer,no_lru_crawler,no_slab_reassign,no_hashexpand"])
+            .args(system.keeps_in(lab).map(|place| ["-e".to_owned(), place]).into_iter().flatten())
+            .stdin(Stdio::null())
+            .stderr(std::fs::File::create(lab.file("memcached.err"))?);
+        if rustix::process::geteuid().is_root() {
+            command.args(["-u", "root"]);
+        }
+        let child =
+            command.spawn().with_context(|| format!("cannot start {}", self.path.display()))?;
+        let (errors, since) = (lab.file("memcached.err"), Instant::now());
+        Ok(Server { child, address: (Ipv4Addr::LOCALHOST, port).into(), since, errors })
+    }
+}
+
+/// A memcached that runs; dropping it kills it.
+pub(super) struct Server {
+    child: Child,
+    address: SocketAddr,
+    since: Instant,
+    errors: PathBuf,
+}
+
+impl Server {
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Waits for its first answer, and gives how long that took from its start.
+    pub(super) fn wait(&mut self) -> Result<Duration> {
+        let answered = wait_for("an answer of memcached", PATIENCE, || {
+            self.check()?;
+            let asked = TcpStream::connect(self.address).map(|stream| {
+                let mut connection = Connection::new(stream)?;
+                connection.ask("version\r\n")
+            });
+            Ok(matches!(asked, Ok(Ok(_))).then(|| self.since.elapsed()))
+        })?;
+        Ok(answered)
+    }
+
+    /// Kills it at once. An error if it has ended by itself.
+    pub(super) fn kill(mut self) -> Result<()> {
+        self.check()
+    }
+
+    fn check(&mut self) -> Result<()> {
+        if let Some(status) = self.child.try_wait()? {
+            let errors = std::fs::read_to_string(&self.errors).unwrap_or_default();
+            bail!("memcached ended ({status}): {}", errors.trim());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // SIGKILL; and a process that has ended already is as well.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,25 @@
+//! The example application: a memcached that can be killed.
+
+use std::process::Command;
+
+/// The numbers of a row of the table.
+fn row(table: &str, system: &str) -> Vec<f64> {
+    let line = table.lines().find_map(|line| line.strip_prefix(&format!("{system} "))).unwrap();
+    line.split_whitespace().filter_map(|word| word.parse().ok()).collect()
+}
+
+#[test]
+fn what_memcached_acknowledged_survives_its_being_killed() {
+    let output = Command::new(env!("CARGO_BIN_EXE_firn-lab"))
+        .args(["demo-app", "--kills", "5"])
+        .output()
+        .unwrap();
+    let (table, errors) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{table}{errors}");
+    let [plain, firn] = ["memcached", "memcached -e firn:LOG"].map(|system| row(&table, system));
+    // Acknowledged, kills, lost. It is no test if nothing gets lost where nothing is kept.
+    assert!(plain[0] > 0.0 && plain[2] > 0.0, "{table}");
+    assert!(firn[0] > 0.0, "{table}");
+    assert_eq!((firn[1], firn[2]), (5.0, 0.0), "{table}");
+}
