@@ -62,11 +62,9 @@ kvm_host_root() {
 }
 
 copy_kvm_modules() {
-    local name file number=50
+    local name number=50
     for name in $kvm_host_modules; do
-        file=$(find "$1/lib/modules" -name "$name.ko" | head -n 1)
-        [ -n "$file" ] || die "the kernel package has no module $name"
-        cp "$file" "$2/lib/modules/$number-$name.ko"
+        copy_module "$1" "$name" "$2/lib/modules/$number-$name.ko"
         number=$((number + 1))
     done
 }

@@ -12,7 +12,8 @@ die() { printf 'guests: error: %s\n' "$*" >&2; exit 1; }
 need() {
     local wanted="apt-get:apt dpkg-deb:dpkg cpio:cpio flock:util-linux sha256sum:coreutils"
     [ -n "${FIRN_GUEST_PROGRAMS-}" ] || wanted="$wanted cargo:cargo gcc:gcc"
-    [ "$1" = kvm-host ] && wanted="$wanted mke2fs:e2fsprogs"
+    [[ $1 = kvm-host* ]] && wanted="$wanted mke2fs:e2fsprogs"
+    [ "$1" = kvm-host-backports ] && wanted="$wanted xz:xz-utils"
     [ "$1" = full ] && wanted="$wanted mmdebstrap:mmdebstrap mke2fs:e2fsprogs qemu-img:qemu-utils"
     local missing="" pair
     for pair in $wanted; do

@@ -14,15 +14,25 @@ make_root() {
 # Into ROOT/lib/modules, numbered in the order of $guest_modules; or into another FOLDER, those named.
 #   copy_modules UNPACKED ROOT [FOLDER NAME...]
 copy_modules() {
-    local unpacked=$1 root=$2 folder=${3:-lib/modules} name file number=10
+    local unpacked=$1 root=$2 folder=${3:-lib/modules} name number=10
     shift "$(($# > 3 ? 3 : $#))"
     mkdir -p "$root/$folder"
     for name in ${*:-$guest_modules}; do
-        file=$(find "$unpacked/lib/modules" -name "$name.ko" | head -n 1)
-        [ -n "$file" ] || die "the kernel package has no module $name"
-        cp "$file" "$root/$folder/$number-$name.ko"
+        copy_module "$unpacked" "$name" "$root/$folder/$number-$name.ko"
         number=$((number + 1))
     done
+}
+
+# Newer kernels' modules are compressed, and more of them are built in.
+#   copy_module UNPACKED NAME FILE
+copy_module() {
+    local file modules="$1/lib/modules"
+    file=$(find "$modules" -name "$2.ko" -o -name "$2.ko.xz" | head -n 1)
+    case $file in
+        *.ko) cp "$file" "$3" ;;
+        *.xz) xz --decompress --stdout "$file" > "$3" ;;
+        *) grep --quiet "/$2[.]ko$" "$modules"/*/modules.builtin || die "the kernel package has no module $2" ;;
+    esac
 }
 
 # A program and, at the places it looks for them, the libraries it loads. The unpacked loader itself lists them, so

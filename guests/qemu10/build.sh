@@ -20,32 +20,6 @@ build_cached() {
     publish "$key" qemu10_into
 }
 
-# The release this machine's apt is configured for, which must be the one whose backports have QEMU 10.
-stable_release() {
-    local release
-    release=$(awk '$4 ~ /^[a-z]+$/ { print $4; exit }' "$firn_sources")
-    [ "$release" = bookworm ] || die "QEMU 10 is taken from Debian 12's backports; this machine is configured for ${release:-no release}"
-    echo "$release"
-}
-
-# Runs a function with a private apt of its own, which other guests don't see. Bash looks variables up by caller.
-in_backports() {
-    local cache="$cache/backports"
-    local firn_sources="$cache/apt/sources.list"
-    "$@"
-}
-
-# Adds the backports of the same mirror to the sources of the given file.
-prepare_backports() {
-    [ "$refresh" = yes ] || [ ! -s "$firn_sources" ] || return 0
-    say "reading package lists of $release-backports"
-    mkdir -p "$cache/apt"
-    { cat "$1"; sed -n "s/ $release / $release-backports /p" "$1"; } > "$firn_sources"
-    rm -f "$cache"/apt/resolved-*
-    private_apt apt-get update -qq >&2 \
-        || { rm -f "$firn_sources"; die "the configured mirror has no $release-backports that apt can read"; }
-}
-
 qemu10_into() {
     local out=$1 unpacked
     unpacked="$out/unpacked"
