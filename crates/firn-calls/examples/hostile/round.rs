@@ -1,22 +1,12 @@
-//! A hostile program beside an honest application: it writes whatever it likes into the memory that all share.
-//!
-//! ```text
-//!   cargo run --release -p firn-calls --example hostile -- --seconds 600 [--seed N]
-//! ```
-//!
-//! Between any two steps of the application and the host it overwrites words at random, plays old requests and answers again
-//! (bent, cut, in other slots, under other numbers), and says hello. The host must not panic, must not look for an address space
-//! for who has no key, and whatever the application accepts must tell at least what it wrote. Rounds follow from the seed alone.
+//! One round: an application, its host, and a hostile program between them. What happens follows from the dice alone.
 
 use std::collections::BTreeSet;
-use std::process::ExitCode;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
 
 use firn_calls::{Caller, Changed, Key, Policy, Request, SLOT_BYTES, Server, Window};
 use firn_types::GuestPhys;
 
-#[path = "../tests/guest/mod.rs"]
+#[path = "../../tests/guest/mod.rs"]
 mod guest;
 
 use guest::{Guest, PAGE};
@@ -26,27 +16,45 @@ const PAGES: u32 = 16;
 const START: u64 = 0x40_0000;
 const PROOF_AT: u64 = 0x10_0000;
 const OWN: GuestPhys = GuestPhys(0x1000);
-/// Steps of a round.
-const STEPS: usize = 400;
+/// Steps of a round at most.
+pub const STEPS: usize = 400;
 
-/// SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
-struct Dice(u64);
+/// Where decisions come from.
+pub enum Dice {
+    /// SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
+    Seed(u64),
+    /// These bytes, and zeros after them.
+    Bytes(std::vec::IntoIter<u8>),
+}
 
 impl Dice {
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut x = self.0;
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
+        match self {
+            Self::Seed(state) => {
+                *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+                let mut x = *state;
+                x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+                x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+                x ^ (x >> 31)
+            }
+            // Two bytes are enough for most decisions, and leave more of them.
+            Self::Bytes(bytes) => [bytes.next(), bytes.next()]
+                .into_iter()
+                .fold(0, |number, byte| number << 8 | u64::from(byte.unwrap_or(0))),
+        }
     }
 
     fn below(&mut self, n: usize) -> usize {
         (self.next() % n.max(1) as u64) as usize
     }
+
+    fn is_spent(&self) -> bool {
+        matches!(self, Self::Bytes(bytes) if bytes.len() == 0)
+    }
 }
 
-struct Round {
+/// See the module documentation.
+pub struct Round {
     dice: Dice,
     words: Vec<AtomicU32>,
     server: Server,
@@ -55,17 +63,19 @@ struct Round {
     /// All requests and answers that anybody could have seen.
     seen: Vec<Vec<u8>>,
     honest_searches: usize,
-    accepted: usize,
+    /// Answers that the application took for the host's.
+    pub accepted: usize,
 }
 
 impl Round {
-    fn new(seed: u64) -> Self {
+    /// Nothing has been said yet.
+    pub fn new(dice: Dice) -> Self {
         let policy = format!("[applications.ledger]\nkey = \"{}\"", "07".repeat(32));
         let policy = Policy::parse(&policy).unwrap_or_default();
         let mut guest = Guest::new();
         guest.map(OWN, START, 10, PAGES);
         Self {
-            dice: Dice(seed),
+            dice,
             words: (0..(SLOTS + 1) * SLOT_BYTES / 4).map(|_| AtomicU32::new(0)).collect(),
             server: Server::new(policy),
             guest,
@@ -191,9 +201,15 @@ impl Round {
     }
 
     /// Fails with what went wrong.
-    fn run(&mut self) -> Result<(), String> {
+    ///
+    /// # Errors
+    /// What was missed, or what the host did for a stranger.
+    pub fn run(&mut self) -> Result<(), String> {
         let (mut caller, mut dirty) = (None, BTreeSet::new());
         for _ in 0..STEPS {
+            if self.dice.is_spent() {
+                break;
+            }
             if caller.is_none() {
                 caller = self.open();
                 // What was written before belongs to another session.
@@ -236,29 +252,4 @@ impl Round {
             false => Err("the host looked for an address space for who has no key".to_owned()),
         }
     }
-}
-
-fn main() -> ExitCode {
-    let number = |name: &str| {
-        let mut words = std::env::args().skip_while(|word| word != name).skip(1);
-        words.next().and_then(|word| word.parse::<u64>().ok())
-    };
-    let (limit, first) =
-        (Duration::from_secs(number("--seconds").unwrap_or(10)), number("--seed").unwrap_or(1));
-    let since = Instant::now();
-    let (mut rounds, mut accepted) = (0u64, 0);
-    while since.elapsed() < limit {
-        let seed = first + rounds;
-        let mut round = Round::new(seed);
-        if let Err(what) = round.run() {
-            eprintln!("seed {seed}: {what}");
-            return ExitCode::FAILURE;
-        }
-        accepted += round.accepted;
-        rounds += 1;
-    }
-    println!(
-        "{rounds} rounds of {STEPS} steps from seed {first}: {accepted} answers accepted, all right"
-    );
-    ExitCode::SUCCESS
 }
