@@ -24,6 +24,7 @@ pub mod heartbeat;
 pub mod ledger;
 pub mod mem_report;
 pub mod net;
+pub mod npb;
 pub mod pace;
 pub mod port;
 pub mod protocol;

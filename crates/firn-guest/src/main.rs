@@ -9,7 +9,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 use firn_guest::walkers::{random, synthetic, toucher};
-use firn_guest::{agent, disk, heartbeat, ledger, mem_report, net, sha, transactions, writers};
+use firn_guest::{
+    agent, disk, heartbeat, ledger, mem_report, net, npb, sha, transactions, writers,
+};
 
 /// Programs for Firn's test guests.
 #[derive(Parser)]
@@ -32,6 +34,7 @@ enum Verb {
     Heartbeat(heartbeat::Heartbeat),
     Sha(sha::Sha),
     Ledger(ledger::Ledger),
+    Npb(npb::Npb),
     Transactions(transactions::Transactions),
     /// Prints what the kernel says about memory.
     MemReport,
@@ -61,6 +64,7 @@ fn run(verb: Verb) -> Result<bool> {
         Verb::Heartbeat(args) => heartbeat::run(&args).map(|()| true),
         Verb::Sha(args) => sha::run(&args).map(|()| true),
         Verb::Ledger(args) => ledger::run(&args),
+        Verb::Npb(args) => npb::run(&args),
         Verb::Transactions(args) => transactions::run(&args).map(|()| true),
         Verb::MemReport => mem_report::run().map(|()| true),
     }

@@ -1,0 +1,77 @@
+//! `firn-guest npb`: EP or IS of the NAS Parallel Benchmarks, alone or among several guests (see `firn_npb`).
+//!
+//! ```text
+//!   {"done":true,"program":"is","class":"S","rank":0,"size":2,"seconds":0.41,"right":true}
+//! ```
+
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use firn_npb::{Alone, Class, Peers, Talk, ep, is};
+use serde_json::json;
+
+/// Runs a benchmark. Exit code 1 if its result is not the specified one.
+#[derive(Args, Clone, Debug)]
+pub struct Npb {
+    /// Which.
+    program: Program,
+    /// S, W or A.
+    #[arg(long, default_value = "S")]
+    class: Class,
+    /// Addresses of all processes, by rank; without any it runs alone.
+    #[arg(long, value_delimiter = ',')]
+    peers: Vec<SocketAddr>,
+    /// Which of them this is.
+    #[arg(long, default_value_t = 0)]
+    rank: usize,
+}
+
+/// A benchmark.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Program {
+    Ep,
+    Is,
+}
+
+impl Program {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ep => "ep",
+            Self::Is => "is",
+        }
+    }
+
+    fn run(self, class: Class, talk: &mut impl Talk) -> Result<bool> {
+        Ok(match self {
+            Self::Ep => ep::run(class, talk)?.is_right,
+            Self::Is => is::run(class, talk)?.is_right,
+        })
+    }
+}
+
+/// Runs to the end. False if the result is wrong.
+///
+/// # Errors
+/// If another process can't be reached, or is gone.
+pub fn run(args: &Npb) -> Result<bool> {
+    let mut peers = match args.peers.len() {
+        0 if args.rank > 0 => bail!("there is no rank {} without --peers", args.rank),
+        0 => None,
+        _ => Some(Peers::meet(args.rank, &args.peers)?),
+    };
+    // They are all there: starting them is no part of it.
+    let since = Instant::now();
+    let right = match &mut peers {
+        None => args.program.run(args.class, &mut Alone)?,
+        Some(peers) => args.program.run(args.class, peers)?,
+    };
+    println!(
+        "{}",
+        json!({ "done": true, "program": args.program.name(), "class": format!("{:?}", args.class),
+            "rank": args.rank, "size": args.peers.len().max(1),
+            "seconds": since.elapsed().as_secs_f64(), "right": right })
+    );
+    Ok(right)
+}

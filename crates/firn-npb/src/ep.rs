@@ -1,0 +1,92 @@
+//! EP, "embarrassingly parallel": pairs of Gaussian deviates, counted by square annuli (section 2.3.1).
+
+use std::ops::Range;
+
+use crate::peers::{PeersError, Talk};
+use crate::random::Random;
+use crate::{Class, part};
+
+const SEED: u64 = 271_828_183;
+/// Pairs that are drawn in a go; each process has whole ones.
+const BATCH: u64 = 1 << 16;
+/// How far a sum may be from the specified one, of that.
+const TOLERANCE: f64 = 1e-8;
+
+/// What a run gave.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Result {
+    /// Sums of both deviates.
+    pub sums: [f64; 2],
+    /// Pairs by annulus.
+    pub counts: [u64; 10],
+    /// Whether the sums are the specified ones.
+    pub is_right: bool,
+}
+
+impl Class {
+    fn pairs(self) -> u64 {
+        match self {
+            Self::S => 1 << 24,
+            Self::W => 1 << 25,
+            Self::A => 1 << 28,
+        }
+    }
+
+    fn sums(self) -> [f64; 2] {
+        match self {
+            Self::S => [-3.247_834_652_034_740e3, -6.958_407_078_382_297e3],
+            Self::W => [-2.863_319_731_645_753e3, -6.320_053_679_109_499e3],
+            Self::A => [-4.295_875_165_629_892e3, -1.580_732_573_678_431e4],
+        }
+    }
+}
+
+/// Runs this process's part, and puts all parts together.
+///
+/// # Errors
+/// If another process is gone.
+pub fn run(class: Class, talk: &mut impl Talk) -> std::result::Result<Result, PeersError> {
+    let (mut sums, mut counts) = ([0.0; 2], [0; 10]);
+    for batch in part(class.pairs() / BATCH, talk.rank(), talk.size()) {
+        tally(batch * BATCH..(batch + 1) * BATCH, &mut sums, &mut counts);
+    }
+    talk.sum_floats(&mut sums)?;
+    talk.sum(&mut counts)?;
+    let is_near =
+        |(sum, specified): (&f64, f64)| ((sum - specified) / specified).abs() <= TOLERANCE;
+    let is_right = sums.iter().zip(class.sums()).all(is_near);
+    Ok(Result { sums, counts, is_right })
+}
+
+fn tally(pairs: Range<u64>, sums: &mut [f64; 2], counts: &mut [u64; 10]) {
+    let mut random = Random::after(SEED, 2 * pairs.start);
+    for _ in pairs {
+        let (x, y) = (2.0 * random.next() - 1.0, 2.0 * random.next() - 1.0);
+        let square = x * x + y * y;
+        if square > 1.0 {
+            continue;
+        }
+        let factor = (-2.0 * square.ln() / square).sqrt();
+        let deviates = [x * factor, y * factor];
+        let annulus = deviates[0].abs().max(deviates[1].abs()) as usize;
+        counts[annulus.min(9)] += 1;
+        sums.iter_mut().zip(deviates).for_each(|(sum, deviate)| *sum += deviate);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::peers::{Alone, tests::among};
+
+    #[test]
+    fn alone_or_not_the_sums_are_the_specified_ones() {
+        let alone = run(Class::S, &mut Alone).unwrap();
+        assert!(alone.is_right, "{alone:?}");
+        assert_eq!(alone.counts.iter().sum::<u64>(), 13_176_389);
+        let together = among(3, |mut peers| run(Class::S, &mut peers).unwrap());
+        for one in together {
+            assert!(one.is_right && one.counts == alone.counts, "{one:?}");
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! IS, "integer sort": ranks keys in ten iterations, between which two keys change (section 2.3.5).
+//!
+//! ```text
+//!   each process      keys -> buckets by value -> how many of each bucket all have -> whole buckets for each process
+//!                     keys to who has their bucket, counted there: the rank of a key is how many are less
+//! ```
+
+use crate::peers::{PeersError, Talk};
+use crate::random::Random;
+use crate::{Class, part};
+
+const SEED: u64 = 314_159_265;
+const ITERATIONS: u32 = 10;
+/// Buckets, as a power of two.
+const BUCKET_BITS: u32 = 10;
+
+/// What a run gave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Result {
+    /// Ranks of test keys that were the specified ones, of 50.
+    pub right_ranks: u32,
+    /// Whether all were, and all keys are in order at the end.
+    pub is_right: bool,
+}
+
+/// Keys whose rank is known: where they are, their rank before any iteration, and how it moves.
+struct Tests {
+    places: [u64; 5],
+    ranks: [i64; 5],
+    /// How many of them move up; the others move down.
+    up: usize,
+    /// By how much less than the iteration's number: up, down.
+    less: [i64; 2],
+}
+
+impl Class {
+    /// Number of keys, and of values, as powers of two.
+    fn bits(self) -> (u32, u32) {
+        match self {
+            Self::S => (16, 11),
+            Self::W => (20, 16),
+            Self::A => (23, 19),
+        }
+    }
+
+    fn tests(self) -> Tests {
+        match self {
+            Self::S => Tests {
+                places: [48_427, 17_148, 23_627, 62_548, 4_431],
+                ranks: [0, 18, 346, 64_917, 65_463],
+                up: 3,
+                less: [0, 0],
+            },
+            Self::W => Tests {
+                places: [357_773, 934_767, 875_723, 898_999, 404_505],
+                ranks: [1_249, 11_698, 1_039_987, 1_043_896, 1_048_018],
+                up: 2,
+                less: [2, 0],
+            },
+            Self::A => Tests {
+                places: [2_112_377, 662_041, 5_336_171, 3_642_833, 4_250_760],
+                ranks: [104, 17_523, 123_928, 8_288_932, 8_388_264],
+                up: 3,
+                less: [1, 1],
+            },
+        }
+    }
+}
+
+impl Tests {
+    fn rank(&self, test: usize, iteration: u32) -> i64 {
+        let iteration = i64::from(iteration);
+        match test < self.up {
+            true => self.ranks[test] + iteration - self.less[0],
+            false => self.ranks[test] - (iteration - self.less[1]),
+        }
+    }
+}
+
+/// One process's keys.
+struct Keys {
+    class: Class,
+    /// The number of its first key.
+    first: u64,
+    keys: Vec<u32>,
+}
+
+/// The keys that a process has after the exchange, and where they are among all.
+struct Sorted {
+    /// The least value that belongs here.
+    low: u32,
+    /// How many keys of all are less than that.
+    before: u64,
+    /// How many keys here have each value, from `low` on.
+    counts: Vec<u64>,
+}
+
+/// Runs this process's part of all iterations.
+///
+/// # Errors
+/// If another process is gone.
+pub fn run(class: Class, talk: &mut impl Talk) -> std::result::Result<Result, PeersError> {
+    let mut keys = Keys::new(class, talk.rank(), talk.size());
+    let tests = class.tests();
+    let mut right = [0_u64];
+    let mut sorted = None;
+    for iteration in 1..=ITERATIONS {
+        keys.change(iteration);
+        let values = keys.at(&tests.places, talk)?;
+        let now = keys.exchange(talk)?;
+        for (test, value) in values.into_iter().enumerate() {
+            let is_right =
+                now.rank(value).map(|rank| rank as i64) == Some(tests.rank(test, iteration));
+            right[0] += u64::from(is_right);
+        }
+        sorted = Some(now);
+    }
+    talk.sum(&mut right)?;
+    let [right_ranks] = right;
+    let is_sorted = sorted.map(|sorted| sorted.is_whole(class, talk)).transpose()?;
+    let is_right = right_ranks == 5 * u64::from(ITERATIONS) && is_sorted == Some(true);
+    Ok(Result { right_ranks: right_ranks as u32, is_right })
+}
+
+impl Keys {
+    fn new(class: Class, rank: usize, size: usize) -> Self {
+        let (keys, values) = class.bits();
+        let part = part(1 << keys, rank, size);
+        let mut random = Random::after(SEED, 4 * part.start);
+        let quarter = f64::from(1_u32 << (values - 2));
+        let mut key = || (0..4).map(|_| random.next()).sum::<f64>();
+        let keys = part.clone().map(|_| (quarter * key()) as u32).collect();
+        Self { class, first: part.start, keys }
+    }
+
+    /// The two keys that each iteration sets.
+    fn change(&mut self, iteration: u32) {
+        let top = 1 << self.class.bits().1;
+        for (place, value) in [(iteration, iteration), (iteration + ITERATIONS, top - iteration)] {
+            if let Some(key) = self.here(u64::from(place)) {
+                *key = value;
+            }
+        }
+    }
+
+    fn here(&mut self, place: u64) -> Option<&mut u32> {
+        self.keys.get_mut(usize::try_from(place.checked_sub(self.first)?).ok()?)
+    }
+
+    /// Values of keys, whoever has them.
+    fn at(
+        &mut self,
+        places: &[u64; 5],
+        talk: &mut impl Talk,
+    ) -> std::result::Result<[u32; 5], PeersError> {
+        let mut values = places.map(|place| self.here(place).map_or(0, |key| u64::from(*key)));
+        talk.sum(&mut values)?;
+        Ok(values.map(|value| value as u32))
+    }
+
+    fn bucket_bits(&self) -> u32 {
+        self.class.bits().1 - BUCKET_BITS
+    }
+
+    /// Sends each key to who has its bucket, and counts those that came.
+    fn exchange(&self, talk: &mut impl Talk) -> std::result::Result<Sorted, PeersError> {
+        let shift = self.bucket_bits();
+        let mut totals = vec![0_u64; 1 << BUCKET_BITS];
+        self.keys.iter().for_each(|key| totals[(key >> shift) as usize] += 1);
+        talk.sum(&mut totals)?;
+        let owners = owners(&totals, talk.size());
+        let mut parcels = vec![Vec::new(); talk.size()];
+        self.keys.iter().for_each(|&key| parcels[owners[(key >> shift) as usize]].push(key));
+        let mine = |bucket: &usize| owners[*bucket] == talk.rank();
+        let buckets: Vec<usize> = (0..totals.len()).filter(mine).collect();
+        let before = totals.iter().take(buckets.first().copied().unwrap_or(totals.len())).sum();
+        let low = (buckets.first().copied().unwrap_or(0) as u32) << shift;
+        let mut counts = vec![0; buckets.len() << shift];
+        for key in talk.exchange(parcels)?.into_iter().flatten() {
+            if let Some(count) = counts.get_mut(key.wrapping_sub(low) as usize) {
+                *count += 1;
+            }
+        }
+        Ok(Sorted { low, before, counts })
+    }
+}
+
+/// Who has each bucket: neighbours to the same process, about equally many keys to each.
+fn owners(totals: &[u64], size: usize) -> Vec<usize> {
+    let all: u64 = totals.iter().sum();
+    let mut before = 0;
+    let owner = |total: &u64| {
+        let owner = (before * size as u64 / all.max(1)) as usize;
+        before += total;
+        owner.min(size - 1)
+    };
+    totals.iter().map(owner).collect()
+}
+
+impl Sorted {
+    /// How many keys of all are less than this value, if it belongs here.
+    fn rank(&self, value: u32) -> Option<u64> {
+        let at = usize::try_from(value.checked_sub(self.low)?).ok()?;
+        self.counts.get(at)?;
+        Some(self.before + self.counts[..at].iter().sum::<u64>())
+    }
+
+    /// Whether these are all keys, each once: counted by value they are in order.
+    fn is_whole(
+        &self,
+        class: Class,
+        talk: &mut impl Talk,
+    ) -> std::result::Result<bool, PeersError> {
+        let mut all = [self.counts.iter().sum::<u64>()];
+        talk.sum(&mut all)?;
+        Ok(all == [1 << class.bits().0])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::peers::{Alone, tests::among};
+
+    #[test]
+    fn alone_or_not_the_ranks_are_the_specified_ones() {
+        for class in [Class::S, Class::W] {
+            let alone = run(class, &mut Alone).unwrap();
+            assert!(alone.is_right, "{class:?} {alone:?}");
+            for one in among(3, |mut peers| run(class, &mut peers).unwrap()) {
+                assert!(one.is_right, "{class:?} {one:?}");
+            }
+        }
+    }
+}

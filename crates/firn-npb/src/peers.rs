@@ -1,0 +1,296 @@
+//! Processes that compute together, and talk: each two have a TCP connection.
+//!
+//! ```text
+//!   rank r listens at its own address, connects to all lower ranks, and says its rank (4 bytes)
+//!   a message: count (4 bytes), then so many words of 8 bytes; little-endian
+//! ```
+//!
+//! Sums are made at rank 0 and told to all, always in the order of ranks: floats give the same result each time. Exchanges go round:
+//! in step s each process sends to the one s further and receives from the one s back.
+
+use std::io::{self, Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use thiserror::Error;
+
+/// How long others may take to start.
+const START: Duration = Duration::from_secs(120);
+
+/// Another process can't be talked to.
+#[derive(Debug, Error)]
+pub enum PeersError {
+    /// It can't be reached, or is gone.
+    #[error("process {rank} can't be talked to")]
+    Gone {
+        /// Which.
+        rank: usize,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// This process's own address is of no use.
+    #[error("can't listen at {address}")]
+    Listen {
+        /// Where.
+        address: SocketAddr,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// There is no such process.
+    #[error("there are {size} processes, and none of rank {rank}")]
+    Rank {
+        /// Which.
+        rank: usize,
+        /// How many.
+        size: usize,
+    },
+}
+
+/// What the benchmarks need of each other's processes.
+pub trait Talk {
+    /// This process's number, from 0.
+    fn rank(&self) -> usize;
+    /// How many there are.
+    fn size(&self) -> usize;
+    /// Replaces numbers by their sums over all processes.
+    ///
+    /// # Errors
+    /// If one is gone.
+    fn sum(&mut self, numbers: &mut [u64]) -> Result<(), PeersError>;
+    /// The same with floats.
+    ///
+    /// # Errors
+    /// If one is gone.
+    fn sum_floats(&mut self, numbers: &mut [f64]) -> Result<(), PeersError>;
+    /// Sends a parcel to each, and gives those that came, by rank.
+    ///
+    /// # Errors
+    /// If one is gone.
+    fn exchange(&mut self, parcels: Vec<Vec<u32>>) -> Result<Vec<Vec<u32>>, PeersError>;
+}
+
+/// Nobody else.
+#[derive(Clone, Copy, Debug)]
+pub struct Alone;
+
+impl Talk for Alone {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        1
+    }
+
+    fn sum(&mut self, _: &mut [u64]) -> Result<(), PeersError> {
+        Ok(())
+    }
+
+    fn sum_floats(&mut self, _: &mut [f64]) -> Result<(), PeersError> {
+        Ok(())
+    }
+
+    fn exchange(&mut self, parcels: Vec<Vec<u32>>) -> Result<Vec<Vec<u32>>, PeersError> {
+        Ok(parcels)
+    }
+}
+
+/// Processes at addresses.
+#[derive(Debug)]
+pub struct Peers {
+    rank: usize,
+    /// By rank; none to itself.
+    lines: Vec<Option<TcpStream>>,
+}
+
+impl Peers {
+    /// Comes together with the processes at these addresses, one for each rank.
+    ///
+    /// # Errors
+    /// If one of them does not come within two minutes.
+    pub fn meet(rank: usize, addresses: &[SocketAddr]) -> Result<Self, PeersError> {
+        let size = addresses.len();
+        let own = *addresses.get(rank).ok_or(PeersError::Rank { rank, size })?;
+        let listen = |source| PeersError::Listen { address: own, source };
+        let listener = TcpListener::bind(own).map_err(listen)?;
+        let mut peers = Self { rank, lines: addresses.iter().map(|_| None).collect() };
+        for (lower, address) in addresses[..rank].iter().enumerate() {
+            let line = connect(*address, rank).map_err(gone(lower))?;
+            peers.lines[lower] = Some(line);
+        }
+        for _ in rank + 1..size {
+            let (higher, line) = accept(&listener).map_err(listen)?;
+            match peers.lines.get_mut(higher).filter(|_| higher > rank) {
+                Some(place) => *place = Some(line),
+                None => return Err(PeersError::Rank { rank: higher, size }),
+            }
+        }
+        Ok(peers)
+    }
+
+    fn line(&self, rank: usize) -> Result<&TcpStream, PeersError> {
+        let none = || gone(rank)(io::ErrorKind::NotConnected.into());
+        self.lines.get(rank).and_then(Option::as_ref).ok_or_else(none)
+    }
+
+    fn send(&self, to: usize, words: &[u64]) -> Result<(), PeersError> {
+        let mut bytes = (words.len() as u32).to_le_bytes().to_vec();
+        bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        self.line(to)?.write_all(&bytes).map_err(gone(to))
+    }
+
+    fn receive(&self, from: usize) -> Result<Vec<u64>, PeersError> {
+        let mut line = self.line(from)?;
+        let mut count = [0; 4];
+        line.read_exact(&mut count).map_err(gone(from))?;
+        let mut bytes = vec![0; u32::from_le_bytes(count) as usize * 8];
+        line.read_exact(&mut bytes).map_err(gone(from))?;
+        let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+        Ok(bytes.chunks_exact(8).map(word).collect())
+    }
+
+    /// Puts together what all have, at rank 0, and tells all.
+    fn reduce(
+        &self,
+        own: Vec<u64>,
+        mut add: impl FnMut(&mut [u64], &[u64]),
+    ) -> Result<Vec<u64>, PeersError> {
+        if self.rank > 0 {
+            self.send(0, &own)?;
+            return self.receive(0);
+        }
+        let mut all = own;
+        for rank in 1..self.size() {
+            add(&mut all, &self.receive(rank)?);
+        }
+        (1..self.size()).try_for_each(|rank| self.send(rank, &all))?;
+        Ok(all)
+    }
+}
+
+fn gone(rank: usize) -> impl Fn(io::Error) -> PeersError {
+    move |source| PeersError::Gone { rank, source }
+}
+
+fn connect(address: SocketAddr, rank: usize) -> io::Result<TcpStream> {
+    let since = Instant::now();
+    let mut line = loop {
+        match TcpStream::connect(address) {
+            Ok(line) => break line,
+            Err(error) if since.elapsed() > START => return Err(error),
+            Err(_) => thread::sleep(Duration::from_millis(100)),
+        }
+    };
+    line.set_nodelay(true)?;
+    line.write_all(&(rank as u32).to_le_bytes())?;
+    Ok(line)
+}
+
+fn accept(listener: &TcpListener) -> io::Result<(usize, TcpStream)> {
+    let (mut line, _) = listener.accept()?;
+    line.set_nodelay(true)?;
+    let mut rank = [0; 4];
+    line.read_exact(&mut rank)?;
+    Ok((u32::from_le_bytes(rank) as usize, line))
+}
+
+impl Talk for Peers {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.lines.len()
+    }
+
+    fn sum(&mut self, numbers: &mut [u64]) -> Result<(), PeersError> {
+        let add = |all: &mut [u64], other: &[u64]| {
+            all.iter_mut().zip(other).for_each(|(all, other)| *all = all.wrapping_add(*other));
+        };
+        let all = self.reduce(numbers.to_vec(), add)?;
+        numbers.iter_mut().zip(all).for_each(|(number, all)| *number = all);
+        Ok(())
+    }
+
+    fn sum_floats(&mut self, numbers: &mut [f64]) -> Result<(), PeersError> {
+        let add = |all: &mut [u64], other: &[u64]| {
+            let sum =
+                |one: u64, other: u64| (f64::from_bits(one) + f64::from_bits(other)).to_bits();
+            all.iter_mut().zip(other).for_each(|(all, other)| *all = sum(*all, *other));
+        };
+        let all = self.reduce(numbers.iter().map(|number| number.to_bits()).collect(), add)?;
+        numbers.iter_mut().zip(all).for_each(|(number, all)| *number = f64::from_bits(all));
+        Ok(())
+    }
+
+    fn exchange(&mut self, mut parcels: Vec<Vec<u32>>) -> Result<Vec<Vec<u32>>, PeersError> {
+        let (rank, size) = (self.rank, self.size());
+        let mut come = vec![Vec::new(); size];
+        come[rank] = std::mem::take(&mut parcels[rank]);
+        for step in 1..size {
+            let (to, from) = ((rank + step) % size, (rank + size - step) % size);
+            let parcel: Vec<u64> = parcels[to].iter().map(|&word| u64::from(word)).collect();
+            let this = &*self;
+            let (sent, received) = thread::scope(|scope| {
+                let sent = scope.spawn(move || this.send(to, &parcel));
+                let received = this.receive(from);
+                (sent.join(), received)
+            });
+            sent.unwrap_or_else(|_| Err(gone(to)(io::ErrorKind::Other.into())))?;
+            come[from] = received?.into_iter().map(|word| word as u32).collect();
+        }
+        Ok(come)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// Runs work among so many processes, here threads, and gives what each gave.
+    pub(crate) fn among<T: Send>(size: usize, work: impl Fn(Peers) -> T + Sync) -> Vec<T> {
+        // Ports that are free now.
+        let listeners: Vec<_> =
+            (0..size).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+        let addresses: Vec<_> = listeners.iter().map(|it| it.local_addr().unwrap()).collect();
+        drop(listeners);
+        let (work, addresses) = (&work, &addresses);
+        thread::scope(|scope| {
+            let run = |rank| scope.spawn(move || work(Peers::meet(rank, addresses).unwrap()));
+            let running: Vec<_> = (0..size).map(run).collect();
+            running.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn all_get_the_sums_and_each_its_parcels() {
+        let came = among(4, |mut peers| {
+            let rank = peers.rank() as u64;
+            let (mut numbers, mut floats) = ([rank, 10], [0.5 * rank as f64]);
+            peers.sum(&mut numbers).unwrap();
+            peers.sum_floats(&mut floats).unwrap();
+            assert_eq!((numbers, floats), ([6, 40], [3.0]));
+            let parcels = (0..4).map(|to| vec![rank as u32 * 10 + to; 100_000]).collect();
+            peers.exchange(parcels).unwrap()
+        });
+        for (rank, came) in came.into_iter().enumerate() {
+            for (from, parcel) in came.into_iter().enumerate() {
+                assert_eq!(parcel, vec![from as u32 * 10 + rank as u32; 100_000]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_process_that_is_gone_is_an_error() {
+        let gone = among(2, |mut peers| match peers.rank() {
+            0 => Some(peers.sum(&mut [1]).unwrap_err().to_string()),
+            _ => None,
+        });
+        assert_eq!(gone[0].as_deref(), Some("process 1 can't be talked to"));
+        let own = "127.0.0.1:1".parse().unwrap();
+        assert!(matches!(Peers::meet(3, &[own]), Err(PeersError::Rank { rank: 3, size: 1 })));
+    }
+}
