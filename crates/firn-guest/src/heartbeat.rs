@@ -1,12 +1,14 @@
 //! `firn-guest heartbeat`: a steady sign of life, seen from outside.
 //!
 //! ```text
-//!   SEQUENCE GUEST_NS WORK\n        one line per beat, decimal
+//!   SEQUENCE GUEST_NS WORK STALL_US\n        one line per beat, decimal
 //! ```
 //!
 //! `GUEST_NS` is the guest's monotonic clock and `WORK` counts the steps of a thread that walks through memory, so a
 //! prober sees three things apart: whether the guest answers at all, what its own clock makes of a pause, and how fast
-//! it really gets on. Beats nobody listens to are dropped, never queued.
+//! it really gets on. `STALL_US` is the longest time since the beat before that a vCPU was late for a write to a page of its
+//! own ([`Stalls`]): what its clock does not tell, as that goes on while the vCPU waits for a page. Beats nobody
+//! listens to are dropped, never queued.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -14,6 +16,7 @@ use std::net::UdpSocket;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -24,6 +27,7 @@ use crate::pace::Pace;
 use crate::port;
 use crate::protocol::HEARTBEAT_PORT;
 use crate::stamp::mix;
+use crate::threads::{pin, vcpus};
 
 /// Sends a line with clock and work count at a fixed rate.
 #[derive(Args, Debug)]
@@ -43,7 +47,13 @@ pub struct Heartbeat {
     /// Pages the working thread visits per second; 0 is flat out.
     #[arg(long, default_value_t = 2000.0)]
     work_rate: f64,
+    /// On each vCPU, watch for stalls by writing to so much memory; 0 watches none.
+    #[arg(long, default_value_t = 0)]
+    stall_mib: usize,
 }
+
+/// How often a vCPU's watch writes a page.
+const WATCH: Duration = Duration::from_millis(1);
 
 enum Outlet {
     Port(File),
@@ -55,9 +65,13 @@ pub fn run(args: &Heartbeat) -> Result<()> {
     let mut outlet = Outlet::open(args)?;
     let work = Arc::new(AtomicU64::new(0));
     start_work(args.work_mib, args.work_rate, Arc::clone(&work))?;
+    let stalls = Stalls::watch(args.stall_mib)?;
     let mut pace = Pace::new(args.rate);
     for sequence in 0_u64.. {
-        outlet.send(&format!("{sequence} {} {}\n", guest_ns(), work.load(Ordering::Relaxed)));
+        let (work, stall) = (work.load(Ordering::Relaxed), stalls.take());
+        if !outlet.send(&format!("{sequence} {} {work} {stall}\n", guest_ns())) {
+            stalls.note(stall);
+        }
         pace.wait(1);
     }
     Ok(())
@@ -73,12 +87,58 @@ impl Outlet {
         Ok(Self::Udp(socket))
     }
 
-    /// Best effort: a beat that cannot be sent now is worth nothing later.
-    fn send(&mut self, line: &str) {
-        let _ = match self {
+    /// Best effort: a beat that cannot be sent now is worth nothing later. Whether it was.
+    fn send(&mut self, line: &str) -> bool {
+        let sent = match self {
             Self::Port(port) => port.write(line.as_bytes()),
             Self::Udp(socket) => socket.send(line.as_bytes()),
         };
+        sent.is_ok_and(|bytes| bytes == line.len())
+    }
+}
+
+/// The longest stall of any vCPU that was not told yet, in microseconds.
+#[derive(Clone, Debug, Default)]
+struct Stalls(Arc<AtomicU64>);
+
+impl Stalls {
+    /// Watches each vCPU with a thread that writes a page of its own at a steady pace. It is late by what it had to wait
+    /// for: for the page, for the vCPU, or for other programs that run there.
+    fn watch(mib: usize) -> Result<Self> {
+        let stalls = Self::default();
+        let watched = if mib == 0 { 0 } else { vcpus() };
+        for vcpu in 0..watched {
+            let (stalls, mut arena) = (stalls.clone(), Arena::of_mib(mib));
+            arena.all_mut().iter_mut().for_each(|page| page[0] = 1);
+            thread::Builder::new().name(format!("watch {vcpu}")).spawn(move || {
+                // Where it can't be pinned it watches some vCPU.
+                let _ = pin(vcpu);
+                stalls.watch_one(&mut arena);
+            })?;
+        }
+        Ok(stalls)
+    }
+
+    fn watch_one(&self, arena: &mut Arena) {
+        let mut due = Instant::now();
+        for step in 0_u64.. {
+            due += WATCH;
+            thread::sleep(due.saturating_duration_since(Instant::now()));
+            let page = arena.page_mut(mix(step) as usize);
+            page[0] = mix(page[0] ^ step);
+            let now = Instant::now();
+            self.note(now.saturating_duration_since(due).as_micros() as u64);
+            // What came late puts off what follows.
+            due = due.max(now - WATCH);
+        }
+    }
+
+    fn note(&self, us: u64) {
+        self.0.fetch_max(us, Ordering::Relaxed);
+    }
+
+    fn take(&self) -> u64 {
+        self.0.swap(0, Ordering::Relaxed)
     }
 }
 

@@ -24,6 +24,8 @@ const FILL: Duration = Duration::from_secs(600);
 const SETTLE: Duration = Duration::from_millis(300);
 /// Heartbeats per second.
 const BEATS_PER_S: u32 = 500;
+/// What the watch of each vCPU writes to.
+const STALL_MIB: u32 = 4;
 
 /// A guest, and what it does.
 #[derive(Clone, Debug)]
@@ -133,10 +135,12 @@ impl<'a> Guest<'a> {
         };
         std::thread::sleep(SETTLE);
         let still_ms = self.clock.stood_still_since(before).map(ms);
+        let stall_ms = self.clock.stalled_since(before).map(ms);
         let said = format!("{}: {} {pause_ms:.1} ms", self.case.name, system.name());
-        self.lab.say(&format!("{said}, guest's clock {:.1} ms", still_ms.unwrap_or(f64::NAN)));
+        let [still, stall] = [still_ms, stall_ms].map(|ms| ms.unwrap_or(f64::NAN));
+        self.lab.say(&format!("{said}, guest's clock {still:.1} ms, a vCPU {stall:.1} ms"));
         report.repetition(json!({ "system": system.name(), "case": self.case.name,
-            "pause_ms": pause_ms, "still_ms": still_ms, "facts": facts }));
+            "pause_ms": pause_ms, "still_ms": still_ms, "stall_ms": stall_ms, "facts": facts }));
         Ok(())
     }
 
@@ -166,10 +170,11 @@ impl<'a> Guest<'a> {
 }
 
 impl Case {
-    /// Starts heartbeats, ahead of all else in the guest, and writers, and waits until memory is filled.
+    /// Starts heartbeats and the watch of each vCPU, ahead of all else in the guest, and writers, and waits until memory is filled.
     fn load(&self, control: &mut Control) -> Result<()> {
         let beats = format!(
-            "renice -n -20 -p $$ >/dev/null; exec firn-guest heartbeat --rate {BEATS_PER_S} --work-mib 0"
+            "renice -n -20 -p $$ >/dev/null; exec firn-guest heartbeat --rate {BEATS_PER_S} --work-mib 0 \
+             --stall-mib {STALL_MIB}"
         );
         control.spawn("beats", &["sh", "-c", &beats])?;
         let Some((mib, rate)) = self.load.writers() else { return Ok(()) };

@@ -12,6 +12,9 @@
 //!                      pause
 //! ```
 //!
+//! That a vCPU waits for a page does not stop the clock. What is watched on each vCPU (`firn-guest heartbeat --stall-mib`) tells
+//! that, with each beat: how late a write was.
+//!
 //! A beat may be late, for a guest has other things to do, but never early. So the earliest beats on either side of an
 //! instant are compared, and a guest that is merely slow does not count as standing still.
 
@@ -34,9 +37,20 @@ struct Beat {
     host_ns: u64,
     /// When the guest sent it, by its own clock.
     guest_ns: u64,
+    /// The longest stall of a vCPU since the beat before, in microseconds.
+    stall_us: u64,
 }
 
 impl Beat {
+    /// From a heartbeat line.
+    fn read(host_ns: u64, line: &str) -> Option<Self> {
+        let numbers: Result<Vec<u64>, _> = line.split(' ').map(str::parse).collect();
+        match numbers.ok()?[..] {
+            [_, guest_ns, _, stall_us] => Some(Self { host_ns, guest_ns, stall_us }),
+            _ => None,
+        }
+    }
+
     fn offset_ns(self) -> i64 {
         self.host_ns as i64 - self.guest_ns as i64
     }
@@ -58,11 +72,19 @@ impl GuestClock {
         thread::Builder::new().name("guest clock".into()).spawn(move || {
             for line in lines.map_while(Result::ok) {
                 let host_ns = started.elapsed().as_nanos() as u64;
-                let beat = guest_time(&line).map(|guest_ns| Beat { host_ns, guest_ns });
+                let beat = Beat::read(host_ns, &line);
                 seen.lock().unwrap_or_else(PoisonError::into_inner).extend(beat);
             }
         })?;
         Ok(Self { started, beats })
+    }
+
+    /// The longest time for which a vCPU was stalled since then, while the guest ran.
+    pub fn stalled_since(&self, since: Instant) -> Option<Duration> {
+        let since_ns = since.saturating_duration_since(self.started).as_nanos() as u64;
+        let beats = self.beats.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = beats.partition_point(|beat| beat.host_ns < since_ns);
+        beats[first..].iter().map(|beat| beat.stall_us).max().map(Duration::from_micros)
     }
 
     /// The longest time for which the guest stood still since then. `None` if there were too few beats to tell.
@@ -72,11 +94,6 @@ impl GuestClock {
         let first = beats.partition_point(|beat| beat.host_ns < since_ns);
         largest_jump(&beats[first..])
     }
-}
-
-/// The second number of a heartbeat line.
-fn guest_time(line: &str) -> Option<u64> {
-    line.split(' ').nth(1)?.parse().ok()
 }
 
 /// The largest jump between two neighbouring beats, each with its earliest neighbours.
@@ -109,7 +126,8 @@ mod tests {
         let beat = |number: u64| {
             let pause = if number >= 250 { 5 * MS } else { 0 };
             let late = if number % 3 == 0 { number % 2 * MS } else { 0 };
-            Beat { host_ns: number * 2 * MS + pause + late, guest_ns: 77 * MS + number * 2 * MS }
+            let host_ns = number * 2 * MS + pause + late;
+            Beat { host_ns, guest_ns: 77 * MS + number * 2 * MS, stall_us: 0 }
         };
         (0..500).map(beat).collect()
     }
@@ -139,8 +157,10 @@ mod tests {
 
     #[test]
     fn lines_that_are_no_beats_are_skipped() {
-        assert_eq!(guest_time("17 123456 9"), Some(123_456));
-        assert_eq!(guest_time("17"), None);
-        assert_eq!(guest_time("a b c"), None);
+        let beat = Beat { host_ns: 5, guest_ns: 123_456, stall_us: 70 };
+        assert_eq!(Beat::read(5, "17 123456 9 70"), Some(beat));
+        for line in ["17", "17 123456 9", "a b c d", "17 123456 9 70 1"] {
+            assert_eq!(Beat::read(5, line), None, "{line}");
+        }
     }
 }
