@@ -35,7 +35,7 @@ typedef struct {
 /* How to open a session. All zeros but the name is a good choice. */
 typedef struct {
     const char *name;
-    const char *tracker;     /* "pt", "emul", "pt_assisted", "scan", "compare", "pt_host"; NULL: the quickest here */
+    const char *tracker;     /* "pt", "emul", "pt_assisted", "scan", "compare", "pt_host", "emul_host"; NULL: the quickest here */
     const char *file;        /* the log; NULL: none */
     const char *remote;      /* HOST:PORT of a backup process; NULL: none */
     const char *certificate; /* PEM files for the remote backup */
@@ -45,7 +45,7 @@ typedef struct {
     int fsync_ms;            /* 0: every commit; negative: never; else at most so often */
     int compress;            /* not 0: records are compressed */
     int discard;             /* not 0: what a backup has is thrown away */
-    const char *host_key;    /* with "pt_host", Firn below this guest: the key of this name there, 64 hexadecimal digits */
+    const char *host_key;    /* with "pt_host" and "emul_host", Firn below this guest: the key of this name there, 64 hexadecimal digits */
 } firn_app_options;
 
 /* Opens a session into *session. */

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use firn_app::{
     Acknowledge, Area, AreaId, Compression, Error, Fsync, Host, HostError, Identity, Kind, Options,
-    Session, Target,
+    Precision, Session, Target,
 };
 
 const EINVAL: i64 = -1;
@@ -142,7 +142,7 @@ unsafe fn options(given: &FirnAppOptions) -> Result<Options, Failure> {
     // SAFETY: the caller's promise.
     let text = |pointer| unsafe { text(pointer) };
     let mut options = Options::new(text(given.name)?.ok_or_else(missing("no name"))?);
-    if let Some(name) = text(given.tracker)?.filter(|name| *name != Kind::Host.name()) {
+    if let Some(name) = text(given.tracker)?.filter(|name| !is_below(name)) {
         let kind = name.parse::<Kind>().map_err(|error| Failure(EINVAL, error.to_string()))?;
         options = options.tracker(kind);
     }
@@ -169,20 +169,29 @@ unsafe fn opened(given: &FirnAppOptions) -> Result<Session, Failure> {
     let options = unsafe { options(given) }?;
     // SAFETY: as above.
     let text = |pointer| unsafe { text(pointer) };
-    if text(given.tracker)? != Some(Kind::Host.name()) {
+    let Some(tracker) = text(given.tracker)?.filter(|name| is_below(name)) else {
         return Ok(Session::open(options)?);
-    }
+    };
     let name = text(given.name)?.unwrap_or_default();
     let key = text(given.host_key)?.ok_or_else(|| {
-        Failure::invalid(
-            "pt_host needs host_key: the key of this name in the policy of firn run --calls",
-        )
+        let needs = "needs host_key: the key of this name in the policy of firn run --calls";
+        Failure(EINVAL, format!("{tracker} {needs}"))
     })?;
-    let host = Host::open(name, key).map_err(|error| {
+    let notes = tracker == Kind::Stores.name();
+    let host = Host::open(name, key).and_then(|host| match notes {
+        true => host.noting_stores(Precision::Words),
+        false => Ok(host),
+    });
+    let host = host.map_err(|error| {
         let number = if matches!(error, HostError::Key(_)) { EINVAL } else { ETRACKER };
         Failure(number, words(&error))
     })?;
     Ok(Session::open_with(options, Box::new(host))?)
+}
+
+/// Whether this tracker is Firn below the guest.
+fn is_below(name: &str) -> bool {
+    [Kind::Host, Kind::Stores].iter().any(|kind| kind.name() == name)
 }
 
 fn target(given: &FirnAppOptions, target: Target) -> Target {

@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use crate::key::{Key, Nonce, Proof, SealKey, Speaker};
 use crate::message::{self, Answer, AreaId, Refusal, Request, Run};
+use crate::noting::Reader;
 
 /// A call did not do what it was to.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -90,6 +91,17 @@ impl Caller {
         match &self.seal {
             Some(seal) => seal.seal(Speaker::Application, self.sequence, &bytes),
             None => bytes,
+        }
+    }
+
+    /// Opens the answer to `Note`: what reads the epochs from now on.
+    ///
+    /// # Errors
+    /// As [`Self::answered`].
+    pub fn noting(&self, sealed: &[u8]) -> Result<Reader, CallError> {
+        match (self.answered(sealed)?, &self.seal) {
+            (Answer::Noting, Some(seal)) => Ok(Reader::new(&seal.noting(self.sequence))),
+            _ => Err(CallError::Confused),
         }
     }
 

@@ -6,6 +6,7 @@
 //!   proof      HMAC(key, "proof" || numbers)                          only in the application's memory, at a place it names
 //!   seal key   HMAC(key, "seal" || numbers || slot)                   never in the window
 //!   seal       SipHash(seal key, who || request number || message)    before each message
+//!   noting     SipHash(seal key, "4" || request number)               the key that what is noted from this request on is sealed with
 //! ```
 //!
 //! HMAC is with SHA-256 (RFC 2104). Seals are made twice for each call, in a guest that may be emulated: SipHash-2-4 with 128
@@ -88,6 +89,8 @@ impl Key {
 pub(crate) enum Speaker {
     Application,
     Host,
+    /// Who notes stores.
+    Plugin,
 }
 
 /// The key of one session.
@@ -95,15 +98,35 @@ pub(crate) enum Speaker {
 pub(crate) struct SealKey([u8; 16]);
 
 impl SealKey {
+    pub(crate) fn new(key: [u8; 16]) -> Self {
+        Self(key)
+    }
+
     fn mac(&self, speaker: Speaker, sequence: u64, message: &[u8]) -> u128 {
-        let mut hash = SipHasher24::new_with_key(&self.0);
-        hash.write(&[match speaker {
+        let purpose = match speaker {
             Speaker::Application => 1,
             Speaker::Host => 2,
-        }]);
+            Speaker::Plugin => 3,
+        };
+        self.hash(purpose, sequence, message)
+    }
+
+    fn hash(&self, purpose: u8, sequence: u64, message: &[u8]) -> u128 {
+        let mut hash = SipHasher24::new_with_key(&self.0);
+        hash.write(&[purpose]);
         hash.write(&sequence.to_le_bytes());
         hash.write(message);
         hash.finish128().as_u128()
+    }
+
+    /// A key of its own for what this request began.
+    pub(crate) fn derive(&self, sequence: u64) -> [u8; 16] {
+        self.hash(4, sequence, &[]).to_le_bytes()
+    }
+
+    /// What ends an epoch.
+    pub(crate) fn token(&self, epoch: u64) -> u64 {
+        self.hash(5, epoch, &[]) as u64
     }
 
     /// The message with its seal in front.

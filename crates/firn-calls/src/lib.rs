@@ -15,6 +15,8 @@
 //!     collect                          ------>       which pages were written since?
 //! ```
 //!
+//! Where a plugin in the hypervisor sees stores, [`Notes`] are kept from below, and a commit needs no call.
+//!
 //! A key never crosses the channel, nor does the proof: it is computed by both sides from the key and the two numbers, and
 //! only who has the key can have it in memory. What follows is sealed with a key of the session, in both directions:
 //! other programs of the guest may write anything anywhere in the window, but can't speak for others.
@@ -25,6 +27,7 @@
 mod caller;
 mod key;
 mod message;
+mod noting;
 mod policy;
 mod server;
 mod window;
@@ -32,6 +35,9 @@ mod window;
 pub use caller::{CallError, Caller, Changed};
 pub use key::{Key, KeyError, Nonce, Proof};
 pub use message::{Answer, AreaId, Refusal, Request, Run};
+pub use noting::{
+    Ended, NoteOrder, NotedArea, Notes, NotingKey, Order, PagePlace, Reader, Told, WORD, WordRun,
+};
 pub use policy::{Policy, PolicyError};
 pub use server::{Answered, Below, Noted, Server};
 pub use window::{Place, SLOT_BYTES, Slot, Window, WindowError};

@@ -41,6 +41,12 @@ pub enum Request {
     },
     /// That is all.
     Bye,
+    /// Note its stores to what is followed now, from below: an epoch of them ends at each store of a token to this address,
+    /// that of the slot's end word. Until the next `Follow` or `Forget`.
+    Note {
+        /// A multiple of 8.
+        end: u64,
+    },
 }
 
 /// Pages of an area, one after another.
@@ -69,6 +75,8 @@ pub enum Answer {
     Anything,
     /// It is not done.
     Refused(Refusal),
+    /// To `Note`: the first epoch has begun.
+    Noting,
 }
 
 /// Why something is not done.
@@ -117,6 +125,9 @@ pub enum Refusal {
     /// The host can't follow writes: the reason is in its log.
     #[error("the host can't follow writes to this VM's memory now")]
     Unavailable,
+    /// No hypervisor that emulates, or one without Firn's plugin.
+    #[error("nobody below sees this VM's stores")]
+    NoStores,
 }
 
 /// As bytes.

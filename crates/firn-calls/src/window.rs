@@ -11,6 +11,9 @@
 //!          8      length of the request
 //!         12      answered    the request that was answered  written last by the host
 //!         16      length of the answer
+//!         24      end word    8 bytes, a store to which ends an epoch   by the application, where stores are noted
+//!         32      told        the epoch of which the answer tells       written last by who notes them
+//!         36      length of what is told
 //!         64      request     up to 1 KiB
 //!       1088      answer      up to the end of the slot
 //! ```
@@ -33,6 +36,9 @@ const ASKED: usize = 1;
 const ASKED_LEN: usize = 2;
 const ANSWERED: usize = 3;
 const ANSWERED_LEN: usize = 4;
+const END: [usize; 2] = [6, 7];
+const TOLD: usize = 8;
+const TOLD_LEN: usize = 9;
 const REQUEST: Place = Place { word: 16, bytes: 1 << 10 };
 const ANSWER: Place = Place { word: 16 + 256, bytes: SLOT_BYTES - 64 - (1 << 10) };
 
@@ -162,7 +168,9 @@ impl Slot<'_> {
 
     /// Host: as if it had never been used.
     pub fn clear(self) {
-        for word in [ASKED, ASKED_LEN, ANSWERED, ANSWERED_LEN, OWNER] {
+        for word in
+            [ASKED, ASKED_LEN, ANSWERED, ANSWERED_LEN, END[0], END[1], TOLD, TOLD_LEN, OWNER]
+        {
             self.0[word].store(0, Ordering::Release);
         }
     }
@@ -199,6 +207,36 @@ impl Slot<'_> {
     /// Application: the last answer. `None` if it claims to be longer than there is room.
     pub fn answer_bytes(self) -> Option<Vec<u8>> {
         self.get(ANSWER, self.0[ANSWERED_LEN].load(Ordering::Relaxed))
+    }
+
+    /// Application: where the end word is in its memory.
+    pub fn end_address(self) -> u64 {
+        self.0[END[0]].as_ptr() as u64
+    }
+
+    /// Application: ends an epoch. Where stores are noted, what the epoch's were is told when this returns.
+    pub fn end(self, token: u64) {
+        self.0[END[0]].store(token as u32, Ordering::Release);
+        self.0[END[1]].store((token >> 32) as u32, Ordering::Release);
+    }
+
+    /// Plugin: the end word.
+    pub fn ended(self) -> u64 {
+        let [low, high] = END.map(|word| u64::from(self.0[word].load(Ordering::Acquire)));
+        high << 32 | low
+    }
+
+    /// Plugin: tells what an epoch's stores were, in at most [`Place::ANSWER_BYTES`].
+    pub fn tell(self, epoch: u32, told: &[u8]) {
+        self.put(ANSWER, told);
+        self.0[TOLD_LEN].store(told.len() as u32, Ordering::Relaxed);
+        self.0[TOLD].store(epoch, Ordering::Release);
+    }
+
+    /// Application: what is told of this epoch, if that is. It may be anybody's.
+    pub fn told(self, epoch: u32) -> Option<Vec<u8>> {
+        let is_told = self.0[TOLD].load(Ordering::Acquire) == epoch;
+        is_told.then(|| self.get(ANSWER, self.0[TOLD_LEN].load(Ordering::Relaxed)))?
     }
 
     fn put(self, place: Place, bytes: &[u8]) {
@@ -243,6 +281,20 @@ mod tests {
         assert!(slot.is_answered(1));
         assert_eq!(slot.answer_bytes().unwrap(), [9; Place::ANSWER_BYTES]);
         assert_eq!(slot.request().unwrap(), b"hello", "an answer does not touch the request");
+    }
+
+    #[test]
+    fn an_epoch_is_told_where_answers_are() {
+        let memory = memory(2 * SLOT_BYTES);
+        let slot = Window::new(&memory).unwrap().slot(0).unwrap();
+        slot.end(0x1234_5678_9abc_def0);
+        assert_eq!(slot.ended(), 0x1234_5678_9abc_def0);
+        assert_eq!(slot.end_address() % 8, 0);
+        assert_eq!(slot.end_address(), &raw const memory[SLOT_WORDS + 6] as u64);
+        slot.tell(7, b"words");
+        assert_eq!((slot.told(7), slot.told(8)), (Some(b"words".to_vec()), None));
+        memory[SLOT_WORDS + TOLD_LEN].store(u32::MAX, Ordering::Relaxed);
+        assert_eq!(slot.told(7), None);
     }
 
     #[test]

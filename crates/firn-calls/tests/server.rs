@@ -5,8 +5,8 @@
 use std::collections::BTreeSet;
 
 use firn_calls::{
-    Answer, Answered, AreaId, CallError, Caller, Changed, Key, Noted, Policy, Refusal, Request,
-    Server,
+    Answer, Answered, AreaId, CallError, Caller, Changed, Key, Noted, Policy, Reader, Refusal,
+    Request, Server, Told, WordRun,
 };
 use firn_types::{GuestPhys, Page};
 use proptest::prelude::*;
@@ -431,4 +431,84 @@ fn two_that_follow_one_another_do_not_count_alike() {
     let first = Caller::new("ledger", Key::new(KEY), 0, [1; 32]);
     let second = Caller::new("ledger", Key::new(KEY), 0, [2; 32]);
     assert_ne!(first.asked(), second.asked());
+}
+
+fn note(
+    server: &mut Server,
+    guest: &mut Guest,
+    slot: u32,
+    caller: &mut Caller,
+    end: u64,
+) -> Result<Reader, CallError> {
+    let request = caller.request(&Request::Note { end });
+    caller.noting(&ask(server, guest, slot, caller, &request))
+}
+
+/// Ends an epoch as the application and the plugin do, if anything is noted.
+fn end(guest: &mut Guest, slot: u32, reader: &mut Reader) -> Option<Told> {
+    let (_, token) = reader.end();
+    let ended = guest.notes.as_mut().unwrap().get_mut(&slot)?.end(token)?;
+    reader.told(&ended.told)
+}
+
+#[test]
+fn stores_are_noted_where_they_are_seen() {
+    const END: u64 = 0x70_0018;
+    let (mut server, mut guest) = (server(), Guest::new());
+    guest.map(OWN, 0x40_0000, 10, 2);
+    let mut own = open(&mut server, &mut guest, 0, OWN).unwrap();
+    let area = follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 2).unwrap();
+    let none = note(&mut server, &mut guest, 0, &mut own, END).unwrap_err();
+    assert_eq!(none, CallError::Refused(Refusal::NoStores));
+
+    guest.notes = Some(Default::default());
+    for (at, refusal) in
+        [(END + 1, Refusal::Misplaced(END + 1)), (1 << 63, Refusal::Kernel(1 << 63))]
+    {
+        let refused = note(&mut server, &mut guest, 0, &mut own, at).unwrap_err();
+        assert_eq!(refused, CallError::Refused(refusal));
+    }
+    let mut reader = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
+    let store = |guest: &mut Guest, page: u64| {
+        let notes = guest.notes.as_mut().unwrap().get_mut(&0).unwrap();
+        notes.store(0x40_1008, 8, || Some(page));
+    };
+    store(&mut guest, 11 + 1000);
+    let word = WordRun { area, first: 513, words: 1 };
+    assert_eq!(end(&mut guest, 0, &mut reader), Some(Told::Words(vec![word])));
+
+    // Another noting: what was told in the first is none of its.
+    let mut second = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
+    let (_, token) = reader.end();
+    assert_eq!(guest.notes.as_mut().unwrap().get_mut(&0).unwrap().end(token), None);
+    assert_eq!(end(&mut guest, 0, &mut second), Some(Told::Words(vec![])));
+
+    // What is followed changes: who is told of the areas of before asks again.
+    follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 1).unwrap();
+    assert_eq!(end(&mut guest, 0, &mut second), None);
+    let mut third = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
+    assert_eq!(end(&mut guest, 0, &mut third), Some(Told::Words(vec![])));
+
+    // A session of another process in the slot, or none any more.
+    let mut other = open(&mut server, &mut guest, 0, OTHER).unwrap();
+    assert_eq!(end(&mut guest, 0, &mut third), None);
+    let mut reader = note(&mut server, &mut guest, 0, &mut other, END).unwrap();
+    assert_eq!(end(&mut guest, 0, &mut reader), Some(Told::Words(vec![])));
+    let bye = other.request(&Request::Bye);
+    other.done(&ask(&mut server, &mut guest, 0, &other, &bye)).unwrap();
+    assert_eq!(end(&mut guest, 0, &mut reader), None);
+}
+
+#[test]
+fn an_area_that_is_not_all_there_is_not_noted() {
+    let (mut server, mut guest) = (server(), Guest::new());
+    guest.notes = Some(Default::default());
+    guest.map(OWN, 0x40_0000, 10, 2);
+    let mut own = open(&mut server, &mut guest, 0, OWN).unwrap();
+    follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 2).unwrap();
+    guest.maps.remove(&(OWN, 0x40_1000));
+    let none = note(&mut server, &mut guest, 0, &mut own, 0x70_0018).unwrap_err();
+    assert_eq!(none, CallError::Refused(Refusal::NoStores));
+    guest.map(OWN, 0x40_0000, 10, 2);
+    note(&mut server, &mut guest, 0, &mut own, 0x70_0018).unwrap();
 }

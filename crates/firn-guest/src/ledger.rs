@@ -5,8 +5,8 @@
 //!
 //! ```text
 //!   {"ready":true,"tracker":"pt_host"}
-//!   {"progress":12000,"seconds":1.0,"wrong":0,"blind":0}
-//!   {"done":true,"transactions":100000,"wrong":0,"blind":0,"us_per_transaction":12.5}
+//!   {"progress":12000,"seconds":1.0,"wrong":0,"blind":0,"called":0}
+//!   {"done":true,"transactions":100000,"wrong":0,"blind":0,"called":0,"us_per_transaction":12.5}
 //! ```
 //!
 //! `us_per_transaction` is the time within begin and commit, the writes included.
@@ -27,13 +27,14 @@ const WORDS: u64 = PAGE as u64 / 8;
 /// Commits transactions, and checks what it is told of them.
 #[derive(Args, Clone, Debug)]
 pub struct Ledger {
-    /// How it is known what was written: pt, emul, pt_assisted, scan, compare, or pt_host (Firn on the host tells).
+    /// How it is known what was written: pt, emul, pt_assisted, scan, compare, pt_host (Firn on the host tells), or emul_host
+    /// (its plugin there notes stores).
     #[arg(long, default_value = "pt_host")]
     tracker: String,
-    /// With pt_host: as which application.
+    /// With pt_host and emul_host: as which application.
     #[arg(long, default_value = "ledger")]
     name: String,
-    /// With pt_host: its key, 64 hexadecimal digits.
+    /// With pt_host and emul_host: its key, 64 hexadecimal digits.
     #[arg(long, default_value = "")]
     key: String,
     /// Pages of its area.
@@ -48,6 +49,9 @@ pub struct Ledger {
     /// Count whole pages as changed, without comparing.
     #[arg(long)]
     whole_pages: bool,
+    /// With emul_host: keep no copy of what was committed, so that what is noted is told as it is.
+    #[arg(long)]
+    no_undo: bool,
     /// Milliseconds between progress lines.
     #[arg(long, default_value_t = 200)]
     progress_ms: u64,
@@ -80,6 +84,10 @@ fn open(args: &Ledger) -> Result<(Session, Area)> {
     let options = Options::new(&args.name).precision(precision);
     let mut session = match args.tracker.as_str() {
         "pt_host" => Session::open_with(options, Box::new(Host::open(&args.name, &args.key)?))?,
+        "emul_host" => {
+            let host = Host::open(&args.name, &args.key)?.noting_stores(Precision::Words)?;
+            Session::open_with(options.undo(!args.no_undo), Box::new(host))?
+        }
         other => Session::open(options.tracker(other.parse::<Kind>()?))?,
     };
     let area = session.allocate("accounts", args.pages as usize * PAGE)?;
@@ -130,12 +138,13 @@ struct Tally {
 impl Tally {
     fn progress(&self, session: &Session) -> Value {
         json!({ "progress": self.count, "seconds": self.since.elapsed().as_secs_f64(),
-            "wrong": self.wrong, "blind": session.counts().blind })
+            "wrong": self.wrong, "blind": session.counts().blind,
+            "called": session.counts().called })
     }
 
     fn done(&self, session: &Session) -> Value {
         json!({ "done": true, "transactions": self.count, "wrong": self.wrong,
-            "blind": session.counts().blind,
+            "blind": session.counts().blind, "called": session.counts().called,
             "us_per_transaction": self.busy.as_secs_f64() * 1e6 / self.count.max(1) as f64 })
     }
 }

@@ -27,6 +27,7 @@ pub mod net;
 pub mod npb;
 pub mod pace;
 pub mod port;
+pub mod programs;
 pub mod protocol;
 pub mod sha;
 pub mod stamp;

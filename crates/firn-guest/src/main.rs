@@ -10,7 +10,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use firn_guest::walkers::{random, synthetic, toucher};
 use firn_guest::{
-    agent, disk, heartbeat, ledger, mem_report, net, npb, sha, transactions, writers,
+    agent, disk, heartbeat, ledger, mem_report, net, npb, programs, sha, transactions, writers,
 };
 
 /// Programs for Firn's test guests.
@@ -35,6 +35,7 @@ enum Verb {
     Sha(sha::Sha),
     Ledger(ledger::Ledger),
     Npb(npb::Npb),
+    Programs(programs::Programs),
     Transactions(transactions::Transactions),
     /// Prints what the kernel says about memory.
     MemReport,
@@ -65,6 +66,7 @@ fn run(verb: Verb) -> Result<bool> {
         Verb::Sha(args) => sha::run(&args).map(|()| true),
         Verb::Ledger(args) => ledger::run(&args),
         Verb::Npb(args) => npb::run(&args),
+        Verb::Programs(args) => programs::run(&args).map(|()| true),
         Verb::Transactions(args) => transactions::run(&args).map(|()| true),
         Verb::MemReport => mem_report::run().map(|()| true),
     }

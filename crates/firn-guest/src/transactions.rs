@@ -1,27 +1,30 @@
 //! `firn-guest transactions`: what transactions cost in this guest, by tracker (see `firn_transactions`).
 //!
 //! ```text
-//!   {"round":0,"opt":1,"system":"pt","us":310.2,"us_with_copy":312.9,"bytes":8192000.0,"runs":2000.0,"blind":0}
+//!   {"round":0,"opt":1,"system":"pt","us":310.2,"us_with_copy":312.9,"bytes":8192000.0,"runs":2000.0,"blind":0,"called":0}
 //! ```
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use firn_transactions::{Calls, System, Taken, Workload};
+use firn_transactions::{Calls, Shape, System, Taken, Workload};
 use serde::{Deserialize, Serialize};
 
-/// Measures operations on a data structure, once with each tracker in each round.
+/// Measures operations on a data structure, or writes of a shape, once with each tracker in each round.
 #[derive(Args, Clone, Debug)]
 pub struct Transactions {
     /// Structure and operation, such as avl-insert.
-    #[arg(long)]
-    workload: String,
+    #[arg(long, required_unless_present = "shape")]
+    workload: Option<String>,
+    /// Pages per transaction, writes per page, and pages of the area, such as 2,4,256.
+    #[arg(long, conflicts_with = "workload")]
+    shape: Option<Shape>,
     /// The trackers: pt, emul, pt_host and so on.
     #[arg(long, value_delimiter = ',', required = true)]
     systems: Vec<System>,
     /// Operations per transaction.
     #[arg(long, value_delimiter = ',', default_value = "1")]
     opt: Vec<usize>,
-    /// Operations of a run.
+    /// Operations of a run; with a shape, transactions.
     #[arg(long, default_value_t = 1000)]
     operations: usize,
     /// Rounds.
@@ -33,6 +36,17 @@ pub struct Transactions {
     /// For trackers on the host: its key, 64 hexadecimal digits.
     #[arg(long, default_value = "")]
     key: String,
+}
+
+impl Transactions {
+    fn measure(&self, system: System, calls: &Calls, opt: usize) -> Result<Taken> {
+        if let Some(shape) = self.shape {
+            return shape.measure(system, calls, self.operations);
+        }
+        let name = self.workload.as_deref().unwrap_or_default();
+        let workload = Workload::named(name).with_context(|| format!("no workload {name:?}"))?;
+        workload.measure(system, calls, self.operations, opt)
+    }
 }
 
 /// What is said of each run.
@@ -54,13 +68,11 @@ pub struct Measured {
 /// # Errors
 /// If there is no such workload, or a tracker does not work here.
 pub fn run(args: &Transactions) -> Result<()> {
-    let workload = Workload::named(&args.workload);
-    let workload = workload.with_context(|| format!("no workload {:?}", args.workload))?;
     let calls = Calls { name: args.name.clone(), key: args.key.clone() };
     for round in 0..args.rounds {
         for &opt in &args.opt {
             for &system in &args.systems {
-                let taken = workload.measure(system, &calls, args.operations, opt.max(1))?;
+                let taken = args.measure(system, &calls, opt.max(1))?;
                 let measured = Measured { round, opt, system: system.name().to_owned(), taken };
                 println!("{}", serde_json::to_string(&measured)?);
             }

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 /// Ways to write memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub(crate) enum Way {
     Byte,
     Word16,
     Word32,
@@ -34,7 +34,7 @@ pub enum Way {
     Atomic128,
 }
 
-pub const WAYS: [Way; 22] = [
+const WAYS: [Way; 22] = [
     Way::Byte,
     Way::Word16,
     Way::Word32,
@@ -64,35 +64,35 @@ const ROOM: usize = 48;
 
 /// One write: where in a stripe (as a fraction), how much if that varies, and with what.
 #[derive(Clone, Debug)]
-pub struct Write {
-    pub area: prop::sample::Index,
-    pub place: u32,
-    pub len: u16,
-    pub way: Way,
-    pub value: u64,
+pub(crate) struct Write {
+    pub(crate) area: prop::sample::Index,
+    pub(crate) place: u32,
+    pub(crate) len: u16,
+    pub(crate) way: Way,
+    pub(crate) value: u64,
 }
 
 #[derive(Clone, Debug)]
-pub struct Step {
-    pub writes: Vec<Write>,
-    pub threads: usize,
-    pub commits: bool,
+pub(crate) struct Step {
+    pub(crate) writes: Vec<Write>,
+    pub(crate) threads: usize,
+    pub(crate) commits: bool,
 }
 
 #[derive(Clone, Debug)]
-pub struct AreaPlan {
-    pub len: usize,
+pub(crate) struct AreaPlan {
+    pub(crate) len: usize,
     /// For memory of the application's own: where in a page it starts.
-    pub misaligned: usize,
+    pub(crate) misaligned: usize,
 }
 
 #[derive(Clone, Debug)]
-pub struct Program {
-    pub areas: Vec<AreaPlan>,
-    pub steps: Vec<Step>,
+pub(crate) struct Program {
+    pub(crate) areas: Vec<AreaPlan>,
+    pub(crate) steps: Vec<Step>,
 }
 
-pub fn programs(steps: usize) -> impl Strategy<Value = Program> {
+pub(crate) fn programs(steps: usize) -> impl Strategy<Value = Program> {
     let len = prop_oneof![1_usize..300, 1000_usize..9000, 4090_usize..4100, 8192_usize..60_000];
     let area = (len, 0_usize..4096).prop_map(|(len, misaligned)| AreaPlan { len, misaligned });
     let areas = prop::collection::vec(area, 1..4);
@@ -115,7 +115,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// Part of an area, for one of several threads. Borders are no multiples of anything.
-pub fn stripe(len: usize, thread: usize, threads: usize) -> Range<usize> {
+pub(crate) fn stripe(len: usize, thread: usize, threads: usize) -> Range<usize> {
     len * thread / threads..len * (thread + 1) / threads
 }
 
@@ -124,7 +124,7 @@ pub fn stripe(len: usize, thread: usize, threads: usize) -> Range<usize> {
 /// # Safety
 ///
 /// The bytes are allocated, and nobody else accesses them.
-pub unsafe fn perform(write: &Write, start: *mut u8, len: usize) {
+pub(crate) unsafe fn perform(write: &Write, start: *mut u8, len: usize) {
     if len == 0 {
         return;
     }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use firn_calls::{Below, Nonce, Noted, Policy, Proof, Refusal, Server, Window};
+use firn_calls::{Below, Nonce, Noted, Order, Policy, Proof, Refusal, Server, Window};
 use firn_memory::guest_pages::{GuestPhysRead, Lookup, NotOwn, VirtPage, kernel_half_roots};
 use firn_memory::{GuestMemory, SharedWords};
 use firn_types::{GuestPhys, PAGE_SIZE, Page};
@@ -23,6 +23,8 @@ use crate::changes::Changes;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::journal::Machine;
 use crate::qemu;
+use crate::runtime::VmDir;
+use crate::stores::Plugin;
 
 /// After a request the thread looks all the time for so long.
 const EAGER: Duration = Duration::from_millis(1);
@@ -59,7 +61,7 @@ impl Calls {
     pub(crate) fn start(
         &self,
         machine: &Machine,
-        window: &Path,
+        vm: &VmDir,
         changes: &Arc<Changes>,
     ) -> Result<(), Failure> {
         let Some(file) = &machine.calls else { return Ok(()) };
@@ -67,14 +69,15 @@ impl Calls {
         if service.as_ref().is_some_and(|service| !service.thread.is_finished()) {
             return Ok(());
         }
-        let words = map(window).doing("opening the memory for calls")?;
+        let words = map(&vm.calls()).doing("opening the memory for calls")?;
         // Whatever fails from here on: nobody waits for a service of before.
         Window::new(words.words()).doing("opening the memory for calls")?.clear();
         let server = Server::new(policy(file)?);
         let (_, memory) = qemu::open_journaled(machine)?;
         memory.open_window().doing("mapping the guest's memory")?;
         let (machine, changes) = (machine.clone(), Arc::clone(changes));
-        let guest = Guest { machine, memory, changes, levels: 4 };
+        let plugin = Plugin::at(&vm.stores());
+        let guest = Guest { machine, memory, changes, plugin, levels: 4 };
         let end = Arc::new(AtomicBool::new(false));
         let thread = thread::Builder::new().name("firn-calls".into());
         let is_over = Arc::clone(&end);
@@ -213,6 +216,7 @@ struct Guest {
     machine: Machine,
     memory: Arc<GuestMemory>,
     changes: Arc<Changes>,
+    plugin: Option<Plugin>,
     levels: u8,
 }
 
@@ -289,6 +293,19 @@ impl Below for Guest {
 
     fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
         self.changes.written_among(pages)
+    }
+
+    fn physical(&mut self, page: Page) -> Option<u64> {
+        Some(self.memory.map().gpa_of(page)?.0 / PAGE_SIZE as u64)
+    }
+
+    fn order(&mut self, order: &Order) -> bool {
+        let Some(plugin) = &mut self.plugin else { return false };
+        let ordered = plugin.order(order);
+        if let Err(error) = &ordered {
+            tracing::warn!("stores are not noted: {error}");
+        }
+        ordered.is_ok()
     }
 }
 

@@ -48,6 +48,7 @@ mod spawn;
 mod start;
 mod status;
 mod storage;
+mod stores;
 mod supervise;
 #[cfg(test)]
 mod testing;

@@ -23,6 +23,7 @@ use crate::keep::Operations;
 use crate::meta::Meta;
 use crate::protocol::{Progress, SaveChoices, SaveRequest, StopRequest};
 use crate::qemu::{self, Memory};
+use crate::runtime::VmDir;
 use crate::usage::{self, Pages, Usage};
 
 /// A QEMU.
@@ -32,8 +33,7 @@ pub(crate) struct Qemu {
     usage: Usage,
     changes: Arc<Changes>,
     calls: Calls,
-    /// The memory of the device for calls.
-    window: PathBuf,
+    vm: VmDir,
 }
 
 impl Operations for Qemu {
@@ -119,10 +119,10 @@ impl Qemu {
     pub(crate) fn new(
         journal: Arc<JournalFile>,
         hypervisor: Arc<ProcessHandle>,
-        window: PathBuf,
+        vm: &VmDir,
     ) -> Self {
         let (usage, changes, calls) = Default::default();
-        Self { journal, hypervisor, usage, changes, calls, window }
+        Self { journal, hypervisor, usage, changes, calls, vm: vm.clone() }
     }
 
     /// Follows what the guest writes, and tells its applications what they did.
@@ -131,7 +131,7 @@ impl Qemu {
             journal.machine.iter_mut().for_each(|machine| machine.followed = true);
         };
         self.journal.update(followed).doing("writing the journal")?;
-        self.calls.start(machine, &self.window, &self.changes)?;
+        self.calls.start(machine, &self.vm, &self.changes)?;
         self.changes.follow(machine)
     }
 

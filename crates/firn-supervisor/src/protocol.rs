@@ -155,6 +155,9 @@ pub enum Plan {
         /// Answer calls of its applications: of those that this file names; absolute.
         #[serde(default)]
         calls: Option<PathBuf>,
+        /// Note stores of its applications, by this plugin of QEMU; absolute.
+        #[serde(default)]
+        stores: Option<PathBuf>,
     },
     /// Look after one that runs.
     Attach {
@@ -191,6 +194,9 @@ pub enum Plan {
         /// As with `Run`.
         #[serde(default)]
         calls: Option<PathBuf>,
+        /// As with `Run`.
+        #[serde(default)]
+        stores: Option<PathBuf>,
     },
 }
 
@@ -208,6 +214,14 @@ impl Plan {
     pub fn calls(&self) -> Option<&Path> {
         match self {
             Self::Run { calls, .. } | Self::Restore { calls, .. } => calls.as_deref(),
+            Self::Attach { .. } => None,
+        }
+    }
+
+    /// The plugin that notes stores, if one is to.
+    pub fn stores(&self) -> Option<&Path> {
+        match self {
+            Self::Run { stores, .. } | Self::Restore { stores, .. } => stores.as_deref(),
             Self::Attach { .. } => None,
         }
     }

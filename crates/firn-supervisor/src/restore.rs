@@ -119,6 +119,7 @@ pub(crate) fn restore(
     let mut timings = Timings::default();
     let (image, meta) = open(wanted.image)?;
     wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
+    place.stores.map(|_| start::check_stores(&meta)).transpose()?;
     let mut mismatches = meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file)));
     mismatches.extend(meta.drive_mismatches(|drive| look(&meta, &drive.file)));
     timings.image_open = watch.lap();
@@ -337,7 +338,7 @@ fn launch(
         .and_then(|plan| plan.with_drives(own.files()))
         .map_err(start::refused)?;
     let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
-    let augmented = plan.for_restore(&start::paths(place.vm, &ram)).map_err(start::refused)?;
+    let augmented = plan.for_restore(&start::paths(place, &ram)).map_err(start::refused)?;
     if std::env::set_current_dir(&meta.qemu.directory).is_err() {
         tracing::warn!("the directory in which the VM was started is gone");
     }

@@ -148,6 +148,11 @@ impl VmDir {
         self.path.join("calls")
     }
 
+    /// The socket of the plugin that notes stores, if the VM has that.
+    pub fn stores(&self) -> PathBuf {
+        self.path.join("stores.sock")
+    }
+
     /// The journal.
     pub fn journal(&self) -> PathBuf {
         self.path.join("journal.json")

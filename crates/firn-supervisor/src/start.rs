@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_types::PAGE_SIZE;
-use firn_vmm::command_line::{self, Augmented, CommandLineError, Paths, RamPlan};
+use firn_vmm::command_line::{self, Augmented, CommandLineError, Paths, Plugin, RamPlan};
 use firn_vmm::{Launched, Vm, log_tail};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::json;
@@ -18,6 +18,7 @@ use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
+use crate::meta::Meta;
 use crate::qemu::{self, Known};
 use crate::runtime::VmDir;
 
@@ -33,6 +34,8 @@ pub(crate) struct Place<'a> {
     pub(crate) journal: &'a Arc<JournalFile>,
     /// The directory in which the command was given.
     pub(crate) directory: PathBuf,
+    /// The plugin that QEMU is to note stores with, if it is.
+    pub(crate) stores: Option<&'a Path>,
 }
 
 impl Place<'_> {
@@ -108,7 +111,7 @@ pub(crate) fn run(
     };
     let plan = command_line::plan(args).map_err(refused)?;
     let ram = ram_files(plan.ram()).doing("making the VM's memory")?;
-    let augmented = plan.augment(&paths(place.vm, &ram)).map_err(refused)?;
+    let augmented = plan.augment(&paths(place, &ram)).map_err(refused)?;
     let child = launch(place.vm, &augmented, ram)?;
     let qemu_log = |failure| with_output(failure, place.vm);
     let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp()).map_err(qemu_log)?;
@@ -137,7 +140,19 @@ fn get_to_know(
         directory: place.directory.clone(),
         drives: Vec::new(),
     };
-    qemu::describe(vm, known, &layout, place.vm.name().as_str())
+    let machine = qemu::describe(vm, known, &layout, place.vm.name().as_str())?;
+    place.stores.map(|_| check_stores(&machine.meta)).transpose()?;
+    Ok(machine)
+}
+
+/// Whether stores are seen in this VM.
+pub(crate) fn check_stores(meta: &Meta) -> Result<(), Failure> {
+    if meta.qemu.accel == "tcg" {
+        return Ok(());
+    }
+    let text = format!("no stores are seen in a VM that runs under {}", meta.qemu.accel);
+    let hint = "leave out --stores: applications are then told by pages what they wrote";
+    Err(Failure::new(FailureKind::Usage, text).hint(hint))
 }
 
 /// `firn attach`. `before` is what the journal said of a VM that Firn had let go of.
@@ -220,9 +235,12 @@ pub(crate) fn ram_files(plans: &[RamPlan]) -> io::Result<Vec<File>> {
     plans.iter().map(file).collect()
 }
 
-pub(crate) fn paths(vm: &VmDir, ram: &[File]) -> Paths {
+pub(crate) fn paths(place: &Place<'_>, ram: &[File]) -> Paths {
     let path = |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    Paths { qmp: vm.qmp(), ram: ram.iter().map(path).collect(), calls: vm.calls() }
+    let vm = place.vm;
+    let plugin = |library: &Path| Plugin { library: library.to_owned(), orders: vm.stores() };
+    let stores = place.stores.map(plugin);
+    Paths { qmp: vm.qmp(), ram: ram.iter().map(path).collect(), calls: vm.calls(), stores }
 }
 
 /// Starts QEMU.

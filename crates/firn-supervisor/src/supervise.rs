@@ -116,7 +116,8 @@ impl Begun {
         starter: &mut Starter<io::Stdout>,
     ) -> Result<Started, Failure> {
         let directory = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("/"));
-        let place = Place { vm: &self.vm, journal: &self.journal, directory };
+        let stores = plan.stores();
+        let place = Place { vm: &self.vm, journal: &self.journal, directory, stores };
         // Of an earlier VM of this name.
         let _ = std::fs::remove_file(self.vm.run_record());
         // The guard is started while QEMU is: it does not have to wait for anything.
@@ -221,7 +222,7 @@ fn keep(
 ) -> io::Result<()> {
     let hypervisor = started.hypervisor;
     let (journals, hypervisors) = (Arc::clone(&journal), Arc::clone(&hypervisor));
-    let operations = Arc::new(Qemu::new(journals, hypervisors, vm.calls()));
+    let operations = Arc::new(Qemu::new(journals, hypervisors, vm));
     let keeper = Keeper {
         base: base.clone(),
         vm: vm.clone(),

@@ -11,5 +11,5 @@ mod system;
 mod workload;
 
 pub use shape::Shape;
-pub use system::{Calls, System, Taken, measure};
+pub use system::{Calls, System, Taken};
 pub use workload::{ELEMENTS, Workload};

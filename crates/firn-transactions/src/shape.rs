@@ -1,5 +1,11 @@
 //! So many words of so many pages.
 
+use std::str::FromStr;
+
+use anyhow::{Context as _, Result};
+
+use crate::system::{Calls, System, Taken, measure};
+
 /// Words of a page.
 const PAGE: usize = 512;
 
@@ -32,11 +38,48 @@ impl Shape {
             }
         }
     }
+
+    /// Measures so many transactions.
+    ///
+    /// # Errors
+    /// If the tracker does not work here.
+    pub fn measure(self, system: System, calls: &Calls, transactions: usize) -> Result<Taken> {
+        let work = |words: &mut [u64], transaction: usize| self.write(words, transaction);
+        measure(system, calls, self.words(), transactions, |_| {}, work)
+    }
+
+    /// As [`Self::from_str`] reads it.
+    pub fn name(self) -> String {
+        format!("{},{},{}", self.ppt, self.wpp, self.pages)
+    }
+}
+
+/// Pages per transaction, writes per page, pages of the area.
+impl FromStr for Shape {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let numbers: Result<Vec<usize>, _> = text.split(',').map(str::parse).collect();
+        let numbers = numbers.ok().and_then(|numbers| <[usize; 3]>::try_from(numbers).ok());
+        let right = numbers.filter(|[ppt, _, pages]| pages.is_power_of_two() && ppt <= pages);
+        let [ppt, wpp, pages] = right.with_context(|| format!("{text:?} is no PPT,WPP,PAGES"))?;
+        Ok(Self { ppt, wpp, pages })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_shape_is_read_from_its_name() {
+        let shape: Shape = "2,4,256".parse().unwrap();
+        assert_eq!((shape.ppt, shape.wpp, shape.pages), (2, 4, 256));
+        assert_eq!(shape.name(), "2,4,256");
+        for wrong in ["", "2,4", "2,4,255", "512,4,256", "2,4,256,1", "2,x,256"] {
+            assert!(wrong.parse::<Shape>().is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn a_transaction_writes_what_its_shape_says() {

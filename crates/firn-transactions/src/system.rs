@@ -16,6 +16,8 @@ pub enum System {
     Assisted,
     /// PT by Firn on the host, in the same way.
     AssistedByHost,
+    /// Pages, of stores that Firn's plugin in the hypervisor notes.
+    PagesNoted,
 }
 
 /// As whom Firn on the host is called, where it is the tracker.
@@ -25,6 +27,12 @@ pub struct Calls {
     pub name: String,
     /// Its key.
     pub key: String,
+}
+
+impl Calls {
+    fn host(&self) -> Result<Host> {
+        Ok(Host::open(&self.name, &self.key)?)
+    }
 }
 
 impl System {
@@ -46,6 +54,16 @@ impl System {
         Self::Plain(Kind::Host),
     ];
 
+    /// The same in a guest whose stores are noted.
+    pub const NOTED: [Self; 6] = [
+        Self::Plain(Kind::Pages),
+        Self::Plain(Kind::Emulate),
+        Self::AssistedByHost,
+        Self::Plain(Kind::Host),
+        Self::PagesNoted,
+        Self::Plain(Kind::Stores),
+    ];
+
     /// Its name in figures.
     pub fn name(self) -> &'static str {
         match self {
@@ -54,6 +72,7 @@ impl System {
             Self::Plain(kind) => kind.name(),
             Self::Assisted => "pt_assisted",
             Self::AssistedByHost => "pt_host",
+            Self::PagesNoted => "pt_host_noted",
         }
     }
 
@@ -64,15 +83,22 @@ impl System {
             Self::Plain(Kind::Emulate) => Session::open(options.tracker(Kind::Emulate).undo(false)),
             Self::Plain(Kind::Host) => {
                 let options = options.precision(Precision::Pages).undo(false);
-                Session::open_with(options, Box::new(Host::open(&calls.name, &calls.key)?))
+                Session::open_with(options, Box::new(calls.host()?))
+            }
+            Self::Plain(Kind::Stores) => {
+                let host = calls.host()?.noting_stores(Precision::Words)?;
+                Session::open_with(options.undo(false), Box::new(host))
+            }
+            Self::PagesNoted => {
+                let host = calls.host()?.noting_stores(Precision::Pages)?;
+                let options = options.precision(Precision::Pages).undo(false);
+                Session::open_with(options, Box::new(host))
             }
             Self::Plain(kind) => {
                 Session::open(options.tracker(kind).precision(Precision::Pages).undo(false))
             }
             Self::Assisted => Session::open(options.tracker(Kind::Assisted)),
-            Self::AssistedByHost => {
-                Session::open_with(options, Box::new(Host::open(&calls.name, &calls.key)?))
-            }
+            Self::AssistedByHost => Session::open_with(options, Box::new(calls.host()?)),
         };
         Ok(session?)
     }
@@ -82,7 +108,7 @@ impl FromStr for System {
     type Err = anyhow::Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::NATIVE.into_iter().chain(Self::GUEST);
+        let known = Self::NATIVE.into_iter().chain(Self::NOTED);
         let found = known.into_iter().find(|system| system.name() == name);
         found.ok_or_else(|| anyhow!("no system is called {name:?}"))
     }
@@ -101,6 +127,8 @@ pub struct Taken {
     pub runs: f64,
     /// Transactions of which the host could not tell what they wrote.
     pub blind: u64,
+    /// Transactions for which the host was called though stores are noted.
+    pub called: u64,
 }
 
 /// An area under transactions.
@@ -142,7 +170,7 @@ impl Tracked {
         mut work: impl FnMut(&mut [u64], usize),
     ) -> Result<Taken> {
         let mut taken = Taken::default();
-        let blind = self.session.counts().blind;
+        let before = self.session.counts();
         let start = Instant::now();
         for number in 0..transactions {
             let mut transaction = self.session.begin()?;
@@ -156,7 +184,9 @@ impl Tracked {
             }
         }
         taken.us = start.elapsed().as_secs_f64() * 1e6 / transactions as f64;
-        taken.blind = self.session.counts().blind - blind;
+        let after = self.session.counts();
+        taken.blind = after.blind - before.blind;
+        taken.called = after.called - before.called;
         Ok(taken)
     }
 }
@@ -176,6 +206,6 @@ pub fn measure(
     let run =
         |copies| Tracked::new(system.open(calls)?, words, &fill)?.run(transactions, copies, &work);
     let (alone, copied) = (run(false)?, run(true)?);
-    let blind = alone.blind + copied.blind;
-    Ok(Taken { us: alone.us, us_with_copy: copied.us, blind, ..copied })
+    let (blind, called) = (alone.blind + copied.blind, alone.called + copied.called);
+    Ok(Taken { us: alone.us, us_with_copy: copied.us, blind, called, ..copied })
 }

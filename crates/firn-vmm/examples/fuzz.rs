@@ -178,8 +178,12 @@ fn converse(bytes: &[u8]) {
 fn read_command(bytes: &[u8]) {
     let words: Vec<String> = String::from_utf8_lossy(bytes).split('|').map(str::to_owned).collect();
     let Ok(plan) = plan(&words) else { return };
-    let paths =
-        Paths { qmp: "/q".into(), ram: vec!["/r".into(); plan.ram().len()], calls: "/c".into() };
+    let paths = Paths {
+        qmp: "/q".into(),
+        ram: vec!["/r".into(); plan.ram().len()],
+        calls: "/c".into(),
+        stores: None,
+    };
     let _ = plan.augment(&paths);
     let _ = plan.for_restore(&paths);
 }

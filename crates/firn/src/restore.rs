@@ -109,6 +109,7 @@ impl Args {
             disk_dir: self.disk_dir.as_deref().map(absolute).transpose()?,
             access_bits: self.working_set.access_bits(),
             calls: self.calls.policy()?,
+            stores: self.calls.plugin()?,
         };
         let mut facts = {
             let mut bar = Bar::new();

@@ -50,6 +50,7 @@ impl Args {
             args: self.command.clone(),
             access_bits: self.working_set.access_bits(),
             calls: self.calls.policy()?,
+            stores: self.calls.plugin()?,
         };
         start(base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))

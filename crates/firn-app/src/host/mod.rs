@@ -7,22 +7,29 @@
 //! What Firn did not see, it says: while it saves the VM, or after it was started anew, everything counts as written. A
 //! session that compares with the last committed copy then still finds what changed. So it does if Firn is gone
 //! altogether; that takes longer, and [`Counts`](crate::Counts) tells.
+//!
+//! Where the hypervisor emulates and has Firn's plugin, the application's stores can be noted from below
+//! ([`Host::noting_stores`]): then a commit is one store and no call, and what it reads is words. Whatever is not told so,
+//! pages tell as above.
 
 mod device;
+mod noted;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use firn_calls::{
-    AreaId, CallError, Caller, Changed, Key, Nonce, Proof, Refusal, Request, Run, WindowError,
+    AreaId, CallError, Caller, Changed, Key, Nonce, Proof, Refusal, Request, Run, WORD, WindowError,
 };
 use thiserror::Error;
 
 use crate::error::Error;
+use crate::options::Precision;
 use crate::span::{PAGE, Span};
 use crate::sys::mapping::Mapping;
 use crate::tracker::{Counts, Found, Kind, Tracker};
 use device::Device;
+use noted::Noted;
 
 /// How long the host may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -72,7 +79,9 @@ pub struct Host {
     /// When the host was looked for last, and how soon it will be again.
     tried: Option<Instant>,
     again: Duration,
-    blind: u64,
+    /// Stores are to be noted from below, and told so.
+    notes: Option<Precision>,
+    counts: Counts,
 }
 
 /// A slot of the window, and who serves it.
@@ -88,6 +97,7 @@ struct Line {
     caller: Caller,
     seat: Seat,
     areas: BTreeMap<AreaId, Span>,
+    noted: Noted,
 }
 
 impl Host {
@@ -101,9 +111,25 @@ impl Host {
         let (name, key) = (name.to_owned(), key.parse()?);
         let (spans, line, tried) = (Vec::new(), None, None);
         let again = AGAIN.0;
-        let mut host = Self { name, key, device, proof, spans, line, tried, again, blind: 0 };
+        let (notes, counts) = (None, Counts::default());
+        let mut host = Self { name, key, device, proof, spans, line, tried, again, notes, counts };
         host.line = Some(host.connect()?);
         Ok(host)
+    }
+
+    /// Has its stores noted from below, and is told their words, or pages, at the price of a store. What devices write into
+    /// an area directly, and other processes by ptrace(2) and its like, is then not noticed.
+    ///
+    /// # Errors
+    /// If nobody sees the stores of this guest (`firn run --stores`).
+    pub fn noting_stores(mut self, told: Precision) -> Result<Self, HostError> {
+        self.notes = Some(told);
+        if let Some(mut line) = self.line.take() {
+            let begun = self.begin_noting(&mut line);
+            self.line = Some(line);
+            begun?;
+        }
+        Ok(self)
     }
 
     fn connect(&self) -> Result<Line, HostError> {
@@ -123,7 +149,7 @@ impl Host {
         let own: Nonce = random();
         let mut caller = Caller::new(&self.name, self.key.clone(), seat.slot as u32, own);
         self.introduce(&mut caller, seat)?;
-        let mut line = Line { caller, seat, areas: BTreeMap::new() };
+        let mut line = Line { caller, seat, areas: BTreeMap::new(), noted: Noted::default() };
         self.spans.iter().try_for_each(|&span| self.follow(&mut line, span))?;
         Ok(line)
     }
@@ -153,6 +179,8 @@ impl Host {
         let request = line.caller.request(&Request::Follow { start, pages });
         let id = line.caller.following(&self.ask(&line.caller, line.seat, &request)?)?;
         line.areas.insert(id, span);
+        // Of the areas as they were.
+        line.noted.lost();
         Ok(())
     }
 
@@ -199,6 +227,34 @@ impl Host {
             }
         }
         Err(last)
+    }
+
+    /// What was written, as it was noted. `None` if a call has to tell.
+    fn collect_noted(&self, line: &mut Line, found: &mut Found) -> Option<()> {
+        let unit = match self.notes? {
+            Precision::Words => WORD as usize,
+            Precision::Pages => PAGE,
+        };
+        let window = self.device.window().ok()?;
+        let runs = line.noted.collect(window.slot(line.seat.slot)?)?;
+        for run in runs {
+            let Some(span) = line.areas.get(&run.area) else { continue };
+            let from = run.first as usize * WORD as usize;
+            let to = (from + run.words as usize * WORD as usize).next_multiple_of(unit);
+            let (from, to) = ((from / unit * unit).min(span.bytes()), to.min(span.bytes()));
+            found.push(span.start() + from, to - from);
+        }
+        Some(())
+    }
+
+    /// From now on stores are noted; what was written before, a call tells.
+    fn begin_noting(&self, line: &mut Line) -> Result<(), HostError> {
+        let window = self.device.window()?;
+        let end = window.slot(line.seat.slot).ok_or(WindowError::NotServed)?.end_address();
+        let request = line.caller.request(&Request::Note { end });
+        line.noted.tried();
+        line.noted.begin(line.caller.noting(&self.ask(&line.caller, line.seat, &request)?)?);
+        Ok(())
     }
 
     /// Looks for the host again, if it was lost.
@@ -248,7 +304,14 @@ fn unavailable(error: &HostError) -> Error {
 
 impl Tracker for Host {
     fn kind(&self) -> Kind {
-        Kind::Host
+        match self.notes {
+            Some(Precision::Words) => Kind::Stores,
+            _ => Kind::Host,
+        }
+    }
+
+    fn tells_words(&self) -> bool {
+        self.notes == Some(Precision::Words)
     }
 
     fn watch(&mut self, span: Span) -> Result<(), Error> {
@@ -269,6 +332,17 @@ impl Tracker for Host {
 
     fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
         if let Some(mut line) = self.line.take() {
+            if self.notes.is_some() {
+                if self.collect_noted(&mut line, found).is_some() {
+                    self.line = Some(line);
+                    return Ok(());
+                }
+                self.counts.called += 1;
+                // First, so that nothing is between the two.
+                if line.noted.is_due() {
+                    let _ = self.begin_noting(&mut line);
+                }
+            }
             match self.collect_by(&mut line) {
                 Ok(Changed::Runs(runs)) => {
                     line.tell(&runs, found);
@@ -279,7 +353,7 @@ impl Tracker for Host {
                 Err(_) => self.lose(&line),
             }
         }
-        self.blind += 1;
+        self.counts.blind += 1;
         self.spans.iter().for_each(|span| found.push(span.start(), span.bytes()));
         if self.line.is_none() {
             self.reconnect();
@@ -288,7 +362,7 @@ impl Tracker for Host {
     }
 
     fn counts(&self) -> Counts {
-        Counts { blind: self.blind, ..Counts::default() }
+        self.counts
     }
 }
 

@@ -8,6 +8,7 @@
 //! | [`Kind::Scan`] | a fault inside the kernel, and maybe a copy | one scan | pages | any, or allocated |
 //! | [`Kind::Compare`] | nothing | reading everything | words | any |
 //! | [`Kind::Host`] | a fault on the host | one call to Firn | pages | any |
+//! | [`Kind::Stores`] | nothing (each store of the guest: a look at its address) | a store | words | any |
 //!
 //! A tracker whose list comes from elsewhere, a hypervisor that writes it into memory of the application, is one more
 //! implementation of [`Tracker`]: `watch` asks for the list, `collect` reads it.
@@ -46,6 +47,9 @@ pub enum Kind {
     Compare,
     /// Page tracking by Firn on the host, below the guest (PT assisted by the hypervisor): see [`crate::Host`].
     Host,
+    /// Stores noted by Firn's plugin in the hypervisor, below the guest (Emul assisted by the hypervisor): see
+    /// [`crate::Host::noting_stores`].
+    Stores,
     /// Somebody else's list: see [`crate::Session::open_with`].
     External,
 }
@@ -64,6 +68,7 @@ impl Kind {
             Self::Scan => "scan",
             Self::Compare => "compare",
             Self::Host => "pt_host",
+            Self::Stores => "emul_host",
             Self::External => "external",
         }
     }
@@ -138,6 +143,8 @@ pub struct Counts {
     pub unsupported: u64,
     /// Commits for which the host could not tell what was written, so that everything counted.
     pub blind: u64,
+    /// Commits for which the host was called, though stores are noted from below.
+    pub called: u64,
 }
 
 /// Something that knows what was written.
@@ -193,7 +200,7 @@ pub(crate) fn open(kind: Kind) -> Result<Box<dyn Tracker>, Error> {
         Kind::Assisted => Box::new(assisted::Assisted::open()?),
         Kind::Scan => scan::open()?,
         Kind::Compare => Box::new(compare::Compare::default()),
-        Kind::Host | Kind::External => {
+        Kind::Host | Kind::Stores | Kind::External => {
             let why = "it is opened by Session::open_with".to_owned();
             return Err(Error::Unavailable { kind, why });
         }

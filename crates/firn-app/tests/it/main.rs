@@ -3,8 +3,6 @@
 #[cfg(test)]
 mod log;
 #[cfg(test)]
-mod program;
-#[cfg(test)]
 mod session;
 #[cfg(test)]
 mod standby;

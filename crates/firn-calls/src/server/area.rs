@@ -2,7 +2,9 @@
 
 use firn_types::Page;
 
+use super::Below;
 use crate::message::{AreaId, Refusal, Run};
+use crate::noting::{NotedArea, PagePlace};
 
 /// An area of one address space.
 #[derive(Debug)]
@@ -60,6 +62,14 @@ impl Area {
         if changed {
             self.sort();
         }
+    }
+
+    /// The area as who notes stores has to know it. `None` while not all of it is there.
+    pub(super) fn noted(&self, id: AreaId, below: &mut dyn Below) -> Option<NotedArea> {
+        let mut place =
+            |page: Page| Some(PagePlace { ram: page.0, physical: below.physical(page)? });
+        let pages = self.places.iter().copied().map(|page| page.and_then(&mut place));
+        Some(NotedArea { id, start: self.start, pages: pages.collect::<Option<_>>()? })
     }
 
     /// These pages, in ascending order, were written.

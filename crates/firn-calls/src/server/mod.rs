@@ -19,6 +19,7 @@ use firn_types::{GuestPhys, Page};
 
 use crate::key::{Nonce, Proof, SealKey, Speaker};
 use crate::message::{self, Answer, Refusal, Request};
+use crate::noting::Order;
 use crate::policy::{Application, Policy};
 use session::Session;
 
@@ -41,6 +42,12 @@ pub trait Below {
     /// time since which all writes are known: another one than before says that some were missed in between. `None` if
     /// writes can't be followed now. Other pages may be told too: each write is told once, to whoever asks.
     fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)>;
+
+    /// Where a page of RAM is in the guest's physical address space, in pages.
+    fn physical(&mut self, page: Page) -> Option<u64>;
+
+    /// Has stores noted, or no longer. False if nobody sees them.
+    fn order(&mut self, order: &Order) -> bool;
 }
 
 /// What is worth a line in the host's log.
@@ -97,6 +104,7 @@ struct State {
 
 /// Somebody who has said hello.
 struct Pending {
+    slot: u32,
     name: String,
     application: Application,
     numbers: [Nonce; 2],
@@ -148,7 +156,7 @@ impl Server {
             self.slots.iter_mut().filter_map(|(slot, state)| Some((*slot, state.open.as_mut()?)));
         let gone: Vec<u32> =
             open.filter_map(|(slot, session)| session.is_gone(below).then_some(slot)).collect();
-        let noted = gone.into_iter().filter_map(|slot| self.released(slot)).collect();
+        let noted = gone.into_iter().filter_map(|slot| self.released(slot, below)).collect();
         self.slots.retain(|_, state| {
             let is_young = state.pending.as_ref().is_some_and(|pending| !pending.is_old);
             state.pending.iter_mut().for_each(|pending| pending.is_old = true);
@@ -157,9 +165,10 @@ impl Server {
         (self.slots.keys().copied().collect(), noted)
     }
 
-    fn released(&mut self, slot: u32) -> Option<Noted> {
-        let name = self.slots.remove(&slot)?.open?.name;
-        Some(Noted::Closed { name })
+    fn released(&mut self, slot: u32, below: &mut dyn Below) -> Option<Noted> {
+        let mut session = self.slots.remove(&slot)?.open?;
+        session.end_noting(below);
+        Some(Noted::Closed { name: session.name })
     }
 
     fn not_understood(&self, slot: u32) -> Refusal {
@@ -175,7 +184,7 @@ impl Server {
         let seal = application.key.seal_key(&numbers, slot);
         let (name, application) = (name.to_owned(), application.clone());
         self.slots.entry(slot).or_default().pending =
-            Some(Pending { name, application, numbers, seal, is_old: false });
+            Some(Pending { slot, name, application, numbers, seal, is_old: false });
         Answer::Challenge(own)
     }
 
@@ -194,7 +203,7 @@ impl Server {
         self.tell_others(slot, &written);
         match answer {
             Answer::Done if request == Request::Bye => {
-                Some(Answered::known(sealed, self.released(slot)))
+                Some(Answered::known(sealed, self.released(slot, below)))
             }
             answer => Some(Answered::known(sealed, refused(Some(name), &answer))),
         }
@@ -225,6 +234,7 @@ impl Server {
         let (answer, noted) = match request {
             Some(Request::Prove { at }) => match pending.prove(sequence, at, below) {
                 Ok(session) => {
+                    state.open.iter_mut().for_each(|session| session.end_noting(below));
                     state.open = Some(session);
                     (Answer::Done, Some(Noted::Opened { name }))
                 }
@@ -258,6 +268,8 @@ impl Pending {
 
 fn refused(name: Option<String>, answer: &Answer) -> Option<Noted> {
     match *answer {
+        // Each application asks for that, to know.
+        Answer::Refused(Refusal::NoStores) => None,
         Answer::Refused(refusal) => Some(Noted::Refused { name, refusal }),
         _ => None,
     }

@@ -8,6 +8,7 @@ use super::area::Area;
 use super::{Below, Pending};
 use crate::key::{Proof, SealKey, Speaker};
 use crate::message::{self, Answer, AreaId, Refusal, Request, Run};
+use crate::noting::{NoteOrder, Order, WORD};
 use crate::window::Place;
 
 /// Areas that a session has at most.
@@ -19,6 +20,7 @@ const PROGRAMS_END: u64 = 1 << 47;
 /// See the module documentation.
 pub(super) struct Session {
     pub(super) name: String,
+    slot: u32,
     seal: SealKey,
     /// The last request that was answered: each is, once.
     last: u64,
@@ -36,6 +38,8 @@ pub(super) struct Session {
     told_anything: bool,
     /// At the last sweep its process was not to be found.
     is_suspect: bool,
+    /// Its stores are noted from below.
+    is_noting: bool,
 }
 
 impl std::fmt::Debug for Session {
@@ -59,6 +63,7 @@ impl Session {
     ) -> Self {
         Self {
             name: by.name,
+            slot: by.slot,
             seal: by.seal,
             last: sequence,
             space,
@@ -71,6 +76,7 @@ impl Session {
             told: 0,
             told_anything: false,
             is_suspect: false,
+            is_noting: false,
         }
     }
 
@@ -116,10 +122,12 @@ impl Session {
             Request::Hello { .. } | Request::Prove { .. } => Err(Refusal::Early),
             Request::Bye => Ok(Answer::Done),
             Request::Forget(id) => {
+                self.end_noting(below);
                 self.areas.remove(&id).map(|_| Answer::Done).ok_or(Refusal::NoArea)
             }
             Request::Follow { start, pages } => self.follow(start, pages, below, written),
             Request::Collect { known } => self.collect(sequence, known, below, written),
+            Request::Note { end } => self.begin_noting(sequence, end, below),
         }
     }
 
@@ -138,6 +146,7 @@ impl Session {
     ) -> Result<Answer, Refusal> {
         self.check_space(below)?;
         self.check_place(start, pages)?;
+        self.end_noting(below);
         let places: Result<Vec<Page>, Refusal> =
             below.translate(self.space, start, pages).into_iter().collect();
         let area = Area::new(start, places?);
@@ -187,9 +196,7 @@ impl Session {
             self.told_anything = false;
         }
         self.told = sequence;
-        for area in self.areas.values_mut() {
-            area.moved(&below.translate(self.space, area.start, area.pages()));
-        }
+        self.look_up(below);
         let pages = distinct(self.areas.values().flat_map(Area::places));
         let (era, found) =
             below.written(&pages).map_or((None, Vec::new()), |(era, found)| (Some(era), found));
@@ -198,6 +205,42 @@ impl Session {
         self.told_anything |= era.is_none() || era != self.era;
         self.era = era;
         Ok(self.tell())
+    }
+
+    /// The guest's kernel may have moved pages.
+    fn look_up(&mut self, below: &mut dyn Below) {
+        for area in self.areas.values_mut() {
+            area.moved(&below.translate(self.space, area.start, area.pages()));
+        }
+    }
+
+    fn begin_noting(
+        &mut self,
+        sequence: u64,
+        end: u64,
+        below: &mut dyn Below,
+    ) -> Result<Answer, Refusal> {
+        self.check_space(below)?;
+        if end % WORD != 0 {
+            return Err(Refusal::Misplaced(end));
+        }
+        if end >= PROGRAMS_END {
+            return Err(Refusal::Kernel(end));
+        }
+        self.end_noting(below);
+        self.look_up(below);
+        let areas: Option<Vec<_>> =
+            self.areas.iter().map(|(id, area)| area.noted(*id, below)).collect();
+        let key = self.seal.noting(sequence);
+        let order = areas.map(|areas| Order::Note(NoteOrder { slot: self.slot, key, end, areas }));
+        self.is_noting = order.is_some_and(|order| below.order(&order));
+        self.is_noting.then_some(Answer::Noting).ok_or(Refusal::NoStores)
+    }
+
+    pub(super) fn end_noting(&mut self, below: &mut dyn Below) {
+        if std::mem::take(&mut self.is_noting) {
+            below.order(&Order::End { slot: self.slot });
+        }
     }
 
     /// What was written, unless that is not known or does not fit an answer.

@@ -2,11 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use firn_calls::{Below, Nonce, Proof, Refusal};
+use firn_calls::{Below, Nonce, Notes, Order, Proof, Refusal};
 use firn_types::{GuestPhys, Page};
 
 /// Bytes of a page.
 pub const PAGE: u64 = 4096;
+
+/// How far physical addresses are from places in RAM, in pages.
+const HOLE: u64 = 1000;
 
 /// A guest of a few address spaces, and a host that follows writes as the kernel does: each is told once.
 #[derive(Default)]
@@ -17,6 +20,8 @@ pub struct Guest {
     pub era: Option<u64>,
     pub numbers: u8,
     pub searches: usize,
+    /// What is noted of each slot, if stores are seen here.
+    pub notes: Option<BTreeMap<u32, Notes>>,
 }
 
 impl Guest {
@@ -78,5 +83,18 @@ impl Below for Guest {
         let told: Vec<Page> = self.written.range(*first..=*last).copied().collect();
         self.written.retain(|page| !told.contains(page));
         Some((era, told))
+    }
+
+    fn physical(&mut self, page: Page) -> Option<u64> {
+        Some(u64::from(page.0) + HOLE)
+    }
+
+    fn order(&mut self, order: &Order) -> bool {
+        let Some(notes) = &mut self.notes else { return false };
+        match order.clone() {
+            Order::Note(order) => notes.insert(order.slot, Notes::new(order)),
+            Order::End { slot } => notes.remove(&slot),
+        };
+        true
     }
 }

@@ -34,4 +34,4 @@ mod size;
 pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
 pub use drives::DriveFile;
 pub use error::CommandLineError;
-pub use plan::{Augmented, MONITOR_ID, Paths, Plan, RAM_ID, RamPlan, plan};
+pub use plan::{Augmented, MONITOR_ID, Paths, Plan, Plugin, RAM_ID, RamPlan, plan};

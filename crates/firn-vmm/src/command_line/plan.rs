@@ -42,6 +42,17 @@ pub struct Paths {
     pub ram: Vec<PathBuf>,
     /// Where QEMU makes the memory of the device for calls, if there is one.
     pub calls: PathBuf,
+    /// What notes stores of its applications, if that is wanted.
+    pub stores: Option<Plugin>,
+}
+
+/// A plugin of QEMU's TCG that notes stores.
+#[derive(Clone, Debug)]
+pub struct Plugin {
+    /// The plugin.
+    pub library: PathBuf,
+    /// Where it makes the socket for its orders.
+    pub orders: PathBuf,
 }
 
 /// A command line for a VM under Firn.
@@ -271,6 +282,7 @@ impl Plan {
         }
         line.put_calls(&paths.calls);
         line.add_monitor(&paths.qmp);
+        paths.stores.iter().for_each(|plugin| line.add_plugin(plugin, &paths.calls));
         Ok(line)
     }
 }
@@ -320,6 +332,13 @@ impl Line {
         self.add(Argument::new("chardev", socket), "a socket for Firn's own monitor");
         let monitor = format!("chardev={MONITOR_ID},mode=control");
         self.add(Argument::new("mon", monitor), "Firn's own monitor, beside any other");
+    }
+
+    fn add_plugin(&mut self, plugin: &Plugin, calls: &Path) {
+        let text = |path: &Path| escape(&path.to_string_lossy()).into_owned();
+        let [library, orders, calls] = [&plugin.library, &plugin.orders, calls].map(text);
+        let plugin = format!("file={library},window={calls},orders={orders}");
+        self.add(Argument::new("plugin", plugin), "notes what applications of the guest write");
     }
 
     fn drop_all(&mut self, name: &str, why: &str) {

@@ -17,7 +17,7 @@ fn command(line: &str) -> Vec<String> {
 
 fn paths(regions: usize) -> Paths {
     let ram = (0..regions).map(|at| PathBuf::from(format!("/proc/self/fd/{}", 10 + at))).collect();
-    Paths { qmp: "/run/q".into(), ram, calls: "/run/calls".into() }
+    Paths { qmp: "/run/q".into(), ram, calls: "/run/calls".into(), stores: None }
 }
 
 fn augmented(line: &str) -> Augmented {
@@ -159,7 +159,12 @@ fn a_monitor_of_the_user_stays_beside_firns() {
 #[test]
 fn commas_in_paths_are_doubled() {
     let plan = plan(&command("")).unwrap();
-    let paths = Paths { qmp: "/run/a,b".into(), ram: vec!["/x,y".into()], calls: "/c".into() };
+    let paths = Paths {
+        qmp: "/run/a,b".into(),
+        ram: vec!["/x,y".into()],
+        calls: "/c".into(),
+        stores: None,
+    };
     let text = plan.augment(&paths).unwrap().args.join(" ");
     assert!(text.contains("path=/run/a,,b,") && text.contains("mem-path=/x,,y,"));
 }
@@ -170,7 +175,8 @@ fn what_firn_added_before_is_not_added_again() {
     let plan = plan(&first.args).unwrap();
     assert_eq!(plan.ram(), first.ram);
     let (qmp, calls) = ("/run/q".into(), "/c".into());
-    let again = plan.augment(&Paths { qmp, ram: vec!["/proc/self/fd/10".into()], calls });
+    let again =
+        plan.augment(&Paths { qmp, ram: vec!["/proc/self/fd/10".into()], calls, stores: None });
     assert_eq!(again.unwrap().args, first.args);
 }
 
@@ -271,4 +277,15 @@ fn the_device_for_calls_has_a_file_of_the_vms_own() {
     assert!(line.contains(&"ivshmem-plain,memdev=firn.calls,master=on".to_owned()), "{line:?}");
     let again = plan(&line).unwrap().ram().len();
     assert_eq!(again, 1, "it is no RAM of the guest's");
+}
+
+#[test]
+fn a_plugin_notes_stores_in_the_memory_for_calls() {
+    let (library, orders) = ("/lib/a,b.so".into(), "/run/s".into());
+    let paths = Paths { stores: Some(Plugin { library, orders }), ..paths(1) };
+    let plan = plan(&calls::with_calls(&command("-m 64"))).unwrap();
+    for line in [plan.augment(&paths).unwrap(), plan.for_restore(&paths).unwrap()] {
+        let wanted = "file=/lib/a,,b.so,window=/run/calls,orders=/run/s".to_owned();
+        assert!(line.args.contains(&wanted), "{:?}", line.args);
+    }
 }

@@ -50,7 +50,12 @@ impl Home {
     fn paths(&self, name: &str) -> Paths {
         let path = |file: &OwnedFd| format!("/proc/self/fd/{}", file.as_raw_fd()).into();
         let ram = self.ram.iter().map(path).collect();
-        Paths { qmp: self.path(&format!("{name},qmp")), ram, calls: self.path("calls") }
+        Paths {
+            qmp: self.path(&format!("{name},qmp")),
+            ram,
+            calls: self.path("calls"),
+            stores: None,
+        }
     }
 
     /// Starts a command line of this plan, with its serial port and its monitor named after `name`.

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use firn_lab::guest::Control;
+use firn_lab::guest::accel::Accel;
+use firn_lab::guest::{Control, accel};
 use serde_json::Value;
 
 use crate::session::{eventually, kill, text};
@@ -11,13 +12,17 @@ use crate::vm::Vm;
 const PATIENCE: Duration = Duration::from_secs(120);
 const KEY: &str = "8f0f6a9d3c0e4b7a5d2c1f9e8b7a6c5d4e3f2a1b0c9d8e7f6a5b4c3d2e1f0a9b";
 
-/// A guest whose application `ledger` may call, for up to 100 pages.
-fn vm() -> Vm {
+/// A guest whose application `ledger` may call, for up to so many pages.
+fn vm_with(pages: u32, how: &[&str]) -> Vm {
     let vm = Vm::new();
     let policy = vm.session.path("policy.toml");
-    std::fs::write(&policy, format!("[applications.ledger]\nkey = \"{KEY}\"\npages = 100\n"))
-        .unwrap();
-    vm.booted_with(&["--calls", text(&policy)])
+    let entry = format!("[applications.ledger]\nkey = \"{KEY}\"\npages = {pages}\n");
+    std::fs::write(&policy, entry).unwrap();
+    vm.booted_with(&[&["--calls", text(&policy)], how].concat())
+}
+
+fn vm() -> Vm {
+    vm_with(100, &[])
 }
 
 fn ledger(control: &mut Control, how: &[&str]) -> Result<Value, String> {
@@ -148,4 +153,99 @@ fn a_policy_that_is_none_is_named() {
     vm.session.firn(&run).fails(2, "a key is 64 hexadecimal digits");
     std::fs::write(&policy, "\n[applications.ledger]\nkeys = \"abc\"\n").unwrap();
     vm.session.firn(&run).fails(2, "line 3");
+}
+
+/// Random programs in the guest, compared there with the same on plain memory.
+fn programs(control: &mut Control, tracker: &str) {
+    let words = ["firn-guest", "programs", "--tracker", tracker, "--key", KEY];
+    let ended = control.run_within(&words, "", Duration::from_secs(500)).unwrap();
+    assert_eq!(ended.exit, 0, "{tracker}: {} {}", ended.stdout, ended.stderr);
+    let done: Value = serde_json::from_str(ended.stdout.lines().last().unwrap()).unwrap();
+    assert!(done["transactions"].as_u64() >= Some(10_000), "{done}");
+}
+
+#[test]
+fn random_programs_are_told_exactly_by_the_host() {
+    programs(&mut vm_with(4096, &[]).control(), "pt_host");
+}
+
+#[test]
+fn random_programs_are_told_exactly_by_noted_stores() {
+    if accel::decide().accel != Accel::Tcg {
+        return eprintln!("SKIPPED: stores are noted where QEMU emulates");
+    }
+    let vm = vm_with(4096, &["--stores"]);
+    ["emul_host", "pt_host_noted"]
+        .into_iter()
+        .for_each(|tracker| programs(&mut vm.control(), tracker));
+}
+
+/// Whatever happens to the VM or to Firn, what is noted is what was written, or a call tells.
+#[test]
+fn stores_are_noted_through_saves_and_the_supervisors_death() {
+    if accel::decide().accel != Accel::Tcg {
+        return eprintln!("SKIPPED: stores are noted where QEMU emulates");
+    }
+    let vm = vm_with(100, &["--stores"]);
+    let mut control = vm.control();
+    let noting: &[&str] = &["--tracker", "emul_host", "--no-undo"];
+    let done = ledger(&mut control, &[noting, &["--transactions", "3000"]].concat()).unwrap();
+    eprintln!("{done}");
+    assert_eq!((done["wrong"].as_u64(), done["blind"].as_u64()), (Some(0), Some(0)), "{done}");
+    assert!(done["called"].as_u64() < Some(10), "noted, but for the first: {done}");
+
+    let words = ["firn-guest", "ledger", "--key", KEY, "--transactions", "0"];
+    control.spawn("ledger", &[&words, &["--tracker", "emul_host"][..]].concat()).unwrap();
+    let last = |control: &mut Control| -> Value {
+        let said = control.wait_output("ledger", "progress", PATIENCE).unwrap();
+        serde_json::from_str(said.lines().rfind(|line| line.contains("progress")).unwrap()).unwrap()
+    };
+    // Noted again: two hundred transactions and no call.
+    let noted = |control: &mut Control| {
+        eventually("notes", PATIENCE, || {
+            let before = last(control);
+            let wanted = before["progress"].as_u64().map(|count| count + 200);
+            eventually("transactions", PATIENCE, || last(control)["progress"].as_u64() > wanted);
+            let after = last(control);
+            assert_eq!(after["wrong"], 0, "{after}");
+            after["called"] == before["called"]
+        });
+    };
+    noted(&mut control);
+    vm.session.firn(&["checkpoint", "web", "-o", "a.firn"]).succeeds();
+    noted(&mut control);
+    vm.session.firn(&["checkpoint", "web", "-o", "b.firn", "--strategy", "pre-copy"]).succeeds();
+    noted(&mut control);
+    kill(vm.session.status("web")["supervisor_pid"].as_i64().unwrap());
+    eventually("a successor", PATIENCE, || vm.session.status("web")["recoveries"] == 1);
+    noted(&mut control);
+    drop(control);
+    vm.is_well();
+    vm.session.firn(&["stop", "web"]).succeeds();
+
+    // Restored with the plugin and without: who is not told asks, and who can't ask compares.
+    let policy = vm.session.path("policy.toml");
+    let calls = ["--calls", text(&policy)];
+    for (how, noted_there) in
+        [(&[&calls[..], &["--stores"]].concat(), true), (&calls.to_vec(), false)]
+    {
+        let restore = [&["restore", "a.firn", "--name", "web", "--wait"], &how[..]].concat();
+        vm.session.firn(&restore).succeeds();
+        match noted_there {
+            true => noted(&mut vm.control()),
+            false => seen_again(&vm),
+        }
+        vm.is_well();
+        vm.session.firn(&["stop", "web"]).succeeds();
+    }
+}
+
+#[test]
+fn a_plugin_that_is_none_is_named() {
+    let vm = Vm::new();
+    let policy = vm.session.path("policy.toml");
+    std::fs::write(&policy, "").unwrap();
+    let run = |stores| ["run", "web", "--calls", text(&policy), stores, "--", "qemu-system-x86_64"];
+    vm.session.firn(&run("--stores=/none.so")).fails(2, "there is no plugin /none.so");
+    vm.session.firn(&["run", "web", "--stores", "--", "qemu-system-x86_64"]).fails(2, "required");
 }

@@ -1,11 +1,12 @@
 //! A guest whose applications may call Firn on the host.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use firn_guest::transactions::Measured;
-use firn_transactions::{System, Workload};
+use firn_transactions::System;
 
 use crate::guest::{Control, GuestImage, QemuArgs, accel};
 use crate::lab::Lab;
@@ -26,11 +27,12 @@ const PAGES: u32 = 4096;
 pub(super) struct Guest<'a> {
     lab: &'a Lab,
     agent: PathBuf,
+    systems: &'static [System],
 }
 
 impl<'a> Guest<'a> {
-    /// Boots it with one vCPU: the host's side of calls needs a processor too.
-    pub(super) fn boot(lab: &'a Lab) -> Result<Self> {
+    /// Boots it with one vCPU: the host's side of calls needs a processor too. Its stores are noted if a system needs that.
+    pub(super) fn boot(lab: &'a Lab, systems: &'static [System]) -> Result<Self> {
         let (agent, policy) = (lab.file("agent"), lab.file("policy.toml"));
         std::fs::write(
             &policy,
@@ -41,45 +43,31 @@ impl<'a> Guest<'a> {
             .vcpus(1)
             .console(&lab.file("console"))
             .agent(&agent);
-        lab.firn().run_with(VM, &["--calls".as_ref(), policy.as_os_str()], &args)?;
-        let guest = Self { lab, agent };
+        let mut how: Vec<&OsStr> = vec!["--calls".as_ref(), policy.as_os_str()];
+        how.extend(systems.contains(&System::PagesNoted).then_some(OsStr::new("--stores")));
+        lab.firn().run_with(VM, &how, &args)?;
+        let guest = Self { lab, agent, systems };
         Control::connect(&guest.agent, BOOT)?;
         Ok(guest)
     }
 
-    /// Runs of a workload, in turn.
+    /// Runs of a workload, or of a shape, with each system in turn.
     pub(super) fn measure(
         &self,
-        workload: Workload,
+        what: &[&str],
         opt: &[usize],
         operations: usize,
         rounds: usize,
     ) -> Result<Vec<Measured>> {
         let list = |words: Vec<String>| words.join(",");
-        let systems = list(System::GUEST.iter().map(|system| system.name().to_owned()).collect());
+        let systems = list(self.systems.iter().map(|system| system.name().to_owned()).collect());
         let opt = list(opt.iter().map(usize::to_string).collect());
-        let (name, operations) = (workload.name(), operations.to_string());
-        let rounds = rounds.to_string();
-        let words = [
-            "firn-guest",
-            "transactions",
-            "--workload",
-            &name,
-            "--systems",
-            &systems,
-            "--opt",
-            &opt,
-            "--operations",
-            &operations,
-            "--rounds",
-            &rounds,
-            "--name",
-            NAME,
-            "--key",
-            KEY,
-        ];
+        let [operations, rounds] = [operations, rounds].map(|number| number.to_string());
+        let how = ["--systems", &systems, "--opt", &opt, "--operations", &operations];
+        let who = ["--rounds", &rounds, "--name", NAME, "--key", KEY];
+        let words = [&["firn-guest", "transactions"], what, &how, &who].concat();
         let ended = Control::connect(&self.agent, BOOT)?.run_within(&words, "", LIMIT)?;
-        ensure!(ended.exit == 0, "{name} in the guest: {}", ended.stderr.trim());
+        ensure!(ended.exit == 0, "{what:?} in the guest: {}", ended.stderr.trim());
         let parse = |line| serde_json::from_str(line).with_context(|| format!("{line:?}"));
         ended.stdout.lines().map(parse).collect()
     }

@@ -1,7 +1,8 @@
 //! `app-micro`: transactions that write so many words of so many pages.
 //!
 //! Reproduces Figures 6 to 10 of "Hypervisor-Assisted Application Checkpointing in Virtualized Environments" (section V),
-//! natively: trackers in user space and assisted by the operating system.
+//! natively: trackers in user space and assisted by the operating system; and in a guest, where Firn below is a tracker too (see
+//! `app-structures`).
 //!
 //! **What varies**: the tracker; pages per transaction (PPT), writes per page (WPP), the size of the critical data area.
 //! **What is held equal**: pages are drawn at random, the same ones for every tracker; all pages have been touched before.
@@ -13,18 +14,23 @@
 use anyhow::{Context as _, Result};
 use firn_app::Kind;
 use firn_report::plot::LinePlot;
-use firn_transactions::{Calls, Shape, System, measure};
+use firn_transactions::{Calls, Shape, System};
 use serde_json::json;
 
+use super::guest::Guest;
+use super::place::Place;
 use crate::lab::{Lab, interleaved};
 use crate::report::Report;
 
 /// Transactions of a run, in quick and in full runs. (The paper: 100,000.)
 const TRANSACTIONS: (usize, usize) = (1000, 100_000);
-/// At most so many writes in a run, where each may be a signal.
+const TRANSACTIONS_IN_GUEST: (usize, usize) = (200, 5000);
+/// At most so many writes in a run, where each may be a signal; in a guest that is slower.
 const WRITES_MAX: usize = 400_000;
+const WRITES_MAX_IN_GUEST: usize = 20_000;
 /// Rounds, in quick and in full runs.
 const ROUNDS: (usize, usize) = (3, 5);
+const ROUNDS_IN_GUEST: (usize, usize) = (1, 3);
 /// Pages of the area where its size does not vary: 1 MiB.
 const PAGES: usize = 256;
 
@@ -63,62 +69,110 @@ const SWEEPS: [Sweep; 3] = [
 
 /// Runs it.
 pub fn run(lab: &Lab) -> Result<Report> {
-    let mut report = lab.report("app-micro");
-    for sweep in &SWEEPS {
-        lab.say(sweep.title);
-        for &value in sweep.values {
-            measure_at(lab, &mut report, sweep, value)?;
+    let mut report = lab.vm_report("app-micro");
+    for place in lab.extent.wanted(&[Place::Native, Place::Guest], |place| place.name().to_owned())
+    {
+        let guest =
+            (place == Place::Guest).then(|| Guest::boot(lab, place.systems())).transpose()?;
+        for sweep in &SWEEPS {
+            lab.say(&format!("{}, {}", sweep.title, place.name()));
+            for &value in sweep.values {
+                let shape = (sweep.at)(value);
+                let runs = match &guest {
+                    None => natively(lab, shape)?,
+                    Some(guest) => in_guest(lab, guest, shape)?,
+                };
+                tell(&mut report, place, (sweep.name, value), runs);
+            }
+            draw(&mut report, place, sweep)?;
         }
-        draw(&mut report, sweep)?;
     }
-    let (pt, emulate) = (System::Plain(Kind::Pages), System::Plain(Kind::Emulate));
-    let (assisted, pages) = (System::Assisted, System::Plain(Kind::Assisted));
-    let (scan, compare) = (System::Plain(Kind::Scan), System::Plain(Kind::Compare));
-    break_even(&mut report, "wpp", "emul_pt", emulate, pt);
-    break_even(&mut report, "wpp", "emul_pt_assisted", emulate, assisted);
-    for (name, whole) in [("scan", scan), ("compare", compare)] {
-        break_even(&mut report, "ppt", &format!("{name}_pt"), pt, whole);
-        break_even(&mut report, "ppt", &format!("{name}_pt_assisted"), pages, whole);
-        break_even(&mut report, "cda_kib", &format!("{name}_pt"), whole, pt);
-    }
+    break_evens(&mut report);
     Ok(report)
 }
 
-fn key(sweep: &str, value: usize, system: System) -> String {
-    format!("native.us_per_transaction.{sweep}{value}.{}", system.name())
+/// Where costs cross, natively and in a guest.
+fn break_evens(report: &mut Report) {
+    let (pt, emulate) = (System::Plain(Kind::Pages), System::Plain(Kind::Emulate));
+    let (assisted, pages) = (System::Assisted, System::Plain(Kind::Assisted));
+    let (scan, compare) = (System::Plain(Kind::Scan), System::Plain(Kind::Compare));
+    let mut native = |sweep, name: &str, first, second| {
+        break_even(report, Place::Native, sweep, name, (first, second));
+    };
+    native("wpp", "emul_pt", emulate, pt);
+    native("wpp", "emul_pt_assisted", emulate, assisted);
+    for (name, whole) in [("scan", scan), ("compare", compare)] {
+        native("ppt", &format!("{name}_pt"), pt, whole);
+        native("ppt", &format!("{name}_pt_assisted"), pages, whole);
+        native("cda_kib", &format!("{name}_pt"), whole, pt);
+    }
+    let (noted_words, noted_pages) = (System::Plain(Kind::Stores), System::PagesNoted);
+    let mut guest = |name: &str, first, second| {
+        break_even(report, Place::Guest, "wpp", name, (first, second));
+    };
+    guest("emul_pt", emulate, pt);
+    guest("emul_assisted_pt_assisted", noted_words, noted_pages);
 }
 
-fn measure_at(lab: &Lab, report: &mut Report, sweep: &Sweep, value: usize) -> Result<()> {
-    let shape = (sweep.at)(value);
+fn key(place: Place, sweep: &str, value: usize, system: System) -> String {
+    format!("{}.us_per_transaction.{sweep}{value}.{}", place.name(), system.name())
+}
+
+/// Microseconds per transaction, by system.
+type Runs = Vec<(System, Vec<f64>)>;
+
+fn natively(lab: &Lab, shape: Shape) -> Result<Runs> {
     let most = lab.extent.pick(TRANSACTIONS.0, TRANSACTIONS.1);
     let transactions = most.min(WRITES_MAX / (shape.ppt * shape.wpp));
-    let mut times = vec![Vec::new(); System::NATIVE.len()];
-    let numbers: Vec<usize> = (0..System::NATIVE.len()).collect();
+    let mut runs: Runs = System::NATIVE.map(|system| (system, Vec::new())).into();
+    let numbers: Vec<usize> = (0..runs.len()).collect();
     interleaved(lab.extent.runs(ROUNDS.0, ROUNDS.1), &numbers, |_, &number| {
-        let work = |words: &mut [u64], transaction: usize| shape.write(words, transaction);
-        let (system, calls) = (System::NATIVE[number], Calls::default());
-        let taken = measure(system, &calls, shape.words(), transactions, |_| {}, work)?;
-        times[number].push(taken.us);
+        let (system, times) = &mut runs[number];
+        times.push(shape.measure(*system, &Calls::default(), transactions)?.us);
         Ok(())
     })?;
-    for (system, times) in System::NATIVE.into_iter().zip(times) {
-        report.repetition(json!({ "sweep": sweep.name, "value": value, "tracker": system.name(),
-            "transactions": transactions, "us": times }));
-        report.sample(key(sweep.name, value, system), times);
+    Ok(runs)
+}
+
+fn in_guest(lab: &Lab, guest: &Guest<'_>, shape: Shape) -> Result<Runs> {
+    let most = lab.extent.pick(TRANSACTIONS_IN_GUEST.0, TRANSACTIONS_IN_GUEST.1);
+    let transactions = most.min(WRITES_MAX_IN_GUEST / (shape.ppt * shape.wpp));
+    let rounds = lab.extent.runs(ROUNDS_IN_GUEST.0, ROUNDS_IN_GUEST.1);
+    let measured = guest.measure(&["--shape", &shape.name()], &[1], transactions, rounds)?;
+    let of = |system: System| {
+        let own = measured.iter().filter(|it| it.system == system.name());
+        (system, own.map(|it| it.taken.us).collect())
+    };
+    Ok(Place::Guest.systems().iter().map(|&system| of(system)).collect())
+}
+
+fn tell(report: &mut Report, place: Place, (sweep, value): (&str, usize), runs: Runs) {
+    for (system, times) in runs {
+        report.repetition(json!({ "place": place.name(), "sweep": sweep, "value": value,
+            "tracker": system.name(), "us": times }));
+        report.sample(key(place, sweep, value, system), times);
     }
-    Ok(())
 }
 
 /// Where the first system stops being the cheaper one.
-fn break_even(report: &mut Report, sweep: &str, name: &str, first: System, second: System) {
+fn break_even(
+    report: &mut Report,
+    place: Place,
+    sweep: &str,
+    name: &str,
+    (first, second): (System, System),
+) {
     let values =
         SWEEPS.iter().find(|known| known.name == sweep).map_or(&[][..], |sweep| sweep.values);
     let points = values.iter().filter_map(|&value| {
-        let cost = |system| report.value(&key(sweep, value, system));
+        let cost = |system| report.value(&key(place, sweep, value, system));
         Some((value as f64, cost(first)? - cost(second)?))
     });
     let points: Vec<_> = points.collect();
-    let key = format!("native.break_even.{sweep}.{name}");
+    if points.is_empty() {
+        return;
+    }
+    let key = format!("{}.break_even.{sweep}.{name}", place.name());
     match crossing(&points) {
         Some(at) => report.number(key, at),
         None => report.note(format!("{key}: none within what was measured")),
@@ -133,19 +187,23 @@ fn crossing(points: &[(f64, f64)]) -> Option<f64> {
     })
 }
 
-fn draw(report: &mut Report, sweep: &Sweep) -> Result<()> {
+fn draw(report: &mut Report, place: Place, sweep: &Sweep) -> Result<()> {
     let line = |system: System| {
-        let point =
-            |&value: &usize| Some((value as f64, report.value(&key(sweep.name, value, system))?));
+        let point = |&value: &usize| {
+            Some((value as f64, report.value(&key(place, sweep.name, value, system))?))
+        };
         (system.name().to_owned(), sweep.values.iter().filter_map(point).collect())
     };
     let plot = LinePlot {
-        title: sweep.title.into(),
+        title: format!("{}, {}", sweep.title, place.name()),
         x: sweep.x.into(),
         y: "microseconds per transaction".into(),
-        lines: System::NATIVE.into_iter().map(line).collect(),
+        lines: place.systems().iter().map(|&system| line(system)).collect(),
     };
-    report.drawing(format!("app-micro-{}", sweep.name), plot.svg().context("Figures 6 to 10")?);
+    report.drawing(
+        format!("app-micro-{}-{}", place.name(), sweep.name),
+        plot.svg().context("Figures 6 to 10")?,
+    );
     Ok(())
 }
 

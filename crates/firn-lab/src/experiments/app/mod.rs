@@ -2,4 +2,5 @@
 
 mod guest;
 pub(super) mod micro;
+mod place;
 pub(super) mod structures;

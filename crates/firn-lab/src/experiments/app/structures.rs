@@ -11,9 +11,11 @@
 //! **What is measured**: microseconds per transaction, the operations included (Figures 11 and 13; `us_per_transaction`);
 //! the same with a copy of what changed (Figure 17; `us_with_copy`); bytes that changed, as told (Figures 15 and 16;
 //! `bytes`). `pt_assisted` is what sessions do by default: words, by comparing pages with the last committed copy;
-//! `pt_assisted_pages` tells pages, as PT does; `pt_host` and `pt_host_pages` are the same by Firn on the host. Speedups
-//! (Figures 12, 14, 18) are PT over these, in the guest `pt_assisted` being the host's, and emulation over what is
-//! assisted and tells words as well (`emul_assisted`): natively no layer below sees single stores.
+//! `pt_assisted_pages` tells pages, as PT does; `pt_host` and `pt_host_pages` are the same by Firn on the host, which protects
+//! the guest's pages. `emul_host` are words of stores that Firn's plugin in QEMU notes, `pt_host_noted` their pages. Speedups
+//! (Figures 12, 14, 18) are PT over what is assisted (`pt_assisted`), and emulation over what is assisted and tells words as
+//! well (`emul_assisted`): natively no layer below sees single stores. The plugin makes all of the guest slower, PT and Emul
+//! too: `plain-guest` is one without, and `guest.speedup_over_plain` is PT and Emul there over what is assisted here.
 
 use anyhow::{Context as _, Result, ensure};
 use firn_app::Kind;
@@ -22,6 +24,7 @@ use firn_transactions::{Calls, System, Taken, Workload};
 use serde_json::json;
 
 use super::guest::Guest;
+use super::place::Place;
 use crate::lab::{Lab, interleaved};
 use crate::report::Report;
 use crate::stats::Sample;
@@ -35,34 +38,13 @@ const ROUNDS_IN_GUEST: (usize, usize) = (1, 5);
 /// Operations per transaction.
 const OPT: [usize; 2] = [1, 5];
 
-/// Where transactions run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
-    Native,
-    Guest,
-}
-
 impl Place {
-    const ALL: [Self; 2] = [Self::Native, Self::Guest];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Native => "native",
-            Self::Guest => "guest",
-        }
-    }
-
-    fn systems(self) -> &'static [System] {
-        match self {
-            Self::Native => &System::NATIVE,
-            Self::Guest => &System::GUEST,
-        }
-    }
-
     fn operations(self, lab: &Lab) -> usize {
         match self {
             Self::Native => lab.extent.pick(OPERATIONS.0, OPERATIONS.1),
-            Self::Guest => lab.extent.pick(OPERATIONS_IN_GUEST.0, OPERATIONS_IN_GUEST.1),
+            Self::Guest | Self::Plain => {
+                lab.extent.pick(OPERATIONS_IN_GUEST.0, OPERATIONS_IN_GUEST.1)
+            }
         }
     }
 
@@ -79,9 +61,15 @@ impl Place {
                 ("compare", PT, System::Plain(Kind::Compare)),
             ],
             Self::Guest => &[
-                ("pt_assisted", PT, System::AssistedByHost),
-                ("pt_assisted_pages", PT, System::Plain(Kind::Host)),
-                ("emul_assisted", EMULATE, System::AssistedByHost),
+                ("pt_assisted", PT, System::PagesNoted),
+                ("pt_protected", PT, System::AssistedByHost),
+                ("pt_protected_pages", PT, System::Plain(Kind::Host)),
+                ("emul_assisted", EMULATE, System::Plain(Kind::Stores)),
+            ],
+            Self::Plain => &[
+                ("pt_protected", PT, System::AssistedByHost),
+                ("pt_protected_pages", PT, System::Plain(Kind::Host)),
+                ("emul_compared", EMULATE, System::AssistedByHost),
             ],
         }
     }
@@ -109,7 +97,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     for place in lab.extent.wanted(&Place::ALL, |place| place.name().to_owned()) {
         let cells = match place {
             Place::Native => native(lab)?,
-            Place::Guest => in_guest(lab)?,
+            place => in_guest(lab, place)?,
         };
         for cell in &cells {
             tell(&mut report, cell, place.operations(lab))?;
@@ -119,6 +107,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
             draw(&mut report, place, opt)?;
         }
     }
+    OPT.into_iter().for_each(|opt| over_plain(&mut report, opt));
     report.note("native.speedup.emul_assisted is emul over pt_assisted: nothing below tells single stores here, and comparing \
         pages with the last committed copy gives their words");
     Ok(report)
@@ -141,14 +130,16 @@ fn native(lab: &Lab) -> Result<Vec<Cell>> {
     Ok(cells)
 }
 
-fn in_guest(lab: &Lab) -> Result<Vec<Cell>> {
-    let guest = Guest::boot(lab)?;
+fn in_guest(lab: &Lab, place: Place) -> Result<Vec<Cell>> {
+    let guest = Guest::boot(lab, place.systems())?;
     let rounds = lab.extent.runs(ROUNDS_IN_GUEST.0, ROUNDS_IN_GUEST.1);
     let mut cells = Vec::new();
     for workload in Workload::all() {
-        lab.say(&format!("{} in a guest", workload.name()));
-        let mut row = cells_of(Place::Guest, workload);
-        for measured in guest.measure(workload, &OPT, Place::Guest.operations(lab), rounds)? {
+        lab.say(&format!("{} in {}", workload.name(), place.name()));
+        let mut row = cells_of(place, workload);
+        for measured in
+            guest.measure(&["--workload", &workload.name()], &OPT, place.operations(lab), rounds)?
+        {
             let blind = measured.taken.blind;
             ensure!(blind == 0, "the host could not tell what {blind} transactions wrote");
             let cell = row
@@ -182,12 +173,18 @@ fn tell(report: &mut Report, cell: &Cell, operations: usize) -> Result<()> {
     report.sample(key("us_per_transaction"), cell.runs.iter().map(|taken| taken.us));
     report.sample(key("us_with_copy"), cell.runs.iter().map(|taken| taken.us_with_copy));
     let bytes = cell.median(|taken| taken.bytes)?;
-    if place == Place::Native || !System::NATIVE.contains(&system) {
+    let is_told_once = match place {
+        Place::Native => true,
+        Place::Guest => !System::NATIVE.contains(&system),
+        Place::Plain => false,
+    };
+    if is_told_once {
         report.number(format!("bytes{}.{}.{}", suffix(opt), workload.name(), system.name()), bytes);
     }
     report.repetition(json!({ "place": place.name(), "workload": workload.name(),
         "tracker": system.name(), "opt": opt, "operations": operations,
         "us": cell.runs.iter().map(|taken| taken.us).collect::<Vec<_>>(),
+        "called": cell.runs.iter().map(|taken| taken.called).sum::<u64>(),
         "runs_per_transaction": cell.median(|taken| taken.runs)? / (operations / opt) as f64 }));
     Ok(())
 }
@@ -198,7 +195,7 @@ fn speedups(report: &mut Report, place: Place, opt: usize) {
         for (figure, key) in
             [("us_per_transaction", "speedup"), ("us_with_copy", "speedup_with_copy")]
         {
-            let ratios = ratios(report, place, opt, figure, (slow, quick));
+            let ratios = ratios(report, opt, figure, ((place, slow), (place, quick)));
             let Some(ratios) = Sample::new(ratios) else { continue };
             let key = format!("{}.{key}{}.{name}", place.name(), suffix(opt));
             report.number(format!("{key}.mean"), ratios.mean());
@@ -207,14 +204,26 @@ fn speedups(report: &mut Report, place: Place, opt: usize) {
     }
 }
 
+/// What is assisted, over what is not in a guest that has no plugin.
+fn over_plain(report: &mut Report, opt: usize) {
+    for &(name, slow, quick) in Place::Guest.pairs() {
+        let systems = ((Place::Plain, slow), (Place::Guest, quick));
+        let ratios = ratios(report, opt, "us_per_transaction", systems);
+        let Some(ratios) = Sample::new(ratios) else { continue };
+        let key = format!("guest.speedup_over_plain{}.{name}", suffix(opt));
+        report.number(format!("{key}.mean"), ratios.mean());
+        report.number(format!("{key}.max"), ratios.max());
+    }
+}
+
 fn ratios(
     report: &Report,
-    place: Place,
     opt: usize,
     figure: &str,
-    (slow, quick): (System, System),
+    (slow, quick): ((Place, System), (Place, System)),
 ) -> Vec<f64> {
-    let value = |workload, system| report.value(&us_key(place, workload, system, opt, figure));
+    let value =
+        |workload, (place, system)| report.value(&us_key(place, workload, system, opt, figure));
     let ratio = |workload: &Workload| Some(value(*workload, slow)? / value(*workload, quick)?);
     Workload::all().iter().filter_map(ratio).collect()
 }
@@ -235,7 +244,6 @@ fn draw(report: &mut Report, place: Place, opt: usize) -> Result<()> {
         series: place.systems().iter().map(|&system| series(system)).collect(),
     };
     let svg = plot.svg().context("Figures 11 and 13")?;
-    let guest = if place == Place::Guest { "-guest" } else { "" };
-    report.drawing(format!("app-structures{guest}-opt{opt}"), svg);
+    report.drawing(format!("app-structures-{}-opt{opt}", place.name()), svg);
     Ok(())
 }

@@ -1,0 +1,35 @@
+//! Where transactions run.
+
+use firn_transactions::System;
+
+/// Here, or in a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    Native,
+    /// A guest whose stores are noted, by a plugin that makes all of it slower.
+    Guest,
+    /// The same guest without.
+    Plain,
+}
+
+impl Place {
+    pub(super) const ALL: [Self; 3] = [Self::Native, Self::Guest, Self::Plain];
+
+    /// Its name in keys.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::Guest => "guest",
+            Self::Plain => "plain-guest",
+        }
+    }
+
+    /// What is of interest there.
+    pub(super) fn systems(self) -> &'static [System] {
+        match self {
+            Self::Native => &System::NATIVE,
+            Self::Guest => &System::NOTED,
+            Self::Plain => &System::GUEST,
+        }
+    }
+}

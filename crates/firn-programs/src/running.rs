@@ -1,0 +1,210 @@
+//! A random program under way, beside the same on plain memory.
+
+use std::ptr::NonNull;
+use std::thread;
+
+use firn_app::{Area, AreaId, Error, Session};
+
+use crate::Variant;
+use crate::program::{AreaPlan, Program, Step, perform, stripe};
+
+/// Memory of the program's own that starts somewhere in a page, with other data around it.
+struct Own {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Own {
+    fn new(plan: &AreaPlan) -> Self {
+        let bytes = vec![0; plan.len + 3 * 4096];
+        let to_page = bytes.as_ptr().align_offset(4096);
+        Self { bytes, start: to_page + plan.misaligned, len: plan.len }
+    }
+
+    fn start(&mut self) -> *mut u8 {
+        self.bytes[self.start..].as_mut_ptr()
+    }
+
+    fn content(&self) -> &[u8] {
+        &self.bytes[self.start..][..self.len]
+    }
+
+    /// Writes next to the area, on its pages.
+    fn disturb(&mut self, value: u8) {
+        self.bytes[self.start - 1] = value;
+        let end = self.start + self.len;
+        self.bytes[end] = value;
+    }
+}
+
+/// An area of either kind.
+enum Tested {
+    Allocated(Area),
+    Own(AreaId, Own),
+}
+
+impl Tested {
+    fn new(session: &mut Session, name: &str, plan: &AreaPlan) -> Self {
+        if plan.misaligned % 2 == 0 {
+            let mut own = Own::new(plan);
+            let start = NonNull::new(own.start()).unwrap();
+            // SAFETY: the vector lives until the session is gone (see `run`), and is touched by `perform` only.
+            match unsafe { session.register(name, start, plan.len) } {
+                Ok(id) => return Self::Own(id, own),
+                Err(Error::Foreign { .. }) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+        Self::Allocated(session.allocate(name, plan.len).unwrap())
+    }
+
+    fn id(&self) -> AreaId {
+        match self {
+            Self::Allocated(area) => area.id(),
+            Self::Own(id, _) => *id,
+        }
+    }
+
+    fn start(&mut self) -> *mut u8 {
+        match self {
+            Self::Allocated(area) => area.as_ptr(),
+            Self::Own(_, own) => own.start(),
+        }
+    }
+}
+
+/// A program under way: areas, the same program on plain memory, and what was committed.
+struct Running {
+    session: Session,
+    areas: Vec<Tested>,
+    /// What the areas should hold.
+    plain: Vec<Own>,
+    /// What the session's changes add up to.
+    image: Vec<Vec<u8>>,
+    /// What was committed.
+    committed: Vec<Vec<u8>>,
+}
+
+impl Running {
+    fn new(mut session: Session, plans: &[AreaPlan]) -> Self {
+        let area = |(n, plan)| Tested::new(&mut session, &format!("area {n}"), plan);
+        let areas: Vec<_> = plans.iter().enumerate().map(area).collect();
+        let misaligned = |(plan, area): (&AreaPlan, &Tested)| match area {
+            Tested::Allocated(_) => Own::new(&AreaPlan { misaligned: 0, ..plan.clone() }),
+            Tested::Own(..) => Own::new(plan),
+        };
+        let plain = plans.iter().zip(&areas).map(misaligned).collect();
+        let zeros: Vec<_> = plans.iter().map(|plan| vec![0; plan.len]).collect();
+        Self { session, areas, plain, image: zeros.clone(), committed: zeros }
+    }
+
+    fn step(&mut self, step: &Step, undo: bool) {
+        self.session.begin().unwrap().detach();
+        self.write(step);
+        for area in &mut self.areas {
+            if let Tested::Own(_, own) = area {
+                own.disturb(step.writes.len() as u8);
+            }
+        }
+        let transaction = self.session.transaction().unwrap();
+        if step.commits || !undo {
+            transaction.commit().unwrap();
+            self.committed = self.plain.iter().map(|plain| plain.content().to_vec()).collect();
+            self.apply();
+        } else {
+            transaction.abort().unwrap();
+            for (plain, committed) in self.plain.iter_mut().zip(&self.committed) {
+                let range = plain.start..plain.start + plain.len;
+                plain.bytes[range].copy_from_slice(committed);
+            }
+        }
+    }
+
+    fn write(&mut self, step: &Step) {
+        let threads = step.threads;
+        thread::scope(|scope| {
+            for thread in 0..threads {
+                let mine = step.writes.iter().skip(thread).step_by(threads);
+                let places: Vec<_> = mine
+                    .map(|write| {
+                        let n = write.area.index(self.areas.len());
+                        let part = stripe(self.plain[n].len, thread, threads);
+                        let starts = [self.areas[n].start(), self.plain[n].start()];
+                        (
+                            write.clone(),
+                            starts.map(|s| s.wrapping_add(part.start).expose_provenance()),
+                            part.len(),
+                        )
+                    })
+                    .collect();
+                let work = move || {
+                    for (write, starts, len) in places {
+                        for start in starts {
+                            // SAFETY: part of an area or of plain memory that no other thread has a part in.
+                            unsafe {
+                                perform(&write, std::ptr::with_exposed_provenance_mut(start), len)
+                            };
+                        }
+                    }
+                };
+                match threads {
+                    1 => work(),
+                    _ => drop(scope.spawn(work)),
+                }
+            }
+        });
+    }
+
+    /// Applies the changes as a backup would.
+    fn apply(&mut self) {
+        let mut bytes = Vec::new();
+        self.session.copy_changes(&mut bytes);
+        let mut rest = bytes.as_slice();
+        for change in self.session.changes().iter() {
+            let n = self.areas.iter().position(|area| area.id() == change.area).unwrap();
+            let (now, later) = rest.split_at(change.bytes.len());
+            self.image[n][change.bytes.clone()].copy_from_slice(now);
+            rest = later;
+        }
+        assert_eq!(rest, b"");
+    }
+
+    fn check(&mut self, what: &dyn std::fmt::Debug) {
+        for (n, area) in self.areas.iter().enumerate() {
+            let now = self.session.bytes_of(area.id()).unwrap();
+            same(now, self.plain[n].content(), "memory", n, what);
+            same(&self.image[n], &self.committed[n], "committed image", n, what);
+        }
+    }
+}
+
+fn same(got: &[u8], expected: &[u8], which: &str, area: usize, what: &dyn std::fmt::Debug) {
+    if got == expected {
+        return;
+    }
+    if let Some(at) = (0..expected.len()).find(|&at| got[at] != expected[at]) {
+        let near = |bytes: &[u8]| bytes[at..bytes.len().min(at + 16)].to_vec();
+        panic!(
+            "{which} of area {area} differs at {at}: {:x?}, not {:x?}: {what:?}",
+            near(got),
+            near(expected)
+        );
+    }
+}
+
+/// Runs a program, and looks at memory and image after each transaction.
+pub(crate) fn run(variant: Variant<'_>, program: &Program) {
+    let mut running = Running::new((variant.open)(), &program.areas);
+    for step in &program.steps {
+        running.step(step, variant.undo);
+        running.check(step);
+    }
+    let Running { session, mut areas, .. } = running;
+    drop(session);
+    // What was followed can be written as ever.
+    for area in &mut areas {
+        // SAFETY: an area has a byte at least, and nobody else uses it.
+        unsafe { area.start().write_volatile(1) };
+    }
+}

@@ -1,0 +1,79 @@
+//! What is noted of all applications, and where it is told.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use firn_calls::{Notes, Order, Window};
+use firn_memory::SharedWords;
+
+use crate::filter::Filter;
+
+/// The pages that are looked at.
+pub(crate) static FILTER: Filter = Filter::new();
+
+static NOTER: Mutex<Option<Noter>> = Mutex::new(None);
+
+struct Noter {
+    window: SharedWords,
+    slots: BTreeMap<u32, Notes>,
+}
+
+/// A store as the hypervisor shows it.
+pub(crate) trait Store {
+    /// How many bytes.
+    fn bytes(&self) -> u64;
+    /// The page it went to, as the hypervisor counts; `None` if that is no RAM.
+    fn page(&self) -> Option<u64>;
+}
+
+/// Tells in this file from now on.
+pub(crate) fn begin(window: &Path) -> io::Result<()> {
+    let window = SharedWords::map(&File::options().read(true).write(true).open(window)?)?;
+    *lock() = Some(Noter { window, slots: BTreeMap::new() });
+    Ok(())
+}
+
+/// Notes nothing any more.
+pub(crate) fn end() {
+    FILTER.set([].into_iter());
+    *lock() = None;
+}
+
+/// Does as the supervisor says. When this returns every store that is to be noted is.
+pub(crate) fn carry_out(order: Order) {
+    let mut noter = lock();
+    let Some(noter) = noter.as_mut() else { return };
+    match order {
+        Order::Note(order) => noter.slots.insert(order.slot, Notes::new(order)),
+        Order::End { slot } => noter.slots.remove(&slot),
+    };
+    FILTER.set(noter.slots.values().flat_map(Notes::pages));
+}
+
+/// A store to a page that is in the filter.
+#[cold]
+pub(crate) fn note(at: u64, store: &impl Store) {
+    let mut noter = lock();
+    let Some(Noter { window, slots }) = noter.as_mut() else { return };
+    for (number, notes) in slots {
+        match notes.is_end(at) {
+            true => end_epoch(window, *number, notes),
+            false => notes.store(at, store.bytes(), || store.page()),
+        }
+    }
+}
+
+fn end_epoch(window: &SharedWords, number: u32, notes: &mut Notes) {
+    let slot = Window::new(window.words()).ok().and_then(|window| window.slot(number as usize));
+    let Some(slot) = slot else { return };
+    if let Some(ended) = notes.end(slot.ended()) {
+        slot.tell(ended.epoch, &ended.told);
+    }
+}
+
+fn lock() -> std::sync::MutexGuard<'static, Option<Noter>> {
+    NOTER.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,153 @@
+//! What QEMU and a plugin want of each other (include/qemu/qemu-plugin.h; docs/devel/tcg-plugins.rst).
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use crate::noter::{self, FILTER, Store};
+use crate::orders::{self, Places};
+
+const PAGE: u64 = 4096;
+/// `QEMU_PLUGIN_CB_NO_REGS`, `QEMU_PLUGIN_MEM_W`.
+const NO_REGISTERS: c_int = 0;
+const WRITES: c_int = 2;
+
+/// A block of translated code, one of its instructions, and where an access went.
+#[repr(C)]
+struct Block([u8; 0]);
+#[repr(C)]
+struct Instruction([u8; 0]);
+#[repr(C)]
+struct Place([u8; 0]);
+
+type OnStore = extern "C" fn(c_uint, u32, u64, *mut c_void);
+
+unsafe extern "C" {
+    fn qemu_plugin_register_vcpu_init_cb(id: u64, callback: extern "C" fn(u64, c_uint));
+    fn qemu_plugin_register_vcpu_tb_trans_cb(id: u64, callback: extern "C" fn(u64, *mut Block));
+    fn qemu_plugin_tb_n_insns(block: *const Block) -> usize;
+    fn qemu_plugin_tb_get_insn(block: *const Block, number: usize) -> *mut Instruction;
+    fn qemu_plugin_register_vcpu_mem_cb(
+        instruction: *mut Instruction,
+        callback: OnStore,
+        flags: c_int,
+        kinds: c_int,
+        data: *mut c_void,
+    );
+    fn qemu_plugin_mem_size_shift(info: u32) -> c_uint;
+    fn qemu_plugin_get_hwaddr(info: u32, at: u64) -> *const Place;
+    fn qemu_plugin_hwaddr_is_io(place: *const Place) -> bool;
+    fn qemu_plugin_hwaddr_phys_addr(place: *const Place) -> u64;
+}
+
+/// The version of the interface. QEMU 9 takes no plugin of version 1, and earlier ones none of version 2; what is used here is the
+/// same in both.
+#[unsafe(no_mangle)]
+#[allow(non_upper_case_globals, reason = "QEMU's name")]
+pub static qemu_plugin_version: AtomicI32 = AtomicI32::new(1);
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static WHEN_LOADED: extern "C" fn() = choose_version;
+
+extern "C" fn choose_version() {
+    // SAFETY: a name that ends with a zero, looked for in what is loaded already.
+    let newer = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"qemu_plugin_scoreboard_new".as_ptr()) };
+    if !newer.is_null() {
+        qemu_plugin_version.store(2, Ordering::Relaxed);
+    }
+}
+
+/// Until the first vCPU is made, and with it QEMU is the process that it will be.
+static PLACES: Mutex<Option<Places>> = Mutex::new(None);
+
+/// QEMU has loaded the plugin. Not 0 if it can't do anything.
+///
+/// # Safety
+/// QEMU calls this once, with arguments that end with a zero each.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qemu_plugin_install(
+    id: u64,
+    _: *const c_void,
+    argc: c_int,
+    argv: *const *const c_char,
+) -> c_int {
+    let argument = |number: c_int| {
+        // SAFETY: there are so many, as the caller promises.
+        unsafe { CStr::from_ptr(*argv.add(number as usize)) }.to_str().unwrap_or_default()
+    };
+    let Some(places) = Places::parse((0..argc).map(argument)) else {
+        eprintln!("firn-stores: expected window=FILE,orders=SOCKET");
+        return 1;
+    };
+    *PLACES.lock().unwrap_or_else(PoisonError::into_inner) = Some(places);
+    // SAFETY: the id is the one that was given, and the functions stay for as long as the plugin.
+    unsafe {
+        qemu_plugin_register_vcpu_init_cb(id, when_a_vcpu_is_made);
+        qemu_plugin_register_vcpu_tb_trans_cb(id, when_translated);
+    }
+    0
+}
+
+extern "C" fn when_a_vcpu_is_made(_: u64, _: c_uint) {
+    let places = PLACES.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let listened = places.map(|places| catch_unwind(|| orders::listen(places)));
+    if let Some(Ok(Err(error))) = listened {
+        eprintln!("firn-stores: nobody can order anything: {error}");
+    }
+}
+
+extern "C" fn when_translated(_: u64, block: *mut Block) {
+    // SAFETY: the block is QEMU's, for the time of this call; each instruction is one of it.
+    unsafe {
+        for number in 0..qemu_plugin_tb_n_insns(block) {
+            let instruction = qemu_plugin_tb_get_insn(block, number);
+            qemu_plugin_register_vcpu_mem_cb(
+                instruction,
+                when_stored,
+                NO_REGISTERS,
+                WRITES,
+                std::ptr::null_mut(),
+            );
+        }
+    }
+}
+
+extern "C" fn when_stored(_: c_uint, info: u32, at: u64, _: *mut c_void) {
+    if FILTER.may_have(at) {
+        note(info, at);
+    }
+}
+
+#[cold]
+fn note(info: u32, at: u64) {
+    let store = Seen { info, at };
+    let noted = catch_unwind(AssertUnwindSafe(|| noter::note(at, &store)));
+    if noted.is_err() {
+        let _ = catch_unwind(noter::end);
+    }
+}
+
+/// A store, for the time of its callback.
+struct Seen {
+    info: u32,
+    at: u64,
+}
+
+impl Store for Seen {
+    fn bytes(&self) -> u64 {
+        // SAFETY: as QEMU gave it.
+        1 << unsafe { qemu_plugin_mem_size_shift(self.info) }
+    }
+
+    fn page(&self) -> Option<u64> {
+        // SAFETY: as QEMU gave it, within the callback; what it points to stays for as long.
+        unsafe {
+            let place = qemu_plugin_get_hwaddr(self.info, self.at);
+            let is_ram = !place.is_null() && !qemu_plugin_hwaddr_is_io(place);
+            is_ram.then(|| qemu_plugin_hwaddr_phys_addr(place) / PAGE)
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! The plugin that notes stores, as the supervisor talks to it (see `firn_calls::Order`).
+
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_calls::Order;
+
+/// How long the plugin may take. It is in the way of the guest's vCPUs for a moment only.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The plugin of a VM.
+pub(crate) struct Plugin {
+    socket: PathBuf,
+    line: Option<UnixStream>,
+}
+
+impl Plugin {
+    /// The plugin that listens there, if one does.
+    pub(crate) fn at(socket: &Path) -> Option<Self> {
+        socket.exists().then(|| Self { socket: socket.to_owned(), line: None })
+    }
+
+    /// Has it do something. Where that fails nothing is noted for anybody any more.
+    pub(crate) fn order(&mut self, order: &Order) -> io::Result<()> {
+        let mut line = match self.line.take() {
+            Some(line) => line,
+            None => connect(&self.socket)?,
+        };
+        let bytes = order.to_bytes();
+        line.write_all(&[&(bytes.len() as u32).to_le_bytes(), &bytes[..]].concat())?;
+        line.read_exact(&mut [0])?;
+        self.line = Some(line);
+        Ok(())
+    }
+}
+
+fn connect(socket: &Path) -> io::Result<UnixStream> {
+    let line = UnixStream::connect(socket)?;
+    line.set_read_timeout(Some(PATIENCE))?;
+    line.set_write_timeout(Some(PATIENCE))?;
+    Ok(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+    use std::thread;
+
+    #[test]
+    fn a_plugin_that_is_gone_is_looked_for_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("s");
+        assert!(Plugin::at(&socket).is_none());
+        let listener = UnixListener::bind(&socket).unwrap();
+        let mut plugin = Plugin::at(&socket).unwrap();
+        let orders = [3, 4].map(|slot| Order::End { slot });
+        let wanted = orders.clone();
+        let obeyed = thread::spawn(move || {
+            // One order for each connection.
+            for wanted in wanted {
+                let (mut line, _) = listener.accept().unwrap();
+                let mut len = [0; 4];
+                line.read_exact(&mut len).unwrap();
+                let mut bytes = vec![0; u32::from_le_bytes(len) as usize];
+                line.read_exact(&mut bytes).unwrap();
+                assert_eq!(Order::from_bytes(&bytes), Some(wanted));
+                line.write_all(&[1]).unwrap();
+            }
+        });
+        plugin.order(&orders[0]).unwrap();
+        // The plugin's end of the connection is closed by now, or soon.
+        while plugin.order(&orders[1]).is_err() {}
+        obeyed.join().unwrap();
+    }
+}
