@@ -3,9 +3,11 @@
 //!
 //! Where the session compares what it is told with the last committed copy, pages that are written in most transactions
 //! ([`Heat`]) are not protected at all, and told every time: comparing a page costs a tenth of what a fault does. They are
-//! taken out of the registration, and the scan skips what is not registered, so that it remains one call.
+//! taken out of the registration, and the scan skips what is not registered, so that it remains one call. Where faults cost
+//! more than looking at everything, nothing is protected for a while ([`Whole`]).
 
 use super::hot::Heat;
+use super::whole::Whole;
 use super::{Found, Kind, Tracker};
 use crate::error::Error;
 use crate::span::{PAGE, Span};
@@ -19,6 +21,7 @@ pub(super) struct Assisted {
     pagemap: Pagemap,
     spans: Vec<Span>,
     heat: Option<Heat>,
+    whole: Whole,
 }
 
 impl Assisted {
@@ -29,7 +32,7 @@ impl Assisted {
             Error::Unavailable { kind: Kind::Assisted, why }
         })?;
         let pagemap = Pagemap::open().map_err(Error::io("opening /proc/self/pagemap"))?;
-        Ok(Self { uffd, pagemap, spans: Vec::new(), heat: None })
+        Ok(Self { uffd, pagemap, spans: Vec::new(), heat: None, whole: Whole::default() })
     }
 
     fn protect(&self, span: Span) -> Result<(), Error> {
@@ -48,24 +51,52 @@ impl Tracker for Assisted {
     }
 
     fn watch(&mut self, span: Span) -> Result<(), Error> {
-        self.protect(span)?;
+        if !self.whole.is_looking() {
+            self.protect(span)?;
+        }
         self.spans.push(span);
         Ok(())
     }
 
     fn collect(&mut self, found: &mut Found) -> Result<(), Error> {
+        if self.whole.is_looking() {
+            return self.look(found);
+        }
         for span in &self.spans {
             let scanned = self.pagemap.scan(*span, Sought::WrittenAndRearm, found);
             scanned.map_err(Error::system("scanning for written pages"))?;
         }
         let Some(mut heat) = self.heat.take() else { return Ok(()) };
+        let faults = found.runs().iter().map(|(_, bytes)| bytes / PAGE).sum();
+        let hot = heat.hot().count();
         let followed = self.follow(&mut heat, found);
         self.heat = Some(heat);
-        followed
+        followed?;
+        let pages = self.spans.iter().map(|span| span.pages()).sum();
+        match self.whole.followed(faults, hot, pages) {
+            true => self.let_go(),
+            false => Ok(()),
+        }
     }
 }
 
 impl Assisted {
+    /// Tells everything.
+    fn look(&mut self, found: &mut Found) -> Result<(), Error> {
+        self.spans.iter().for_each(|span| found.push(span.start(), span.bytes()));
+        match self.whole.looked() {
+            true => self.spans.iter().try_for_each(|span| self.protect(*span)),
+            false => Ok(()),
+        }
+    }
+
+    /// Nothing is protected any more.
+    fn let_go(&mut self) -> Result<(), Error> {
+        self.heat = Some(Heat::default());
+        let let_go = self.spans.iter().try_for_each(|span| self.uffd.unregister(*span));
+        let_go.map_err(Error::system("taking an area out of userfaultfd"))
+    }
+
     /// Tells hot pages, and decides which are. What was found so far are the pages that are not.
     fn follow(&self, heat: &mut Heat, found: &mut Found) -> Result<(), Error> {
         // Those that become hot now have been told.

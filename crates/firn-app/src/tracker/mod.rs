@@ -20,6 +20,7 @@ mod emulate;
 mod hot;
 mod pages;
 mod scan;
+mod whole;
 
 use std::fmt;
 use std::str::FromStr;
