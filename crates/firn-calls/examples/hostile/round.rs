@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use firn_calls::{Caller, Changed, Key, Policy, Request, SLOT_BYTES, Server, Window};
+use firn_calls::{
+    Caller, Changed, Key, Policy, Reader, Request, SLOT_BYTES, Server, Told, WORD, Window,
+};
 use firn_types::GuestPhys;
 
 #[path = "../../tests/guest/mod.rs"]
@@ -16,6 +18,9 @@ const PAGES: u32 = 16;
 const START: u64 = 0x40_0000;
 const PROOF_AT: u64 = 0x10_0000;
 const OWN: GuestPhys = GuestPhys(0x1000);
+/// Where the application ends epochs.
+const END: u64 = 0x70_0018;
+const WORDS: u64 = PAGE / WORD;
 /// Steps of a round at most.
 pub const STEPS: usize = 400;
 
@@ -53,6 +58,13 @@ impl Dice {
     }
 }
 
+/// The application, once it may call.
+struct Application {
+    caller: Caller,
+    /// What it reads of its stores, while they are noted.
+    reader: Option<Reader>,
+}
+
 /// See the module documentation.
 pub struct Round {
     dice: Dice,
@@ -74,6 +86,7 @@ impl Round {
         let policy = Policy::parse(&policy).unwrap_or_default();
         let mut guest = Guest::new();
         guest.map(OWN, START, 10, PAGES);
+        guest.notes = Some(Default::default());
         Self {
             dice,
             words: (0..(SLOTS + 1) * SLOT_BYTES / 4).map(|_| AtomicU32::new(0)).collect(),
@@ -115,7 +128,7 @@ impl Round {
 
     /// Something hostile, or nothing.
     fn disturb(&mut self) {
-        match self.dice.below(12) {
+        match self.dice.below(14) {
             0 => {
                 let at = self.dice.below(self.words.len());
                 self.words[at].store(self.dice.next() as u32, Ordering::Relaxed);
@@ -123,7 +136,7 @@ impl Round {
             1 => {
                 // Control words, where it hurts.
                 let slot = 1 + self.dice.below(SLOTS);
-                let at = slot * SLOT_BYTES / 4 + self.dice.below(5);
+                let at = slot * SLOT_BYTES / 4 + self.dice.below(10);
                 let value = [0, 1, 2, 3, u32::MAX, self.dice.next() as u32][self.dice.below(6)];
                 self.words[at].store(value, Ordering::Relaxed);
             }
@@ -134,8 +147,34 @@ impl Round {
                 let hello = other.hello();
                 self.post(&hello);
             }
+            // A store at the address where the application ends epochs, or at one of its area.
+            5 => self.plugin(),
+            6 => {
+                let at = START + self.dice.below((u64::from(PAGES) * PAGE) as usize) as u64;
+                let page = self.dice.below(30) as u64;
+                self.store(at, page);
+            }
             _ => {}
         }
+    }
+
+    /// The plugin, when something is stored to an end word.
+    fn plugin(&mut self) {
+        let window = Window::new(&self.words).unwrap_or_else(|_| unreachable!());
+        for (number, notes) in self.guest.notes.iter_mut().flatten() {
+            let Some(slot) = window.slot(*number as usize) else { continue };
+            let ended = notes.is_end(END).then(|| notes.end(slot.ended())).flatten();
+            if let Some(ended) = ended {
+                slot.tell(ended.epoch, &ended.told);
+                self.seen.push(ended.told);
+            }
+        }
+    }
+
+    /// The plugin, when something is stored by anybody.
+    fn store(&mut self, at: u64, page: u64) {
+        let notes = self.guest.notes.iter_mut().flatten();
+        notes.for_each(|(_, notes)| notes.store(at, WORD, || Some(page)));
     }
 
     /// Something that was said before, as it was or bent.
@@ -161,10 +200,11 @@ impl Round {
     fn post(&mut self, bytes: &[u8]) {
         let number = self.dice.below(SLOTS);
         let sequence = self.asked[number].wrapping_add(self.dice.below(4) as u32).wrapping_sub(1);
-        let is_answer = self.dice.below(3) == 0;
+        let (is_answer, is_told) = (self.dice.below(3) == 0, self.dice.below(4) == 0);
         if let Some(slot) = self.window().slot(number) {
             let fits = bytes.len() <= 1 << 10;
             match is_answer {
+                true if is_told => slot.tell(sequence, bytes),
                 true => slot.answer(sequence, bytes),
                 false if fits => slot.ask(sequence, bytes),
                 false => {}
@@ -200,52 +240,101 @@ impl Round {
         Some(caller)
     }
 
+    /// From now on its stores are noted, if the others let that come about.
+    fn begin_noting(&mut self, own: &mut Application) {
+        let note = own.caller.request(&Request::Note { end: END });
+        let answer = self.ask(&own.caller, &note);
+        own.reader = answer.and_then(|answer| own.caller.noting(&answer).ok());
+    }
+
+    /// What it has stored, as it was noted.
+    fn noted(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
+        let mut reader = own.reader.take()?;
+        let (epoch, token) = reader.end();
+        self.window().slot(0)?.end(token);
+        // Another processor may be quicker than the store is noticed.
+        if self.dice.below(8) == 0 {
+            self.disturb();
+        }
+        self.plugin();
+        self.disturb();
+        let told = self.window().slot(0)?.told(epoch)?;
+        let Told::Words(runs) = reader.told(&told)? else { return None };
+        own.reader = Some(reader);
+        let words = |first: u32, words: u32| u64::from(first)..u64::from(first + words);
+        Some(runs.iter().flat_map(|run| words(run.first, run.words)).collect())
+    }
+
+    /// What was written since the last answer, as words; whole pages where pages are told.
+    fn collect(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
+        if let Some(words) = self.noted(own) {
+            return Some(words);
+        }
+        if self.dice.below(2) == 0 {
+            self.begin_noting(own);
+        }
+        let told = self.collect_pages(own);
+        if told.is_none() {
+            // What was written before stores were noted is not known yet.
+            own.reader = None;
+        }
+        told
+    }
+
+    fn collect_pages(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
+        let request = own.caller.collect();
+        let answer = self.ask(&own.caller, &request)?;
+        let words = |pages: std::ops::Range<u32>| {
+            u64::from(pages.start) * WORDS..u64::from(pages.end) * WORDS
+        };
+        Some(match own.caller.collected(&answer).ok()? {
+            Changed::Anything => words(0..PAGES).collect(),
+            Changed::Runs(runs) => {
+                runs.iter().flat_map(|run| words(run.first..run.first + run.pages)).collect()
+            }
+        })
+    }
+
+    /// The application writes a few words.
+    fn write(&mut self, dirty: &mut BTreeSet<u64>) {
+        for _ in 0..self.dice.below(4) {
+            let page = self.dice.below(PAGES as usize) as u64;
+            let word = page * WORDS + self.dice.below(4) as u64;
+            self.guest.write(OWN, START + page * PAGE);
+            self.store(START + word * WORD, 10 + page + guest::HOLE);
+            dirty.insert(word);
+        }
+    }
+
     /// Fails with what went wrong.
     ///
     /// # Errors
     /// What was missed, or what the host did for a stranger.
     pub fn run(&mut self) -> Result<(), String> {
-        let (mut caller, mut dirty) = (None, BTreeSet::new());
+        let (mut application, mut dirty) = (None, BTreeSet::new());
         for _ in 0..STEPS {
             if self.dice.is_spent() {
                 break;
             }
-            if caller.is_none() {
-                caller = self.open();
+            let Some(mut own) = application.take() else {
+                application = self.open().map(|caller| Application { caller, reader: None });
                 // What was written before belongs to another session.
                 dirty.clear();
                 continue;
-            }
-            let Some(own) = caller.as_mut() else { continue };
-            for _ in 0..self.dice.below(4) {
-                let page = self.dice.below(PAGES as usize) as u32;
-                self.guest.write(OWN, START + u64::from(page) * PAGE);
-                dirty.insert(page);
-            }
+            };
+            self.write(&mut dirty);
             if self.dice.below(40) == 0 {
                 self.guest.era = self.guest.era.map(|era| era + 1);
             }
-            let request = own.collect();
-            let mut own = caller.take().unwrap_or_else(|| unreachable!("it was there"));
-            let Some(answer) = self.ask(&own, &request) else {
-                caller = Some(own);
-                continue;
-            };
-            if let Ok(changed) = own.collected(&answer) {
+            if let Some(told) = self.collect(&mut own) {
                 self.accepted += 1;
-                let told: BTreeSet<u32> = match changed {
-                    Changed::Anything => (0..PAGES).collect(),
-                    Changed::Runs(runs) => {
-                        runs.iter().flat_map(|run| run.first..run.first + run.pages).collect()
-                    }
-                };
                 if !dirty.is_subset(&told) {
                     return Err(format!("written {dirty:?}, told {told:?}"));
                 }
                 dirty.clear();
             }
             // Now and then it ends without a word.
-            caller = (self.dice.below(100) != 0).then_some(own);
+            application = (self.dice.below(100) != 0).then_some(own);
         }
         match self.guest.searches <= self.honest_searches {
             true => Ok(()),

@@ -9,7 +9,7 @@ use firn_types::{GuestPhys, Page};
 pub const PAGE: u64 = 4096;
 
 /// How far physical addresses are from places in RAM, in pages.
-const HOLE: u64 = 1000;
+pub const HOLE: u64 = 1000;
 
 /// A guest of a few address spaces, and a host that follows writes as the kernel does: each is told once.
 #[derive(Default)]
