@@ -36,7 +36,7 @@ pub use caller::{CallError, Caller, Changed};
 pub use key::{Key, KeyError, Nonce, Proof};
 pub use message::{Answer, AreaId, Refusal, Request, Run};
 pub use noting::{
-    Ended, NoteOrder, NotedArea, Notes, NotingKey, Order, PagePlace, Reader, Told, WORD, WordRun,
+    Ended, NoteOrder, NotedArea, Notes, NotingKey, Order, Reader, Told, WORD, WordRun,
 };
 pub use policy::{Policy, PolicyError};
 pub use server::{Answered, Below, Noted, Server};

@@ -11,16 +11,19 @@
 //!     reads the list: no call
 //! ```
 //!
-//! A store is known by its virtual address; that its page is where the area's was found tells other processes' stores at the
-//! same addresses from the application's. Where it is not, the kernel may have moved the page, or it is another process: the
-//! epoch is told as [`Told::Unknown`], and the application calls. Noted too much is harmless, for what is told is read from
-//! the application's own memory; too little can't be noted, for no store at an area's address is passed over.
+//! A store is known by its virtual address: other processes may store at the same addresses, which notes too much. That is harmless,
+//! for what is told is read from the application's own memory. Too little is not noted, wherever the kernel moves pages, for no
+//! store at an area's address is passed over.
+//!
+//! A store is noted just after it is done, by the processor that did it. Before it ends an epoch, the application makes sure that
+//! its other threads are past that (membarrier(2)).
 //!
 //! An epoch ends by a token that only the application and the plugin can compute, so that nobody else ends one between two
 //! of its stores. Keys are of one noting: nothing that was told before can be told again.
 //!
-//! What is not seen: writes that are not stores of a processor (a device that reads into an area directly), and those of the
-//! guest's kernel by other addresses than the application's (ptrace(2), `process_vm_writev(2)`, fixed buffers of io_uring).
+//! What is not seen: writes that are not stores of a processor (a device that reads into an area directly), stores at other addresses
+//! of the same memory (a second mapping, another process that shares it; the kernel's own for ptrace(2), `process_vm_writev(2)`,
+//! fixed buffers of io_uring, `O_DIRECT`), and content that changes without any (`MADV_DONTNEED`).
 
 use serde::{Deserialize, Serialize};
 
@@ -82,25 +85,24 @@ impl std::fmt::Debug for NotingKey {
     }
 }
 
-/// An area, and where its pages are.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// An area.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotedArea {
     /// Its number.
     pub id: AreaId,
     /// Address of its first page.
     pub start: u64,
-    /// Where each of its pages is.
-    pub pages: Vec<PagePlace>,
+    /// How many pages, [`NotedArea::PAGES_MAX`] at most.
+    pub pages: u32,
 }
 
-/// Where a page is. QEMU tells plugins the physical address of a store, before version 8.2 rather the place in RAM, from a start
-/// that is not known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PagePlace {
-    /// In the guest's RAM, counted in pages from its start.
-    pub ram: u32,
-    /// In the guest's physical address space, in pages.
-    pub physical: u64,
+impl NotedArea {
+    /// Its words have numbers of 32 bits.
+    pub const PAGES_MAX: u32 = u32::MAX / (PAGE / WORD) as u32;
+
+    fn end(self) -> u64 {
+        self.start.saturating_add(u64::from(self.pages) * PAGE)
+    }
 }
 
 /// Words of an area, one after another.
@@ -154,8 +156,6 @@ impl Epochs {
 pub struct Notes {
     epochs: Epochs,
     end: u64,
-    /// Where RAM starts, if the hypervisor counts from there: what the first store showed.
-    base: Option<u64>,
     areas: Vec<Area>,
     /// Area by place in `areas`, and word.
     noted: Vec<(u16, u32)>,
@@ -170,17 +170,13 @@ struct Area {
 
 impl Area {
     fn new(noted: NotedArea) -> Self {
-        let words = vec![0; noted.pages.len() * (PAGE / WORD / 64) as usize];
+        let words = vec![0; noted.pages as usize * (PAGE / WORD / 64) as usize];
         Self { noted, words }
-    }
-
-    fn bytes(&self) -> u64 {
-        self.noted.pages.len() as u64 * PAGE
     }
 
     /// The part of a store that lies in the area, as words.
     fn hit(&self, at: u64, bytes: u64) -> Option<std::ops::RangeInclusive<u64>> {
-        let end = at.saturating_add(bytes).min(self.noted.start.saturating_add(self.bytes()));
+        let end = at.saturating_add(bytes).min(self.noted.end());
         let first = at.max(self.noted.start);
         (first < end)
             .then(|| (first - self.noted.start) / WORD..=(end - 1 - self.noted.start) / WORD)
@@ -208,7 +204,6 @@ impl Notes {
         Self {
             epochs: Epochs::new(&order.key),
             end: order.end,
-            base: None,
             areas: order.areas.into_iter().map(Area::new).collect(),
             noted: Vec::new(),
             is_unknown: false,
@@ -217,10 +212,7 @@ impl Notes {
 
     /// The virtual pages, by number, that stores are looked at on.
     pub fn pages(&self) -> impl Iterator<Item = u64> + '_ {
-        let pages = |area: &Area| {
-            let first = area.noted.start / PAGE;
-            first..first + area.noted.pages.len() as u64
-        };
+        let pages = |area: &Area| area.noted.start / PAGE..area.noted.end() / PAGE;
         self.areas.iter().flat_map(pages).chain([self.end / PAGE])
     }
 
@@ -229,24 +221,13 @@ impl Notes {
         at.wrapping_sub(self.end) < 8
     }
 
-    /// A store of so many bytes. `page` is the page it went to as the hypervisor counts, `None` if that is no RAM.
-    pub fn store(&mut self, at: u64, bytes: u64, page: impl FnOnce() -> Option<u64>) {
-        let hit = |(number, area): (usize, &Area)| Some((number, area.hit(at, bytes)?));
-        let Some((number, words)) = self.areas.iter().enumerate().find_map(hit) else {
-            return;
-        };
-        let inside = words.start() / (PAGE / WORD);
-        if !self.is_there(number, inside, page()) {
-            self.is_unknown = true;
+    /// A store of so many bytes: areas may be neighbours, and it may reach into several.
+    pub fn store(&mut self, at: u64, bytes: u64) {
+        for number in 0..self.areas.len() {
+            if let Some(words) = self.areas[number].hit(at, bytes) {
+                words.for_each(|word| self.note(number, word));
+            }
         }
-        words.for_each(|word| self.note(number, word));
-    }
-
-    fn is_there(&mut self, area: usize, page: u64, seen: Option<u64>) -> bool {
-        let place = self.areas[area].noted.pages.get(page as usize);
-        let (Some(place), Some(seen)) = (place, seen) else { return false };
-        let base = seen.wrapping_sub(u64::from(place.ram));
-        seen == place.physical || *self.base.get_or_insert(base) == base
     }
 
     fn note(&mut self, area: usize, word: u64) {
@@ -343,13 +324,8 @@ mod tests {
     const END: u64 = 0x9_0000_0018;
 
     fn order(starts: &[(u64, u32)]) -> NoteOrder {
-        let area = |(id, &(start, pages)): (u16, &(u64, u32))| NotedArea {
-            id: AreaId(id),
-            start,
-            pages: (0..pages)
-                .map(|page| PagePlace { ram: 100 + page, physical: 500 + u64::from(page) })
-                .collect(),
-        };
+        let area =
+            |(id, &(start, pages)): (u16, &(u64, u32))| NotedArea { id: AreaId(id), start, pages };
         let areas = (0..).zip(starts).map(area).collect();
         NoteOrder { slot: 0, key: NotingKey([7; 16]), end: END, areas }
     }
@@ -373,43 +349,27 @@ mod tests {
     #[test]
     fn words_are_told_once_and_in_order() {
         let (mut notes, mut reader) = both(&[(0x10000, 2), (0x40000, 1)]);
-        let at = |page: u64| move || Some(1000 + 100 + page);
-        notes.store(0x40008, 4, at(0));
-        notes.store(0x1100c, 8, at(1));
-        notes.store(0x10000, 1, at(0));
-        notes.store(0x10001, 1, at(0));
-        notes.store(0xfff8, 8, || unreachable!("beside the area"));
-        notes.store(0x12000, 8, || unreachable!("behind it"));
+        for (at, bytes) in [(0x40008, 4), (0x1100c, 8), (0x10000, 1), (0x10001, 1)] {
+            notes.store(at, bytes);
+        }
+        notes.store(0xfff8, 8);
+        notes.store(0x12000, 8);
         let told = commit(&mut notes, &mut reader);
         assert_eq!(told, Told::Words(vec![run(0, 0, 1), run(0, 513, 2), run(1, 1, 1)]));
-        notes.store(0x10000, 1, at(0));
+        notes.store(0x10000, 1);
         assert_eq!(commit(&mut notes, &mut reader), Told::Words(vec![run(0, 0, 1)]));
         assert_eq!(commit(&mut notes, &mut reader), Told::Words(vec![]));
     }
 
     #[test]
-    fn stores_reach_into_an_area_and_out_of_it() {
-        let (mut notes, mut reader) = both(&[(0x10000, 1)]);
-        notes.store(0xfff0, 32, || Some(500));
-        notes.store(0x10ff8, 16, || Some(500));
+    fn stores_reach_into_areas_and_out_of_them() {
+        let (mut notes, mut reader) = both(&[(0x10000, 1), (0x11000, 1)]);
+        notes.store(0xfff0, 32);
+        notes.store(0x10ffc, 8);
         let told = commit(&mut notes, &mut reader);
-        assert_eq!(told, Told::Words(vec![run(0, 0, 2), run(0, 511, 1)]));
-    }
-
-    #[test]
-    fn a_page_that_is_elsewhere_makes_the_epoch_unknown() {
-        for start in [500, 33] {
-            let (mut notes, mut reader) = both(&[(0x10000, 2)]);
-            let others = if start == 500 { &[900, 902][..] } else { &[35] };
-            notes.store(0x10000, 8, || Some(start));
-            assert_eq!(commit(&mut notes, &mut reader), Told::Words(vec![run(0, 0, 1)]));
-            others.iter().for_each(|&other| notes.store(0x11000, 8, || Some(other)));
-            assert_eq!(commit(&mut notes, &mut reader), Told::Unknown);
-            notes.store(0x10000, 8, || None);
-            assert_eq!(commit(&mut notes, &mut reader), Told::Unknown, "no RAM");
-            notes.store(0x11000, 8, || Some(start + 1));
-            assert_eq!(commit(&mut notes, &mut reader), Told::Words(vec![run(0, 512, 1)]));
-        }
+        assert_eq!(told, Told::Words(vec![run(0, 0, 2), run(0, 511, 1), run(1, 0, 1)]));
+        let pages: Vec<u64> = notes.pages().collect();
+        assert_eq!(pages, [0x10, 0x11, END / PAGE]);
     }
 
     #[test]
@@ -429,35 +389,32 @@ mod tests {
     #[test]
     fn too_much_is_unknown_and_the_next_epoch_is_told() {
         let (mut notes, mut reader) = both(&[(0x10000, 200)]);
-        let store = |notes: &mut Notes, at: u64| {
-            notes.store(0x10000 + at, 8, || Some(500 + at / PAGE));
+        let mut stores = |bytes: u64, step: usize| {
+            (0..bytes).step_by(step).for_each(|at| notes.store(0x10000 + at, 8));
+            commit(&mut notes, &mut reader)
         };
-        (0..200 * PAGE).step_by(8).for_each(|at| store(&mut notes, at));
-        assert_eq!(commit(&mut notes, &mut reader), Told::Unknown);
-        (0..150 * PAGE).step_by(64).for_each(|at| store(&mut notes, at));
-        assert_eq!(commit(&mut notes, &mut reader), Told::Unknown, "as it does not fit");
-        (0..16 * PAGE).step_by(8).for_each(|at| store(&mut notes, at));
-        assert_eq!(commit(&mut notes, &mut reader), Told::Words(vec![run(0, 0, 16 * 512)]));
+        assert_eq!(stores(200 * PAGE, 8), Told::Unknown);
+        assert_eq!(stores(150 * PAGE, 64), Told::Unknown, "as it does not fit");
+        assert_eq!(stores(16 * PAGE, 8), Told::Words(vec![run(0, 0, 16 * 512)]));
     }
 
     proptest! {
         #[test]
         fn every_byte_that_is_written_is_told(
-            stores in prop::collection::vec((0xf000_u64..0x15000, 1_u64..=64), 0..200),
+            stores in prop::collection::vec((0xf000_u64..0x17000, 1_u64..=64), 0..200),
             every in 1_usize..20,
         ) {
-            let areas = [(0x10000_u64, 2), (0x13000, 1)];
+            // The first two are neighbours.
+            let areas = [(0x10000_u64, 2), (0x12000, 1), (0x14000, 1)];
             let (mut notes, mut reader) = both(&areas);
-            let page = |at: u64, bytes: u64| areas.iter().find_map(|&(start, pages)| {
-                let (first, end) = (at.max(start), start + u64::from(pages) * PAGE);
-                (first < end.min(at + bytes)).then(|| 100 + (first - start) / PAGE)
+            let is_inside = |byte: &u64| areas.iter().any(|&(start, pages)| {
+                (start..start + u64::from(pages) * PAGE).contains(byte)
             });
             for epoch in stores.chunks(every) {
                 let mut written = BTreeSet::new();
                 for &(at, bytes) in epoch {
-                    notes.store(at, bytes, || page(at, bytes));
-                    let inside = (at..at + bytes).filter(|&byte| page(byte, 1).is_some());
-                    written.extend(inside.map(|byte| byte / WORD));
+                    notes.store(at, bytes);
+                    written.extend((at..at + bytes).filter(is_inside).map(|byte| byte / WORD));
                 }
                 let Told::Words(runs) = commit(&mut notes, &mut reader) else {
                     return Err(TestCaseError::fail("unknown"));

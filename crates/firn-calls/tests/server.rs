@@ -469,11 +469,7 @@ fn stores_are_noted_where_they_are_seen() {
         assert_eq!(refused, CallError::Refused(refusal));
     }
     let mut reader = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
-    let store = |guest: &mut Guest, page: u64| {
-        let notes = guest.notes.as_mut().unwrap().get_mut(&0).unwrap();
-        notes.store(0x40_1008, 8, || Some(page));
-    };
-    store(&mut guest, 11 + 1000);
+    guest.notes.as_mut().unwrap().get_mut(&0).unwrap().store(0x40_1008, 8);
     let word = WordRun { area, first: 513, words: 1 };
     assert_eq!(end(&mut guest, 0, &mut reader), Some(Told::Words(vec![word])));
 
@@ -497,18 +493,4 @@ fn stores_are_noted_where_they_are_seen() {
     let bye = other.request(&Request::Bye);
     other.done(&ask(&mut server, &mut guest, 0, &other, &bye)).unwrap();
     assert_eq!(end(&mut guest, 0, &mut reader), None);
-}
-
-#[test]
-fn an_area_that_is_not_all_there_is_not_noted() {
-    let (mut server, mut guest) = (server(), Guest::new());
-    guest.notes = Some(Default::default());
-    guest.map(OWN, 0x40_0000, 10, 2);
-    let mut own = open(&mut server, &mut guest, 0, OWN).unwrap();
-    follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 2).unwrap();
-    guest.maps.remove(&(OWN, 0x40_1000));
-    let none = note(&mut server, &mut guest, 0, &mut own, 0x70_0018).unwrap_err();
-    assert_eq!(none, CallError::Refused(Refusal::NoStores));
-    guest.map(OWN, 0x40_0000, 10, 2);
-    note(&mut server, &mut guest, 0, &mut own, 0x70_0018).unwrap();
 }

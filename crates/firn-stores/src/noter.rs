@@ -21,14 +21,6 @@ struct Noter {
     slots: BTreeMap<u32, Notes>,
 }
 
-/// A store as the hypervisor shows it.
-pub(crate) trait Store {
-    /// How many bytes.
-    fn bytes(&self) -> u64;
-    /// The page it went to, as the hypervisor counts; `None` if that is no RAM.
-    fn page(&self) -> Option<u64>;
-}
-
 /// Tells in this file from now on.
 pub(crate) fn begin(window: &Path) -> io::Result<()> {
     let window = SharedWords::map(&File::options().read(true).write(true).open(window)?)?;
@@ -38,30 +30,32 @@ pub(crate) fn begin(window: &Path) -> io::Result<()> {
 
 /// Notes nothing any more.
 pub(crate) fn end() {
+    let mut noter = lock();
+    *noter = None;
+    // Only then, and before anybody begins again: an epoch whose stores are passed over must not end as if they were not.
     FILTER.set([].into_iter());
-    *lock() = None;
 }
 
-/// Does as the supervisor says. When this returns every store that is to be noted is.
-pub(crate) fn carry_out(order: Order) {
+/// Does as the supervisor says. When this returns every store that is to be noted is; false if none is noted any more.
+pub(crate) fn carry_out(order: Order) -> bool {
     let mut noter = lock();
-    let Some(noter) = noter.as_mut() else { return };
+    let Some(noter) = noter.as_mut() else { return false };
     match order {
         Order::Note(order) => noter.slots.insert(order.slot, Notes::new(order)),
         Order::End { slot } => noter.slots.remove(&slot),
     };
     FILTER.set(noter.slots.values().flat_map(Notes::pages));
+    true
 }
 
-/// A store to a page that is in the filter.
-#[cold]
-pub(crate) fn note(at: u64, store: &impl Store) {
+/// A store of so many bytes to a page that is in the filter.
+pub(crate) fn note(at: u64, bytes: u64) {
     let mut noter = lock();
     let Some(Noter { window, slots }) = noter.as_mut() else { return };
     for (number, notes) in slots {
         match notes.is_end(at) {
             true => end_epoch(window, *number, notes),
-            false => notes.store(at, store.bytes(), || store.page()),
+            false => notes.store(at, bytes),
         }
     }
 }

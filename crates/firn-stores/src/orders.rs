@@ -4,6 +4,7 @@ use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
+use std::time::Duration;
 
 use firn_calls::Order;
 use nix::sys::signal::SigSet;
@@ -12,6 +13,9 @@ use crate::noter;
 
 /// Bytes of an order at most.
 const ORDER_MAX: usize = 256 << 20;
+
+/// How long it waits where nobody can be listened to.
+const REST: Duration = Duration::from_secs(1);
 
 /// What the plugin is told on QEMU's command line.
 #[derive(Debug)]
@@ -49,8 +53,12 @@ pub(crate) fn listen(places: Places) -> io::Result<()> {
 }
 
 fn serve(listener: &UnixListener, window: &Path) {
-    for supervisor in listener.incoming().flatten() {
-        let _ = obey(supervisor, window);
+    for supervisor in listener.incoming() {
+        match supervisor {
+            Ok(supervisor) => drop(obey(supervisor, window)),
+            // Of descriptors there may be more in a while.
+            Err(_) => thread::sleep(REST),
+        }
         noter::end();
     }
 }
@@ -58,7 +66,9 @@ fn serve(listener: &UnixListener, window: &Path) {
 fn obey(mut supervisor: UnixStream, window: &Path) -> io::Result<()> {
     noter::begin(window)?;
     loop {
-        noter::carry_out(order(&mut supervisor)?);
+        if !noter::carry_out(order(&mut supervisor)?) {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
         supervisor.write_all(&[1])?;
     }
 }

@@ -1,26 +1,35 @@
 //! What QEMU and a plugin want of each other (include/qemu/qemu-plugin.h; docs/devel/tcg-plugins.rst).
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::io::{self, Write as _};
+use std::panic::catch_unwind;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::noter::{self, FILTER, Store};
+use crate::noter::{self, FILTER};
 use crate::orders::{self, Places};
 
-const PAGE: u64 = 4096;
 /// `QEMU_PLUGIN_CB_NO_REGS`, `QEMU_PLUGIN_MEM_W`.
 const NO_REGISTERS: c_int = 0;
 const WRITES: c_int = 2;
 
-/// A block of translated code, one of its instructions, and where an access went.
+/// A block of translated code, and one of its instructions.
 #[repr(C)]
 struct Block([u8; 0]);
 #[repr(C)]
 struct Instruction([u8; 0]);
+
+/// The beginning of what QEMU says of itself.
 #[repr(C)]
-struct Place([u8; 0]);
+pub struct Info {
+    target: *const c_char,
+    /// Of the interface: the first that it takes, and its own.
+    versions: [c_int; 2],
+}
+
+/// From this version of the interface on, callbacks have other arguments.
+const NEXT: c_int = 7;
 
 type OnStore = extern "C" fn(c_uint, u32, u64, *mut c_void);
 
@@ -37,13 +46,10 @@ unsafe extern "C" {
         data: *mut c_void,
     );
     fn qemu_plugin_mem_size_shift(info: u32) -> c_uint;
-    fn qemu_plugin_get_hwaddr(info: u32, at: u64) -> *const Place;
-    fn qemu_plugin_hwaddr_is_io(place: *const Place) -> bool;
-    fn qemu_plugin_hwaddr_phys_addr(place: *const Place) -> u64;
 }
 
 /// The version of the interface. QEMU 9 takes no plugin of version 1, and earlier ones none of version 2; what is used here is the
-/// same in both.
+/// same in both, and up to version 6.
 #[unsafe(no_mangle)]
 #[allow(non_upper_case_globals, reason = "QEMU's name")]
 pub static qemu_plugin_version: AtomicI32 = AtomicI32::new(1);
@@ -66,11 +72,11 @@ static PLACES: Mutex<Option<Places>> = Mutex::new(None);
 /// QEMU has loaded the plugin. Not 0 if it can't do anything.
 ///
 /// # Safety
-/// QEMU calls this once, with arguments that end with a zero each.
+/// QEMU calls this once, with what it says of itself, and with arguments that end with a zero each.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qemu_plugin_install(
     id: u64,
-    _: *const c_void,
+    info: *const Info,
     argc: c_int,
     argv: *const *const c_char,
 ) -> c_int {
@@ -78,9 +84,13 @@ pub unsafe extern "C" fn qemu_plugin_install(
         // SAFETY: there are so many, as the caller promises.
         unsafe { CStr::from_ptr(*argv.add(number as usize)) }.to_str().unwrap_or_default()
     };
+    // SAFETY: as the caller promises.
+    let [_, version] = unsafe { (*info).versions };
+    if version >= NEXT {
+        return refused(&format!("QEMU's interface for plugins, version {version}, is not known"));
+    }
     let Some(places) = Places::parse((0..argc).map(argument)) else {
-        eprintln!("firn-stores: expected window=FILE,orders=SOCKET");
-        return 1;
+        return refused("expected window=FILE,orders=SOCKET");
     };
     *PLACES.lock().unwrap_or_else(PoisonError::into_inner) = Some(places);
     // SAFETY: the id is the one that was given, and the functions stay for as long as the plugin.
@@ -91,11 +101,21 @@ pub unsafe extern "C" fn qemu_plugin_install(
     0
 }
 
+fn refused(why: &str) -> c_int {
+    say(why);
+    1
+}
+
+/// Where nobody can read it, it is not said.
+fn say(what: &str) {
+    let _ = writeln!(io::stderr(), "firn-stores: {what}");
+}
+
 extern "C" fn when_a_vcpu_is_made(_: u64, _: c_uint) {
     let places = PLACES.lock().unwrap_or_else(PoisonError::into_inner).take();
     let listened = places.map(|places| catch_unwind(|| orders::listen(places)));
     if let Some(Ok(Err(error))) = listened {
-        eprintln!("firn-stores: nobody can order anything: {error}");
+        say(&format!("nobody can order anything: {error}"));
     }
 }
 
@@ -123,31 +143,9 @@ extern "C" fn when_stored(_: c_uint, info: u32, at: u64, _: *mut c_void) {
 
 #[cold]
 fn note(info: u32, at: u64) {
-    let store = Seen { info, at };
-    let noted = catch_unwind(AssertUnwindSafe(|| noter::note(at, &store)));
-    if noted.is_err() {
+    // SAFETY: as QEMU gave it.
+    let bytes = 1 << unsafe { qemu_plugin_mem_size_shift(info) };
+    if catch_unwind(|| noter::note(at, bytes)).is_err() {
         let _ = catch_unwind(noter::end);
-    }
-}
-
-/// A store, for the time of its callback.
-struct Seen {
-    info: u32,
-    at: u64,
-}
-
-impl Store for Seen {
-    fn bytes(&self) -> u64 {
-        // SAFETY: as QEMU gave it.
-        1 << unsafe { qemu_plugin_mem_size_shift(self.info) }
-    }
-
-    fn page(&self) -> Option<u64> {
-        // SAFETY: as QEMU gave it, within the callback; what it points to stays for as long.
-        unsafe {
-            let place = qemu_plugin_get_hwaddr(self.info, self.at);
-            let is_ram = !place.is_null() && !qemu_plugin_hwaddr_is_io(place);
-            is_ram.then(|| qemu_plugin_hwaddr_phys_addr(place) / PAGE)
-        }
     }
 }

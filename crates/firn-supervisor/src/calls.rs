@@ -76,7 +76,7 @@ impl Calls {
         let (_, memory) = qemu::open_journaled(machine)?;
         memory.open_window().doing("mapping the guest's memory")?;
         let (machine, changes) = (machine.clone(), Arc::clone(changes));
-        let plugin = Plugin::at(&vm.stores());
+        let plugin = Plugin::at(vm.stores());
         let guest = Guest { machine, memory, changes, plugin, levels: 4 };
         let end = Arc::new(AtomicBool::new(false));
         let thread = thread::Builder::new().name("firn-calls".into());
@@ -216,7 +216,7 @@ struct Guest {
     machine: Machine,
     memory: Arc<GuestMemory>,
     changes: Arc<Changes>,
-    plugin: Option<Plugin>,
+    plugin: Plugin,
     levels: u8,
 }
 
@@ -295,17 +295,8 @@ impl Below for Guest {
         self.changes.written_among(pages)
     }
 
-    fn physical(&mut self, page: Page) -> Option<u64> {
-        Some(self.memory.map().gpa_of(page)?.0 / PAGE_SIZE as u64)
-    }
-
     fn order(&mut self, order: &Order) -> bool {
-        let Some(plugin) = &mut self.plugin else { return false };
-        let ordered = plugin.order(order);
-        if let Err(error) = &ordered {
-            tracing::warn!("stores are not noted: {error}");
-        }
-        ordered.is_ok()
+        self.plugin.order(order)
     }
 }
 

@@ -9,6 +9,8 @@
 //!       journal.json                  what is going on, in case everybody dies (journal.rs)
 //!       control.sock                  requests of `firn` commands (protocol.rs)
 //!       qmp.sock                      QEMU's monitor, for Firn alone; only of VMs that Firn started
+//!       calls                         the memory through which the guest's applications call
+//!       stores.sock                   QEMU's plugin that notes their stores (stores.rs)
 //!       presence                      which pages a restore has installed
 //!       restore.json                  the run record of the last restore, once all memory is there
 //!       log                           the supervisor's; nothing of the guest

@@ -10,20 +10,35 @@ use firn_calls::Order;
 /// How long the plugin may take. It is in the way of the guest's vCPUs for a moment only.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The plugin of a VM.
+/// The plugin of a VM, if it has one.
 pub(crate) struct Plugin {
     socket: PathBuf,
     line: Option<UnixStream>,
+    /// It was said that it can't be ordered anything.
+    is_lost: bool,
 }
 
 impl Plugin {
-    /// The plugin that listens there, if one does.
-    pub(crate) fn at(socket: &Path) -> Option<Self> {
-        socket.exists().then(|| Self { socket: socket.to_owned(), line: None })
+    /// The plugin that listens there, now or later, or never.
+    pub(crate) fn at(socket: PathBuf) -> Self {
+        Self { socket, line: None, is_lost: false }
     }
 
     /// Has it do something. Where that fails nothing is noted for anybody any more.
-    pub(crate) fn order(&mut self, order: &Order) -> io::Result<()> {
+    pub(crate) fn order(&mut self, order: &Order) -> bool {
+        let ordered = self.try_order(order);
+        if let Err(error) = &ordered {
+            let is_there = error.kind() != io::ErrorKind::NotFound;
+            if is_there && !std::mem::replace(&mut self.is_lost, true) {
+                tracing::warn!("stores are not noted: {error}");
+            }
+        } else {
+            self.is_lost = false;
+        }
+        ordered.is_ok()
+    }
+
+    fn try_order(&mut self, order: &Order) -> io::Result<()> {
         let mut line = match self.line.take() {
             Some(line) => line,
             None => connect(&self.socket)?,
@@ -53,9 +68,9 @@ mod tests {
     fn a_plugin_that_is_gone_is_looked_for_again() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("s");
-        assert!(Plugin::at(&socket).is_none());
+        let mut plugin = Plugin::at(socket.clone());
+        assert!(!plugin.order(&Order::End { slot: 1 }) && !plugin.is_lost);
         let listener = UnixListener::bind(&socket).unwrap();
-        let mut plugin = Plugin::at(&socket).unwrap();
         let orders = [3, 4].map(|slot| Order::End { slot });
         let wanted = orders.clone();
         let obeyed = thread::spawn(move || {
@@ -70,9 +85,9 @@ mod tests {
                 line.write_all(&[1]).unwrap();
             }
         });
-        plugin.order(&orders[0]).unwrap();
+        assert!(plugin.order(&orders[0]));
         // The plugin's end of the connection is closed by now, or soon.
-        while plugin.order(&orders[1]).is_err() {}
+        while !plugin.order(&orders[1]) {}
         obeyed.join().unwrap();
     }
 }

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use firn_calls::{
     AreaId, CallError, Caller, Changed, Key, Nonce, Proof, Refusal, Request, Run, WORD, WindowError,
 };
+use rustix::thread::{MembarrierCommand, membarrier};
 use thiserror::Error;
 
 use crate::error::Error;
@@ -52,6 +53,9 @@ pub enum HostError {
     /// Nobody answers.
     #[error("the host does not answer within {} s", PATIENCE.as_secs())]
     Silent,
+    /// The kernel can't make sure that all threads are past their stores.
+    #[error("the guest's kernel has no membarrier(2)")]
+    Barrier(#[source] std::io::Error),
     /// The key is none.
     #[error(transparent)]
     Key(#[from] firn_calls::KeyError),
@@ -117,12 +121,15 @@ impl Host {
         Ok(host)
     }
 
-    /// Has its stores noted from below, and is told their words, or pages, at the price of a store. What devices write into
-    /// an area directly, and other processes by ptrace(2) and its like, is then not noticed.
+    /// Has its stores noted from below, and is told their words, or pages, at the price of a store. Not noticed is then what does
+    /// not store at the areas' own addresses: devices that read into an area directly (`O_DIRECT`), a second mapping of the
+    /// same memory, ptrace(2) and its like.
     ///
     /// # Errors
-    /// If nobody sees the stores of this guest (`firn run --stores`).
+    /// If nobody sees the stores of this guest (`firn run --stores`), or its kernel has no membarrier(2).
     pub fn noting_stores(mut self, told: Precision) -> Result<Self, HostError> {
+        membarrier(MembarrierCommand::RegisterPrivateExpedited)
+            .map_err(|errno| HostError::Barrier(errno.into()))?;
         self.notes = Some(told);
         if let Some(mut line) = self.line.take() {
             let begun = self.begin_noting(&mut line);
@@ -235,6 +242,8 @@ impl Host {
             Precision::Words => WORD as usize,
             Precision::Pages => PAGE,
         };
+        // A store is noted just after it is done: those of other threads that this one knows of have been after that.
+        membarrier(MembarrierCommand::PrivateExpedited).ok()?;
         let window = self.device.window().ok()?;
         let runs = line.noted.collect(window.slot(line.seat.slot)?)?;
         for run in runs {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use firn_calls::{Reader, Slot, Told, WordRun};
 
-/// After so many epochs in a row that were not told.
+/// After so many attempts in a row of which nothing came.
 const LOST_MAX: u32 = 3;
 /// It waits for so long.
 const REST: Duration = Duration::from_secs(5);
@@ -20,7 +20,7 @@ const REST: Duration = Duration::from_secs(5);
 #[derive(Debug, Default)]
 pub(super) struct Noted {
     reader: Option<Reader>,
-    /// Epochs that were lost since one was told.
+    /// Attempts since an epoch was told.
     lost: u32,
     tried: Option<Instant>,
 }
@@ -29,6 +29,7 @@ impl Noted {
     /// An attempt is made.
     pub(super) fn tried(&mut self) {
         self.reader = None;
+        self.lost += 1;
         self.tried = Some(Instant::now());
     }
 
@@ -59,10 +60,7 @@ impl Noted {
                 self.reader = Some(reader);
                 Some(runs)
             }
-            _ => {
-                self.lost += 1;
-                None
-            }
+            _ => None,
         }
     }
 }

@@ -51,9 +51,8 @@ impl Tracker for Assisted {
     }
 
     fn watch(&mut self, span: Span) -> Result<(), Error> {
-        if !self.whole.is_looking() {
-            self.protect(span)?;
-        }
+        self.protect(span)?;
+        self.whole.grew();
         self.spans.push(span);
         Ok(())
     }
@@ -81,13 +80,14 @@ impl Tracker for Assisted {
 }
 
 impl Assisted {
-    /// Tells everything.
+    /// Tells everything. Where pages can't be protected it goes on looking.
     fn look(&mut self, found: &mut Found) -> Result<(), Error> {
         self.spans.iter().for_each(|span| found.push(span.start(), span.bytes()));
-        match self.whole.looked() {
-            true => self.spans.iter().try_for_each(|span| self.protect(*span)),
-            false => Ok(()),
+        if self.whole.is_last() {
+            self.spans.iter().try_for_each(|span| self.protect(*span))?;
         }
+        self.whole.looked();
+        Ok(())
     }
 
     /// Nothing is protected any more.

@@ -43,6 +43,9 @@ impl Whole {
     /// A transaction in which so many pages faulted, and so many were compared as they are hot, of so many in all. True if
     /// everything is looked at from now on.
     pub(super) fn followed(&mut self, faults: usize, hot: usize, pages: usize) -> bool {
+        if pages == 0 {
+            return false;
+        }
         self.seen += 1;
         self.cost += SCAN + FAULT * faults as u64 + hot as u64;
         if self.seen < WINDOW {
@@ -55,6 +58,16 @@ impl Whole {
             false => self.stay = STAY.0,
         }
         is_dear
+    }
+
+    /// Whether pages are followed after the next transaction.
+    pub(super) fn is_last(self) -> bool {
+        self.left == 1
+    }
+
+    /// There is more to look at: what was decided may be wrong now.
+    pub(super) fn grew(&mut self) {
+        *self = Self { left: self.left.min(1), ..Self::default() };
     }
 
     /// A transaction after which everything was looked at. True if pages are followed from now on.
@@ -93,6 +106,16 @@ mod tests {
         assert!(looked(5, 0, 20, 10_000) > 9_500);
         assert_eq!(looked(1, 1, 20, 10_000), 0);
         assert_eq!(looked(5, 0, 80, 10_000), 0);
+    }
+
+    #[test]
+    fn more_to_look_at_is_followed_first() {
+        let mut whole = Whole::default();
+        while !whole.followed(5, 0, 20) {}
+        whole.grew();
+        assert!(whole.is_looking() && whole.is_last() && whole.looked());
+        (0..WINDOW).for_each(|_| assert!(!whole.followed(5, 0, 1000)));
+        (0..WINDOW).for_each(|_| assert!(!whole.followed(0, 0, 0), "nothing to look at"));
     }
 
     #[test]

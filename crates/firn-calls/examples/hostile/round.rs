@@ -151,8 +151,7 @@ impl Round {
             5 => self.plugin(),
             6 => {
                 let at = START + self.dice.below((u64::from(PAGES) * PAGE) as usize) as u64;
-                let page = self.dice.below(30) as u64;
-                self.store(at, page);
+                self.store(at);
             }
             _ => {}
         }
@@ -172,9 +171,8 @@ impl Round {
     }
 
     /// The plugin, when something is stored by anybody.
-    fn store(&mut self, at: u64, page: u64) {
-        let notes = self.guest.notes.iter_mut().flatten();
-        notes.for_each(|(_, notes)| notes.store(at, WORD, || Some(page)));
+    fn store(&mut self, at: u64) {
+        self.guest.notes.iter_mut().flatten().for_each(|(_, notes)| notes.store(at, WORD));
     }
 
     /// Something that was said before, as it was or bent.
@@ -301,7 +299,7 @@ impl Round {
             let page = self.dice.below(PAGES as usize) as u64;
             let word = page * WORDS + self.dice.below(4) as u64;
             self.guest.write(OWN, START + page * PAGE);
-            self.store(START + word * WORD, 10 + page + guest::HOLE);
+            self.store(START + word * WORD);
             dirty.insert(word);
         }
     }

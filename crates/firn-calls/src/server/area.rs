@@ -2,9 +2,8 @@
 
 use firn_types::Page;
 
-use super::Below;
 use crate::message::{AreaId, Refusal, Run};
-use crate::noting::{NotedArea, PagePlace};
+use crate::noting::NotedArea;
 
 /// An area of one address space.
 #[derive(Debug)]
@@ -64,12 +63,10 @@ impl Area {
         }
     }
 
-    /// The area as who notes stores has to know it. `None` while not all of it is there.
-    pub(super) fn noted(&self, id: AreaId, below: &mut dyn Below) -> Option<NotedArea> {
-        let mut place =
-            |page: Page| Some(PagePlace { ram: page.0, physical: below.physical(page)? });
-        let pages = self.places.iter().copied().map(|page| page.and_then(&mut place));
-        Some(NotedArea { id, start: self.start, pages: pages.collect::<Option<_>>()? })
+    /// The area as who notes stores has to know it, unless it is too large for that.
+    pub(super) fn noted(&self, id: AreaId) -> Option<NotedArea> {
+        let (start, pages) = (self.start, self.pages());
+        (pages <= NotedArea::PAGES_MAX).then_some(NotedArea { id, start, pages })
     }
 
     /// These pages, in ascending order, were written.

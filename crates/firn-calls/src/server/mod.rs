@@ -43,9 +43,6 @@ pub trait Below {
     /// writes can't be followed now. Other pages may be told too: each write is told once, to whoever asks.
     fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)>;
 
-    /// Where a page of RAM is in the guest's physical address space, in pages.
-    fn physical(&mut self, page: Page) -> Option<u64>;
-
     /// Has stores noted, or no longer. False if nobody sees them.
     fn order(&mut self, order: &Order) -> bool;
 }

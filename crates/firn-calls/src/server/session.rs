@@ -196,7 +196,9 @@ impl Session {
             self.told_anything = false;
         }
         self.told = sequence;
-        self.look_up(below);
+        for area in self.areas.values_mut() {
+            area.moved(&below.translate(self.space, area.start, area.pages()));
+        }
         let pages = distinct(self.areas.values().flat_map(Area::places));
         let (era, found) =
             below.written(&pages).map_or((None, Vec::new()), |(era, found)| (Some(era), found));
@@ -205,13 +207,6 @@ impl Session {
         self.told_anything |= era.is_none() || era != self.era;
         self.era = era;
         Ok(self.tell())
-    }
-
-    /// The guest's kernel may have moved pages.
-    fn look_up(&mut self, below: &mut dyn Below) {
-        for area in self.areas.values_mut() {
-            area.moved(&below.translate(self.space, area.start, area.pages()));
-        }
     }
 
     fn begin_noting(
@@ -228,9 +223,7 @@ impl Session {
             return Err(Refusal::Kernel(end));
         }
         self.end_noting(below);
-        self.look_up(below);
-        let areas: Option<Vec<_>> =
-            self.areas.iter().map(|(id, area)| area.noted(*id, below)).collect();
+        let areas: Option<Vec<_>> = self.areas.iter().map(|(id, area)| area.noted(*id)).collect();
         let key = self.seal.noting(sequence);
         let order = areas.map(|areas| Order::Note(NoteOrder { slot: self.slot, key, end, areas }));
         self.is_noting = order.is_some_and(|order| below.order(&order));

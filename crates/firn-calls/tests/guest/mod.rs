@@ -8,9 +8,6 @@ use firn_types::{GuestPhys, Page};
 /// Bytes of a page.
 pub const PAGE: u64 = 4096;
 
-/// How far physical addresses are from places in RAM, in pages.
-pub const HOLE: u64 = 1000;
-
 /// A guest of a few address spaces, and a host that follows writes as the kernel does: each is told once.
 #[derive(Default)]
 pub struct Guest {
@@ -83,10 +80,6 @@ impl Below for Guest {
         let told: Vec<Page> = self.written.range(*first..=*last).copied().collect();
         self.written.retain(|page| !told.contains(page));
         Some((era, told))
-    }
-
-    fn physical(&mut self, page: Page) -> Option<u64> {
-        Some(u64::from(page.0) + HOLE)
     }
 
     fn order(&mut self, order: &Order) -> bool {
