@@ -134,8 +134,16 @@ impl PageScan {
     /// # Errors
     /// If the kernel cannot remember writes, or the hypervisor is gone.
     pub fn arm(&self) -> Result<(), ScanError> {
+        self.arm_only(self.memory().all())
+    }
+
+    /// Forgets the writes to these pages, and no others.
+    ///
+    /// # Errors
+    /// As [`Self::arm`].
+    pub fn arm_only(&self, range: Range<Page>) -> Result<(), ScanError> {
         self.check_async()?;
-        Ok(self.faults.protect(self.memory().all())?)
+        Ok(self.faults.protect(range)?)
     }
 
     /// Adds the pages that were written since they were armed to `out`, in runs, in order.

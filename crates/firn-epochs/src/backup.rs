@@ -1,0 +1,130 @@
+//! Receiving a VM's epochs, into memory that a hypervisor can map.
+
+use std::fs::File;
+use std::io::{self, BufReader, BufWriter};
+use std::os::unix::fs::FileExt;
+
+use firn_cluster::epoch::Progress;
+use firn_types::{Page, RamRegion, RegionMap};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use thiserror::Error;
+
+use crate::endpoint::Stream;
+use crate::standby::{Ram, Standby, StandbyError};
+use crate::wire::{Hello, Message, Reader, WireError, Writer};
+
+/// How much is read from the connection at once.
+const READ_BYTES: usize = 1 << 20;
+
+/// Why no more epochs come.
+#[derive(Debug, Error)]
+pub enum BackupError {
+    /// The connection ended, or what came is damaged.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    /// What came can't be kept.
+    #[error(transparent)]
+    Standby(#[from] StandbyError),
+    /// The first message is not an introduction.
+    #[error("whoever connected is no primary: it does not introduce itself")]
+    NoHello,
+}
+
+/// A VM's memory in files, one for each region.
+#[derive(Debug)]
+pub struct RamFiles {
+    files: Vec<(RamRegion, File)>,
+}
+
+impl RamFiles {
+    /// New files without a name, all zeros.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn create(regions: &RegionMap) -> io::Result<Self> {
+        let file = |region: &RamRegion| {
+            let file = memfd_create("firn-ram", MemfdFlags::CLOEXEC)?;
+            ftruncate(&file, region.bytes())?;
+            Ok((region.clone(), File::from(file)))
+        };
+        Ok(Self { files: regions.regions().iter().map(file).collect::<io::Result<_>>()? })
+    }
+
+    /// These files, in the order of the regions.
+    pub fn of(regions: &RegionMap, files: Vec<File>) -> Self {
+        Self { files: regions.regions().iter().cloned().zip(files).collect() }
+    }
+
+    /// The files, in the order of the regions.
+    pub fn files(&self) -> impl Iterator<Item = &File> {
+        self.files.iter().map(|(_, file)| file)
+    }
+}
+
+impl Ram for RamFiles {
+    fn write(&mut self, page: Page, bytes: &[u8]) -> io::Result<()> {
+        let found = self.files.iter().find(|(region, _)| region.range().contains(&page));
+        let (region, file) = found.ok_or(io::ErrorKind::NotFound)?;
+        file.write_all_at(bytes, region.offset_of(page))
+    }
+}
+
+/// A connection from a primary.
+pub struct Receiver {
+    reader: Reader<BufReader<Stream>>,
+    writer: Writer<BufWriter<Stream>>,
+}
+
+impl Receiver {
+    /// Hears who is there.
+    ///
+    /// # Errors
+    /// If nobody, or no primary.
+    pub fn meet(stream: &Stream) -> Result<(Self, Hello), BackupError> {
+        let from = BufReader::with_capacity(READ_BYTES, stream.try_clone().map_err(WireError::Io)?);
+        let to = BufWriter::new(stream.try_clone().map_err(WireError::Io)?);
+        let mut receiver = Self { reader: Reader::new(from), writer: Writer::new(to) };
+        match receiver.reader.receive()? {
+            Message::Hello(hello) => Ok((receiver, *hello)),
+            _ => Err(BackupError::NoHello),
+        }
+    }
+
+    /// Receives epochs until the connection ends, which is always an error. What is committed then stays so.
+    ///
+    /// `told` hears of each.
+    pub fn receive<R: Ram>(
+        &mut self,
+        standby: &mut Standby<R>,
+        told: &mut dyn FnMut(Progress),
+    ) -> BackupError {
+        loop {
+            if let Err(error) = self.receive_one(standby, told) {
+                if let BackupError::Standby(refusal) = &error {
+                    // It may have gone.
+                    let _ = self.writer.refusal(&refusal.to_string());
+                }
+                return error;
+            }
+        }
+    }
+
+    /// Tells a primary why it is not taken.
+    pub fn refuse(mut self, why: &str) {
+        // It may have gone.
+        let _ = self.writer.refusal(why);
+    }
+
+    fn receive_one<R: Ram>(
+        &mut self,
+        standby: &mut Standby<R>,
+        told: &mut dyn FnMut(Progress),
+    ) -> Result<(), BackupError> {
+        let message = self.reader.receive()?;
+        if let Some(progress) = standby.receive(message)? {
+            self.writer.progress(progress)?;
+            told(progress);
+        }
+        Ok(())
+    }
+}

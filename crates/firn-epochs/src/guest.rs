@@ -1,0 +1,328 @@
+//! A running VM whose writes are followed, and that is paused again and again.
+//!
+//! ```text
+//!   attach:  arm all ............ from now on the kernel remembers each first write
+//!   pause:   hypervisor stops ... Still: written, protect, copy ... hypervisor saves devices, goes on
+//!   detach:  nothing is left in the hypervisor
+//! ```
+//!
+//! **Memory before devices.** While the hypervisor waits in the middle of saving devices, memory is copied; the rest of the devices
+//! are saved after that. A device that wrote to guest memory while it is saved would be newer than memory. QEMU's own migration has
+//! the same order (`qemu_savevm_state_complete_precopy`: RAM first, then devices), so no device may.
+//!
+//! **What the kernel writes for a device model** (a read from disk past the page cache) is told when it begins, and changes memory
+//! when it ends. Pages are protected only while the VM stands still, and a hypervisor that stops a VM lets all requests end first.
+//! Only the very first protection comes while the VM runs; the VM then stands still for a moment before anything is copied.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use firn_cluster::predict::PageSet;
+use firn_image::AuxBlock;
+use firn_memory::{
+    Features, GuestMemory, MemoryError, PageScan, Process, ProcessError, ScanError, TraceError,
+    Tracee, process_memory,
+};
+use firn_types::{PAGE_SIZE, Page, Tid};
+use firn_vmm::{AuxRam, DeviceStateError, QmpError, Vm};
+use thiserror::Error;
+
+/// Why a VM can't be followed or paused.
+#[derive(Debug, Error)]
+pub enum GuestError {
+    /// What the VM has can't be in an epoch.
+    #[error("the VM can't be protected: {0}")]
+    Refused(String),
+    /// The hypervisor refused a command, or is gone.
+    #[error("the hypervisor refused a command")]
+    Qmp(#[from] QmpError),
+    /// The devices could not be saved.
+    #[error("the VM's devices could not be saved")]
+    DeviceState(#[from] DeviceStateError),
+    /// What the guest writes could not be followed.
+    #[error("what the guest writes could not be followed")]
+    Scan(#[from] ScanError),
+    /// Guest RAM could not be read.
+    #[error("guest memory could not be read")]
+    Memory(#[from] MemoryError),
+    /// The hypervisor could not be attached to.
+    #[error("the hypervisor could not be attached to")]
+    Attach(#[from] TraceError),
+    /// The hypervisor is out of reach.
+    #[error("the hypervisor is out of reach")]
+    Process(#[from] ProcessError),
+    /// Whoever was to have what was copied has gone.
+    #[error("nobody takes what is copied any more")]
+    NobodyTakes,
+}
+
+/// What a pause gave beside memory.
+#[derive(Clone, Debug, Default)]
+pub struct Pause {
+    /// Devices and vCPUs.
+    pub devices: Vec<u8>,
+    /// Small RAM blocks beside guest RAM.
+    pub aux: Vec<AuxBlock>,
+    /// How long the VM stood still: by the hypervisor's own events, or else from asking it to stop until it said that it goes on.
+    pub downtime: Duration,
+}
+
+/// A VM that stands still.
+pub struct Still<'a> {
+    scan: &'a PageScan,
+    memory: &'a GuestMemory,
+}
+
+impl Still<'_> {
+    /// The pages that were written since they were protected.
+    pub fn written(&self) -> Result<PageSet, GuestError> {
+        pages(|out| self.scan.written(self.memory.all(), out))
+    }
+
+    /// As [`Self::written`], and protects them again.
+    pub fn written_and_protect(&self) -> Result<PageSet, GuestError> {
+        pages(|out| self.scan.written_and_rearm(self.memory.all(), out))
+    }
+
+    /// Protects these pages.
+    pub fn protect(&self, pages: &PageSet) -> Result<(), GuestError> {
+        Ok(pages.runs().into_iter().try_for_each(|run| self.scan.arm_only(run))?)
+    }
+
+    /// Protects all pages.
+    pub fn protect_all(&self) -> Result<(), GuestError> {
+        Ok(self.scan.arm()?)
+    }
+
+    /// Copies pages one after another, to the beginning of `out`, which grows if it must.
+    pub fn copy(&self, pages: &PageSet, out: &mut Vec<u8>) -> Result<(), GuestError> {
+        copy(self.memory, pages, out)
+    }
+}
+
+/// A VM that runs.
+#[derive(Debug)]
+pub struct Guest {
+    vm: Vm,
+    process: Arc<Process>,
+    memory: Arc<GuestMemory>,
+    aux: Vec<AuxRam>,
+    vcpus: Vec<Tid>,
+    scan: PageScan,
+    /// It was stopped by [`Self::stop`].
+    is_stopped: bool,
+}
+
+impl Guest {
+    /// Begins to follow its writes, if it can be protected at all.
+    ///
+    /// # Errors
+    /// If it can't, with the reason; if the hypervisor can't be attached to, or something else follows its memory.
+    pub fn attach(
+        mut vm: Vm,
+        process: Arc<Process>,
+        memory: Arc<GuestMemory>,
+        aux: Vec<AuxRam>,
+    ) -> Result<Self, GuestError> {
+        check(&mut vm, &memory)?;
+        let aux: Vec<AuxRam> = aux.into_iter().filter(|aux| !aux.rom).collect();
+        let vcpus: Vec<Tid> = vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
+        let mut tracee = Tracee::seize(&process, &vcpus)?;
+        let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?;
+        drop(tracee);
+        let mut guest = Self { vm, process, memory, aux, vcpus, scan, is_stopped: false };
+        match guest.begin() {
+            Ok(()) => Ok(guest),
+            Err(error) => {
+                // The first error is the one to report.
+                let _ = guest.detach();
+                Err(error)
+            }
+        }
+    }
+
+    fn begin(&mut self) -> Result<(), GuestError> {
+        self.scan.arm()?;
+        self.memory.open_window()?;
+        self.stop()?;
+        self.go_on()
+    }
+
+    /// Its RAM.
+    pub fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
+    /// Its control channel.
+    pub fn vm(&mut self) -> &mut Vm {
+        &mut self.vm
+    }
+
+    /// How many pages were written since they were protected. The VM runs on.
+    pub fn glance(&self) -> Result<u64, GuestError> {
+        let written = pages(|out| self.scan.written(self.memory.all(), out))?;
+        Ok(written.len() as u64)
+    }
+
+    /// Pages that were written since they were protected, and are protected again while the VM runs. After that it has stood
+    /// still for a moment, so that requests of its devices have ended.
+    pub fn newly_written(&mut self) -> Result<PageSet, GuestError> {
+        let written = pages(|out| self.scan.written_and_rearm(self.memory.all(), out))?;
+        self.stop()?;
+        self.go_on()?;
+        Ok(written)
+    }
+
+    /// Protects everything again while the VM runs, as if it had just been attached to.
+    pub fn forget_writes(&mut self) -> Result<(), GuestError> {
+        self.scan.arm()?;
+        self.stop()?;
+        self.go_on()
+    }
+
+    /// Copies pages while the VM runs: what it writes meanwhile may be in the copy, or a part of it.
+    pub fn copy_running(&self, pages: &PageSet, out: &mut Vec<u8>) -> Result<(), GuestError> {
+        copy(&self.memory, pages, out)
+    }
+
+    /// Has it stand still until [`Self::go_on`].
+    pub fn stop(&mut self) -> Result<(), GuestError> {
+        self.is_stopped = true;
+        Ok(self.vm.stop()?)
+    }
+
+    /// Has it run on, if [`Self::stop`] stopped it.
+    pub fn go_on(&mut self) -> Result<(), GuestError> {
+        match std::mem::take(&mut self.is_stopped) {
+            true => Ok(self.vm.cont()?),
+            false => Ok(()),
+        }
+    }
+
+    /// Makes the hypervisor ready for [`Self::pause`], which is shorter for it.
+    pub fn prepare(&mut self) -> Result<(), GuestError> {
+        Ok(self.vm.prepare_hold()?)
+    }
+
+    /// Pauses it, does `inside`, saves its devices, and has it run on, also if anything fails.
+    pub fn pause<T>(
+        &mut self,
+        mut inside: impl FnMut(&Still<'_>) -> Result<T, GuestError>,
+    ) -> Result<(T, Pause), GuestError> {
+        match self.pause_held(&mut inside)? {
+            Some(done) => Ok(done),
+            None => self.pause_by_commands(inside),
+        }
+    }
+
+    /// The hypervisor stops and starts the VM by itself. `None` if it can't.
+    fn pause_held<T>(
+        &mut self,
+        inside: &mut impl FnMut(&Still<'_>) -> Result<T, GuestError>,
+    ) -> Result<Option<(T, Pause)>, GuestError> {
+        let started = Instant::now();
+        let Some(held) = self.vm.hold()? else { return Ok(None) };
+        let aux = read_aux(&self.process, &self.aux)?;
+        let value = inside(&Still { scan: &self.scan, memory: &self.memory })?;
+        let released = held.release()?;
+        let downtime = released.still.unwrap_or_else(|| started.elapsed());
+        Ok(Some((value, Pause { devices: released.device_state, aux, downtime })))
+    }
+
+    /// The VM is stopped and started by commands, as QEMU's own migration does.
+    pub fn pause_by_commands<T>(
+        &mut self,
+        mut inside: impl FnMut(&Still<'_>) -> Result<T, GuestError>,
+    ) -> Result<(T, Pause), GuestError> {
+        self.vm.prepare_save()?;
+        let started = Instant::now();
+        let done = self.stopped(&mut inside);
+        let continued = self.vm.cont();
+        let (value, pause) = done?;
+        continued?;
+        let downtime = self.vm.stood_still().unwrap_or_else(|| started.elapsed());
+        Ok((value, Pause { downtime, ..pause }))
+    }
+
+    fn stopped<T>(
+        &mut self,
+        inside: &mut impl FnMut(&Still<'_>) -> Result<T, GuestError>,
+    ) -> Result<(T, Pause), GuestError> {
+        let devices = self.vm.stop_and_save_device_state()?;
+        let aux = read_aux(&self.process, &self.aux)?;
+        let value = inside(&Still { scan: &self.scan, memory: &self.memory })?;
+        Ok((value, Pause { devices, aux, ..Pause::default() }))
+    }
+
+    /// Lets go of it; it runs on.
+    pub fn detach(mut self) -> Result<(), GuestError> {
+        let went_on = self.go_on();
+        let gave_back = self.vm.finish_save();
+        let unregistered = self.scan.unregister();
+        self.scan.close(&mut Tracee::seize(&self.process, &self.vcpus)?)?;
+        went_on?;
+        gave_back?;
+        Ok(unregistered?)
+    }
+}
+
+/// Whether all that an epoch needs can be had of this VM.
+fn check(vm: &mut Vm, memory: &GuestMemory) -> Result<(), GuestError> {
+    let refused = |why: String| Err(GuestError::Refused(why));
+    if !vm.status()?.running {
+        return refused("it stands still".into());
+    }
+    if let Some(blocker) = vm.blockers()?.first() {
+        return refused(format!("its state can't be saved ({blocker})"));
+    }
+    if let Some(drive) = vm.drives()?.first() {
+        let name = &drive.name;
+        return refused(format!(
+            "the guest can write to its disk {name}, and disks aren't protected yet; attach it read-only"
+        ));
+    }
+    if vm.balloon()?.is_some() {
+        return refused("it has a balloon, and what a balloon gives back isn't told".into());
+    }
+    if let Some(other) = memory.other_users()?.first() {
+        return refused(format!("its memory is also mapped by {other}, whose writes aren't told"));
+    }
+    let features = Features::of_kernel().map_err(ScanError::from)?;
+    match features.write_protect_async && features.pagemap_scan {
+        true => Ok(()),
+        false => Err(ScanError::Unsupported.into()),
+    }
+}
+
+fn pages(
+    scan: impl FnOnce(&mut Vec<std::ops::Range<Page>>) -> Result<(), ScanError>,
+) -> Result<PageSet, GuestError> {
+    let (mut runs, mut pages) = (Vec::new(), PageSet::new());
+    scan(&mut runs)?;
+    runs.into_iter().for_each(|run| pages.insert_run(run));
+    Ok(pages)
+}
+
+fn copy(memory: &GuestMemory, pages: &PageSet, out: &mut Vec<u8>) -> Result<(), GuestError> {
+    let bytes = pages.len() * PAGE_SIZE;
+    if out.len() < bytes {
+        out.resize(bytes, 0);
+    }
+    let mut rest = &mut out[..bytes];
+    for run in pages.runs() {
+        let (part, after) = rest.split_at_mut(Page::count(&run) * PAGE_SIZE);
+        memory.read(run.start, part)?;
+        rest = after;
+    }
+    Ok(())
+}
+
+fn read_aux(process: &Process, aux: &[AuxRam]) -> Result<Vec<AuxBlock>, GuestError> {
+    let read = |aux: &AuxRam| {
+        let nowhere = || GuestError::Refused(format!("{} is mapped nowhere", aux.id));
+        let mut bytes = vec![0; aux.bytes as usize];
+        process_memory::read(process, aux.hva.ok_or_else(nowhere)?, &mut bytes)?;
+        Ok(AuxBlock { id: aux.id.clone(), bytes })
+    };
+    aux.iter().map(read).collect()
+}

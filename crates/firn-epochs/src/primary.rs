@@ -1,0 +1,436 @@
+//! A VM's epochs, from the seed until it is released or lost.
+//!
+//! ```text
+//!   seed ---> every interval: Cut ---> sender's thread ---> backup ---> Progress
+//!              ^                            |                              |
+//!              '--- Compared, spare buffers-'<-----------------------------'
+//! ```
+//!
+//! One thread has the VM. It asks `epoch::Primary` what to do at each turn and does it; comparing and sending, and hearing the
+//! backup, are two more threads. They end with the connection, and the VM runs on without protection.
+
+use std::io::BufWriter;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use firn_cluster::Epoch;
+use firn_cluster::epoch::{Action, Limits, LimitsError, Pace, Primary, Progress};
+use firn_cluster::predict::{Counts, CutPlan, PageSet, Predictor};
+use firn_types::{PAGE_SIZE, Page};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::copy::EpochCopy;
+use crate::endpoint::Stream;
+use crate::guest::{Guest, GuestError, Still};
+use crate::sender::{Event, Job, Sending, hear, writer};
+use crate::wire::{Hello, PAGES_MAX, Pages, WireError, Writer};
+
+/// Jobs that wait for the sender: parts of a large epoch among them.
+const JOBS_MAX: usize = 16;
+/// Rounds in which the seed is brought up to date before the first cut.
+const SEED_ROUNDS: usize = 3;
+/// Pages that are left to the first epoch without another round.
+const SEED_FEW: usize = 2048;
+/// How often whoever asked is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+/// How often room is looked for when there is none; a VM that is slowed stands still for as long in each turn.
+const NO_ROOM: Duration = Duration::from_millis(5);
+
+/// Why a VM is not protected any more.
+#[derive(Debug, Error)]
+pub enum PrimaryError {
+    /// The interval or the buffer.
+    #[error(transparent)]
+    Limits(#[from] LimitsError),
+    /// The VM.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// The connection to the backup.
+    #[error("the connection to the backup ended")]
+    Wire(#[from] WireError),
+    /// The connection could not be used.
+    #[error("the connection to the backup can't be used")]
+    Io(#[from] std::io::Error),
+    /// The backup's own words.
+    #[error("the backup takes nothing more: {0}")]
+    Refused(String),
+    /// The backup said something that only a primary says.
+    #[error("whoever listens there is no backup")]
+    Confused,
+}
+
+/// How a VM is protected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Options {
+    /// The time from one cut to the next.
+    pub interval: Duration,
+    /// Pages that are written stay writable in the next epoch.
+    pub predicts: bool,
+    /// Pages that may wait for the backup.
+    pub buffer_pages: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { interval: Duration::from_millis(100), predicts: true, buffer_pages: 32 << 10 }
+    }
+}
+
+impl Options {
+    fn limits(&self) -> Result<Limits, LimitsError> {
+        let limits = Limits {
+            interval_min: self.interval,
+            interval_max: self.interval,
+            pages_per_epoch: self.buffer_pages.min(4096),
+            output_delay_max: Duration::MAX,
+            error_latency_max: self.interval.min(Limits::default().error_latency_max),
+            buffer_pages: self.buffer_pages,
+            // A stream loses nothing but itself.
+            resend_after: Duration::MAX,
+        };
+        limits.check().map(|()| limits)
+    }
+}
+
+/// One cut, in numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct CutNumbers {
+    /// The epoch that it ended.
+    pub epoch: Epoch,
+    /// How long the VM stood still, in milliseconds.
+    pub downtime_ms: f64,
+    /// Of that: finding what was written.
+    pub scan_ms: f64,
+    /// Of that: protecting pages again.
+    pub protect_ms: f64,
+    /// Of that: copying.
+    pub copy_ms: f64,
+    /// Pages copied.
+    pub copied: u64,
+    /// Of them: found written, each after a fault inside the kernel.
+    pub written: u64,
+    /// Pages protected again.
+    pub protected: u64,
+    /// Bytes of device state.
+    pub device_bytes: u64,
+}
+
+/// What there is to tell.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Told {
+    /// So many pages of the seed are sent.
+    Seeding(u64),
+    /// An epoch was cut.
+    Cut(CutNumbers),
+    /// An epoch was sent: so many pages, in so many bytes.
+    Sent(Epoch, u64, u64),
+    /// The backup is so far.
+    Progress(Progress),
+    /// What prediction was worth so far.
+    Counts(Counts),
+}
+
+/// Protects a VM until `release` says so, which is no error, or until it can't be any more. The VM runs on then, if it lives.
+///
+/// # Errors
+/// If the connection ends, the backup refuses, or the VM can't be paused.
+pub fn protect(
+    guest: Guest,
+    stream: &Stream,
+    hello: &Hello,
+    options: Options,
+    release: &AtomicBool,
+    told: &dyn Fn(Told),
+) -> Result<(), PrimaryError> {
+    let limits = options.limits()?;
+    let (tell, events) = crossbeam_channel::unbounded();
+    let (reading, mut writer) = (stream.try_clone()?, writer(stream.try_clone()?));
+    let mut guest = guest;
+    let ended = thread::scope(|scope| {
+        let heard = tell.clone();
+        scope.spawn(move || hear(reading, &heard));
+        let ended = writer.hello(hello).map_err(PrimaryError::from).and_then(|()| {
+            Seed { guest: &mut guest, writer: &mut writer, events: &events, release, told }
+                .run()?;
+            let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
+            let sending = Sending::new(writer, tell);
+            scope.spawn(move || sending.run(&taken));
+            let epochs = Primary::new(limits, Epoch(0), Duration::ZERO);
+            let predictor = Predictor::new(options.predicts);
+            let (started, due) = (Instant::now(), options.interval);
+            let guest = &mut guest;
+            let (spares, cut) = (Vec::new(), None);
+            let pace = Pace::Free;
+            Protection {
+                guest,
+                epochs,
+                predictor,
+                options,
+                jobs,
+                events,
+                release,
+                told,
+                started,
+                due,
+                spares,
+                cut,
+                pace,
+            }
+            .run()
+        });
+        stream.close();
+        ended
+    });
+    let detached = guest.detach();
+    ended?;
+    Ok(detached?)
+}
+
+/// All of memory, for a backup that has nothing.
+struct Seed<'a> {
+    guest: &'a mut Guest,
+    writer: &'a mut Writer<BufWriter<Stream>>,
+    events: &'a Receiver<Event>,
+    release: &'a AtomicBool,
+    told: &'a dyn Fn(Told),
+}
+
+impl Seed<'_> {
+    fn run(mut self) -> Result<(), PrimaryError> {
+        let mut pages = PageSet::new();
+        let backed = self.guest.memory().backed_runs().map_err(GuestError::from)?;
+        backed.into_iter().for_each(|run| pages.insert_run(run));
+        let mut sent = 0;
+        for _ in 0..SEED_ROUNDS {
+            self.send(&pages, &mut sent)?;
+            pages = self.guest.newly_written()?;
+            if pages.len() <= SEED_FEW {
+                break;
+            }
+        }
+        self.send(&pages, &mut sent)?;
+        match self.release.load(Ordering::Relaxed) {
+            // Not all of it was sent.
+            true => Ok(()),
+            false => Ok(self.writer.end(Epoch(0), &[], &[], false)?),
+        }
+    }
+
+    fn send(&mut self, pages: &PageSet, sent: &mut u64) -> Result<(), PrimaryError> {
+        let numbers: Vec<Page> = pages.iter().collect();
+        let mut bytes = Vec::new();
+        for some in numbers.chunks(PAGES_MAX) {
+            if let Ok(Event::Lost(error)) = self.events.try_recv() {
+                return Err(error);
+            }
+            if self.release.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            self.guest.copy_running(&some.iter().copied().collect(), &mut bytes)?;
+            let contents = bytes.chunks_exact(PAGE_SIZE);
+            self.writer.pages(Epoch(0), some.iter().copied().zip(contents))?;
+            *sent += some.len() as u64;
+            (self.told)(Told::Seeding(*sent));
+        }
+        Ok(())
+    }
+}
+
+/// A VM that is being protected.
+struct Protection<'a> {
+    guest: &'a mut Guest,
+    epochs: Primary,
+    predictor: Predictor,
+    options: Options,
+    jobs: Sender<Job>,
+    events: Receiver<Event>,
+    release: &'a AtomicBool,
+    told: &'a dyn Fn(Told),
+    started: Instant,
+    /// When the next cut should be.
+    due: Duration,
+    spares: Vec<Vec<u8>>,
+    /// The epoch that was cut last, until it is sent.
+    cut: Option<Box<EpochCopy>>,
+    pace: Pace,
+}
+
+impl Protection<'_> {
+    fn run(mut self) -> Result<(), PrimaryError> {
+        while !self.release.load(Ordering::Relaxed) {
+            match self.events.recv_timeout(self.until_next_look()) {
+                Ok(event) => self.on(event)?,
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Err(GuestError::NobodyTakes.into()),
+            }
+            self.turn()?;
+        }
+        Ok(())
+    }
+
+    fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    fn until_next_look(&self) -> Duration {
+        match self.due.saturating_sub(self.now()) {
+            Duration::ZERO => NO_ROOM,
+            until_due => until_due.min(LOOK),
+        }
+    }
+
+    fn on(&mut self, event: Event) -> Result<(), PrimaryError> {
+        match event {
+            // One that comes after the next cut is about pages that may have changed since.
+            Event::Compared { epoch, plan, same } if epoch.next() == self.epochs.epoch() => {
+                self.predictor.unchanged(&plan, &same);
+                (self.told)(Told::Counts(self.predictor.counts()));
+            }
+            Event::Compared { .. } => {}
+            Event::Sent { epoch, pages, bytes } => (self.told)(Told::Sent(epoch, pages, bytes)),
+            Event::Spare(bytes) => self.spares.push(bytes),
+            Event::Progress(progress) => {
+                (self.told)(Told::Progress(progress));
+                let actions = self.epochs.acknowledged(self.now(), progress);
+                self.perform(actions)?;
+            }
+            Event::Lost(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    fn turn(&mut self) -> Result<(), PrimaryError> {
+        // How much is written counts only where room is scarce.
+        let is_scarce = self.now() >= self.due && self.epochs.buffered() > 0;
+        let written = if is_scarce { self.guest.glance()? } else { 0 };
+        let actions = self.epochs.tick(self.now(), written);
+        self.perform(actions)?;
+        if self.pace == Pace::Slowed {
+            self.guest.stop()?;
+            thread::sleep(NO_ROOM);
+            self.guest.go_on()?;
+        }
+        Ok(())
+    }
+
+    fn perform(&mut self, actions: Vec<Action>) -> Result<(), PrimaryError> {
+        for action in actions {
+            match action {
+                Action::Cut(epoch) => self.cut(epoch)?,
+                Action::Send { .. } => self.send()?,
+                Action::Free(_) | Action::Committed(_) => {}
+                Action::Pace(pace) => self.set_pace(pace)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn set_pace(&mut self, pace: Pace) -> Result<(), PrimaryError> {
+        self.pace = pace;
+        match pace {
+            Pace::Stopped => self.guest.stop()?,
+            Pace::Free | Pace::Slowed => self.guest.go_on()?,
+        }
+        Ok(())
+    }
+
+    fn cut(&mut self, epoch: Epoch) -> Result<(), PrimaryError> {
+        let mut bytes = self.spares.pop().unwrap_or_default();
+        let expected = self.predictor.candidates().len() * PAGE_SIZE;
+        if bytes.len() < expected + expected / 4 {
+            bytes.resize(expected + expected / 4, 0);
+        }
+        self.guest.prepare()?;
+        let mut inside = Inside {
+            epoch,
+            predictor: &mut self.predictor,
+            options: &self.options,
+            jobs: &self.jobs,
+            bytes: &mut bytes,
+            numbers: CutNumbers { epoch, ..CutNumbers::default() },
+        };
+        let ((plan, pages, numbers), pause) = self.guest.pause(|still| inside.run(still))?;
+        let numbers = CutNumbers {
+            downtime_ms: ms(pause.downtime),
+            device_bytes: pause.devices.len() as u64,
+            ..numbers
+        };
+        let copied = plan.copy.len() as u64;
+        let (devices, aux) = (pause.devices, pause.aux);
+        self.cut =
+            Some(Box::new(EpochCopy { epoch, plan, pages, bytes, devices, aux, last: false }));
+        (self.told)(Told::Cut(numbers));
+        let now = self.now();
+        self.due = now + self.options.interval;
+        let actions = self.epochs.copied(now, copied);
+        self.perform(actions)
+    }
+
+    fn send(&mut self) -> Result<(), PrimaryError> {
+        let Some(copy) = self.cut.take() else { return Ok(()) };
+        self.jobs.send(Job::Epoch(copy)).map_err(|_| GuestError::NobodyTakes.into())
+    }
+}
+
+/// What is done while the VM stands still.
+struct Inside<'a> {
+    epoch: Epoch,
+    predictor: &'a mut Predictor,
+    options: &'a Options,
+    jobs: &'a Sender<Job>,
+    bytes: &'a mut Vec<u8>,
+    numbers: CutNumbers,
+}
+
+impl Inside<'_> {
+    /// What was to be copied, and the pages that `bytes` has.
+    fn run(&mut self, still: &Still<'_>) -> Result<(CutPlan, Vec<Page>, CutNumbers), GuestError> {
+        let started = Instant::now();
+        let scanned = match self.options.predicts {
+            true => still.written()?,
+            // All of it is to be protected, which the same call does.
+            false => still.written_and_protect()?,
+        };
+        let scan_ms = ms(started.elapsed());
+        let plan = self.predictor.cut(&scanned);
+        let started = Instant::now();
+        if self.options.predicts {
+            still.protect(&plan.protect)?;
+        }
+        let protect_ms = ms(started.elapsed());
+        let started = Instant::now();
+        let pages = self.copy(still, &plan.copy)?;
+        let numbers = CutNumbers {
+            scan_ms,
+            protect_ms,
+            copy_ms: ms(started.elapsed()),
+            copied: plan.copy.len() as u64,
+            written: plan.written.len() as u64,
+            protected: plan.protect.len() as u64,
+            ..self.numbers
+        };
+        Ok((plan, pages, numbers))
+    }
+
+    fn copy(&mut self, still: &Still<'_>, pages: &PageSet) -> Result<Vec<Page>, GuestError> {
+        let numbers: Vec<Page> = pages.iter().collect();
+        if numbers.len() as u64 <= self.options.buffer_pages {
+            still.copy(pages, self.bytes)?;
+            return Ok(numbers);
+        }
+        for some in numbers.chunks(PAGES_MAX) {
+            let mut bytes = Vec::new();
+            still.copy(&some.iter().copied().collect(), &mut bytes)?;
+            let part = Job::Part(self.epoch, Pages { numbers: some.to_vec(), bytes });
+            self.jobs.send(part).map_err(|_| GuestError::NobodyTakes)?;
+        }
+        Ok(Vec::new())
+    }
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}

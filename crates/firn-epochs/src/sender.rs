@@ -1,0 +1,108 @@
+//! What happens to an epoch after its pause, in a thread of its own: compared with the one before, and sent.
+
+use std::io::{BufReader, BufWriter, Write};
+
+use crossbeam_channel::{Receiver, Sender};
+use firn_cluster::Epoch;
+use firn_cluster::epoch::Progress;
+use firn_cluster::predict::{CutPlan, PageSet};
+
+use crate::copy::EpochCopy;
+use crate::endpoint::Stream;
+use crate::primary::PrimaryError;
+use crate::wire::{Message, Pages, Reader, WireError, Writer};
+
+/// What is to be sent.
+#[derive(Debug)]
+pub(crate) enum Job {
+    /// A part of an epoch that is too large for the buffer, from within its pause.
+    Part(Epoch, Pages),
+    /// An epoch, or the rest of one.
+    Epoch(Box<EpochCopy>),
+}
+
+/// What the connection tells the VM's thread.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// An epoch was compared with the one before.
+    Compared { epoch: Epoch, plan: CutPlan, same: PageSet },
+    /// An epoch was sent.
+    Sent { epoch: Epoch, pages: u64, bytes: u64 },
+    /// A buffer that nobody needs any more.
+    Spare(Vec<u8>),
+    /// How far the backup is.
+    Progress(Progress),
+    /// Nothing more can be sent.
+    Lost(PrimaryError),
+}
+
+/// The sending half of a connection.
+pub(crate) struct Sending<W> {
+    writer: Writer<W>,
+    events: Sender<Event>,
+    before: EpochCopy,
+}
+
+impl<W: Write> Sending<W> {
+    pub(crate) fn new(writer: Writer<W>, events: Sender<Event>) -> Self {
+        Self { writer, events, before: EpochCopy::default() }
+    }
+
+    /// Sends what comes until nothing does any more, or nothing can be sent.
+    pub(crate) fn run(mut self, jobs: &Receiver<Job>) {
+        for job in jobs {
+            if let Err(error) = self.send(job) {
+                self.tell(Event::Lost(error.into()));
+                return;
+            }
+        }
+    }
+
+    pub(crate) fn send(&mut self, job: Job) -> Result<(), WireError> {
+        match job {
+            Job::Part(epoch, pages) => self.writer.pages(epoch, pages.iter()),
+            Job::Epoch(copy) => self.epoch(*copy),
+        }
+    }
+
+    fn epoch(&mut self, copy: EpochCopy) -> Result<(), WireError> {
+        let (epoch, same) = (copy.epoch, copy.unchanged_since(&self.before));
+        let pages = copy.plan.copy.len() - same.len();
+        self.tell(Event::Compared { epoch, plan: copy.plan.clone(), same: same.clone() });
+        let before = self.writer.sent();
+        self.writer.pages(epoch, copy.iter().filter(|(page, _)| !same.contains(*page)))?;
+        self.writer.end(epoch, &copy.devices, &copy.aux, copy.last)?;
+        let bytes = self.writer.sent() - before;
+        self.tell(Event::Sent { epoch, pages: pages as u64, bytes });
+        let spare = std::mem::replace(&mut self.before, copy).bytes;
+        self.tell(Event::Spare(spare));
+        Ok(())
+    }
+
+    /// Whoever is told may have gone: then nothing more is to be sent, and the jobs end too.
+    fn tell(&self, event: Event) {
+        let _ = self.events.send(event);
+    }
+}
+
+/// Hears what the backup says until the connection ends.
+pub(crate) fn hear(stream: Stream, events: &Sender<Event>) {
+    let mut reader = Reader::new(BufReader::new(stream));
+    loop {
+        let event = match reader.receive() {
+            Ok(Message::Progress(progress)) => Event::Progress(progress),
+            Ok(Message::Refusal(why)) => Event::Lost(PrimaryError::Refused(why)),
+            Ok(_) => Event::Lost(PrimaryError::Confused),
+            Err(error) => Event::Lost(error.into()),
+        };
+        let is_over = matches!(event, Event::Lost(_));
+        if events.send(event).is_err() || is_over {
+            return;
+        }
+    }
+}
+
+/// The writing end of a connection.
+pub(crate) fn writer(stream: Stream) -> Writer<BufWriter<Stream>> {
+    Writer::new(BufWriter::with_capacity(1 << 18, stream))
+}

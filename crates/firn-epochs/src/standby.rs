@@ -1,0 +1,310 @@
+//! What the backup holds of a VM. Pure: messages in, progress out, and pages into a [`Ram`].
+//!
+//! ```text
+//!                  pages, devices                end, checksum right
+//!     nothing -----------------> arriving(n) ------------------------> kept(n): complete      the newest
+//!        |                                                                |
+//!        |  epoch 0, the seed:                                            |  n + 1 complete
+//!        '--> written as it comes; no state by itself                     v
+//!                                                   folded into RAM, devices(n): committed    what a failover runs
+//! ```
+//!
+//! RAM changes only by folding a committed epoch: it always is that of the newest committed one, ready to be mapped by a
+//! hypervisor. What arrives is kept apart until it is whole, and then until the next is.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use firn_cluster::Epoch;
+use firn_cluster::epoch::{Arrival, Backup, Piece, Progress, RestoreError};
+use firn_image::AuxBlock;
+use firn_types::{Page, RegionMap};
+use thiserror::Error;
+
+use crate::wire::{Message, Pages};
+
+/// Epochs kept at most: one that is complete, and one that has just become so.
+const KEPT_MAX: u64 = 2;
+
+/// Where the memory of the committed epoch is.
+pub trait Ram {
+    /// Gives a page new contents.
+    ///
+    /// # Errors
+    /// If there is no room for it.
+    fn write(&mut self, page: Page, bytes: &[u8]) -> io::Result<()>;
+}
+
+/// Why the backup takes nothing more.
+#[derive(Debug, Error)]
+pub enum StandbyError {
+    /// A message of an epoch whose turn it is not, or of another direction.
+    #[error("a message of {got} came where {expected} was expected; start protecting the VM anew")]
+    Order {
+        /// What came.
+        got: Epoch,
+        /// What should have come.
+        expected: Epoch,
+    },
+    /// A message that no primary sends there.
+    #[error("the primary sent a message that only a backup sends, or introduced itself twice")]
+    Message,
+    /// A page that the VM does not have.
+    #[error("{page} is no page of the VM, which has {pages}")]
+    Page {
+        /// The page.
+        page: Page,
+        /// How many there are.
+        pages: u32,
+    },
+    /// An epoch could not be folded: the copy is spoiled.
+    #[error("{epoch} could not be written to the VM's memory here; the copy is of no use any more")]
+    Ram {
+        /// Which one.
+        epoch: Epoch,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// There is nothing that could be run.
+    #[error(
+        "no epoch is committed: the primary has to be protected for two intervals after the first whole copy"
+    )]
+    Nothing,
+    /// The cores disagree, which is a bug.
+    #[error(transparent)]
+    Restore(#[from] RestoreError),
+}
+
+/// An epoch that is not yet in RAM.
+#[derive(Debug, Default)]
+struct Apart {
+    pages: Vec<Pages>,
+    devices: Vec<u8>,
+    aux: Vec<AuxBlock>,
+}
+
+/// The state of a VM that can be run.
+#[derive(Debug)]
+pub struct Committed<R> {
+    /// At the end of which epoch.
+    pub epoch: Epoch,
+    /// Its memory.
+    pub ram: R,
+    /// Devices and vCPUs.
+    pub devices: Vec<u8>,
+    /// Small RAM blocks beside guest RAM.
+    pub aux: Vec<AuxBlock>,
+}
+
+/// The copies of one VM.
+#[derive(Debug)]
+pub struct Standby<R> {
+    regions: RegionMap,
+    ram: R,
+    epochs: Backup,
+    is_seeded: bool,
+    is_spoiled: bool,
+    arriving: Apart,
+    kept: BTreeMap<Epoch, Apart>,
+    /// Devices and the like of the newest committed epoch.
+    committed: Apart,
+}
+
+impl<R: Ram> Standby<R> {
+    /// Of a VM with this RAM, of which nothing is known: `ram` is all zeros.
+    pub fn new(regions: RegionMap, ram: R) -> Self {
+        Self {
+            regions,
+            ram,
+            epochs: Backup::new(Epoch(0), KEPT_MAX),
+            is_seeded: false,
+            is_spoiled: false,
+            arriving: Apart::default(),
+            kept: BTreeMap::new(),
+            committed: Apart::default(),
+        }
+    }
+
+    /// How far it is.
+    pub fn progress(&self) -> Progress {
+        self.epochs.progress()
+    }
+
+    /// Takes a message. The progress is to be told to the primary.
+    pub fn receive(&mut self, message: Message) -> Result<Option<Progress>, StandbyError> {
+        match message {
+            Message::Pages(epoch, pages) => self.pages(epoch, pages)?,
+            Message::Devices(epoch, devices) => self.expect(epoch)?.devices = devices,
+            Message::Aux(epoch, block) => self.expect(epoch)?.aux.push(block),
+            Message::End { epoch, last } => return self.end(epoch, last).map(Some),
+            Message::Hello(_) | Message::Progress(_) | Message::Refusal(_) => {
+                return Err(StandbyError::Message);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Gives up what is not committed, and everything else to whoever runs it.
+    pub fn take_up(mut self) -> Result<Committed<R>, StandbyError> {
+        let epoch = self.progress().committed;
+        if epoch == Epoch(0) || self.is_spoiled {
+            return Err(StandbyError::Nothing);
+        }
+        self.epochs.restore(epoch)?;
+        let Apart { devices, aux, .. } = self.committed;
+        Ok(Committed { epoch, ram: self.ram, devices, aux })
+    }
+
+    /// What has arrived of an epoch, if it is its turn.
+    fn expect(&mut self, got: Epoch) -> Result<&mut Apart, StandbyError> {
+        let expected = match self.is_seeded {
+            true => self.progress().complete.next(),
+            false => Epoch(0),
+        };
+        match got == expected {
+            true => Ok(&mut self.arriving),
+            false => Err(StandbyError::Order { got, expected }),
+        }
+    }
+
+    fn pages(&mut self, epoch: Epoch, pages: Pages) -> Result<(), StandbyError> {
+        self.expect(epoch)?;
+        let is_missing = |page: &&Page| self.regions.region_of(**page).is_none();
+        if let Some(&page) = pages.numbers.iter().find(is_missing) {
+            return Err(StandbyError::Page { page, pages: self.regions.total_pages() });
+        }
+        match self.is_seeded {
+            true => self.arriving.pages.push(pages),
+            false => self.write(epoch, &pages)?,
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, epoch: Epoch, last: bool) -> Result<Progress, StandbyError> {
+        let arrived = std::mem::take(self.expect(epoch)?);
+        if !self.is_seeded {
+            self.is_seeded = true;
+            return Ok(self.progress());
+        }
+        let expected = self.progress().complete.next();
+        match self.epochs.arrived(Piece { epoch, index: 0, of: 1, last }) {
+            Arrival::Store => self.kept.insert(epoch, arrived),
+            Arrival::Known | Arrival::Refused => {
+                return Err(StandbyError::Order { got: epoch, expected });
+            }
+        };
+        self.fold()?;
+        Ok(self.progress())
+    }
+
+    /// Brings RAM to the newest committed epoch.
+    fn fold(&mut self) -> Result<(), StandbyError> {
+        for epoch in self.epochs.globally(self.progress().committed)? {
+            let Some(apart) = self.kept.remove(&epoch) else { continue };
+            apart.pages.iter().try_for_each(|pages| self.write(epoch, pages))?;
+            self.committed = Apart { pages: Vec::new(), ..apart };
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, epoch: Epoch, pages: &Pages) -> Result<(), StandbyError> {
+        let mut written = pages.iter().map(|(page, bytes)| self.ram.write(page, bytes));
+        let written = written.find_map(Result::err).map_or(Ok(()), Err);
+        self.is_spoiled |= written.is_err();
+        written.map_err(|source| StandbyError::Ram { epoch, source })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_types::PAGE_SIZE;
+
+    use super::*;
+
+    /// The first byte of each page.
+    #[derive(Debug, Default, PartialEq)]
+    struct Bytes([u8; 4]);
+
+    impl Ram for Bytes {
+        fn write(&mut self, page: Page, bytes: &[u8]) -> io::Result<()> {
+            self.0[page.index()] = bytes[0];
+            Ok(())
+        }
+    }
+
+    fn standby() -> Standby<Bytes> {
+        let regions = RegionMap::lay_out([("ram", 4 * PAGE_SIZE as u64)]).unwrap();
+        Standby::new(regions, Bytes::default())
+    }
+
+    fn pages(epoch: u64, page: u32, fill: u8) -> Message {
+        let pages = Pages { numbers: vec![Page(page)], bytes: vec![fill; PAGE_SIZE] };
+        Message::Pages(Epoch(epoch), pages)
+    }
+
+    fn end(epoch: u64) -> Message {
+        Message::End { epoch: Epoch(epoch), last: false }
+    }
+
+    fn received(standby: &mut Standby<Bytes>, messages: Vec<Message>) -> Option<Progress> {
+        messages.into_iter().fold(None, |_, message| standby.receive(message).unwrap())
+    }
+
+    #[test]
+    fn memory_is_that_of_the_epoch_before_the_newest() {
+        let mut standby = standby();
+        received(&mut standby, vec![pages(0, 0, 1), end(0)]);
+        assert_eq!(standby.ram, Bytes([1, 0, 0, 0]), "the seed is written as it comes");
+        received(&mut standby, vec![pages(1, 1, 2), Message::Devices(Epoch(1), vec![1]), end(1)]);
+        assert_eq!(standby.ram, Bytes([1, 0, 0, 0]), "1 is complete, not committed");
+        let progress = received(&mut standby, vec![pages(2, 1, 3), pages(2, 2, 3), end(2)]);
+        assert_eq!(progress, Some(Progress { complete: Epoch(2), committed: Epoch(1) }));
+        let committed = standby.take_up().unwrap();
+        assert_eq!(committed.ram, Bytes([1, 2, 0, 0]));
+        assert_eq!((committed.epoch, committed.devices), (Epoch(1), vec![1]));
+    }
+
+    #[test]
+    fn an_epoch_that_has_not_ended_changes_nothing() {
+        let mut standby = standby();
+        received(&mut standby, vec![end(0), end(1), pages(2, 0, 9)]);
+        assert_eq!(standby.ram, Bytes::default());
+        assert!(matches!(standby.take_up(), Err(StandbyError::Nothing)));
+    }
+
+    #[test]
+    fn the_last_epoch_is_committed_at_once() {
+        let mut standby = standby();
+        let last = Message::End { epoch: Epoch(1), last: true };
+        received(&mut standby, vec![end(0), pages(1, 3, 7), last]);
+        assert_eq!(standby.take_up().unwrap().ram, Bytes([0, 0, 0, 7]));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        let mut standby = standby();
+        assert!(matches!(standby.receive(end(1)), Err(StandbyError::Order { .. })));
+        assert!(matches!(standby.receive(pages(0, 4, 1)), Err(StandbyError::Page { .. })));
+        let refusal = Message::Refusal("no".into());
+        assert!(matches!(standby.receive(refusal), Err(StandbyError::Message)));
+        received(&mut standby, vec![end(0)]);
+        assert!(matches!(standby.receive(pages(2, 0, 1)), Err(StandbyError::Order { .. })));
+    }
+
+    #[test]
+    fn a_copy_without_room_is_not_run() {
+        struct Full;
+        impl Ram for Full {
+            fn write(&mut self, _: Page, _: &[u8]) -> io::Result<()> {
+                Err(io::ErrorKind::StorageFull.into())
+            }
+        }
+        let regions = RegionMap::lay_out([("ram", 4 * PAGE_SIZE as u64)]).unwrap();
+        let mut standby = Standby::new(regions, Full);
+        for message in [end(0), pages(1, 0, 1), end(1)] {
+            standby.receive(message).unwrap();
+        }
+        assert!(matches!(standby.receive(end(2)), Err(StandbyError::Ram { .. })));
+        assert!(matches!(standby.take_up(), Err(StandbyError::Nothing)));
+    }
+}

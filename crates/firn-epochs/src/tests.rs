@@ -1,0 +1,204 @@
+//! A VM's memory that is written at random, its epochs through the sender and the wire, and the backup at the other end: its
+//! memory must be that of the primary at the cut of the committed epoch, byte for byte.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::error::Error;
+use std::io::{self, Read, Write};
+use std::rc::Rc;
+
+use crossbeam_channel::Receiver;
+use firn_cluster::Epoch;
+use firn_cluster::predict::Predictor;
+use firn_types::{PAGE_SIZE, Page, RegionMap};
+use proptest::prelude::*;
+
+use crate::copy::EpochCopy;
+use crate::sender::{Event, Job, Sending};
+use crate::standby::{Ram, Standby};
+use crate::wire::{Pages, Reader, Writer};
+
+const PAGES: u32 = 8;
+/// An epoch with more pages is sent from within its pause.
+const BUFFER_PAGES: usize = 5;
+
+/// The first byte of each page.
+type Bytes = [u8; PAGES as usize];
+
+impl Ram for Bytes {
+    fn write(&mut self, page: Page, bytes: &[u8]) -> io::Result<()> {
+        self[page.index()] = bytes[0];
+        Ok(())
+    }
+}
+
+/// Both ends of a connection, and where it is cut.
+#[derive(Clone, Default)]
+struct Link(Rc<RefCell<VecDeque<u8>>>);
+
+impl Read for Link {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.0.borrow_mut().read(into)
+    }
+}
+
+impl Write for Link {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.0.borrow_mut().write(from)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// The guest writes a value, perhaps the one that is there.
+    Write(u32, u8),
+    Cut,
+    /// What comparing found reaches the predictor.
+    Hear,
+}
+
+struct World {
+    memory: Bytes,
+    protected: [bool; PAGES as usize],
+    predictor: Predictor,
+    sending: Sending<Link>,
+    events: Receiver<Event>,
+    link: Link,
+    reader: Reader<Link>,
+    standby: Standby<Bytes>,
+    /// Memory at each cut.
+    cuts: Vec<Bytes>,
+}
+
+impl World {
+    fn new(predicts: bool) -> Self {
+        let (tell, events) = crossbeam_channel::unbounded();
+        let link = Link::default();
+        let mut writer = Writer::new(link.clone());
+        writer.end(Epoch(0), &[], &[], false).unwrap();
+        let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
+        Self {
+            memory: [0; PAGES as usize],
+            protected: [true; PAGES as usize],
+            predictor: Predictor::new(predicts),
+            sending: Sending::new(writer, tell),
+            events,
+            reader: Reader::new(link.clone()),
+            link,
+            standby: Standby::new(regions, [0; PAGES as usize]),
+            cuts: Vec::new(),
+        }
+    }
+
+    fn step(&mut self, step: &Step) {
+        match *step {
+            Step::Write(page, value) => {
+                self.memory[page as usize] = value;
+                self.protected[page as usize] = false;
+            }
+            Step::Cut => self.cut(),
+            Step::Hear => self.hear(),
+        }
+    }
+
+    fn newest(&self) -> Epoch {
+        Epoch(self.cuts.len() as u64)
+    }
+
+    fn cut(&mut self) {
+        let epoch = self.newest().next();
+        let written = (0..PAGES).filter(|&page| !self.protected[page as usize]).map(Page).collect();
+        let plan = self.predictor.cut(&written);
+        plan.protect.iter().for_each(|page| self.protected[page.index()] = true);
+        let pages: Vec<Page> = plan.copy.iter().collect();
+        let bytes = pages.iter().flat_map(|page| [self.memory[page.index()]; PAGE_SIZE]).collect();
+        let mut copy = EpochCopy { epoch, plan, pages, bytes, ..EpochCopy::default() };
+        if copy.pages.len() > BUFFER_PAGES {
+            let (numbers, bytes) =
+                (std::mem::take(&mut copy.pages), std::mem::take(&mut copy.bytes));
+            self.sending.send(Job::Part(epoch, Pages { numbers, bytes })).unwrap();
+        }
+        self.cuts.push(self.memory);
+        self.sending.send(Job::Epoch(Box::new(copy))).unwrap();
+    }
+
+    fn hear(&mut self) {
+        for event in self.events.try_iter() {
+            match event {
+                Event::Compared { epoch, plan, same } if epoch == Epoch(self.cuts.len() as u64) => {
+                    self.predictor.unchanged(&plan, &same);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// The backup takes all that has come.
+    fn arrive(&mut self) -> Result<(), Box<dyn Error>> {
+        while !self.link.0.borrow().is_empty() {
+            let message = self.reader.receive()?;
+            self.standby.receive(message)?;
+        }
+        Ok(())
+    }
+
+    /// Whether what a failover would run is what the primary was.
+    fn ends_well(self) -> bool {
+        let expected = self.standby.progress().committed;
+        match self.standby.take_up() {
+            Ok(committed) => {
+                let at_cut = self.cuts[committed.epoch.0 as usize - 1];
+                committed.epoch == expected && committed.ram == at_cut
+            }
+            Err(_) => expected == Epoch(0),
+        }
+    }
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        6 => (0..PAGES, 0..3_u8).prop_map(|(page, value)| Step::Write(page, value)),
+        2 => Just(Step::Cut),
+        2 => Just(Step::Hear),
+    ];
+    prop::collection::vec(step, 1..120)
+}
+
+proptest! {
+    #[test]
+    fn the_backup_has_the_memory_of_the_committed_epoch(steps in steps(), predicts: bool) {
+        let mut world = World::new(predicts);
+        for step in &steps {
+            world.step(step);
+        }
+        world.arrive().unwrap();
+        let (newest, committed) = (world.newest(), world.standby.progress().committed);
+        prop_assert_eq!(committed, newest.before(), "one behind");
+        prop_assert!(world.ends_well());
+    }
+
+    #[test]
+    fn a_connection_cut_anywhere_leaves_a_committed_epoch(steps in steps(), at: prop::sample::Index) {
+        let mut world = World::new(true);
+        steps.iter().for_each(|step| world.step(step));
+        let length = world.link.0.borrow().len();
+        world.link.0.borrow_mut().truncate(at.index(length));
+        // It may have been cut between two messages.
+        let _ = world.arrive();
+        prop_assert!(world.ends_well());
+    }
+
+    #[test]
+    fn a_flipped_bit_leaves_a_committed_epoch(steps in steps(), at: prop::sample::Index, bit in 0..8_u8) {
+        let mut world = World::new(true);
+        steps.iter().for_each(|step| world.step(step));
+        let length = world.link.0.borrow().len();
+        world.link.0.borrow_mut()[at.index(length)] ^= 1 << bit;
+        prop_assert!(world.arrive().is_err(), "it was not noticed");
+        prop_assert!(world.ends_well());
+    }
+}

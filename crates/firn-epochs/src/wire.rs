@@ -1,0 +1,491 @@
+//! The stream from a primary to its backup, and what comes back.
+//!
+//! Messages in both directions, all numbers little-endian:
+//!
+//! ```text
+//!     0        4        8                 16                24
+//!   +--------+--------+-----------------+-----------------+----------------+
+//!   | kind   | length | epoch           | check           | body: length   |
+//!   +--------+--------+-----------------+-----------------+----------------+
+//!                                         XXH3-64 of bytes 0 to 15
+//!
+//!   kind  epoch       body
+//!   1     0           XXH3-64 of what follows (8 bytes), Hello as JSON                 once, first
+//!   2     of these    per page: its number (4 bytes); then per page: 4096 bytes        any number of times
+//!   3     of this     device state
+//!   4     of these    length of the name (2 bytes), name, what a small RAM block held  any number of times
+//!   5     that ends   last (1: no epoch follows, else 0; 8 bytes), XXH3-64 (8 bytes)
+//!   6     complete    committed (8 bytes)                                              from the backup
+//!   7     0           why the backup takes nothing more, UTF-8                         from the backup
+//! ```
+//!
+//! The checksum of kind 5 is over all messages of kinds 2 to 4 since the last of kind 5, heads and bodies. So each epoch has
+//! one, and until it has been compared nothing of the epoch may be applied: [`Reader::receive`] gives [`Message::End`] only if it is
+//! right. Epoch 0 is the seed.
+//!
+//! The check of a head keeps a damaged length from being believed. Lengths have bounds, and memory for a body is taken as its bytes
+//! come in, so that nobody can have it taken by a number alone.
+
+use std::hash::Hasher as _;
+use std::io::{self, Read, Write};
+
+use firn_cluster::Epoch;
+use firn_cluster::epoch::Progress;
+use firn_image::AuxBlock;
+use firn_types::{PAGE_SIZE, Page, RegionMap};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use twox_hash::XxHash3_64;
+
+/// What both sides must agree on.
+pub const VERSION: u32 = 1;
+/// Most pages in one message.
+pub const PAGES_MAX: usize = 256;
+
+const HEAD_BYTES: usize = 24;
+/// Bytes of a page with its number.
+const NUMBERED_BYTES: usize = 4 + PAGE_SIZE;
+/// The longest JSON: it holds a command line of up to 2 MiB, escaped.
+const HELLO_BYTES_MAX: usize = 16 << 20;
+/// The most device state, and the largest small RAM block.
+const STATE_BYTES_MAX: usize = 256 << 20;
+const REFUSAL_BYTES_MAX: usize = 64 << 10;
+
+const HELLO: u32 = 1;
+const PAGES: u32 = 2;
+const DEVICES: u32 = 3;
+const AUX: u32 = 4;
+const END: u32 = 5;
+const PROGRESS: u32 = 6;
+const REFUSAL: u32 = 7;
+
+/// Why a stream can't be gone on with.
+#[derive(Debug, Error)]
+pub enum WireError {
+    /// The connection failed, or ended in the middle of a message.
+    #[error("the connection failed")]
+    Io(#[from] io::Error),
+    /// The head of a message is damaged.
+    #[error(
+        "the head of a message is damaged: its checksum is {found:#018x}, not {expected:#018x}"
+    )]
+    Head {
+        /// What the head says.
+        expected: u64,
+        /// What its bytes come to.
+        found: u64,
+    },
+    /// A body does not belong to its head.
+    #[error("a message of kind {kind} with {bytes} bytes makes no sense")]
+    Body {
+        /// The kind.
+        kind: u32,
+        /// How many bytes it has.
+        bytes: usize,
+    },
+    /// What arrived of an epoch is not what was sent.
+    #[error("{epoch} is damaged: its checksum is {found:#018x}, not {expected:#018x}")]
+    Checksum {
+        /// Which one.
+        epoch: Epoch,
+        /// What the sender says.
+        expected: u64,
+        /// What the bytes come to.
+        found: u64,
+    },
+    /// The introduction is damaged, or of another version.
+    #[error("the other side does not introduce itself as Firn {VERSION} does")]
+    Hello(#[source] Option<serde_json::Error>),
+    /// Something is too large to be sent.
+    #[error("{bytes} bytes of {what} are more than can be sent")]
+    TooLarge {
+        /// What.
+        what: &'static str,
+        /// Its size.
+        bytes: usize,
+    },
+}
+
+/// What a primary says first.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The VM's RAM.
+    pub regions: RegionMap,
+    /// Whatever else the backup needs to start it.
+    pub meta: serde_json::Value,
+}
+
+/// Pages and what they hold.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pages {
+    /// Their numbers.
+    pub numbers: Vec<Page>,
+    /// Their contents, one after another.
+    pub bytes: Vec<u8>,
+}
+
+impl Pages {
+    /// Each page with its contents.
+    pub fn iter(&self) -> impl Iterator<Item = (Page, &[u8])> {
+        self.numbers.iter().copied().zip(self.bytes.chunks_exact(PAGE_SIZE))
+    }
+}
+
+/// What is received.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Message {
+    /// Who the primary is.
+    Hello(Box<Hello>),
+    /// Pages of an epoch.
+    Pages(Epoch, Pages),
+    /// The device state at the end of an epoch.
+    Devices(Epoch, Vec<u8>),
+    /// A small RAM block at the end of an epoch.
+    Aux(Epoch, AuxBlock),
+    /// All of an epoch is there, and is what was sent.
+    End {
+        /// Which one.
+        epoch: Epoch,
+        /// None follows.
+        last: bool,
+    },
+    /// How far the backup is.
+    Progress(Progress),
+    /// The backup takes nothing more.
+    Refusal(String),
+}
+
+/// The sending end.
+pub struct Writer<W> {
+    to: W,
+    sum: XxHash3_64,
+    sent: u64,
+}
+
+impl<W: Write> Writer<W> {
+    /// To a stream on which nothing was sent yet.
+    pub fn new(to: W) -> Self {
+        Self { to, sum: XxHash3_64::new(), sent: 0 }
+    }
+
+    /// Bytes sent so far.
+    pub fn sent(&self) -> u64 {
+        self.sent
+    }
+
+    /// The introduction.
+    pub fn hello(&mut self, hello: &Hello) -> Result<(), WireError> {
+        let json = serde_json::to_vec(hello).map_err(|error| WireError::Hello(Some(error)))?;
+        let check = XxHash3_64::oneshot(&json).to_le_bytes();
+        self.message(HELLO, Epoch(0), &[&check, &json])
+    }
+
+    /// Pages of an epoch, in as many messages as it takes.
+    pub fn pages<'a>(
+        &mut self,
+        epoch: Epoch,
+        pages: impl Iterator<Item = (Page, &'a [u8])>,
+    ) -> Result<(), WireError> {
+        let mut pages = pages.peekable();
+        while pages.peek().is_some() {
+            let some: Vec<_> = pages.by_ref().take(PAGES_MAX).collect();
+            let numbers: Vec<u8> = some.iter().flat_map(|(page, _)| page.0.to_le_bytes()).collect();
+            let contents = some.iter().map(|&(_, bytes)| bytes);
+            let parts: Vec<&[u8]> = std::iter::once(&numbers[..]).chain(contents).collect();
+            self.message(PAGES, epoch, &parts)?;
+        }
+        Ok(())
+    }
+
+    /// What is saved beside RAM, and the end of an epoch.
+    pub fn end(
+        &mut self,
+        epoch: Epoch,
+        devices: &[u8],
+        aux: &[AuxBlock],
+        last: bool,
+    ) -> Result<(), WireError> {
+        self.message(DEVICES, epoch, &[devices])?;
+        for block in aux {
+            let bytes = block.id.len();
+            let id =
+                u16::try_from(bytes).map_err(|_| WireError::TooLarge { what: "a name", bytes })?;
+            self.message(AUX, epoch, &[&id.to_le_bytes(), block.id.as_bytes(), &block.bytes])?;
+        }
+        let sum = std::mem::take(&mut self.sum).finish().to_le_bytes();
+        self.message(END, epoch, &[&u64::from(last).to_le_bytes(), &sum])?;
+        Ok(self.to.flush()?)
+    }
+
+    /// How far the backup is.
+    pub fn progress(&mut self, progress: Progress) -> Result<(), WireError> {
+        self.message(PROGRESS, progress.complete, &[&progress.committed.0.to_le_bytes()])?;
+        Ok(self.to.flush()?)
+    }
+
+    /// Why the backup takes nothing more.
+    pub fn refusal(&mut self, why: &str) -> Result<(), WireError> {
+        self.message(REFUSAL, Epoch(0), &[why.as_bytes()])?;
+        Ok(self.to.flush()?)
+    }
+
+    fn message(&mut self, kind: u32, epoch: Epoch, parts: &[&[u8]]) -> Result<(), WireError> {
+        let bytes = parts.iter().map(|part| part.len()).sum();
+        let length = u32::try_from(bytes).ok().filter(|_| bytes <= longest(kind));
+        let length = length.ok_or(WireError::TooLarge { what: "one message", bytes })?;
+        let head = head(kind, length, epoch);
+        let is_summed = is_summed(kind);
+        for part in std::iter::once(&head[..]).chain(parts.iter().copied()) {
+            if is_summed {
+                self.sum.write(part);
+            }
+            self.to.write_all(part)?;
+            self.sent += part.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+/// The receiving end.
+pub struct Reader<R> {
+    from: R,
+    sum: XxHash3_64,
+}
+
+impl<R: Read> Reader<R> {
+    /// From a stream of which nothing was read yet.
+    pub fn new(from: R) -> Self {
+        Self { from, sum: XxHash3_64::new() }
+    }
+
+    /// The next message. After an error nothing more can be understood.
+    pub fn receive(&mut self) -> Result<Message, WireError> {
+        let mut head = [0; HEAD_BYTES];
+        self.from.read_exact(&mut head)?;
+        let (kind, length, epoch) = checked(&head)?;
+        if length > longest(kind) {
+            return Err(WireError::Body { kind, bytes: length });
+        }
+        let mut body = Vec::new();
+        self.from.by_ref().take(length as u64).read_to_end(&mut body)?;
+        if body.len() < length {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+        }
+        if is_summed(kind) {
+            self.sum.write(&head);
+            self.sum.write(&body);
+        }
+        self.message(kind, epoch, body)
+    }
+
+    fn message(&mut self, kind: u32, epoch: Epoch, body: Vec<u8>) -> Result<Message, WireError> {
+        let bytes = body.len();
+        let message = match kind {
+            HELLO => return hello(&body).map(Message::Hello),
+            PAGES => pages(body).map(|pages| Message::Pages(epoch, pages)),
+            DEVICES => Some(Message::Devices(epoch, body)),
+            AUX => aux(&body).map(|block| Message::Aux(epoch, block)),
+            END => return self.end(epoch, &body),
+            PROGRESS => number(&body, 0).map(|committed| {
+                Message::Progress(Progress { complete: epoch, committed: Epoch(committed) })
+            }),
+            REFUSAL => Some(Message::Refusal(String::from_utf8_lossy(&body).into_owned())),
+            _ => None,
+        };
+        message.ok_or(WireError::Body { kind, bytes })
+    }
+
+    fn end(&mut self, epoch: Epoch, body: &[u8]) -> Result<Message, WireError> {
+        let (Some(last @ 0..=1), Some(expected), 16) =
+            (number(body, 0), number(body, 8), body.len())
+        else {
+            return Err(WireError::Body { kind: END, bytes: body.len() });
+        };
+        let found = std::mem::take(&mut self.sum).finish();
+        match found == expected {
+            true => Ok(Message::End { epoch, last: last == 1 }),
+            false => Err(WireError::Checksum { epoch, expected, found }),
+        }
+    }
+}
+
+fn is_summed(kind: u32) -> bool {
+    matches!(kind, PAGES | DEVICES | AUX)
+}
+
+fn longest(kind: u32) -> usize {
+    match kind {
+        HELLO => HELLO_BYTES_MAX,
+        PAGES => PAGES_MAX * NUMBERED_BYTES,
+        DEVICES | AUX => STATE_BYTES_MAX,
+        END => 16,
+        PROGRESS => 8,
+        REFUSAL => REFUSAL_BYTES_MAX,
+        _ => 0,
+    }
+}
+
+fn head(kind: u32, length: u32, epoch: Epoch) -> [u8; HEAD_BYTES] {
+    let mut head = [0; HEAD_BYTES];
+    head[..4].copy_from_slice(&kind.to_le_bytes());
+    head[4..8].copy_from_slice(&length.to_le_bytes());
+    head[8..16].copy_from_slice(&epoch.0.to_le_bytes());
+    let check = XxHash3_64::oneshot(&head[..16]);
+    head[16..].copy_from_slice(&check.to_le_bytes());
+    head
+}
+
+fn checked(head: &[u8; HEAD_BYTES]) -> Result<(u32, usize, Epoch), WireError> {
+    let (words, epoch) = (number(head, 0), number(head, 8));
+    let (words, epoch) = (words.unwrap_or_default(), Epoch(epoch.unwrap_or_default()));
+    let (expected, found) =
+        (number(head, 16).unwrap_or_default(), XxHash3_64::oneshot(&head[..16]));
+    match found == expected {
+        true => Ok((words as u32, (words >> 32) as usize, epoch)),
+        false => Err(WireError::Head { expected, found }),
+    }
+}
+
+/// Eight bytes as a number.
+fn number(bytes: &[u8], at: usize) -> Option<u64> {
+    let bytes = bytes.get(at..at + 8)?.try_into().ok()?;
+    Some(u64::from_le_bytes(bytes))
+}
+
+fn hello(body: &[u8]) -> Result<Box<Hello>, WireError> {
+    let check = number(body, 0).ok_or(WireError::Hello(None))?;
+    let json = &body[8..];
+    if XxHash3_64::oneshot(json) != check {
+        return Err(WireError::Hello(None));
+    }
+    let hello: Hello =
+        serde_json::from_slice(json).map_err(|error| WireError::Hello(Some(error)))?;
+    let is_sound = hello.version == VERSION && hello.regions.check().is_ok();
+    is_sound.then(|| Box::new(hello)).ok_or(WireError::Hello(None))
+}
+
+fn pages(mut body: Vec<u8>) -> Option<Pages> {
+    let count = body.len() / NUMBERED_BYTES;
+    if count * NUMBERED_BYTES != body.len() {
+        return None;
+    }
+    let bytes = body.split_off(count * 4);
+    let number = |bytes: &[u8]| Some(Page(u32::from_le_bytes(bytes.try_into().ok()?)));
+    let numbers = body.chunks_exact(4).map(number).collect::<Option<_>>()?;
+    Some(Pages { numbers, bytes })
+}
+
+fn aux(body: &[u8]) -> Option<AuxBlock> {
+    let (length, rest) = body.split_first_chunk::<2>()?;
+    let (id, bytes) = rest.split_at_checked(usize::from(u16::from_le_bytes(*length)))?;
+    Some(AuxBlock { id: String::from_utf8(id.to_vec()).ok()?, bytes: bytes.to_vec() })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn block() -> AuxBlock {
+        AuxBlock { id: "vga.vram".into(), bytes: vec![7; 9] }
+    }
+
+    /// One epoch with three pages.
+    fn stream() -> Vec<u8> {
+        let mut writer = Writer::new(Vec::new());
+        let contents = [1, 2, 3].map(|fill| vec![fill; PAGE_SIZE]);
+        let pages = contents.iter().zip([5, 9, 700]).map(|(bytes, page)| (Page(page), &bytes[..]));
+        writer.pages(Epoch(4), pages).unwrap();
+        writer.end(Epoch(4), b"devices", &[block()], false).unwrap();
+        writer.to
+    }
+
+    fn read(stream: &[u8]) -> (Vec<Message>, WireError) {
+        let (mut reader, mut messages) = (Reader::new(stream), Vec::new());
+        loop {
+            match reader.receive() {
+                Ok(message) => messages.push(message),
+                Err(error) => return (messages, error),
+            }
+        }
+    }
+
+    fn has_end(messages: &[Message]) -> bool {
+        messages.iter().any(|message| matches!(message, Message::End { .. }))
+    }
+
+    #[test]
+    fn an_epoch_survives_the_wire() {
+        let (messages, _) = read(&stream());
+        let [Message::Pages(_, pages), devices, aux, end] = &messages[..] else { panic!() };
+        assert_eq!(pages.numbers, [5, 9, 700].map(Page));
+        assert!(pages.iter().zip(1..).all(|((_, bytes), fill)| bytes == [fill; PAGE_SIZE]));
+        assert_eq!(*devices, Message::Devices(Epoch(4), b"devices".to_vec()));
+        assert_eq!(*aux, Message::Aux(Epoch(4), block()));
+        assert_eq!(*end, Message::End { epoch: Epoch(4), last: false });
+    }
+
+    #[test]
+    fn many_pages_are_cut_to_messages() {
+        let mut writer = Writer::new(Vec::new());
+        let page = [0; PAGE_SIZE];
+        writer.pages(Epoch(1), (0..600).map(|number| (Page(number), &page[..]))).unwrap();
+        let (messages, _) = read(&writer.to);
+        let count = |message: &Message| match message {
+            Message::Pages(_, pages) => pages.numbers.len(),
+            _ => 0,
+        };
+        assert_eq!(messages.iter().map(count).collect::<Vec<_>>(), [256, 256, 88]);
+    }
+
+    #[test]
+    fn the_others_survive_the_wire_too() {
+        let regions = RegionMap::lay_out([("ram", 1 << 20)]).unwrap();
+        let hello = Hello { version: VERSION, regions, meta: serde_json::json!({ "name": "web" }) };
+        let progress = Progress { complete: Epoch(3), committed: Epoch(2) };
+        let mut writer = Writer::new(Vec::new());
+        writer.hello(&hello).unwrap();
+        writer.progress(progress).unwrap();
+        writer.refusal("full").unwrap();
+        let expected = [
+            Message::Hello(Box::new(hello)),
+            Message::Progress(progress),
+            Message::Refusal("full".into()),
+        ];
+        assert_eq!(read(&writer.to).0, expected);
+    }
+
+    #[test]
+    fn a_length_alone_takes_no_memory() {
+        let head = head(DEVICES, STATE_BYTES_MAX as u32, Epoch(1));
+        assert!(matches!(read(&head).1, WireError::Io(_)));
+        let head = super::head(PAGES, u32::MAX, Epoch(1));
+        assert!(matches!(read(&head).1, WireError::Body { kind: PAGES, .. }));
+    }
+
+    #[test]
+    fn every_truncation_is_an_error_before_the_end() {
+        let stream = stream();
+        for length in 0..stream.len() {
+            assert!(!has_end(&read(&stream[..length]).0), "{length} of {} bytes", stream.len());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_flipped_bit_is_an_error_before_the_end(at: prop::sample::Index, bit in 0..8_u8) {
+            let mut stream = stream();
+            let at = at.index(stream.len());
+            stream[at] ^= 1 << bit;
+            prop_assert!(!has_end(&read(&stream).0), "bit {} of byte {}", bit, at);
+        }
+
+        #[test]
+        fn no_bytes_make_reading_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            read(&bytes);
+        }
+    }
+}
