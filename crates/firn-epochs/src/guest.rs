@@ -132,7 +132,10 @@ impl Guest {
         drop(tracee);
         let mut guest = Self { vm, process, memory, aux, vcpus, scan, is_stopped: false };
         match guest.begin() {
-            Ok(()) => Ok(guest),
+            Ok(()) => {
+                firn_fault::point("protect.armed");
+                Ok(guest)
+            }
             Err(error) => {
                 // The first error is the one to report.
                 let _ = guest.detach();

@@ -138,55 +138,87 @@ pub enum Told {
 /// # Errors
 /// If the connection ends, the backup refuses, or the VM can't be paused.
 pub fn protect(
-    guest: Guest,
+    mut guest: Guest,
     stream: &Stream,
     hello: &Hello,
     options: Options,
     release: &AtomicBool,
     told: &dyn Fn(Told),
 ) -> Result<(), PrimaryError> {
-    let limits = options.limits()?;
-    let (tell, events) = crossbeam_channel::unbounded();
-    let (reading, mut writer) = (stream.try_clone()?, writer(stream.try_clone()?));
-    let mut guest = guest;
-    let ended = thread::scope(|scope| {
-        let heard = tell.clone();
-        scope.spawn(move || hear(reading, &heard));
-        let ended = writer.hello(hello).map_err(PrimaryError::from).and_then(|()| {
-            Seed { guest: &mut guest, writer: &mut writer, events: &events, release, told }
-                .run()?;
-            let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
-            let sending = Sending::new(writer, tell);
-            scope.spawn(move || sending.run(&taken));
-            let epochs = Primary::new(limits, Epoch(0), Duration::ZERO);
-            let predictor = Predictor::new(options.predicts);
-            let (started, due) = (Instant::now(), options.interval);
-            let guest = &mut guest;
-            let (spares, cut) = (Vec::new(), None);
-            let pace = Pace::Free;
-            Protection {
-                guest,
-                epochs,
-                predictor,
-                options,
-                jobs,
-                events,
-                release,
-                told,
-                started,
-                due,
-                spares,
-                cut,
-                pace,
-            }
-            .run()
-        });
-        stream.close();
-        ended
-    });
+    let ended = Connection { stream, hello, options, release, told }.protect(&mut guest);
     let detached = guest.detach();
     ended?;
     Ok(detached?)
+}
+
+/// A connection to a backup, and what is to be done with it.
+struct Connection<'a> {
+    stream: &'a Stream,
+    hello: &'a Hello,
+    options: Options,
+    release: &'a AtomicBool,
+    told: &'a dyn Fn(Told),
+}
+
+impl<'a> Connection<'a> {
+    /// Threads that hear and send end with the connection.
+    fn protect(&self, guest: &mut Guest) -> Result<(), PrimaryError> {
+        let epochs = Primary::new(self.options.limits()?, Epoch(0), Duration::ZERO);
+        let (tell, events) = crossbeam_channel::unbounded();
+        let (reading, writer) = (self.stream.try_clone()?, writer(self.stream.try_clone()?));
+        thread::scope(|scope| {
+            let heard = tell.clone();
+            scope.spawn(move || hear(reading, &heard));
+            let ended = self.seeded(guest, writer, &events).and_then(|writer| {
+                firn_fault::point("protect.seeded");
+                let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
+                let sending = Sending::new(writer, tell);
+                scope.spawn(move || sending.run(&taken));
+                self.protection(guest, epochs, jobs, events).run()
+            });
+            self.stream.close();
+            ended
+        })
+    }
+
+    fn seeded(
+        &self,
+        guest: &mut Guest,
+        mut writer: Writer<BufWriter<Stream>>,
+        events: &Receiver<Event>,
+    ) -> Result<Writer<BufWriter<Stream>>, PrimaryError> {
+        writer.hello(self.hello)?;
+        let (release, told) = (self.release, self.told);
+        Seed { guest, writer: &mut writer, events, release, told }.run()?;
+        Ok(writer)
+    }
+
+    fn protection<'g>(
+        &self,
+        guest: &'g mut Guest,
+        epochs: Primary,
+        jobs: Sender<Job>,
+        events: Receiver<Event>,
+    ) -> Protection<'g>
+    where
+        'a: 'g,
+    {
+        Protection {
+            guest,
+            epochs,
+            predictor: Predictor::new(self.options.predicts),
+            options: self.options,
+            jobs,
+            events,
+            release: self.release,
+            told: self.told,
+            started: Instant::now(),
+            due: self.options.interval,
+            spares: Vec::new(),
+            cut: None,
+            pace: Pace::Free,
+        }
+    }
 }
 
 /// All of memory, for a backup that has nothing.
@@ -353,6 +385,7 @@ impl Protection<'_> {
             numbers: CutNumbers { epoch, ..CutNumbers::default() },
         };
         let ((plan, pages, numbers), pause) = self.guest.pause(|still| inside.run(still))?;
+        firn_fault::point("protect.cut");
         let numbers = CutNumbers {
             downtime_ms: ms(pause.downtime),
             device_bytes: pause.devices.len() as u64,
@@ -395,6 +428,7 @@ impl Inside<'_> {
             false => still.written_and_protect()?,
         };
         let scan_ms = ms(started.elapsed());
+        firn_fault::point("protect.scanned");
         let plan = self.predictor.cut(&scanned);
         let started = Instant::now();
         if self.options.predicts {
@@ -403,6 +437,7 @@ impl Inside<'_> {
         let protect_ms = ms(started.elapsed());
         let started = Instant::now();
         let pages = self.copy(still, &plan.copy)?;
+        firn_fault::point("protect.copied");
         let numbers = CutNumbers {
             scan_ms,
             protect_ms,

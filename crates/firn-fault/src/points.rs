@@ -65,4 +65,13 @@ pub const POINTS: &[&str] = &[
     "restore.filled",
     "restore.unregistered",
     "restore.finished",
+    // An epoch.
+    "protect.armed",
+    "protect.seeded",
+    "protect.scanned",
+    "protect.copied",
+    "protect.cut",
+    // A standby's.
+    "standby.ready",
+    "failover.loaded",
 ];

@@ -141,6 +141,9 @@ pub fn ask(
         settle(&vm);
         match request {
             Request::Status | Request::Watch => {}
+            Request::Protect(_) | Request::Release | Request::Failover => {
+                return died_while_asked();
+            }
             Request::Detach if !is_detached(&vm)? => {}
             Request::Detach => return Ok(serde_json::Value::Null),
             Request::Stop(_) => return after_stop(base, &vm),
@@ -153,6 +156,11 @@ pub fn ask(
     }
     Err(Failure::new(FailureKind::Other, format!("the supervisor of {name} dies again and again"))
         .hint("its log says why"))
+}
+
+fn died_while_asked() -> Result<serde_json::Value, Failure> {
+    let died = Failure::new(FailureKind::Interrupted, "the supervisor died");
+    Err(died.hint("`firn status` says what became of the VM"))
 }
 
 /// Who comes too late to watch is told what one who came in time was told.

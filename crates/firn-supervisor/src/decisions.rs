@@ -8,6 +8,9 @@
 //!             |     goes on to stop)             | cancel           |
 //!             +----------------------------------+------------------+  restore ended
 //!
+//!     protecting: from idle, by `protect`, until `release`, a stop or its connection ends it. Standby: started as one, until a
+//!     failover makes it idle.
+//!
 //!     stop: from idle and restoring, from saving only by force.    hypervisor gone: from anywhere, and it is over.
 //!     detach, SIGTERM: at once when idle, else when what is going on has ended (SIGTERM cancels a save).
 //! ```
@@ -19,7 +22,7 @@ use std::collections::BTreeSet;
 
 use crate::failure::{Failure, FailureKind};
 use crate::journal::Exit;
-use crate::protocol::{Progress, Reply, Request, SaveRequest, StopRequest};
+use crate::protocol::{Progress, ProtectRequest, Reply, Request, SaveRequest, StopRequest};
 
 /// A connection of a `firn` command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -40,6 +43,10 @@ pub enum Event {
     SaveEnded(Result<serde_json::Value, Failure>),
     /// A restore has ended: all memory is there, or it never will be.
     RestoreEnded(Result<serde_json::Value, Failure>),
+    /// The first epoch is committed.
+    Protected(serde_json::Value),
+    /// The VM is protected no longer: it was released, or could not be any more.
+    ProtectionEnded(Result<serde_json::Value, Failure>),
     /// The hypervisor did not end as asked (a guest that ignores its power button).
     StopFailed(Failure),
     /// The hypervisor process is gone.
@@ -66,8 +73,12 @@ pub enum Action {
         /// Leave the VM stopped.
         then_stop: bool,
     },
-    /// Tell the running save to end.
+    /// Tell the running save, or the protection, to end.
     CancelSave,
+    /// Begin to protect; reports by [`Event::Protected`] and [`Event::ProtectionEnded`].
+    BeginProtection(ProtectRequest),
+    /// Run the standby's VM, or tell this command why not; reports by [`Event::RestoreEnded`].
+    TakeUp(ClientId),
     /// End the hypervisor; reports by [`Event::HypervisorGone`], or [`Event::StopFailed`].
     EndHypervisor(StopRequest),
     /// End the hypervisor at once, whatever it does.
@@ -94,8 +105,20 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq)]
 enum Activity {
     Idle,
-    Saving { client: ClientId, cancel_with_client: bool, then_stop: bool },
+    Saving {
+        client: ClientId,
+        cancel_with_client: bool,
+        then_stop: bool,
+    },
     Restoring,
+    /// `asked` is told when the first epoch is committed, `releasing` when it is over; then the VM may be to end.
+    Protecting {
+        asked: Option<ClientId>,
+        releasing: Vec<ClientId>,
+        then_stop: Option<StopRequest>,
+    },
+    /// The VM runs elsewhere.
+    Standby,
 }
 
 /// The state machine.
@@ -120,7 +143,15 @@ pub struct Core {
 impl Core {
     /// A supervisor of a VM that runs, with or without a restore still going on.
     pub fn new(restoring: bool) -> Self {
-        let activity = if restoring { Activity::Restoring } else { Activity::Idle };
+        Self::with(if restoring { Activity::Restoring } else { Activity::Idle })
+    }
+
+    /// A supervisor of a VM that does not run yet.
+    pub fn standby() -> Self {
+        Self::with(Activity::Standby)
+    }
+
+    fn with(activity: Activity) -> Self {
         Self {
             activity,
             progress: None,
@@ -153,6 +184,8 @@ impl Core {
             Event::Progress(progress) => self.progressed(progress),
             Event::SaveEnded(result) => self.save_ended(result),
             Event::RestoreEnded(result) => self.restore_ended(result),
+            Event::Protected(facts) => self.protected(facts),
+            Event::ProtectionEnded(result) => self.protection_ended(result),
             Event::StopFailed(failure) => self.stop_failed(failure),
             Event::HypervisorGone(exit) => self.hypervisor_gone(exit),
             Event::GraceOver => self.grace_over(),
@@ -169,6 +202,9 @@ impl Core {
             Request::Suspend(request) => self.save(client, request, true),
             Request::Stop(request) => self.stop(client, request),
             Request::Detach => self.detach(client),
+            Request::Protect(request) => self.protect(client, request),
+            Request::Release => self.release(client),
+            Request::Failover => self.failover(client),
         }
     }
 
@@ -201,6 +237,12 @@ impl Core {
                 "the VM is still being restored: part of its memory is only in the image",
                 "wait for it: `firn status --watch` shows it",
             ),
+            (Activity::Protecting { .. }, _) => {
+                busy("the VM is being protected", "`firn release` ends that; the VM runs on")
+            }
+            (Activity::Standby, _) => {
+                busy("the VM is a standby and does not run here", "`firn failover` runs it")
+            }
             (Activity::Idle, None) if self.leaving => {
                 busy("the supervisor is leaving", "run `firn attach`")
             }
@@ -219,6 +261,10 @@ impl Core {
             return vec![failed(client, busy.hint("wait for it, or give it up with --force"))];
         }
         self.stopping = Some(vec![(client, serde_json::Value::Null)]);
+        if let Activity::Protecting { then_stop, .. } = &mut self.activity {
+            *then_stop = Some(request);
+            return vec![Action::CancelSave];
+        }
         match saving {
             true => {
                 let discard = request.discard;
@@ -226,6 +272,52 @@ impl Core {
             }
             false => vec![Action::EndHypervisor(request)],
         }
+    }
+
+    fn protect(&mut self, client: ClientId, request: ProtectRequest) -> Vec<Action> {
+        if let Some(busy) = self.busy() {
+            return vec![failed(client, busy)];
+        }
+        let (releasing, then_stop) = (Vec::new(), None);
+        self.activity = Activity::Protecting { asked: Some(client), releasing, then_stop };
+        vec![Action::BeginProtection(request)]
+    }
+
+    fn protected(&mut self, facts: serde_json::Value) -> Vec<Action> {
+        let Activity::Protecting { asked, .. } = &mut self.activity else { return Vec::new() };
+        self.progress = None;
+        asked.take().into_iter().map(|client| done(client, facts.clone())).collect()
+    }
+
+    fn release(&mut self, client: ClientId) -> Vec<Action> {
+        let Activity::Protecting { releasing, .. } = &mut self.activity else {
+            let idle = Failure::new(FailureKind::Usage, "the VM is not being protected");
+            return vec![failed(client, idle.hint("`firn protect` begins that"))];
+        };
+        releasing.push(client);
+        vec![Action::CancelSave]
+    }
+
+    fn protection_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
+        let Activity::Protecting { then_stop, .. } = &mut self.activity else { return Vec::new() };
+        let then_stop = then_stop.take();
+        let mut actions = match result {
+            Err(failure) => self.failed(failure),
+            Ok(facts) => self.over(Ok(facts)),
+        };
+        if self.gone.is_none() {
+            actions.extend(then_stop.map(Action::EndHypervisor));
+        }
+        actions
+    }
+
+    fn failover(&mut self, client: ClientId) -> Vec<Action> {
+        if self.activity != Activity::Standby || self.stopping.is_some() {
+            let no_standby = Failure::new(FailureKind::Usage, "the VM is no standby");
+            return vec![failed(client, no_standby.hint("`firn standby` makes one"))];
+        }
+        self.watchers.insert(client);
+        vec![Action::TakeUp(client)]
     }
 
     fn detach(&mut self, client: ClientId) -> Vec<Action> {
@@ -254,8 +346,12 @@ impl Core {
     /// Who wants to hear of the activity: whoever asked for it, and whoever watches.
     fn listeners(&self) -> BTreeSet<ClientId> {
         let mut listeners = self.watchers.clone();
-        if let Activity::Saving { client, .. } = self.activity {
-            listeners.insert(client);
+        match &self.activity {
+            Activity::Saving { client, .. } => drop(listeners.insert(*client)),
+            Activity::Protecting { asked, releasing, .. } => {
+                listeners.extend(asked.iter().chain(releasing));
+            }
+            Activity::Idle | Activity::Restoring | Activity::Standby => {}
         }
         listeners
     }
@@ -280,7 +376,7 @@ impl Core {
 
     fn restore_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
         match result {
-            _ if self.activity != Activity::Restoring => Vec::new(),
+            _ if !matches!(self.activity, Activity::Restoring | Activity::Standby) => Vec::new(),
             Ok(facts) => self.over(Ok(facts)),
             Err(failure) if failure.kind.is_cut_short() => self.failed(failure),
             Err(failure) => {
@@ -368,6 +464,8 @@ impl Core {
     fn verb(&self) -> &'static str {
         match self.activity {
             Activity::Restoring => "restored",
+            Activity::Protecting { .. } => "protected",
+            Activity::Standby => "kept ready",
             _ => "saved",
         }
     }
@@ -398,8 +496,9 @@ impl Core {
         self.leaving = true;
         match self.activity {
             Activity::Idle => vec![Action::LetGo],
-            Activity::Saving { .. } => vec![Action::CancelSave],
+            Activity::Saving { .. } | Activity::Protecting { .. } => vec![Action::CancelSave],
             Activity::Restoring => Vec::new(),
+            Activity::Standby => vec![Action::KillHypervisor { discard: false }],
         }
     }
 }

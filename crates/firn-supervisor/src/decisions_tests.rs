@@ -50,6 +50,57 @@ fn two_checkpoints_at_once_are_one_too_many() {
     assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
 }
 
+fn protect() -> Request {
+    let to = "unix:/standby".parse().unwrap();
+    Request::Protect(ProtectRequest { to, interval_ms: 100, predicts: true })
+}
+
+fn protecting() -> Core {
+    let mut core = Core::new(false);
+    let begun = core.on(Event::Request(A, protect()));
+    assert!(matches!(begun[..], [Action::BeginProtection(_)]));
+    core
+}
+
+#[test]
+fn a_protected_vm_is_busy_until_it_is_released() {
+    let mut core = protecting();
+    assert_eq!(core.on(Event::Protected(json!(1))), [done(A, json!(1))]);
+    let checkpoint = Request::Checkpoint(request(false));
+    for refused in [protect(), checkpoint, Request::Detach] {
+        let refused = core.on(Event::Request(B, refused));
+        assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
+    }
+    assert_eq!(core.on(Event::Request(B, Request::Release)), [Action::CancelSave]);
+    assert_eq!(core.on(Event::ProtectionEnded(Ok(json!(2)))), [done(B, json!(2))]);
+    assert!(core.is_idle());
+}
+
+#[test]
+fn protection_that_does_not_begin_fails() {
+    let mut core = protecting();
+    assert_eq!(core.on(Event::ProtectionEnded(Err(fail()))), [failed(A, fail())]);
+    assert!(core.is_idle());
+}
+
+#[test]
+fn a_protected_vm_is_let_go_of_before_it_is_stopped() {
+    let mut core = protecting();
+    assert_eq!(core.on(Event::Request(B, stop(false))), [Action::CancelSave]);
+    let ended = core.on(Event::ProtectionEnded(Ok(json!(2))));
+    assert!(matches!(ended[..], [Action::Reply(A, _), Action::EndHypervisor(_)]), "{ended:?}");
+}
+
+#[test]
+fn only_a_standby_is_failed_over_to() {
+    let refused = Core::new(false).on(Event::Request(A, Request::Failover));
+    assert_eq!(kinds(&refused), [Some(FailureKind::Usage)]);
+    let mut core = Core::standby();
+    assert_eq!(core.on(Event::Request(A, Request::Failover)), [Action::TakeUp(A)]);
+    assert_eq!(core.on(Event::RestoreEnded(Ok(json!(1)))), [done(A, json!(1))]);
+    assert!(core.is_idle());
+}
+
 #[test]
 fn a_failed_checkpoint_leaves_an_idle_supervisor() {
     let mut core = saving(false);
@@ -217,6 +268,9 @@ fn any_event() -> impl Strategy<Value = Event> {
         Just(Request::Watch),
         Just(Request::Detach),
         any::<bool>().prop_map(stop),
+        Just(protect()),
+        Just(Request::Release),
+        Just(Request::Failover),
         any::<bool>().prop_map(|cancel| Request::Checkpoint(request(cancel))),
         any::<bool>().prop_map(|cancel| Request::Suspend(request(cancel))),
     ];
@@ -228,6 +282,10 @@ fn any_event() -> impl Strategy<Value = Event> {
         1 => Just(Event::RestoreEnded(Ok(json!(1)))),
         1 => Just(Event::RestoreEnded(Err(fail()))),
         1 => Just(Event::RestoreEnded(Err(ended()))),
+        1 => Just(Event::Protected(json!(1))),
+        1 => Just(Event::ProtectionEnded(Ok(json!(1)))),
+        1 => Just(Event::ProtectionEnded(Err(fail()))),
+        1 => Just(Event::ProtectionEnded(Err(ended()))),
         1 => Just(Event::StopFailed(fail())),
         1 => Just(Event::GuardGone),
         1 => Just(Event::Terminate),
@@ -239,10 +297,13 @@ proptest! {
     #[test]
     fn nobody_waits_for_ever(
         events in proptest::collection::vec(any_event(), 0..40),
-        restoring: bool,
+        begun in 0..3_u8,
     ) {
         let ending = [Event::HypervisorGone(Exit::Signal(9)), Event::GraceOver];
-        let mut core = Core::new(restoring);
+        let mut core = match begun {
+            0 => Core::standby(),
+            restoring => Core::new(restoring == 1),
+        };
         let mut waiting = BTreeSet::new();
         let mut over = false;
         for (number, event) in events.into_iter().chain(ending).enumerate() {

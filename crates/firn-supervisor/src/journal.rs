@@ -13,6 +13,8 @@
 //!       ended <---------------- detached restoring ----------------> ended        (QEMU is gone, from anywhere)
 //! ```
 //!
+//! `protecting` is entered from running and left to it, as saving; `standby` becomes running by a failover.
+//!
 //! Nothing of the guest's memory is in it. It does hold QEMU's command line.
 
 use std::fmt;
@@ -165,6 +167,10 @@ pub enum Phase {
         /// The device state is in place and the guest may run. Before that there is nothing worth keeping.
         started: bool,
     },
+    /// The VM's epochs go to a backup; it may stand still by Firn's doing.
+    Protecting,
+    /// A hypervisor waits for the VM of a primary, whose epochs come here. Nothing of it is kept if the supervisor dies.
+    Standby,
     /// The hypervisor is gone.
     Ended {
         /// How it went.
@@ -235,6 +241,8 @@ impl Phase {
             Self::Saving { then_stop: false, .. } => "saving",
             Self::Saving { then_stop: true, .. } => "suspending",
             Self::Restoring { .. } => "restoring",
+            Self::Protecting => "protected",
+            Self::Standby => "standby",
             Self::Ended { .. } => "ended",
             Self::Detached => "detached",
         }

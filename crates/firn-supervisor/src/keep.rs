@@ -24,10 +24,12 @@ use crate::guard::{self, Restarts};
 use crate::identity::ProcessHandle;
 use crate::journal::{Exit, Journal, JournalFile, Phase, now};
 use crate::lock::{self, Role};
-use crate::protocol::{Progress, Reply, SaveRequest, StopRequest};
+use crate::protection::Protection;
+use crate::protocol::{Progress, ProtectRequest, Reply, SaveRequest, StopRequest};
 use crate::runtime::{RuntimeDir, VmDir};
 use crate::server::{self, Clients};
 use crate::spawn;
+use crate::standby::Takeover;
 use crate::status::Status;
 use crate::watch;
 
@@ -44,6 +46,18 @@ pub(crate) trait Operations: Send + Sync + 'static {
         cancel: &AtomicBool,
         progress: &dyn Fn(Progress),
     ) -> Result<serde_json::Value, Failure>;
+
+    /// Sends the VM's epochs to a backup until `release` says so; `begun` hears when there is something to fail over to.
+    fn protect(
+        &self,
+        request: &ProtectRequest,
+        release: &AtomicBool,
+        begun: &dyn Fn(),
+        progress: &dyn Fn(Progress),
+    ) -> Result<serde_json::Value, Failure>;
+
+    /// What there is to say of its epochs, if it is protected.
+    fn protection(&self) -> Option<Protection>;
 
     /// Nothing is going on but the guest: begins what is done meanwhile. May be called again.
     fn rest(&self);
@@ -70,6 +84,8 @@ pub(crate) struct Keeper {
     pub(crate) hypervisor: Arc<ProcessHandle>,
     pub(crate) operations: Arc<dyn Operations>,
     pub(crate) restoring: Option<Restoring>,
+    /// How a standby is made to run.
+    pub(crate) standby: Option<Arc<Takeover>>,
     /// The guard, if one has been started already.
     pub(crate) guard: Option<ProcessHandle>,
 }
@@ -96,7 +112,10 @@ impl Keeper {
             Some(guard) => watch::guard(guard, sender.clone())?,
             None => watch_guard(&self.base, &self.vm, &sender)?,
         }
-        let core = Core::new(self.restoring.is_some());
+        let core = match &self.standby {
+            Some(_) => Core::standby(),
+            None => Core::new(self.restoring.is_some()),
+        };
         if let Some(restoring) = self.restoring.take() {
             start_restoring(restoring, sender.clone())?;
         }
@@ -140,6 +159,8 @@ impl Loop {
             Action::Reply(client, reply) => self.clients.send(client, &reply),
             Action::ReplyStatus(client) => self.reply_status(client)?,
             Action::BeginSave { request, then_stop } => self.begin_save(request, then_stop)?,
+            Action::BeginProtection(request) => self.begin_protection(request)?,
+            Action::TakeUp(client) => self.take_up(client),
             Action::CancelSave => self.cancel.store(true, Ordering::Relaxed),
             Action::EndHypervisor(request) => self.end_hypervisor(request)?,
             Action::KillHypervisor { discard } => self.kill(discard)?,
@@ -165,6 +186,9 @@ impl Loop {
         let mut status = Status::of(&self.keeper.journal.read());
         status.progress = self.core.progress().cloned();
         status.supervisor_pid = Some(std::process::id() as i32);
+        status.protection = self.keeper.operations.protection();
+        let standby = self.keeper.standby.as_ref().filter(|_| status.state == "standby");
+        status.standby = standby.map(|standby| standby.now());
         status.guard_pid = lock::holder(self.keeper.vm.path(), Role::Guard)?;
         let (operations, clients) = (Arc::clone(&self.keeper.operations), self.clients.clone());
         watch::spawn("status", move || {
@@ -186,6 +210,32 @@ impl Loop {
                 catch("the save", || operations.save(&request, then_stop, &cancel, &progress));
             let _ = sender.send(Event::SaveEnded(saved));
         })
+    }
+
+    fn begin_protection(&mut self, request: ProtectRequest) -> io::Result<()> {
+        self.cancel = Arc::default();
+        let (operations, release) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.cancel));
+        let sender = self.sender.clone();
+        watch::spawn("protect", move || {
+            let pace = Pace::default();
+            let progress = |now| pace.pass(|| drop(sender.send(Event::Progress(now))));
+            let begun = || {
+                let facts = serde_json::to_value(operations.protection()).unwrap_or_default();
+                drop(sender.send(Event::Protected(facts)));
+            };
+            let protect = || operations.protect(&request, &release, &begun, &progress);
+            let ended = catch("the protection", protect);
+            let _ = sender.send(Event::ProtectionEnded(ended));
+        })
+    }
+
+    /// Whoever asked is told at once if it can't be done.
+    fn take_up(&self, client: ClientId) {
+        let none = || Failure::new(FailureKind::Usage, "the VM is no standby");
+        let begun = self.keeper.standby.as_ref().ok_or_else(none).and_then(|it| it.begin());
+        if let Err(failure) = begun {
+            self.clients.send(client, &Reply::Failed(failure));
+        }
     }
 
     fn end_hypervisor(&self, request: StopRequest) -> io::Result<()> {

@@ -37,6 +37,7 @@ mod log;
 mod meta;
 mod name;
 mod operations;
+mod protection;
 mod protocol;
 mod qemu;
 mod recover;
@@ -45,6 +46,7 @@ mod restore;
 mod runtime;
 mod server;
 mod spawn;
+mod standby;
 mod start;
 mod status;
 mod storage;
@@ -62,12 +64,14 @@ pub use identity::{ProcessHandle, ProcessIdentity};
 pub use journal::{Exit, Journal, JournalError, Note, Phase};
 pub use meta::{FrozenDrive, Meta, Mismatch, Qemu};
 pub use name::{NAME_BYTES_MAX, VmName, VmNameError};
+pub use protection::{Percentiles, Protection};
 pub use protocol::{
-    Plan, Progress, Reply, Request, RestoreDisks, RestoreNow, SaveChoices, SaveDisks, SaveRequest,
-    StopRequest,
+    Plan, Progress, ProtectRequest, Reply, Request, RestoreDisks, RestoreNow, SaveChoices,
+    SaveDisks, SaveRequest, StopRequest,
 };
 pub use restore::Timings;
 pub use runtime::{RuntimeDir, RuntimeError, VmDir};
 pub use spawn::{GUARD, RECOVER, SUPERVISE};
+pub use standby::Readiness;
 pub use status::Status;
 pub use supervise::{recover, supervise};

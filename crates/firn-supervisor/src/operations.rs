@@ -21,7 +21,8 @@ use crate::identity::ProcessHandle;
 use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase, now};
 use crate::keep::Operations;
 use crate::meta::Meta;
-use crate::protocol::{Progress, SaveChoices, SaveRequest, StopRequest};
+use crate::protection::{Protecting, Protection};
+use crate::protocol::{Progress, ProtectRequest, SaveChoices, SaveRequest, StopRequest};
 use crate::qemu::{self, Memory};
 use crate::runtime::VmDir;
 use crate::usage::{self, Pages, Usage};
@@ -33,6 +34,7 @@ pub(crate) struct Qemu {
     usage: Usage,
     changes: Arc<Changes>,
     calls: Calls,
+    protecting: Protecting,
     vm: VmDir,
 }
 
@@ -79,6 +81,36 @@ impl Operations for Qemu {
         report.map(|report| facts(request, &report, &cutting))
     }
 
+    fn protect(
+        &self,
+        request: &ProtectRequest,
+        release: &AtomicBool,
+        begun: &dyn Fn(),
+        progress: &dyn Fn(Progress),
+    ) -> Result<serde_json::Value, Failure> {
+        let machine = self.machine()?;
+        if machine.calls.is_some() {
+            let text = "what the guest writes is being told to its applications";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(failure.hint("protect a VM that was started without --calls"));
+        }
+        // One descriptor at a time can have the guest's memory.
+        self.usage.finish();
+        self.changes.finish();
+        self.enter(Phase::Protecting, |_| ())?;
+        let ended = self.protecting.run(&machine, request, release, begun, progress);
+        let ended = ended.map_err(|failure| self.unless_ended(failure));
+        self.enter(Phase::Running, |journal| match &ended {
+            Ok(()) => journal.note_success("released"),
+            Err(failure) => journal.note_failure(format!("not protected any more: {failure}")),
+        })?;
+        ended.map(|()| json!({ "released": true }))
+    }
+
+    fn protection(&self) -> Option<Protection> {
+        self.protecting.now()
+    }
+
     fn rest(&self) {
         let Ok(machine) = self.machine() else { return };
         if machine.calls.is_some() {
@@ -121,8 +153,8 @@ impl Qemu {
         hypervisor: Arc<ProcessHandle>,
         vm: &VmDir,
     ) -> Self {
-        let (usage, changes, calls) = Default::default();
-        Self { journal, hypervisor, usage, changes, calls, vm: vm.clone() }
+        let (usage, changes, calls, protecting) = Default::default();
+        Self { journal, hypervisor, usage, changes, calls, protecting, vm: vm.clone() }
     }
 
     /// Follows what the guest writes, and tells its applications what they did.
@@ -133,6 +165,15 @@ impl Qemu {
         self.journal.update(followed).doing("writing the journal")?;
         self.calls.start(machine, &self.vm, &self.changes)?;
         self.changes.follow(machine)
+    }
+
+    fn enter(&self, phase: Phase, note: impl FnOnce(&mut Journal)) -> Result<(), Failure> {
+        let change = |journal: &mut Journal| {
+            journal.machine.iter_mut().for_each(|machine| machine.followed = false);
+            journal.phase = phase;
+            note(journal);
+        };
+        self.journal.update(change).doing("writing the journal")
     }
 
     fn machine(&self) -> Result<Machine, Failure> {

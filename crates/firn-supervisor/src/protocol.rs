@@ -16,6 +16,7 @@ use std::io::{self, BufRead, Read, Write};
 use std::path::{Path, PathBuf};
 
 use firn_checkpoint::{Estimator, Strategy};
+use firn_epochs::endpoint::Endpoint;
 use firn_image::Codec;
 use firn_restore::Mode;
 use firn_types::BlockSize;
@@ -50,6 +51,23 @@ pub enum Request {
     Detach,
     /// Report progress until nothing is going on.
     Watch,
+    /// Send the VM's epochs to a backup until it is released.
+    Protect(ProtectRequest),
+    /// Send no more.
+    Release,
+    /// Run a standby's VM from its newest committed epoch.
+    Failover,
+}
+
+/// How to protect a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProtectRequest {
+    /// Where the backup listens.
+    pub to: Endpoint,
+    /// Milliseconds from one cut to the next.
+    pub interval_ms: u64,
+    /// What was written in one epoch starts the next writable.
+    pub predicts: bool,
 }
 
 /// How to save.
@@ -198,6 +216,11 @@ pub enum Plan {
         #[serde(default)]
         stores: Option<PathBuf>,
     },
+    /// Receive a VM's epochs, and have a hypervisor ready for it.
+    Standby {
+        /// Where its primary connects to.
+        listen: Endpoint,
+    },
 }
 
 impl Plan {
@@ -207,6 +230,7 @@ impl Plan {
             Self::Run { access_bits, .. }
             | Self::Attach { access_bits, .. }
             | Self::Restore { access_bits, .. } => *access_bits,
+            Self::Standby { .. } => None,
         }
     }
 
@@ -214,7 +238,7 @@ impl Plan {
     pub fn calls(&self) -> Option<&Path> {
         match self {
             Self::Run { calls, .. } | Self::Restore { calls, .. } => calls.as_deref(),
-            Self::Attach { .. } => None,
+            Self::Attach { .. } | Self::Standby { .. } => None,
         }
     }
 

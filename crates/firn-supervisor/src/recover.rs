@@ -73,6 +73,10 @@ impl Recoverer<'_> {
                 self.abort_save(cont, &unfinished)?;
                 self.go_on(hypervisor)
             }
+            (Recovery::EndProtection, Some(hypervisor)) => {
+                self.end_protection()?;
+                self.go_on(hypervisor)
+            }
             (Recovery::FinishSave { cont, stop: false, image }, Some(hypervisor)) => {
                 self.finish_save(cont, &image)?;
                 self.go_on(hypervisor)
@@ -136,7 +140,8 @@ impl Recoverer<'_> {
             let_go_of_memory(&machine)?;
         }
         let hypervisor = Arc::new(hypervisor);
-        let started = Started { hypervisor, restoring: None, facts: json!(null), guard: None };
+        let started =
+            Started { hypervisor, restoring: None, standby: None, facts: json!(null), guard: None };
         Ok(Some((self.journal, started)))
     }
 
@@ -155,7 +160,8 @@ impl Recoverer<'_> {
                 .update(|journal| journal.phase = Phase::Running)
                 .doing("writing the journal")?;
         }
-        let started = Started { hypervisor, restoring, facts: json!(null), guard: None };
+        let started =
+            Started { hypervisor, restoring, standby: None, facts: json!(null), guard: None };
         Ok(Some((self.journal, started)))
     }
 
@@ -170,6 +176,14 @@ impl Recoverer<'_> {
             "the checkpoint to {} was aborted: the supervisor died; the VM runs on",
             unfinished.display()
         );
+        self.running(|journal| journal.note_failure(text))
+    }
+
+    fn end_protection(&self) -> Result<(), Failure> {
+        let machine = self.machine()?;
+        let_go_of_memory(&machine)?;
+        resume(&machine, true)?;
+        let text = "the VM is not protected any more: the supervisor died; the VM runs on";
         self.running(|journal| journal.note_failure(text))
     }
 

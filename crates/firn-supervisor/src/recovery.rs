@@ -12,6 +12,9 @@
 //!                                suspend: end it, as was asked
 //!   restoring, not started       kill it, forget the VM                  forget the VM
 //!   restoring, started           take its memory over, go on serving     record that it ended
+//!   protecting                   let go of its memory, `cont`, note      record that it ended
+//!                                that it is protected no longer
+//!   standby                      kill it, forget the VM                  forget the VM
 //! ```
 //!
 //! "Forget" and "kill" apply to processes that Firn started itself: one that was attached to is left alone.
@@ -66,6 +69,8 @@ pub enum Recovery {
         /// The image.
         image: PathBuf,
     },
+    /// The VM is protected no longer. It runs on.
+    EndProtection,
     /// Take the guest's memory over and go on serving its page faults.
     ServeOn {
         /// The image its pages come from.
@@ -90,12 +95,15 @@ pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
         Phase::Starting { launching } => {
             Recovery::Forget { kill: lives && launching.is_some() && launched }
         }
-        Phase::Restoring { started: false, .. } => Recovery::Forget { kill: lives && launched },
+        Phase::Restoring { started: false, .. } | Phase::Standby => {
+            Recovery::Forget { kill: lives && launched }
+        }
         Phase::Saving { image, .. } if !lives => {
             Recovery::RecordEnd { unfinished: (!remains.image_whole).then(|| image.clone()) }
         }
         _ if !lives => Recovery::RecordEnd { unfinished: None },
         Phase::Running => Recovery::GoOn,
+        Phase::Protecting => Recovery::EndProtection,
         Phase::Saving { image, paused_by_us, then_stop, .. } => {
             recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
         }
@@ -191,6 +199,14 @@ mod tests {
             decide(&journal(Phase::Running), GONE),
             Recovery::RecordEnd { unfinished: None }
         );
+    }
+
+    #[test]
+    fn a_protected_vm_runs_on_and_a_standby_goes() {
+        assert_eq!(decide(&journal(Phase::Protecting), LIVES), Recovery::EndProtection);
+        let ended = Recovery::RecordEnd { unfinished: None };
+        assert_eq!(decide(&journal(Phase::Protecting), GONE), ended);
+        assert_eq!(decide(&journal(Phase::Standby), LIVES), Recovery::Forget { kill: true });
     }
 
     #[test]

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_image::Image;
+use firn_image::{AuxBlock, Image};
 use firn_memory::{GuestMemory, PageFaults, Process, Trace, Tracee, process_memory};
 use firn_restore::{
     Mode, OnFatal, Prefill, Prefilled, Presence, Restore, RestoreError, RestoreOptions, RunCounts,
@@ -148,7 +148,7 @@ pub(crate) fn restore(
     let restoring = Some(work.boxed());
     let hypervisor = child.keep()?;
     own.keep();
-    Ok(Started { hypervisor, restoring, facts, guard: None })
+    Ok(Started { hypervisor, restoring, standby: None, facts, guard: None })
 }
 
 /// Whether applications of this VM can call, and who may.
@@ -266,7 +266,7 @@ impl Load<'_> {
         vm.load_device_state(self.image.device_state())
             .doing("loading the VM's devices")
             .map_err(|failure| start::with_output(failure, self.place.vm))?;
-        write_aux(vm, process, &self.image)
+        write_aux(vm, process, self.image.aux_blocks())
     }
 
     /// Why a step failed. Memory that can't be brought back makes everything else fail, and QEMU end.
@@ -307,11 +307,11 @@ fn open(path: &Path) -> Result<(Arc<Image>, Meta), Failure> {
 }
 
 /// What a disk is now; relative paths start where QEMU was started.
-fn look(meta: &Meta, file: &Path) -> Option<DiskIdentity> {
+pub(crate) fn look(meta: &Meta, file: &Path) -> Option<DiskIdentity> {
     DiskIdentity::of(&meta.qemu.directory.join(file)).ok()
 }
 
-fn refuse(mismatches: &[Mismatch], force: bool) -> Result<(), Failure> {
+pub(crate) fn refuse(mismatches: &[Mismatch], force: bool) -> Result<(), Failure> {
     if mismatches.is_empty() || force {
         return Ok(());
     }
@@ -339,9 +339,7 @@ fn launch(
         .map_err(start::refused)?;
     let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
     let augmented = plan.for_restore(&start::paths(place, &ram)).map_err(start::refused)?;
-    if std::env::set_current_dir(&meta.qemu.directory).is_err() {
-        tracing::warn!("the directory in which the VM was started is gone");
-    }
+    start::enter(&meta.qemu.directory);
     let prefill = prefill_of(image, options, plan.ram(), &ram);
     let child = start::launch(place.vm, &augmented, ram)?;
     Ok((child, augmented.args, prefill))
@@ -418,12 +416,16 @@ fn on_fatal(journal: Arc<JournalFile>, hypervisor: &Arc<ProcessHandle>) -> OnFat
 }
 
 /// Writes what lies beside RAM and is not in the device state. Only now does QEMU have all of it mapped.
-fn write_aux(vm: &mut Vm, process: &Process, image: &Image) -> Result<(), Failure> {
-    if image.aux_blocks().is_empty() {
+pub(crate) fn write_aux(
+    vm: &mut Vm,
+    process: &Process,
+    blocks: &[AuxBlock],
+) -> Result<(), Failure> {
+    if blocks.is_empty() {
         return Ok(());
     }
     let places = vm.layout().doing("finding video memory")?.aux;
-    for block in image.aux_blocks() {
+    for block in blocks {
         let place = places
             .iter()
             .find(|place| place.id == block.id && place.bytes == block.bytes.len() as u64);

@@ -21,6 +21,7 @@ use crate::keep::Restoring;
 use crate::meta::Meta;
 use crate::qemu::{self, Known};
 use crate::runtime::VmDir;
+use crate::standby::Takeover;
 
 /// How much of QEMU's own output goes into an error, in bytes.
 const TAIL_BYTES: u64 = 2000;
@@ -49,6 +50,8 @@ pub(crate) struct Started {
     pub(crate) hypervisor: Arc<ProcessHandle>,
     /// What is left to do of a restore.
     pub(crate) restoring: Option<Restoring>,
+    /// If it does not run yet: how it is made to.
+    pub(crate) standby: Option<Arc<Takeover>>,
     /// What there is to say about it.
     pub(crate) facts: serde_json::Value,
     /// Its guard, if that was started with it.
@@ -119,7 +122,8 @@ pub(crate) fn run(
         .map_err(|failure| child.explain(failure, place.vm))?;
     let facts = facts(&machine, &augmented.notes);
     running(place.journal, machine)?;
-    Ok(Started { hypervisor: child.keep()?, restoring: None, facts, guard: None })
+    let hypervisor = child.keep()?;
+    Ok(Started { hypervisor, restoring: None, standby: None, facts, guard: None })
 }
 
 fn get_to_know(
@@ -186,7 +190,8 @@ pub(crate) fn attach(
     let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
     let facts = facts(&machine, &[]);
     running(place.journal, machine)?;
-    Ok(Started { hypervisor: Arc::new(hypervisor), restoring: None, facts, guard: None })
+    let hypervisor = Arc::new(hypervisor);
+    Ok(Started { hypervisor, restoring: None, standby: None, facts, guard: None })
 }
 
 fn same_process(vm: &mut firn_vmm::Vm, pid: i32, qmp: &Path) -> Result<(), Failure> {
@@ -241,6 +246,13 @@ pub(crate) fn paths(place: &Place<'_>, ram: &[File]) -> Paths {
     let plugin = |library: &Path| Plugin { library: library.to_owned(), orders: vm.stores() };
     let stores = place.stores.map(plugin);
     Paths { qmp: vm.qmp(), ram: ram.iter().map(path).collect(), calls: vm.calls(), stores }
+}
+
+/// Goes to where a QEMU that is to be started ran before, if that directory is still there.
+pub(crate) fn enter(directory: &Path) {
+    if std::env::set_current_dir(directory).is_err() {
+        tracing::warn!("the directory in which the VM was started is gone");
+    }
 }
 
 /// Starts QEMU.

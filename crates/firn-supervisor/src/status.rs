@@ -7,14 +7,16 @@ use serde::{Deserialize, Serialize};
 use crate::disks::left_behind;
 use crate::journal::{Exit, Journal, Note, Phase};
 use crate::name::VmName;
+use crate::protection::Protection;
 use crate::protocol::Progress;
+use crate::standby::Readiness;
 
 /// A VM, as a user sees it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// Its name.
     pub name: VmName,
-    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `ended` or `detached`.
+    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `protected`, `standby`, `ended` or `detached`.
     pub state: String,
     /// How it ended, if it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -51,6 +53,12 @@ pub struct Status {
     pub last: Option<Note>,
     /// How often a successor has taken over from a dead supervisor.
     pub recoveries: u32,
+    /// What is known of its epochs while it is protected.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protection: Option<Protection>,
+    /// Of a standby: what it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub standby: Option<Readiness>,
     /// Process ids of the supervisor and the guard.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub supervisor_pid: Option<i32>,
@@ -88,6 +96,8 @@ impl Status {
             overlays: left_behind(journal),
             last: journal.last.clone(),
             recoveries: journal.recoveries,
+            protection: None,
+            standby: None,
             supervisor_pid: None,
             guard_pid: None,
         }

@@ -26,6 +26,7 @@ use crate::recover::take_over;
 use crate::restore::{self, Wanted};
 use crate::runtime::{RuntimeDir, VmDir};
 use crate::spawn;
+use crate::standby;
 use crate::start::{self, Place, Started};
 
 /// How long a role may be held by somebody who does nothing with it.
@@ -123,7 +124,9 @@ impl Begun {
         // The guard is started while QEMU is: it does not have to wait for anything.
         let guard = spawn::guard(base, &self.vm).doing("starting the guard")?;
         let guard = guard::handle_of(&guard).doing("starting the guard")?;
+        let mut tell = |progress| starter.tell(&Reply::Progress(progress));
         let started = match plan {
+            Plan::Standby { listen } => standby::standby(&place, listen, &mut tell),
             Plan::Run { args, .. } => start::run(&place, args, plan.calls()),
             Plan::Attach { pid, qmp, .. } => {
                 let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
@@ -135,7 +138,6 @@ impl Begun {
                 let calls = plan.calls();
                 let wanted =
                     Wanted { image, mode, force, account_use, learn, disks, disk_dir, calls };
-                let mut tell = |progress| starter.tell(&Reply::Progress(progress));
                 restore::restore(&place, &wanted, since, &mut tell)
             }
         };
@@ -230,6 +232,7 @@ fn keep(
         hypervisor,
         operations,
         restoring: started.restoring,
+        standby: started.standby,
         guard: started.guard,
     };
     keeper.keep(ready)

@@ -21,17 +21,21 @@ mod completions;
 mod detach;
 mod doctor;
 mod every;
+mod failover;
 mod hidden;
 mod image;
 mod live;
 mod ls;
 mod output;
 mod overlays;
+mod protect;
+mod release;
 mod report;
 mod restore;
 mod rm;
 mod run;
 mod series;
+mod standby;
 mod status;
 mod stop;
 mod suspend;
@@ -84,6 +88,10 @@ enum Verb {
     Checkpoint(checkpoint::Args),
     Suspend(suspend::Args),
     Restore(restore::Args),
+    Protect(protect::Args),
+    Release(release::Args),
+    Standby(standby::Args),
+    Failover(failover::Args),
     Stop(stop::Args),
     Rm(rm::Args),
     Image(image::Args),
@@ -107,6 +115,10 @@ impl Verb {
             Self::Checkpoint(args) => args.run(out),
             Self::Suspend(args) => args.run(out),
             Self::Restore(args) => args.run(out),
+            Self::Protect(args) => args.run(out),
+            Self::Release(args) => args.run(out),
+            Self::Standby(args) => args.run(out),
+            Self::Failover(args) => args.run(out),
             Self::Stop(args) => args.run(out),
             Self::Rm(args) => args.run(out),
             Self::Image(args) => args.run(out),

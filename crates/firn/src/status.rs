@@ -3,7 +3,9 @@
 use std::fmt::Write;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, RuntimeDir, Status, VmName, ask, status};
+use firn_supervisor::{
+    Failure, Percentiles, Protection, Readiness, Request, RuntimeDir, Status, VmName, ask, status,
+};
 
 use crate::bar::Bar;
 use crate::ls::{age, state};
@@ -48,6 +50,21 @@ pub fn watch(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
     ask(base, name, &Request::Watch, &mut |progress| bar.show(progress)).map(drop)
 }
 
+fn by(protection: &Protection) -> String {
+    let Protection { to, interval_ms, epoch, committed, .. } = protection;
+    format!("by {to}, every {interval_ms} ms; epoch {epoch}, of which {committed} are committed")
+}
+
+fn of(standby: &Readiness) -> String {
+    let Readiness { complete, committed, ended } = standby;
+    let ended = ended.as_ref().map(|why| format!("; no more come: {why}")).unwrap_or_default();
+    format!("{complete} epochs, of which {committed} are committed{ended}")
+}
+
+fn percentiles(values: Percentiles) -> String {
+    format!("{:.1} (95 %: {:.1})", values.p50, values.p95)
+}
+
 fn describe(status: &Status, qemu_log: &str) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: String| {
@@ -67,6 +84,14 @@ fn describe(status: &Status, qemu_log: &str) -> String {
     line("QEMU", status.qemu.clone());
     if let Some(qmp) = &status.qmp {
         line("monitor", qmp.display().to_string());
+    }
+    if let Some(protection) = &status.protection {
+        line("protected", by(protection));
+        line("downtime", format!("{} ms an epoch", percentiles(protection.downtime_ms)));
+        line("pages", format!("{} sent an epoch", percentiles(protection.sent_pages)));
+    }
+    if let Some(standby) = &status.standby {
+        line("standby", of(standby));
     }
     for overlay in &status.overlays {
         line("writes to", overlay.display().to_string());

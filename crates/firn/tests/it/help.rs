@@ -2,7 +2,7 @@
 
 use crate::session::Session;
 
-const VERBS: [&str; 13] = [
+const VERBS: [&str; 17] = [
     "run",
     "attach",
     "detach",
@@ -11,6 +11,10 @@ const VERBS: [&str; 13] = [
     "checkpoint",
     "suspend",
     "restore",
+    "protect",
+    "release",
+    "standby",
+    "failover",
     "stop",
     "rm",
     "image",

@@ -17,6 +17,7 @@ mod hypervisor_dies;
 mod incremental;
 mod input;
 mod pause;
+mod protect;
 mod session;
 mod vm;
 mod working_set;

@@ -175,7 +175,7 @@ pub fn qemu_img(args: &[&str]) {
 
 /// Pages written so far; fails if any is wrong.
 #[track_caller]
-fn writes(control: &mut Control) -> u64 {
+pub fn writes(control: &mut Control) -> u64 {
     let report = control.run(&["firn-guest", "verify"]).unwrap();
     let report: serde_json::Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["wrong"], 0, "{report}");

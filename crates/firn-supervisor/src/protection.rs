@@ -1,0 +1,221 @@
+//! Protecting a VM: its epochs to a backup, and what there is to say about them.
+
+use std::collections::VecDeque;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use firn_cluster::Epoch;
+use firn_epochs::guest::{Guest, GuestError};
+use firn_epochs::primary::{self, CutNumbers, Options, PrimaryError, Told};
+use firn_epochs::wire::{self, Hello};
+use serde::{Deserialize, Serialize};
+
+use crate::failure::{Context, Failure, FailureKind};
+use crate::journal::Machine;
+use crate::protocol::{Progress, ProtectRequest};
+use crate::qemu;
+
+/// Epochs that percentiles are taken over: the newest.
+const KEPT: usize = 1000;
+
+/// What `firn status` says of a VM's epochs, where it runs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Protection {
+    /// The backup.
+    pub to: String,
+    /// Milliseconds between cuts.
+    pub interval_ms: u64,
+    /// The newest epoch that was cut.
+    pub epoch: u64,
+    /// The newest that the backup has.
+    pub complete: u64,
+    /// The newest that a failover would run.
+    pub committed: u64,
+    /// How long the VM stood still for an epoch, in milliseconds.
+    pub downtime_ms: Percentiles,
+    /// Pages copied in a pause.
+    pub copied_pages: Percentiles,
+    /// Pages sent for an epoch.
+    pub sent_pages: Percentiles,
+    /// Bytes sent for all epochs.
+    pub sent_bytes: u64,
+    /// Writes that cost no fault, because they were predicted.
+    pub predicted: u64,
+    /// Writes that cost one.
+    pub faulted: u64,
+    /// Pages copied for nothing.
+    pub unchanged: u64,
+}
+
+/// Of the newest thousand epochs, by nearest rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Percentiles {
+    /// Half are not above it.
+    pub p50: f64,
+    /// 95 of 100 are not above it.
+    pub p95: f64,
+}
+
+/// The newest values of something.
+#[derive(Debug, Default)]
+struct Newest(VecDeque<f64>);
+
+impl Newest {
+    fn push(&mut self, value: f64) {
+        if self.0.len() == KEPT {
+            self.0.pop_front();
+        }
+        self.0.push_back(value);
+    }
+
+    fn percentiles(&self) -> Percentiles {
+        let mut sorted: Vec<f64> = self.0.iter().copied().collect();
+        sorted.sort_by(f64::total_cmp);
+        let rank = |percent: usize| (sorted.len() * percent).div_ceil(100).saturating_sub(1);
+        let at = |percent| sorted.get(rank(percent)).copied().unwrap_or_default();
+        Percentiles { p50: at(50), p95: at(95) }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Tally {
+    now: Protection,
+    downtime_ms: Newest,
+    copied: Newest,
+    sent: Newest,
+}
+
+impl Tally {
+    fn hear(&mut self, told: Told) {
+        match told {
+            Told::Seeding(_) => {}
+            Told::Cut(CutNumbers { epoch, downtime_ms, copied, .. }) => {
+                self.now.epoch = epoch.0;
+                self.downtime_ms.push(downtime_ms);
+                self.copied.push(copied as f64);
+            }
+            Told::Sent(_, pages, bytes) => {
+                self.sent.push(pages as f64);
+                self.now.sent_bytes += bytes;
+            }
+            Told::Progress(progress) => {
+                self.now.complete = progress.complete.0;
+                self.now.committed = progress.committed.0;
+            }
+            Told::Counts(counts) => {
+                (self.now.predicted, self.now.faulted) = (counts.predicted, counts.faulted);
+                self.now.unchanged = counts.unchanged;
+            }
+        }
+    }
+}
+
+/// The protection of a VM, if it is protected.
+#[derive(Debug, Default)]
+pub(crate) struct Protecting(Mutex<Option<Tally>>);
+
+impl Protecting {
+    /// What there is to say about it now.
+    pub(crate) fn now(&self) -> Option<Protection> {
+        let tally = self.tally();
+        tally.as_ref().map(|tally| Protection {
+            downtime_ms: tally.downtime_ms.percentiles(),
+            copied_pages: tally.copied.percentiles(),
+            sent_pages: tally.sent.percentiles(),
+            ..tally.now.clone()
+        })
+    }
+
+    /// Protects until `release` says so. `begun` hears once that there is something to fail over to.
+    pub(crate) fn run(
+        &self,
+        machine: &Machine,
+        request: &ProtectRequest,
+        release: &AtomicBool,
+        begun: &dyn Fn(),
+        progress: &dyn Fn(Progress),
+    ) -> Result<(), Failure> {
+        let to = request.to.to_string();
+        let meta = serde_json::to_value(&machine.meta).doing("describing the VM")?;
+        // A VM that is refused leaves the backup waiting for another.
+        let guest = attach(machine)?;
+        let connected = request.to.connect().doing(format!("connecting to the backup at {to}"));
+        let (guest, stream) = match connected {
+            Ok(stream) => (guest, stream),
+            Err(failure) => {
+                guest.detach().map_err(|error| self::failure(&error.into()))?;
+                return Err(failure.hint("`firn standby` listens there first"));
+            }
+        };
+        let regions = guest.memory().map().clone();
+        let hello = Hello { version: wire::VERSION, regions, meta };
+        let interval_ms = request.interval_ms;
+        let now = Protection { to, interval_ms, ..Protection::default() };
+        *self.tally() = Some(Tally { now, ..Tally::default() });
+        let total = machine.meta.memory_bytes;
+        let told = |told: Told| {
+            if let Told::Seeding(pages) = told {
+                progress(Progress::new(
+                    "copying all memory",
+                    pages * firn_types::PAGE_SIZE as u64,
+                    total,
+                ));
+            }
+            if self.hear(told) {
+                begun();
+            }
+        };
+        let interval = Duration::from_millis(interval_ms);
+        let options = Options { interval, predicts: request.predicts, ..Options::default() };
+        let ended = primary::protect(guest, &stream, &hello, options, release, &told);
+        *self.tally() = None;
+        ended.map_err(|error| failure(&error))
+    }
+
+    /// Whether this was the first epoch to be committed.
+    fn hear(&self, told: Told) -> bool {
+        let mut tally = self.tally();
+        let Some(tally) = tally.as_mut() else { return false };
+        let before = tally.now.committed;
+        tally.hear(told);
+        Epoch(before) == Epoch(0) && tally.now.committed > 0
+    }
+
+    fn tally(&self) -> MutexGuard<'_, Option<Tally>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn attach(machine: &Machine) -> Result<Guest, Failure> {
+    let mut vm = qemu::connect(&machine.qmp)?;
+    let layout = qemu::layout(&mut vm, &machine.meta.qemu.user_args)?;
+    let memory = qemu::open_memory(machine.process.pid, &layout)?;
+    Guest::attach(vm, memory.process, memory.guest, layout.aux)
+        .map_err(|error| failure(&error.into()))
+}
+
+fn failure(error: &PrimaryError) -> Failure {
+    let kind = match error {
+        PrimaryError::Guest(GuestError::Refused(_)) | PrimaryError::Refused(_) => {
+            FailureKind::Refused
+        }
+        PrimaryError::Guest(GuestError::Attach(_)) => FailureKind::Host,
+        PrimaryError::Limits(_) => FailureKind::Usage,
+        _ => FailureKind::Other,
+    };
+    Failure::from_error(kind, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_of_the_newest() {
+        let mut newest = Newest::default();
+        assert_eq!(newest.percentiles(), Percentiles::default());
+        (0..1100).for_each(|value| newest.push(f64::from(value)));
+        assert_eq!(newest.percentiles(), Percentiles { p50: 599.0, p95: 1049.0 });
+    }
+}

@@ -1,0 +1,252 @@
+//! A standby: receives a VM's epochs into the memory of a hypervisor that waits, and runs it when its primary is lost.
+//!
+//! ```text
+//!   listen -> hello -> launch QEMU -S -incoming defer, its RAM emptied -> receive ... receive        phase `standby`
+//!                                                                           |  connection ends, or failover
+//!                                                                           v
+//!                                   `firn failover`: device state, video memory, cont                phase `running`
+//! ```
+//!
+//! The hypervisor maps the very files that epochs are folded into, so a failover moves no memory. A connection that has ended
+//! leaves what is committed: the standby waits for the failover. Nothing outlives its supervisor.
+
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use firn_cluster::epoch::Progress as Far;
+use firn_epochs::backup::{BackupError, RamFiles, Receiver};
+use firn_epochs::endpoint::{Endpoint, Stream};
+use firn_epochs::standby::{Committed, Standby};
+use firn_epochs::wire::Hello;
+use firn_memory::Process;
+use firn_vmm::{Vm, command_line};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::failure::{Context, Failure, FailureKind};
+use crate::journal::{Journal, JournalFile, Phase};
+use crate::keep::Restoring;
+use crate::meta::Meta;
+use crate::protocol::Progress;
+use crate::qemu::{self, Known};
+use crate::restore::{look, refuse, write_aux};
+use crate::start::{self, Child, Place, Started};
+
+/// How long a primary may take to connect.
+const CONNECT_WAIT: Duration = Duration::from_secs(300);
+
+/// What `firn status` says of a standby.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Readiness {
+    /// The newest epoch that is here.
+    pub complete: u64,
+    /// The newest that a failover would run; 0 if there is none.
+    pub committed: u64,
+    /// Why no more come, if so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended: Option<String>,
+}
+
+/// A standby, as commands reach it.
+#[derive(Debug)]
+pub(crate) struct Takeover {
+    stream: Stream,
+    state: Mutex<(Readiness, bool)>,
+    changed: Condvar,
+}
+
+impl Takeover {
+    fn new(stream: Stream) -> Arc<Self> {
+        Arc::new(Self { stream, state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    /// What there is to say about it now.
+    pub(crate) fn now(&self) -> Readiness {
+        self.state().0.clone()
+    }
+
+    /// No more epochs are taken, and the newest committed one is run.
+    pub(crate) fn begin(&self) -> Result<(), Failure> {
+        let mut state = self.state();
+        if state.0.committed == 0 {
+            let none = Failure::new(FailureKind::Refused, "no epoch of the VM is committed here");
+            return Err(none.hint("`firn status` says which are; the first takes two intervals"));
+        }
+        state.1 = true;
+        self.stream.close();
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn hear(&self, far: Far) {
+        let mut state = self.state();
+        (state.0.complete, state.0.committed) = (far.complete.0, far.committed.0);
+    }
+
+    /// Returns once it is to be run.
+    fn wait(&self, ended: &BackupError) {
+        let mut state = self.state();
+        if !state.1 {
+            let failure = Failure::from_error(FailureKind::Other, ended);
+            tracing::warn!("no more epochs come: {failure}");
+            state.0.ended = Some(failure.to_string());
+        }
+        while !state.1 {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, (Readiness, bool)> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// `firn standby`: returns once a primary has connected and its hypervisor is ready.
+pub(crate) fn standby(
+    place: &Place<'_>,
+    listen: &Endpoint,
+    tell: &mut dyn FnMut(Progress),
+) -> Result<Started, Failure> {
+    tell(Progress::new("waiting for the primary", 0, 0));
+    let stream = accept(listen)?;
+    let (receiver, hello) = Receiver::meet(&stream)
+        .map_err(|error| Failure::from_error(FailureKind::Refused, &error))
+        .map_err(|failure| failure.while_doing("meeting the primary"))?;
+    match Prepared::of(place, &hello) {
+        Ok(prepared) => prepared.started(place, receiver, stream, hello),
+        Err(failure) => {
+            receiver.refuse(&failure.to_string());
+            Err(failure)
+        }
+    }
+}
+
+/// One connection, within the time, and while the command waits that wants it.
+fn accept(listen: &Endpoint) -> Result<Stream, Failure> {
+    let listener = listen.listen().doing(format!("listening at {listen}"))?;
+    // Closed, it is told without being asked for.
+    let command = io::stdout();
+    let mut either =
+        [PollFd::new(&listener, PollFlags::IN), PollFd::new(&command, PollFlags::empty())];
+    let wait = Timespec { tv_sec: CONNECT_WAIT.as_secs() as i64, tv_nsec: 0 };
+    rustix::io::retry_on_intr(|| poll(&mut either, Some(&wait)))
+        .doing("waiting for the primary")?;
+    match either[0].revents().contains(PollFlags::IN) {
+        true => listener.accept().doing("taking the primary's connection"),
+        false => {
+            let text = format!("no primary has connected within {} s", CONNECT_WAIT.as_secs());
+            Err(Failure::new(FailureKind::Interrupted, text)
+                .hint(format!("`firn protect NAME --to {listen}` where the VM runs, soon after")))
+        }
+    }
+}
+
+/// A hypervisor that waits, with empty memory.
+struct Prepared {
+    child: Child,
+    vm: Vm,
+    ram: RamFiles,
+    process: Arc<Process>,
+    facts: serde_json::Value,
+}
+
+impl Prepared {
+    fn of(place: &Place<'_>, hello: &Hello) -> Result<Self, Failure> {
+        let meta: Meta = serde_json::from_value(hello.meta.clone())
+            .doing_or(FailureKind::Refused, "reading what the primary says of its VM")?;
+        refuse(&meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file))), false)?;
+        let plan = command_line::plan(&meta.qemu.user_args).map_err(start::refused)?;
+        let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
+        let augmented = plan.for_restore(&start::paths(place.vm, &ram)).map_err(start::refused)?;
+        let files = ram.iter().map(std::fs::File::try_clone).collect::<Result<_, _>>();
+        let files = files.doing("making the VM's memory")?;
+        start::enter(&meta.qemu.directory);
+        let child = start::launch(place.vm, &augmented, ram)?;
+        let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp())
+            .map_err(|failure| start::with_output(failure, place.vm))?;
+        refuse(meta.qemu_mismatch(&vm.version().to_string()).as_slice(), false)?;
+        let layout = vm.layout().doing("finding the guest's memory")?;
+        if layout.map.regions() != hello.regions.regions() {
+            let text = "QEMU lays out the VM's memory otherwise than the primary's";
+            return Err(Failure::new(FailureKind::Refused, text));
+        }
+        let known = Known {
+            process: child.identity.clone(),
+            qmp: place.vm.qmp(),
+            launched: true,
+            user_args: meta.qemu.user_args.clone(),
+            args: augmented.args,
+            directory: meta.qemu.directory.clone(),
+            drives: meta.drives.clone(),
+        };
+        let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
+        let facts = start::facts(&machine, &[]);
+        let memory = qemu::open_memory(machine.process.pid, &layout)?;
+        // What its firmware wrote.
+        memory.guest.punch_out(memory.guest.all()).doing("emptying the VM's memory")?;
+        let change = |journal: &mut Journal| {
+            journal.machine = Some(machine);
+            journal.phase = Phase::Standby;
+        };
+        place.journal.update(change).doing("writing the journal")?;
+        firn_fault::point("standby.ready");
+        let ram = RamFiles::of(&hello.regions, files);
+        Ok(Self { child, vm, ram, process: memory.process, facts })
+    }
+
+    fn started(
+        self,
+        place: &Place<'_>,
+        receiver: Receiver,
+        stream: Stream,
+        hello: Hello,
+    ) -> Result<Started, Failure> {
+        let takeover = Takeover::new(stream);
+        let standby = Standby::new(hello.regions, self.ram);
+        let (vm, process, journal) = (self.vm, self.process, place.journal_handle());
+        let work =
+            Work { receiver, standby, vm, process, journal, takeover: Arc::clone(&takeover) };
+        let restoring = Some(work.boxed());
+        let hypervisor = self.child.keep()?;
+        let standby = Some(takeover);
+        Ok(Started { hypervisor, restoring, standby, facts: self.facts, guard: None })
+    }
+}
+
+/// A standby that receives, and then runs.
+struct Work {
+    receiver: Receiver,
+    standby: Standby<RamFiles>,
+    vm: Vm,
+    process: Arc<Process>,
+    journal: Arc<JournalFile>,
+    takeover: Arc<Takeover>,
+}
+
+impl Work {
+    fn boxed(self) -> Restoring {
+        Box::new(move |_| self.run())
+    }
+
+    fn run(mut self) -> Result<serde_json::Value, Failure> {
+        let takeover = Arc::clone(&self.takeover);
+        let ended = self.receiver.receive(&mut self.standby, &mut |far| takeover.hear(far));
+        self.takeover.wait(&ended);
+        let since = Instant::now();
+        let Self { standby, mut vm, process, journal, .. } = self;
+        let committed =
+            standby.take_up().map_err(|error| Failure::from_error(FailureKind::Other, &error))?;
+        let Committed { epoch, devices, aux, .. } = committed;
+        vm.load_device_state(&devices).doing("loading the VM's devices")?;
+        write_aux(&mut vm, &process, &aux)?;
+        firn_fault::point("failover.loaded");
+        journal.update(|journal| journal.phase = Phase::Running).doing("writing the journal")?;
+        vm.cont().doing("letting the VM run")?;
+        let took_ms = since.elapsed().as_secs_f64() * 1e3;
+        tracing::info!("runs from the end of {epoch}, after {took_ms:.1} ms");
+        Ok(json!({ "epoch": epoch, "took_ms": took_ms }))
+    }
+}

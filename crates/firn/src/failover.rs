@@ -1,0 +1,36 @@
+//! `firn failover`
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{Failure, Request, VmName, ask};
+
+use crate::output::Output;
+
+/// Run a standby's VM, whose primary is lost.
+///
+/// It goes on from its newest committed epoch, the last but one that arrived. Make sure first that the VM runs nowhere else:
+/// nobody looks after that for you.
+///
+/// Example:
+///   firn failover web
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The standby.
+    name: VmName,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        let facts = ask(&base, &self.name, &Request::Failover, &mut |_| ())
+            .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))?;
+        out.facts(&facts, || {
+            let ms = facts["took_ms"].as_f64().unwrap_or_default();
+            format!(
+                "{} runs from the end of epoch {}, after {ms:.1} ms\n",
+                self.name, facts["epoch"]
+            )
+        })
+    }
+}

@@ -1,0 +1,83 @@
+//! `firn protect`
+
+use std::time::Duration;
+
+use clap::Args as ClapArgs;
+use firn_epochs::endpoint::Endpoint;
+use firn_supervisor::{Failure, ProtectRequest, Request, VmName, ask};
+
+use crate::bar::Bar;
+use crate::output::Output;
+
+/// Send what a VM writes to a standby, several times a second.
+///
+/// Each time the VM stands still for some milliseconds, in which what it wrote is copied; it is sent afterwards. A standby that
+/// is made to run goes on from the last but one of these moments. The command returns once there is something to go on from;
+/// the rest goes on until `firn release`, or until the connection ends. `firn status` shows how it does.
+///
+/// All of it is sent as it is: give only an address on this host, or in a network that you trust. What the VM sends into its own
+/// network is not held back, so that others may have seen what a failover undoes. A VM that can write to a disk is refused.
+///
+/// Examples:
+///   firn protect web --to tcp:backup:7000
+///   firn protect web --to unix:/run/web.standby --interval 50ms
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The VM.
+    name: VmName,
+    /// Where the standby listens: unix:PATH or tcp:HOST:PORT.
+    #[arg(long, value_name = "ADDRESS")]
+    to: Endpoint,
+    /// The time from one cut to the next, 50ms to 500ms.
+    #[arg(long, default_value = "100ms", value_parser = interval)]
+    interval: Duration,
+    /// Protect all that was written again each time, and let it fault.
+    #[arg(long)]
+    no_prediction: bool,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        let request = Request::Protect(ProtectRequest {
+            to: self.to.clone(),
+            interval_ms: self.interval.as_millis() as u64,
+            predicts: !self.no_prediction,
+        });
+        let mut bar = Bar::new();
+        let facts = ask(&base, &self.name, &request, &mut |progress| bar.show(progress))
+            .map_err(|failure| failure.while_doing(format!("can't protect {}", self.name)))?;
+        out.facts(&facts, || {
+            format!(
+                "{} is protected: every {} ms to {}\n",
+                self.name,
+                self.interval.as_millis(),
+                self.to
+            )
+        })
+    }
+}
+
+/// Milliseconds, with their unit.
+fn interval(words: &str) -> Result<Duration, String> {
+    let ms = words.strip_suffix("ms").and_then(|number| number.parse().ok());
+    match ms {
+        Some(ms @ 50..=500) => Ok(Duration::from_millis(ms)),
+        _ => Err("give 50ms to 500ms".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn intervals_have_a_unit_and_bounds() {
+        assert_eq!(interval("50ms"), Ok(Duration::from_millis(50)));
+        for words in ["49ms", "501ms", "100", "1s", "", "ms"] {
+            assert!(interval(words).is_err(), "{words}");
+        }
+    }
+}

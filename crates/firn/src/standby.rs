@@ -1,0 +1,42 @@
+//! `firn standby`
+
+use clap::Args as ClapArgs;
+use firn_epochs::endpoint::Endpoint;
+use firn_supervisor::{Failure, Plan, VmName, start};
+
+use crate::bar::Bar;
+use crate::output::Output;
+
+/// Receive what a VM elsewhere writes, and be ready to run it.
+///
+/// Listens, waits until `firn protect` connects there, and starts a QEMU like the VM's own, which waits. The memory it will have
+/// is brought up to date with each epoch, one behind the newest. `firn failover` has it run; `firn stop` ends it. Disks that
+/// the VM reads must be at the same places here, and the same.
+///
+/// Whoever connects says how QEMU is to be started: give a socket in a directory that is yours, or an address in a network that
+/// you trust.
+///
+/// Examples:
+///   firn standby web --listen tcp:0.0.0.0:7000
+///   firn standby web-2 --listen unix:/run/web.standby
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// What the VM is to be called here.
+    name: VmName,
+    /// Where its primary connects to: unix:PATH or tcp:HOST:PORT.
+    #[arg(long, value_name = "ADDRESS")]
+    listen: Endpoint,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        let plan = Plan::Standby { listen: self.listen.clone() };
+        let mut bar = Bar::new();
+        let facts = start(&base, &self.name, &plan, &mut |progress| bar.show(progress))
+            .map_err(|failure| failure.while_doing(format!("can't keep {} ready", self.name)))?;
+        out.facts(&facts, || format!("{} receives, and waits for `firn failover`\n", self.name))
+    }
+}
