@@ -189,7 +189,8 @@ fn ram_file(plan: &RamPlan) -> Result<File> {
     Ok(file.into())
 }
 
-fn open_memory(process: &Arc<Process>, layout: &Layout) -> Result<Arc<GuestMemory>> {
+/// A hypervisor's guest memory, where its layout says it is.
+pub(crate) fn open_memory(process: &Arc<Process>, layout: &Layout) -> Result<Arc<GuestMemory>> {
     let place = |region: &firn_types::RamRegion| {
         let location = layout.locations.iter().find(|location| location.id == region.id)?;
         Some(RegionLocation { region: region.clone(), hva: location.hva })

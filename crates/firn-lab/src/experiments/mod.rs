@@ -24,6 +24,7 @@ mod pauses;
 mod peers_restore;
 mod peers_ttr;
 mod synthetic;
+mod vpc_solo;
 mod workload;
 mod ws;
 
@@ -128,6 +129,11 @@ pub const ALL: &[Experiment] = &[
         name: "peers-ttr",
         about: "time to responsiveness seen by a client: Firn's modes and QEMU itself, on four disks",
         run: peers_ttr::run,
+    },
+    Experiment {
+        name: "vpc-solo",
+        about: "Table I of VPC: the pause of each epoch, with and without prediction, and as others do it",
+        run: vpc_solo::run,
     },
     Experiment {
         name: "ws-agree",

@@ -1,0 +1,482 @@
+//! `vpc-solo`: how long a VM stands still for each epoch, with prediction, without, and as others do it.
+//!
+//! Reproduces Table I of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", V.B): a VM of 512
+//! MB, idle, computing, and serving pages. nginx takes the place of Apache, and `sha` (threads that hash and write pages of 16 MiB
+//! each) that of NPB-EP. `writers` is none of the paper's: pages written at random in a memory much larger than what one interval
+//! writes, where there is nothing to predict.
+//!
+//! **What varies**, at the same interval between cuts:
+//!
+//! - `vpc`: Firn's epochs. What was written in one epoch starts the next writable; all of it is copied in the pause, compared
+//!   after it, and what did not change is not sent and is protected at the next cut.
+//! - `no-prediction`: Firn's epochs, but everything written is protected again in each pause and faults in the next epoch.
+//! - `remus-like`: as Remus does in the words of its paper and QEMU's commands: `stop`, device state, find what was written, protect
+//!   *all* of RAM again (Xen's log-dirty mode is cleaned as a whole), copy what was written to one of two buffers, `cont`. The buffer
+//!   is sent while the VM runs; if it is not sent by the next cut, that waits, with the VM running.
+//! - `vnsnap-like`: a snapshot of all of memory each time, as VPC describes VNsnap-memory (section II): it is kept in memory, which
+//!   takes as much again as the VM has. One pass copies everything that is backed while the VM runs; then `stop`, device state, a copy of
+//!   what was written during the pass, `cont`. VPC does not say how many passes its own prototype made; more would make the pause
+//!   shorter. The pass takes longer than the interval if memory is large: the next begins when the last has ended.
+//!
+//! **What is held equal**: all take turns on the same guest; all attach for their turn and let go after it; the same calls find and
+//! copy pages. `vpc`, `no-prediction` and `remus-like` send to a backup in the same process, by a socket. The experiment uses the
+//! library of the epochs, because the others need its pauses.
+//!
+//! **What is measured**: `downtime_ms.WORKLOAD.SYSTEM`, percentiles over all cuts but the first of each turn: the time between the
+//! hypervisor's events `STOP` and `RESUME`. `turn_ms` is the median of each turn, with its spread over turns. `stood_still_ms`: the
+//! longest time in a turn for which the guest's own clock stood still, the first cut and attaching included. `copied_pages` in
+//! a pause, `faults`: pages found written that had been protected.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use firn_cluster::Epoch;
+use firn_cluster::predict::PageSet;
+use firn_epochs::backup::{RamFiles, Receiver};
+use firn_epochs::endpoint::Stream;
+use firn_epochs::guest::{Guest as Followed, Pause};
+use firn_epochs::primary::{CutNumbers, Options, Told, protect};
+use firn_epochs::standby::Standby;
+use firn_epochs::wire::{Hello, VERSION, Writer};
+use firn_memory::Process;
+use firn_report::plot::BarPlot;
+use firn_types::{PAGE_SIZE, Page};
+use firn_vmm::Vm;
+use serde_json::{Value, json};
+
+use crate::experiments::pauses::percentiles;
+use crate::experiments::synthetic::words;
+use crate::guest::{Control, GuestImage, HostForward, QemuArgs, accel, free_tcp_port};
+use crate::lab::{Lab, interleaved};
+use crate::prober::GuestClock;
+use crate::recorder::open_memory;
+use crate::report::Report;
+use crate::stats::Sample;
+use crate::web::{WebLoad, first_page};
+
+const INTERVAL: Duration = Duration::from_millis(100);
+const MIB: u32 = 512;
+/// The web server's guest has its root in memory.
+const WEB_MIB: u32 = 1024;
+const BOOT: Duration = Duration::from_secs(300);
+const SETTLE: Duration = Duration::from_millis(500);
+const BEATS_PER_S: u32 = 200;
+/// Clients of the web server.
+const CLIENTS: u64 = 2;
+/// How often a client asks once more, and how long it waits for a page.
+const AGAIN: Duration = Duration::from_millis(250);
+const PATIENCE: Duration = Duration::from_secs(60);
+const HTTP: u16 = 80;
+/// Turns of each system, in quick and in full runs, and cuts in each.
+const TURNS: (usize, usize) = (2, 6);
+const CUTS: (usize, usize) = (30, 100);
+/// Pages copied at once while the guest runs.
+const PASS_PAGES: usize = 1024;
+const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
+
+/// Who cuts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum System {
+    Vpc,
+    NoPrediction,
+    RemusLike,
+    VnsnapLike,
+}
+
+impl System {
+    const ALL: [Self; 4] = [Self::Vpc, Self::NoPrediction, Self::RemusLike, Self::VnsnapLike];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Vpc => "vpc",
+            Self::NoPrediction => "no-prediction",
+            Self::RemusLike => "remus-like",
+            Self::VnsnapLike => "vnsnap-like",
+        }
+    }
+}
+
+/// What the guest does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Workload {
+    Idle,
+    Sha,
+    Writers,
+    Nginx,
+}
+
+impl Workload {
+    const ALL: [Self; 4] = [Self::Idle, Self::Sha, Self::Writers, Self::Nginx];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Sha => "sha",
+            Self::Writers => "writers",
+            Self::Nginx => "nginx",
+        }
+    }
+
+    fn command(self) -> Option<&'static str> {
+        match self {
+            Self::Idle | Self::Nginx => None,
+            Self::Sha => Some("firn-guest sha --threads 2 --mib 16 --rounds 1000000000000"),
+            Self::Writers => Some(
+                "firn-guest writers --mib 128 --rate 1000 --compresses-to 10 --light --no-check --order random",
+            ),
+        }
+    }
+}
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("vpc-solo");
+    report.host("interval_ms", INTERVAL.as_millis() as u64);
+    let workloads = lab.extent.wanted(&Workload::ALL, |workload| workload.name().to_owned());
+    for &workload in &workloads {
+        let guest = Guest::start(lab, workload)?;
+        interleaved(lab.extent.runs(TURNS.0, TURNS.1), &System::ALL, |_, &system| {
+            guest.turn(system, &mut report).with_context(|| system.name())
+        })?;
+        lab.firn().stop(workload.name());
+        figures(workload, &mut report);
+    }
+    let drawing = drawing(&workloads, &report)?;
+    report.drawing("vpc-solo", drawing);
+    Ok(report)
+}
+
+/// A guest at work.
+struct Guest<'a> {
+    lab: &'a Lab,
+    workload: Workload,
+    clock: GuestClock,
+    monitor: PathBuf,
+    pid: i32,
+    /// The clients of a web server.
+    _load: Option<WebLoad>,
+}
+
+impl<'a> Guest<'a> {
+    fn start(lab: &'a Lab, workload: Workload) -> Result<Self> {
+        let name = workload.name();
+        let file = |what: &str| lab.file(&format!("{name}.{what}"));
+        let [monitor, agent, beats] = ["monitor", "agent", "beats"].map(file);
+        let (args, server) = args(workload)?;
+        let args = args
+            .vcpus(2)
+            .console(&file("console"))
+            .agent(&agent)
+            .heartbeat(&beats)
+            .more(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+        lab.firn().run(name, &args)?;
+        let mut control = Control::connect(&agent, BOOT)?;
+        let clock = GuestClock::start(&beats)?;
+        let heartbeat = format!(
+            "renice -n -20 -p $$ >/dev/null; exec firn-guest heartbeat --rate {BEATS_PER_S} --work-mib 0"
+        );
+        control.spawn("beats", &["sh", "-c", &heartbeat])?;
+        workload.command().map_or(Ok(()), |command| control.spawn("work", &words(command)))?;
+        let load = server.map(|address| serve(address, lab.extent.seed)).transpose()?;
+        let pid = lab.firn().status(name)?["pid"].as_i64().context("no process")?;
+        thread::sleep(4 * SETTLE);
+        lab.say(&format!("{name} runs"));
+        Ok(Self { lab, workload, clock, monitor, pid: i32::try_from(pid)?, _load: load })
+    }
+
+    fn turn(&self, system: System, report: &mut Report) -> Result<()> {
+        let before = Instant::now();
+        let cuts = self.lab.extent.pick(CUTS.0, CUTS.1);
+        let cuts = match system {
+            System::Vpc => self.epochs(true, cuts)?,
+            System::NoPrediction => self.epochs(false, cuts)?,
+            System::RemusLike => self.remus(cuts)?,
+            System::VnsnapLike => self.vnsnap(cuts)?,
+        };
+        thread::sleep(SETTLE);
+        let still_ms = self.clock.stood_still_since(before).map(ms);
+        let of = |field: fn(&CutNumbers) -> f64| cuts.iter().skip(1).map(field).collect::<Vec<_>>();
+        let downtime_ms = of(|cut| cut.downtime_ms);
+        let median = Sample::new(downtime_ms.iter().copied()).context("no cut")?.median();
+        let (workload, name) = (self.workload.name(), system.name());
+        let clock = still_ms.unwrap_or(f64::NAN);
+        self.lab.say(&format!("{workload}, {name}: {median:.2} ms, guest's clock {clock:.1} ms"));
+        report.repetition(json!({ "workload": workload, "system": name, "still_ms": still_ms,
+            "turn_ms": median, "downtime_ms": downtime_ms,
+            "copied_pages": of(|cut| cut.copied as f64), "faults": of(|cut| cut.written as f64),
+            "scan_ms": of(|cut| cut.scan_ms), "protect_ms": of(|cut| cut.protect_ms),
+            "copy_ms": of(|cut| cut.copy_ms) }));
+        Ok(())
+    }
+
+    fn follow(&self) -> Result<Followed> {
+        let mut vm = Vm::connect(&self.monitor)?;
+        let layout = vm.layout()?;
+        let process = Arc::new(Process::open(self.pid)?);
+        let memory = open_memory(&process, &layout)?;
+        Ok(Followed::attach(vm, process, memory, layout.aux)?)
+    }
+
+    /// Firn's own.
+    fn epochs(&self, predicts: bool, cuts: usize) -> Result<Vec<CutNumbers>> {
+        let guest = self.follow()?;
+        let hello = hello(&guest);
+        let release = AtomicBool::new(false);
+        let numbers = Mutex::new(Vec::new());
+        let told = |told: Told| {
+            let mut numbers = numbers.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Told::Cut(cut) = told {
+                numbers.push(cut);
+            }
+            release.fetch_or(numbers.len() > cuts, Ordering::Relaxed);
+        };
+        let options = Options { interval: INTERVAL, predicts, ..Options::default() };
+        with_backup(|stream| Ok(protect(guest, stream, &hello, options, &release, &told)?))?;
+        Ok(numbers.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn remus(&self, cuts: usize) -> Result<Vec<CutNumbers>> {
+        let mut guest = self.follow()?;
+        let hello = hello(&guest);
+        let numbers = with_backup(|stream| {
+            let mut writer = Writer::new(stream.try_clone()?);
+            writer.hello(&hello)?;
+            writer.end(Epoch(0), &[], &[], false)?;
+            let (full, filled) = std::sync::mpsc::sync_channel::<Copied>(0);
+            let (empty, emptied) = std::sync::mpsc::channel();
+            [Vec::new(), Vec::new()].into_iter().try_for_each(|buffer| empty.send(buffer))?;
+            let sending = thread::spawn(move || -> Result<()> {
+                for copied in filled {
+                    copied.send(&mut writer)?;
+                    // Nobody may want it any more.
+                    let _ = empty.send(copied.bytes);
+                }
+                Ok(())
+            });
+            let mut numbers = Vec::new();
+            for epoch in 1..=cuts as u64 + 1 {
+                thread::sleep(INTERVAL);
+                let mut copied =
+                    Copied { epoch: Epoch(epoch), bytes: emptied.recv()?, ..Copied::default() };
+                let mut times = CutNumbers::default();
+                let (pages, pause) = guest.pause_by_commands(|still| {
+                    let pages = timed(&mut times.scan_ms, || still.written())?;
+                    timed(&mut times.protect_ms, || still.protect_all())?;
+                    timed(&mut times.copy_ms, || still.copy(&pages, &mut copied.bytes))?;
+                    Ok(pages)
+                })?;
+                numbers.push(numbered(times, &pages, &pause));
+                (copied.pages, copied.devices) = (pages.iter().collect(), pause.devices);
+                full.send(copied).context("the sender has ended")?;
+            }
+            drop(full);
+            sending.join().map_err(|_| anyhow::anyhow!("the sender panicked"))??;
+            Ok(numbers)
+        });
+        guest.detach()?;
+        numbers
+    }
+
+    fn vnsnap(&self, cuts: usize) -> Result<Vec<CutNumbers>> {
+        let mut guest = self.follow()?;
+        let pages = guest.memory().map().total_pages() as usize;
+        let mut snapshot = vec![0; pages * PAGE_SIZE];
+        let (mut buffer, mut numbers) = (Vec::new(), Vec::new());
+        for _ in 0..=cuts {
+            let begun = Instant::now();
+            guest.forget_writes()?;
+            pass(&guest, &mut snapshot, &mut buffer)?;
+            let mut times = CutNumbers::default();
+            let (pages, pause) = guest.pause_by_commands(|still| {
+                let pages = timed(&mut times.scan_ms, || still.written())?;
+                timed(&mut times.copy_ms, || still.copy(&pages, &mut buffer))?;
+                Ok(pages)
+            })?;
+            put(&pages.iter().collect::<Vec<_>>(), &buffer, &mut snapshot);
+            numbers.push(numbered(times, &pages, &pause));
+            thread::sleep(INTERVAL.saturating_sub(begun.elapsed()));
+        }
+        guest.detach()?;
+        Ok(numbers)
+    }
+}
+
+/// A guest's command line, and where its web server is reached if it has one.
+fn args(workload: Workload) -> Result<(QemuArgs, Option<SocketAddr>)> {
+    let accel = accel::decide().accel;
+    if workload != Workload::Nginx {
+        return Ok((QemuArgs::new(&GuestImage::small()?, accel).memory_mib(MIB), None));
+    }
+    let (image, port) = (GuestImage::full()?, free_tcp_port()?);
+    let args = QemuArgs::new(&image, accel)
+        .memory_mib(WEB_MIB)
+        .append("firn.services=nginx")
+        .root_in_memory(&image)
+        .network(&[HostForward::tcp(port, HTTP)]);
+    Ok((args, Some((Ipv4Addr::LOCALHOST, port).into())))
+}
+
+fn serve(address: SocketAddr, seed: u64) -> Result<WebLoad> {
+    first_page(address, 0, AGAIN, BOOT).context("no page")?;
+    Ok(WebLoad::start(address, CLIENTS, seed, PATIENCE))
+}
+
+fn hello(guest: &Followed) -> Hello {
+    Hello { version: VERSION, regions: guest.memory().map().clone(), meta: Value::Null }
+}
+
+/// Has a backup receive while `primary` sends.
+fn with_backup<T>(primary: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
+    let (ours, theirs) = Stream::pair()?;
+    thread::scope(|scope| {
+        let backup = scope.spawn(|| -> Result<Epoch> {
+            let (mut receiver, hello) = Receiver::meet(&theirs)?;
+            let ram = RamFiles::create(&hello.regions)?;
+            let mut standby = Standby::new(hello.regions, ram);
+            receiver.receive(&mut standby, &mut |_| ());
+            Ok(standby.progress().committed)
+        });
+        let done = primary(&ours);
+        ours.close();
+        let committed = backup.join().map_err(|_| anyhow::anyhow!("the backup panicked"))?;
+        let done = done?;
+        ensure!(committed? > Epoch(0), "the backup has committed nothing");
+        Ok(done)
+    })
+}
+
+/// What one of two buffers holds.
+#[derive(Default)]
+struct Copied {
+    epoch: Epoch,
+    pages: Vec<Page>,
+    bytes: Vec<u8>,
+    devices: Vec<u8>,
+}
+
+impl Copied {
+    fn send(&self, writer: &mut Writer<Stream>) -> Result<()> {
+        let pages = self.pages.iter().copied().zip(self.bytes.chunks_exact(PAGE_SIZE));
+        writer.pages(self.epoch, pages)?;
+        Ok(writer.end(self.epoch, &self.devices, &[], false)?)
+    }
+}
+
+/// Copies all that is backed while the guest runs.
+fn pass(guest: &Followed, snapshot: &mut [u8], buffer: &mut Vec<u8>) -> Result<()> {
+    let backed: Vec<Page> =
+        guest.memory().backed_runs()?.into_iter().flat_map(Page::each).collect();
+    for pages in backed.chunks(PASS_PAGES) {
+        guest.copy_running(&pages.iter().copied().collect(), buffer)?;
+        put(pages, buffer, snapshot);
+    }
+    Ok(())
+}
+
+fn put(pages: &[Page], bytes: &[u8], snapshot: &mut [u8]) {
+    for (page, bytes) in pages.iter().zip(bytes.chunks_exact(PAGE_SIZE)) {
+        let at = page.index() * PAGE_SIZE;
+        snapshot[at..at + PAGE_SIZE].copy_from_slice(bytes);
+    }
+}
+
+fn timed<T, E>(took_ms: &mut f64, run: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+    let started = Instant::now();
+    let done = run();
+    *took_ms = ms(started.elapsed());
+    done
+}
+
+fn numbered(times: CutNumbers, pages: &PageSet, pause: &Pause) -> CutNumbers {
+    let pages = pages.len() as u64;
+    let device_bytes = pause.devices.len() as u64;
+    let downtime_ms = ms(pause.downtime);
+    CutNumbers { downtime_ms, copied: pages, written: pages, device_bytes, ..times }
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
+/// The turns of one system.
+fn turns(report: &Report, workload: Workload, system: System) -> impl Iterator<Item = &Value> {
+    let is_it =
+        move |turn: &&Value| turn["workload"] == workload.name() && turn["system"] == system.name();
+    report.repetitions().iter().filter(is_it)
+}
+
+/// What was measured of each cut.
+fn of_cuts(report: &Report, workload: Workload, system: System, field: &str) -> Vec<f64> {
+    let values = turns(report, workload, system).filter_map(|turn| turn[field].as_array());
+    values.flatten().filter_map(Value::as_f64).collect()
+}
+
+fn figures(workload: Workload, report: &mut Report) {
+    for system in System::ALL {
+        let of = format!("{}.{}", workload.name(), system.name());
+        for field in ["downtime_ms", "copied_pages", "faults", "scan_ms", "protect_ms", "copy_ms"] {
+            let values = of_cuts(report, workload, system, field);
+            percentiles(&format!("{field}.{of}"), values, &PERCENTILES, report);
+        }
+        for (key, field) in [("turn_ms", "turn_ms"), ("stood_still_ms", "still_ms")] {
+            let values: Vec<f64> =
+                turns(report, workload, system).filter_map(|turn| turn[field].as_f64()).collect();
+            report.sample(format!("{key}.{of}"), values);
+        }
+    }
+    let p50 = |system: System| {
+        let key = format!("downtime_ms.{}.{}.p50", workload.name(), system.name());
+        report.value(&key).unwrap_or(f64::NAN)
+    };
+    let ratios = [System::NoPrediction, System::RemusLike, System::VnsnapLike]
+        .map(|other| (other, p50(System::Vpc) / p50(other)));
+    for (other, ratio) in ratios {
+        report.number(format!("vpc_to_{}.{}", other.name(), workload.name()), ratio);
+    }
+}
+
+fn drawing(workloads: &[Workload], report: &Report) -> Result<String> {
+    let series = |system: System| {
+        let p50 = |workload: &Workload| {
+            let key = format!("downtime_ms.{}.{}.p50", workload.name(), system.name());
+            report.value(&key).unwrap_or(f64::NAN)
+        };
+        (system.name().to_owned(), workloads.iter().map(p50).collect())
+    };
+    let plot = BarPlot {
+        title: "Downtime of one epoch, median".into(),
+        y: "milliseconds".into(),
+        groups: workloads.iter().map(|workload| workload.name().to_owned()).collect(),
+        series: System::ALL.map(series).into(),
+    };
+    plot.svg().context("the downtimes")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cuts_of_all_turns_count_together() {
+        let mut report = Report::new("vpc-solo", true);
+        for (system, downtime) in
+            [(System::Vpc, 1.0), (System::VnsnapLike, 4.0), (System::Vpc, 3.0)]
+        {
+            report.repetition(
+                json!({ "workload": "idle", "system": system.name(), "turn_ms": downtime,
+                "downtime_ms": [downtime, downtime], "still_ms": null }),
+            );
+        }
+        figures(Workload::Idle, &mut report);
+        assert_eq!(report.value("downtime_ms.idle.vpc.p50"), Some(1.0));
+        assert_eq!(report.value("downtime_ms.idle.vpc.p95"), Some(3.0));
+        assert_eq!(report.value("downtime_ms.idle.vpc.n"), Some(4.0));
+        assert_eq!(report.value("turn_ms.idle.vpc"), Some(2.0));
+        assert_eq!(report.value("vpc_to_vnsnap-like.idle"), Some(0.25));
+    }
+}
