@@ -34,6 +34,9 @@ const JOBS_MAX: usize = 16;
 const SEED_ROUNDS: usize = 3;
 /// Pages that are left to the first epoch without another round.
 const SEED_FEW: usize = 2048;
+/// Pages that a buffer has room for at least. It is made twice as large as the last epoch needed ahead of the pause, for growing
+/// takes page faults.
+const ROOM_MIN: usize = 1024;
 /// How often whoever asked is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 /// How often room is looked for when there is none; a VM that is slowed stands still for as long in each turn.
@@ -215,6 +218,7 @@ impl<'a> Connection<'a> {
             started: Instant::now(),
             due: self.options.interval,
             spares: Vec::new(),
+            copied: 0,
             cut: None,
             pace: Pace::Free,
         }
@@ -285,6 +289,8 @@ struct Protection<'a> {
     /// When the next cut should be.
     due: Duration,
     spares: Vec<Vec<u8>>,
+    /// Pages that the last cut copied.
+    copied: usize,
     /// The epoch that was cut last, until it is sent.
     cut: Option<Box<EpochCopy>>,
     pace: Pace,
@@ -371,9 +377,9 @@ impl Protection<'_> {
 
     fn cut(&mut self, epoch: Epoch) -> Result<(), PrimaryError> {
         let mut bytes = self.spares.pop().unwrap_or_default();
-        let expected = self.predictor.candidates().len() * PAGE_SIZE;
-        if bytes.len() < expected + expected / 4 {
-            bytes.resize(expected + expected / 4, 0);
+        let room = (2 * self.copied).max(ROOM_MIN) * PAGE_SIZE;
+        if bytes.len() < room {
+            bytes.resize(room, 0);
         }
         self.guest.prepare()?;
         let mut inside = Inside {
@@ -391,7 +397,8 @@ impl Protection<'_> {
             device_bytes: pause.devices.len() as u64,
             ..numbers
         };
-        let copied = plan.copy.len() as u64;
+        self.copied = plan.copy.len();
+        let copied = self.copied as u64;
         let (devices, aux) = (pause.devices, pause.aux);
         self.cut =
             Some(Box::new(EpochCopy { epoch, plan, pages, bytes, devices, aux, last: false }));
