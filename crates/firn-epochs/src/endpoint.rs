@@ -1,8 +1,11 @@
-//! Where a backup listens: `unix:PATH`, or `tcp:HOST:PORT` for a network that is trusted, for nothing is encrypted.
+//! Where a backup listens: `unix:PATH`, a socket for its owner alone.
+//!
+//! Nothing is encrypted, and whoever connects says how a hypervisor is to be started: between hosts the socket has to be carried
+//! by something that knows who is there, such as ssh(1) with `-L PATH:PATH`.
 
 use std::fmt;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,19 +19,14 @@ use thiserror::Error;
 /// How long a write may wait for the other side before the connection counts as lost.
 const WRITE_WAIT: Duration = Duration::from_secs(10);
 
-/// An address.
+/// An address: a socket in the file system.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum Endpoint {
-    /// A socket in the file system.
-    Unix(PathBuf),
-    /// A host and a port.
-    Tcp(String),
-}
+pub struct Endpoint(PathBuf);
 
 /// Words that are no address.
 #[derive(Debug, Error)]
-#[error("{0:?} is no address: give unix:PATH or tcp:HOST:PORT")]
+#[error("{0:?} is no address: give unix:PATH")]
 pub struct EndpointError(String);
 
 impl FromStr for Endpoint {
@@ -36,8 +34,7 @@ impl FromStr for Endpoint {
 
     fn from_str(words: &str) -> Result<Self, EndpointError> {
         match words.split_once(':') {
-            Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
-            Some(("tcp", address)) if address.contains(':') => Ok(Self::Tcp(address.to_owned())),
+            Some(("unix", path)) if !path.is_empty() => Ok(Self(path.into())),
             _ => Err(EndpointError(words.to_owned())),
         }
     }
@@ -59,10 +56,7 @@ impl From<Endpoint> for String {
 
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unix(path) => write!(f, "unix:{}", path.display()),
-            Self::Tcp(address) => write!(f, "tcp:{address}"),
-        }
+        write!(f, "unix:{}", self.0.display())
     }
 }
 
@@ -72,35 +66,25 @@ impl Endpoint {
     /// # Errors
     /// If nobody does.
     pub fn connect(&self) -> io::Result<Stream> {
-        Stream::ready(match self {
-            Self::Unix(path) => Stream::Unix(UnixStream::connect(path)?),
-            Self::Tcp(address) => Stream::Tcp(TcpStream::connect(address)?),
-        })
+        Stream::ready(UnixStream::connect(&self.0)?)
     }
 
-    /// Listens there. A socket in the file system is for its owner alone.
+    /// Listens there. The socket is for its owner alone.
     ///
     /// # Errors
     /// If the address can't be had.
     pub fn listen(&self) -> io::Result<Listener> {
-        match self {
-            Self::Unix(path) => {
-                let listener = UnixListener::bind(path)?;
-                std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-                Ok(Listener::Unix(listener, path.clone()))
-            }
-            Self::Tcp(address) => TcpListener::bind(address).map(Listener::Tcp),
-        }
+        let listener = UnixListener::bind(&self.0)?;
+        std::fs::set_permissions(&self.0, std::fs::Permissions::from_mode(0o600))?;
+        Ok(Listener { listener, path: self.0.clone() })
     }
 }
 
-/// Where a backup waits for its primary. A socket in the file system goes with it.
+/// Where a backup waits for its primary. The socket goes with it.
 #[derive(Debug)]
-pub enum Listener {
-    /// Of [`Endpoint::Unix`].
-    Unix(UnixListener, PathBuf),
-    /// Of [`Endpoint::Tcp`].
-    Tcp(TcpListener),
+pub struct Listener {
+    listener: UnixListener,
+    path: PathBuf,
 }
 
 impl Listener {
@@ -109,50 +93,31 @@ impl Listener {
     /// # Errors
     /// If the system refuses.
     pub fn accept(&self) -> io::Result<Stream> {
-        Stream::ready(match self {
-            Self::Unix(listener, _) => Stream::Unix(listener.accept()?.0),
-            Self::Tcp(listener) => Stream::Tcp(listener.accept()?.0),
-        })
+        Stream::ready(self.listener.accept()?.0)
     }
 }
 
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Unix(listener, _) => listener.as_fd(),
-            Self::Tcp(listener) => listener.as_fd(),
-        }
+        self.listener.as_fd()
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Self::Unix(_, path) = self {
-            // Somebody else may have removed it.
-            let _ = std::fs::remove_file(path);
-        }
+        // Somebody else may have removed it.
+        let _ = std::fs::remove_file(&self.path);
     }
 }
 
 /// A connection between a primary and its backup.
 #[derive(Debug)]
-pub enum Stream {
-    /// On this host.
-    Unix(UnixStream),
-    /// Between hosts.
-    Tcp(TcpStream),
-}
+pub struct Stream(UnixStream);
 
 impl Stream {
-    fn ready(stream: Self) -> io::Result<Self> {
-        match &stream {
-            Self::Unix(unix) => unix.set_write_timeout(Some(WRITE_WAIT))?,
-            Self::Tcp(tcp) => {
-                tcp.set_write_timeout(Some(WRITE_WAIT))?;
-                tcp.set_nodelay(true)?;
-            }
-        }
-        Ok(stream)
+    fn ready(stream: UnixStream) -> io::Result<Self> {
+        stream.set_write_timeout(Some(WRITE_WAIT))?;
+        Ok(Self(stream))
     }
 
     /// A pair that is connected.
@@ -161,7 +126,7 @@ impl Stream {
     /// If the system refuses.
     pub fn pair() -> io::Result<(Self, Self)> {
         let (one, other) = UnixStream::pair()?;
-        Ok((Self::ready(Self::Unix(one))?, Self::ready(Self::Unix(other))?))
+        Ok((Self::ready(one)?, Self::ready(other)?))
     }
 
     /// Another handle of the same connection.
@@ -169,44 +134,29 @@ impl Stream {
     /// # Errors
     /// If the system refuses.
     pub fn try_clone(&self) -> io::Result<Self> {
-        Ok(match self {
-            Self::Unix(stream) => Self::Unix(stream.try_clone()?),
-            Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
-        })
+        self.0.try_clone().map(Self)
     }
 
     /// Ends the connection, for all of its handles. Whoever waits for it goes on.
     pub fn close(&self) {
         // The other side may have done so.
-        let _ = match self {
-            Self::Unix(stream) => stream.shutdown(Shutdown::Both),
-            Self::Tcp(stream) => stream.shutdown(Shutdown::Both),
-        };
+        let _ = self.0.shutdown(Shutdown::Both);
     }
 }
 
 impl Read for Stream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Self::Unix(stream) => stream.read(into),
-            Self::Tcp(stream) => stream.read(into),
-        }
+        self.0.read(into)
     }
 }
 
 impl Write for Stream {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
-        match self {
-            Self::Unix(stream) => stream.write(from),
-            Self::Tcp(stream) => stream.write(from),
-        }
+        self.0.write(from)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        match self {
-            Self::Unix(stream) => stream.flush(),
-            Self::Tcp(stream) => stream.flush(),
-        }
+        self.0.flush()
     }
 }
 
@@ -216,10 +166,9 @@ mod tests {
 
     #[test]
     fn addresses_are_read_and_printed() {
-        for words in ["unix:/run/x.sock", "tcp:backup:7000", "tcp:[::1]:7000"] {
-            assert_eq!(words.parse::<Endpoint>().unwrap().to_string(), words);
-        }
-        for words in ["", "unix:", "tcp:backup", "http://x", "/run/x.sock"] {
+        let words = "unix:/run/x.sock";
+        assert_eq!(words.parse::<Endpoint>().unwrap().to_string(), words);
+        for words in ["", "unix:", "tcp:backup:7000", "http://x", "/run/x.sock"] {
             assert!(words.parse::<Endpoint>().is_err(), "{words}");
         }
     }
@@ -228,7 +177,7 @@ mod tests {
     fn a_socket_goes_with_its_listener() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("standby");
-        let endpoint = Endpoint::Unix(path.clone());
+        let endpoint = Endpoint(path.clone());
         let listener = endpoint.listen().unwrap();
         let mut primary = endpoint.connect().unwrap();
         let mut backup = listener.accept().unwrap();

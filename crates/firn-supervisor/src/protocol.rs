@@ -246,7 +246,7 @@ impl Plan {
     pub fn stores(&self) -> Option<&Path> {
         match self {
             Self::Run { stores, .. } | Self::Restore { stores, .. } => stores.as_deref(),
-            Self::Attach { .. } => None,
+            Self::Attach { .. } | Self::Standby { .. } => None,
         }
     }
 }

@@ -160,7 +160,7 @@ impl Prepared {
         refuse(&meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file))), false)?;
         let plan = command_line::plan(&meta.qemu.user_args).map_err(start::refused)?;
         let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
-        let augmented = plan.for_restore(&start::paths(place.vm, &ram)).map_err(start::refused)?;
+        let augmented = plan.for_restore(&start::paths(place, &ram)).map_err(start::refused)?;
         let files = ram.iter().map(std::fs::File::try_clone).collect::<Result<_, _>>();
         let files = files.doing("making the VM's memory")?;
         start::enter(&meta.qemu.directory);

@@ -15,18 +15,18 @@ use crate::output::Output;
 /// is made to run goes on from the last but one of these moments. The command returns once there is something to go on from;
 /// the rest goes on until `firn release`, or until the connection ends. `firn status` shows how it does.
 ///
-/// All of it is sent as it is: give only an address on this host, or in a network that you trust. What the VM sends into its own
+/// All of it is sent as it is, to a socket on this host (see `firn standby --help`). What the VM sends into its own
 /// network is not held back, so that others may have seen what a failover undoes. A VM that can write to a disk is refused.
 ///
 /// Examples:
-///   firn protect web --to tcp:backup:7000
-///   firn protect web --to unix:/run/web.standby --interval 50ms
+///   firn protect web --to unix:/run/web.standby
+///   firn protect web --to unix:/run/web.standby --interval 50ms --json
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// The VM.
     name: VmName,
-    /// Where the standby listens: unix:PATH or tcp:HOST:PORT.
+    /// Where the standby listens: unix:PATH.
     #[arg(long, value_name = "ADDRESS")]
     to: Endpoint,
     /// The time from one cut to the next, 50ms to 500ms.

@@ -13,18 +13,18 @@ use crate::output::Output;
 /// is brought up to date with each epoch, one behind the newest. `firn failover` has it run; `firn stop` ends it. Disks that
 /// the VM reads must be at the same places here, and the same.
 ///
-/// Whoever connects says how QEMU is to be started: give a socket in a directory that is yours, or an address in a network that
-/// you trust.
+/// Whoever connects says how QEMU is to be started: the socket is for you alone. Where the VM runs on another host, have it
+/// carried by what knows who is there, such as ssh.
 ///
 /// Examples:
-///   firn standby web --listen tcp:0.0.0.0:7000
 ///   firn standby web-2 --listen unix:/run/web.standby
+///   ssh -N -L /run/web.standby:/run/web.standby backup     (where the VM runs)
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// What the VM is to be called here.
     name: VmName,
-    /// Where its primary connects to: unix:PATH or tcp:HOST:PORT.
+    /// Where its primary connects to: unix:PATH.
     #[arg(long, value_name = "ADDRESS")]
     listen: Endpoint,
 }
