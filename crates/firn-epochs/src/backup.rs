@@ -1,8 +1,10 @@
 //! Receiving a VM's epochs, into memory that a hypervisor can map.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter};
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
 use firn_cluster::epoch::Progress;
 use firn_types::{Page, RamRegion, RegionMap};
@@ -15,6 +17,9 @@ use crate::wire::{Hello, Message, Reader, WireError, Writer};
 
 /// How much is read from the connection at once.
 const READ_BYTES: usize = 1 << 20;
+
+/// How long who has connected may take to say who it is.
+const HELLO_MAX: Duration = Duration::from_secs(10);
 
 /// Why no more epochs come.
 #[derive(Debug, Error)]
@@ -50,9 +55,10 @@ impl RamFiles {
         Ok(Self { files: regions.regions().iter().map(file).collect::<io::Result<_>>()? })
     }
 
-    /// These files, in the order of the regions.
-    pub fn of(regions: &RegionMap, files: Vec<File>) -> Self {
-        Self { files: regions.regions().iter().cloned().zip(files).collect() }
+    /// These files, each with the name of the region that it is for. `None` if a region has none.
+    pub fn named(regions: &RegionMap, mut files: BTreeMap<&str, File>) -> Option<Self> {
+        let file = |region: &RamRegion| Some((region.clone(), files.remove(region.id.as_str())?));
+        Some(Self { files: regions.regions().iter().map(file).collect::<Option<_>>()? })
     }
 
     /// The files, in the order of the regions.
@@ -84,7 +90,10 @@ impl Receiver {
         let from = BufReader::with_capacity(READ_BYTES, stream.try_clone().map_err(WireError::Io)?);
         let to = BufWriter::new(stream.try_clone().map_err(WireError::Io)?);
         let mut receiver = Self { reader: Reader::new(from), writer: Writer::new(to) };
-        match receiver.reader.receive()? {
+        stream.set_patience(Some(HELLO_MAX)).map_err(WireError::Io)?;
+        let first = receiver.reader.receive()?;
+        stream.set_patience(None).map_err(WireError::Io)?;
+        match first {
             Message::Hello(hello) => Ok((receiver, *hello)),
             _ => Err(BackupError::NoHello),
         }

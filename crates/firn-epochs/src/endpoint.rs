@@ -137,6 +137,14 @@ impl Stream {
         self.0.try_clone().map(Self)
     }
 
+    /// How long reading may wait; `None` is for ever.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn set_patience(&self, patience: Option<Duration>) -> io::Result<()> {
+        self.0.set_read_timeout(patience)
+    }
+
     /// Ends the connection, for all of its handles. Whoever waits for it goes on.
     pub fn close(&self) {
         // The other side may have done so.

@@ -196,10 +196,11 @@ impl Guest {
 
     /// Has it run on, if [`Self::stop`] stopped it.
     pub fn go_on(&mut self) -> Result<(), GuestError> {
-        match std::mem::take(&mut self.is_stopped) {
-            true => Ok(self.vm.cont()?),
-            false => Ok(()),
+        if self.is_stopped {
+            self.vm.cont()?;
+            self.is_stopped = false;
         }
+        Ok(())
     }
 
     /// Makes the hypervisor ready for [`Self::pause`], which is shorter for it.

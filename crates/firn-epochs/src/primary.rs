@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender};
 use firn_cluster::Epoch;
 use firn_cluster::epoch::{Action, Limits, LimitsError, Pace, Primary, Progress};
 use firn_cluster::predict::{Counts, CutPlan, PageSet, Predictor};
@@ -42,6 +42,11 @@ const LOOK: Duration = Duration::from_millis(20);
 /// How often room is looked for when there is none; a VM that is slowed stands still for as long in each turn.
 const NO_ROOM: Duration = Duration::from_millis(5);
 
+/// How long the VM may stand still for an epoch that is sent from within its pause.
+const PAUSE_MAX: Duration = Duration::from_secs(10);
+/// How long a backup may take to say that it has an epoch.
+const ANSWER_MAX: Duration = Duration::from_secs(10);
+
 /// Why a VM is not protected any more.
 #[derive(Debug, Error)]
 pub enum PrimaryError {
@@ -60,6 +65,9 @@ pub enum PrimaryError {
     /// The backup's own words.
     #[error("the backup takes nothing more: {0}")]
     Refused(String),
+    /// The backup does not say that it has what was sent.
+    #[error("the backup has not answered for {} s", ANSWER_MAX.as_secs())]
+    Silent,
     /// The backup said something that only a primary says.
     #[error("whoever listens there is no backup")]
     Confused,
@@ -219,6 +227,7 @@ impl<'a> Connection<'a> {
             due: self.options.interval,
             spares: Vec::new(),
             copied: 0,
+            heard: Duration::ZERO,
             cut: None,
             pace: Pace::Free,
         }
@@ -291,6 +300,8 @@ struct Protection<'a> {
     spares: Vec<Vec<u8>>,
     /// Pages that the last cut copied.
     copied: usize,
+    /// When the backup was heard last, or had nothing to say.
+    heard: Duration,
     /// The epoch that was cut last, until it is sent.
     cut: Option<Box<EpochCopy>>,
     pace: Pace,
@@ -332,6 +343,7 @@ impl Protection<'_> {
             Event::Spare(bytes) => self.spares.push(bytes),
             Event::Progress(progress) => {
                 (self.told)(Told::Progress(progress));
+                self.heard = self.now();
                 let actions = self.epochs.acknowledged(self.now(), progress);
                 self.perform(actions)?;
             }
@@ -341,6 +353,13 @@ impl Protection<'_> {
     }
 
     fn turn(&mut self) -> Result<(), PrimaryError> {
+        match self.epochs.buffered() {
+            0 => self.heard = self.now(),
+            _ if self.now().saturating_sub(self.heard) > ANSWER_MAX => {
+                return Err(PrimaryError::Silent);
+            }
+            _ => {}
+        }
         // How much is written counts only where room is scarce.
         let is_scarce = self.now() >= self.due && self.epochs.buffered() > 0;
         let written = if is_scarce { self.guest.glance()? } else { 0 };
@@ -377,7 +396,8 @@ impl Protection<'_> {
 
     fn cut(&mut self, epoch: Epoch) -> Result<(), PrimaryError> {
         let mut bytes = self.spares.pop().unwrap_or_default();
-        let room = (2 * self.copied).max(ROOM_MIN) * PAGE_SIZE;
+        let most = usize::try_from(self.options.buffer_pages).unwrap_or(usize::MAX);
+        let room = (2 * self.copied).max(ROOM_MIN).min(most) * PAGE_SIZE;
         if bytes.len() < room {
             bytes.resize(room, 0);
         }
@@ -387,6 +407,7 @@ impl Protection<'_> {
             predictor: &mut self.predictor,
             options: &self.options,
             jobs: &self.jobs,
+            release: self.release,
             bytes: &mut bytes,
             numbers: CutNumbers { epoch, ..CutNumbers::default() },
         };
@@ -397,8 +418,8 @@ impl Protection<'_> {
             device_bytes: pause.devices.len() as u64,
             ..numbers
         };
-        self.copied = plan.copy.len();
-        let copied = self.copied as u64;
+        self.copied = pages.len();
+        let copied = plan.copy.len() as u64;
         let (devices, aux) = (pause.devices, pause.aux);
         self.cut =
             Some(Box::new(EpochCopy { epoch, plan, pages, bytes, devices, aux, last: false }));
@@ -421,6 +442,7 @@ struct Inside<'a> {
     predictor: &'a mut Predictor,
     options: &'a Options,
     jobs: &'a Sender<Job>,
+    release: &'a AtomicBool,
     bytes: &'a mut Vec<u8>,
     numbers: CutNumbers,
 }
@@ -436,7 +458,10 @@ impl Inside<'_> {
         };
         let scan_ms = ms(started.elapsed());
         firn_fault::point("protect.scanned");
-        let plan = self.predictor.cut(&scanned);
+        let mut plan = self.predictor.cut(&scanned);
+        if self.is_large(&plan) {
+            self.predictor.give_up(&mut plan);
+        }
         let started = Instant::now();
         if self.options.predicts {
             still.protect(&plan.protect)?;
@@ -463,13 +488,33 @@ impl Inside<'_> {
             still.copy(pages, self.bytes)?;
             return Ok(numbers);
         }
+        let since = Instant::now();
         for some in numbers.chunks(PAGES_MAX) {
             let mut bytes = Vec::new();
             still.copy(&some.iter().copied().collect(), &mut bytes)?;
-            let part = Job::Part(self.epoch, Pages { numbers: some.to_vec(), bytes });
-            self.jobs.send(part).map_err(|_| GuestError::NobodyTakes)?;
+            self.hand_over(Pages { numbers: some.to_vec(), bytes }, since)?;
         }
         Ok(Vec::new())
+    }
+
+    /// Too large for the buffer: sent in parts, from within the pause.
+    fn is_large(&self, plan: &CutPlan) -> bool {
+        plan.copy.len() as u64 > self.options.buffer_pages
+    }
+
+    /// The VM does not stand still for a backup that takes too long, nor for one that is to be released.
+    fn hand_over(&self, pages: Pages, since: Instant) -> Result<(), GuestError> {
+        let mut part = Job::Part(self.epoch, pages);
+        loop {
+            part = match self.jobs.send_timeout(part, LOOK) {
+                Ok(()) => return Ok(()),
+                Err(SendTimeoutError::Disconnected(_)) => return Err(GuestError::NobodyTakes),
+                Err(SendTimeoutError::Timeout(part)) => part,
+            };
+            if since.elapsed() > PAUSE_MAX || self.release.load(Ordering::Relaxed) {
+                return Err(GuestError::NobodyTakes);
+            }
+        }
     }
 }
 

@@ -26,6 +26,10 @@ use crate::wire::{Message, Pages};
 /// Epochs kept at most: one that is complete, and one that has just become so.
 const KEPT_MAX: u64 = 2;
 
+/// Blocks of memory beside RAM that an epoch has at most, and their bytes in all.
+const AUX_MAX: usize = 64;
+const AUX_BYTES_MAX: usize = 1 << 30;
+
 /// Where the memory of the committed epoch is.
 pub trait Ram {
     /// Gives a page new contents.
@@ -57,6 +61,18 @@ pub enum StandbyError {
         /// How many there are.
         pages: u32,
     },
+    /// An epoch of more pages than the VM has, or of more blocks beside them than any has.
+    #[error("{epoch} is larger than the VM")]
+    Much {
+        /// Which one.
+        epoch: Epoch,
+    },
+    /// An epoch that nothing could be run from.
+    #[error("{epoch} has no state of the VM's devices")]
+    NoDevices {
+        /// Which one.
+        epoch: Epoch,
+    },
     /// An epoch could not be folded: the copy is spoiled.
     #[error("{epoch} could not be written to the VM's memory here; the copy is of no use any more")]
     Ram {
@@ -79,6 +95,8 @@ pub enum StandbyError {
 #[derive(Debug, Default)]
 struct Apart {
     pages: Vec<Pages>,
+    /// How many pages that are.
+    count: u64,
     devices: Vec<u8>,
     aux: Vec<AuxBlock>,
 }
@@ -135,7 +153,7 @@ impl<R: Ram> Standby<R> {
         match message {
             Message::Pages(epoch, pages) => self.pages(epoch, pages)?,
             Message::Devices(epoch, devices) => self.expect(epoch)?.devices = devices,
-            Message::Aux(epoch, block) => self.expect(epoch)?.aux.push(block),
+            Message::Aux(epoch, block) => self.aux(epoch, block)?,
             Message::End { epoch, last } => return self.end(epoch, last).map(Some),
             Message::Hello(_) | Message::Progress(_) | Message::Refusal(_) => {
                 return Err(StandbyError::Message);
@@ -173,11 +191,27 @@ impl<R: Ram> Standby<R> {
         if let Some(&page) = pages.numbers.iter().find(is_missing) {
             return Err(StandbyError::Page { page, pages: self.regions.total_pages() });
         }
+        if self.arriving.count > u64::from(self.regions.total_pages()) {
+            return Err(StandbyError::Much { epoch });
+        }
         match self.is_seeded {
-            true => self.arriving.pages.push(pages),
+            true => {
+                self.arriving.count += pages.numbers.len() as u64;
+                self.arriving.pages.push(pages);
+            }
             false => self.write(epoch, &pages)?,
         }
         Ok(())
+    }
+
+    fn aux(&mut self, epoch: Epoch, block: AuxBlock) -> Result<(), StandbyError> {
+        let arriving = self.expect(epoch)?;
+        arriving.aux.push(block);
+        let bytes: usize = arriving.aux.iter().map(|block| block.bytes.len()).sum();
+        match arriving.aux.len() <= AUX_MAX && bytes <= AUX_BYTES_MAX {
+            true => Ok(()),
+            false => Err(StandbyError::Much { epoch }),
+        }
     }
 
     fn end(&mut self, epoch: Epoch, last: bool) -> Result<Progress, StandbyError> {
@@ -185,6 +219,9 @@ impl<R: Ram> Standby<R> {
         if !self.is_seeded {
             self.is_seeded = true;
             return Ok(self.progress());
+        }
+        if arrived.devices.is_empty() {
+            return Err(StandbyError::NoDevices { epoch });
         }
         let expected = self.progress().complete.next();
         match self.epochs.arrived(Piece { epoch, index: 0, of: 1, last }) {
@@ -242,6 +279,10 @@ mod tests {
         Message::Pages(Epoch(epoch), pages)
     }
 
+    fn devices(epoch: u64) -> Message {
+        Message::Devices(Epoch(epoch), vec![epoch as u8])
+    }
+
     fn end(epoch: u64) -> Message {
         Message::End { epoch: Epoch(epoch), last: false }
     }
@@ -255,9 +296,10 @@ mod tests {
         let mut standby = standby();
         received(&mut standby, vec![pages(0, 0, 1), end(0)]);
         assert_eq!(standby.ram, Bytes([1, 0, 0, 0]), "the seed is written as it comes");
-        received(&mut standby, vec![pages(1, 1, 2), Message::Devices(Epoch(1), vec![1]), end(1)]);
+        received(&mut standby, vec![pages(1, 1, 2), devices(1), end(1)]);
         assert_eq!(standby.ram, Bytes([1, 0, 0, 0]), "1 is complete, not committed");
-        let progress = received(&mut standby, vec![pages(2, 1, 3), pages(2, 2, 3), end(2)]);
+        let progress =
+            received(&mut standby, vec![pages(2, 1, 3), pages(2, 2, 3), devices(2), end(2)]);
         assert_eq!(progress, Some(Progress { complete: Epoch(2), committed: Epoch(1) }));
         let committed = standby.take_up().unwrap();
         assert_eq!(committed.ram, Bytes([1, 2, 0, 0]));
@@ -267,7 +309,7 @@ mod tests {
     #[test]
     fn an_epoch_that_has_not_ended_changes_nothing() {
         let mut standby = standby();
-        received(&mut standby, vec![end(0), end(1), pages(2, 0, 9)]);
+        received(&mut standby, vec![end(0), devices(1), end(1), pages(2, 0, 9)]);
         assert_eq!(standby.ram, Bytes::default());
         assert!(matches!(standby.take_up(), Err(StandbyError::Nothing)));
     }
@@ -276,7 +318,7 @@ mod tests {
     fn the_last_epoch_is_committed_at_once() {
         let mut standby = standby();
         let last = Message::End { epoch: Epoch(1), last: true };
-        received(&mut standby, vec![end(0), pages(1, 3, 7), last]);
+        received(&mut standby, vec![end(0), devices(1), pages(1, 3, 7), last]);
         assert_eq!(standby.take_up().unwrap().ram, Bytes([0, 0, 0, 7]));
     }
 
@@ -289,6 +331,20 @@ mod tests {
         assert!(matches!(standby.receive(refusal), Err(StandbyError::Message)));
         received(&mut standby, vec![end(0)]);
         assert!(matches!(standby.receive(pages(2, 0, 1)), Err(StandbyError::Order { .. })));
+        assert!(matches!(standby.receive(end(1)), Err(StandbyError::NoDevices { .. })));
+    }
+
+    #[test]
+    fn an_epoch_is_no_larger_than_the_vm() {
+        let mut one = standby();
+        received(&mut one, vec![end(0)]);
+        let mut again = (0..20).map(|_| one.receive(pages(1, 0, 1)));
+        assert!(again.any(|it| matches!(it, Err(StandbyError::Much { .. }))));
+        let mut other = standby();
+        received(&mut other, vec![end(0)]);
+        let block = AuxBlock { id: "vga".into(), bytes: vec![0] };
+        let mut again = (0..=AUX_MAX).map(|_| other.receive(Message::Aux(Epoch(1), block.clone())));
+        assert!(again.any(|it| matches!(it, Err(StandbyError::Much { .. }))));
     }
 
     #[test]
@@ -301,7 +357,7 @@ mod tests {
         }
         let regions = RegionMap::lay_out([("ram", 4 * PAGE_SIZE as u64)]).unwrap();
         let mut standby = Standby::new(regions, Full);
-        for message in [end(0), pages(1, 0, 1), end(1)] {
+        for message in [end(0), pages(1, 0, 1), devices(1), end(1), devices(2)] {
             standby.receive(message).unwrap();
         }
         assert!(matches!(standby.receive(end(2)), Err(StandbyError::Ram { .. })));

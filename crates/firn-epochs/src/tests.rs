@@ -112,11 +112,15 @@ impl World {
     fn cut(&mut self) {
         let epoch = self.newest().next();
         let written = (0..PAGES).filter(|&page| !self.protected[page as usize]).map(Page).collect();
-        let plan = self.predictor.cut(&written);
+        let mut plan = self.predictor.cut(&written);
+        if plan.copy.len() > BUFFER_PAGES {
+            self.predictor.give_up(&mut plan);
+        }
         plan.protect.iter().for_each(|page| self.protected[page.index()] = true);
         let pages: Vec<Page> = plan.copy.iter().collect();
         let bytes = pages.iter().flat_map(|page| [self.memory[page.index()]; PAGE_SIZE]).collect();
-        let mut copy = EpochCopy { epoch, plan, pages, bytes, ..EpochCopy::default() };
+        let devices = vec![1];
+        let mut copy = EpochCopy { epoch, plan, pages, bytes, devices, ..EpochCopy::default() };
         if copy.pages.len() > BUFFER_PAGES {
             let (numbers, bytes) =
                 (std::mem::take(&mut copy.pages), std::mem::take(&mut copy.bytes));

@@ -214,8 +214,10 @@ impl<W: Write> Writer<W> {
                 u16::try_from(bytes).map_err(|_| WireError::TooLarge { what: "a name", bytes })?;
             self.message(AUX, epoch, &[&id.to_le_bytes(), block.id.as_bytes(), &block.bytes])?;
         }
+        let last = u64::from(last).to_le_bytes();
+        self.sum.write(&last);
         let sum = std::mem::take(&mut self.sum).finish().to_le_bytes();
-        self.message(END, epoch, &[&u64::from(last).to_le_bytes(), &sum])?;
+        self.message(END, epoch, &[&last, &sum])?;
         Ok(self.to.flush()?)
     }
 
@@ -303,6 +305,7 @@ impl<R: Read> Reader<R> {
         else {
             return Err(WireError::Body { kind: END, bytes: body.len() });
         };
+        self.sum.write(&last.to_le_bytes());
         let found = std::mem::take(&mut self.sum).finish();
         match found == expected {
             true => Ok(Message::End { epoch, last: last == 1 }),

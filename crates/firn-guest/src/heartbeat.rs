@@ -7,7 +7,7 @@
 //! `GUEST_NS` is the guest's monotonic clock and `WORK` counts the steps of a thread that walks through memory, so a
 //! prober sees three things apart: whether the guest answers at all, what its own clock makes of a pause, and how fast
 //! it really gets on. `STALL_US` is the longest time since the beat before that a vCPU was late for a write to a page of its
-//! own ([`Stalls`]): what its clock does not tell, as that goes on while the vCPU waits for a page. Beats nobody
+//! own: what its clock does not tell, as that goes on while the vCPU waits for a page. Beats nobody
 //! listens to are dropped, never queued.
 
 use std::fs::File;

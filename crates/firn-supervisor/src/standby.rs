@@ -10,6 +10,7 @@
 //! The hypervisor maps the very files that epochs are folded into, so a failover moves no memory. A connection that has ended
 //! leaves what is committed: the standby waits for the failover. Nothing outlives its supervisor.
 
+use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,7 +22,9 @@ use firn_epochs::endpoint::{Endpoint, Stream};
 use firn_epochs::standby::{Committed, Standby};
 use firn_epochs::wire::Hello;
 use firn_memory::Process;
-use firn_vmm::{Vm, command_line};
+use firn_types::{PAGE_SIZE, RamRegion, RegionMap};
+use firn_vmm::Vm;
+use firn_vmm::command_line::{self, RamPlan};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -193,7 +196,7 @@ impl Prepared {
         };
         place.journal.update(change).doing("writing the journal")?;
         firn_fault::point("standby.ready");
-        let ram = RamFiles::of(&hello.regions, files);
+        let ram = ram_of(&hello.regions, plan.ram(), files)?;
         Ok(Self { child, vm, ram, process: memory.process, facts })
     }
 
@@ -214,6 +217,20 @@ impl Prepared {
         let standby = Some(takeover);
         Ok(Started { hypervisor, restoring, standby, facts: self.facts, guard: None })
     }
+}
+
+/// Regions come in the order in which the guest sees them, files in that of the command line.
+fn ram_of(regions: &RegionMap, plans: &[RamPlan], files: Vec<File>) -> Result<RamFiles, Failure> {
+    let is_planned = |region: &RamRegion| {
+        let bytes = |plan: &RamPlan| plan.bytes.next_multiple_of(PAGE_SIZE as u64);
+        plans.iter().any(|plan| plan.id == region.id && bytes(plan) == region.bytes())
+    };
+    let files = plans.iter().map(|plan| plan.id.as_str()).zip(files).collect();
+    let are_planned = regions.regions().iter().all(is_planned);
+    are_planned.then(|| RamFiles::named(regions, files)).flatten().ok_or_else(|| {
+        let text = "the VM's memory is not what its command line says";
+        Failure::new(FailureKind::Refused, text)
+    })
 }
 
 /// A standby that receives, and then runs.

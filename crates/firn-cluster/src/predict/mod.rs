@@ -84,6 +84,12 @@ impl Predictor {
         CutPlan { copy, written, protect }
     }
 
+    /// The plan of this cut is too large to be kept and compared: all of its pages are protected, and nothing is predicted of them.
+    pub fn give_up(&mut self, plan: &mut CutPlan) {
+        plan.protect.clone_from(&plan.copy);
+        (self.writable, self.leaving) = (PageSet::new(), PageSet::new());
+    }
+
     /// Copies of the last cut were compared with those before: these pages are the same. They aren't sent.
     ///
     /// May come at any time until the next cut; a comparison that comes later, or never, costs a page sent for nothing.
