@@ -20,7 +20,9 @@ demo-app: setup build
 	./target/release/firn-lab demo-app
 
 # Unit tests, and end-to-end tests on real VMs.
-test: setup build guest
+test: setup guest
+	@# QEMU loads it: no test is linked with it.
+	$(CARGO) build --release -p firn-stores
 	$(CARGO) test --release --workspace --no-fail-fast
 
 # The end-to-end tests under KVM on an older kernel and on a newer one, in a machine that QEMU emulates, and with QEMU 10.

@@ -175,9 +175,7 @@ fn random_programs_are_told_exactly_by_noted_stores() {
         return eprintln!("SKIPPED: stores are noted where QEMU emulates");
     }
     let vm = vm_with(4096, &["--stores"]);
-    ["emul_host", "pt_host_noted"]
-        .into_iter()
-        .for_each(|tracker| programs(&mut vm.control(), tracker));
+    programs(&mut vm.control(), "emul_host");
 }
 
 /// Whatever happens to the VM or to Firn, what is noted is what was written, or a call tells.
