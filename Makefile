@@ -21,8 +21,8 @@ demo-app: setup build
 
 # Unit tests, and end-to-end tests on real VMs.
 test: setup guest
-	@# QEMU loads it: no test is linked with it.
-	$(CARGO) build --release -p firn-stores
+	@# QEMU loads the one, memcached the other: no test is linked with them.
+	$(CARGO) build --release -p firn-stores -p firn-app-c
 	$(CARGO) test --release --workspace --no-fail-fast
 
 # The end-to-end tests under KVM on an older kernel and on a newer one, in a machine that QEMU emulates, and with QEMU 10.
