@@ -4,13 +4,17 @@
 //!   {"done":true,"tracker":"emul_host","transactions":10055}
 //! ```
 //!
-//! A change that is not told, or told otherwise than it was, ends it with what differs and where.
+//! A change that is not told, or told otherwise than it was, ends it with what differs and where; so does what was only read and
+//! is told as written.
 
 use anyhow::{Result, bail};
 use clap::Args;
-use firn_app::{Host, Kind, Options, Precision, Session, Source};
+use firn_app::{Area, Host, Kind, Options, Precision, Session, Source};
 use firn_programs::{Extent, Variant, run_all};
 use serde_json::json;
+
+/// Copied in several ways, by C libraries: by vectors, by one instruction that loads and stores.
+const READ_BYTES: [usize; 6] = [8, 24, 100, 1000, 3000, 64 << 10];
 
 /// Runs random programs with a tracker.
 #[derive(Args, Clone, Debug)]
@@ -62,6 +66,7 @@ pub fn run(args: &Programs) -> Result<()> {
     let open = |precision, undo| args.open(precision, undo).expect("a session");
     let (words, pages) = (|| open(Precision::Words, true), || open(Precision::Pages, true));
     let without = || open(without, false);
+    what_is_read_is_not_told(without())?;
     let variants = [
         Variant { undo: true, open: &words },
         Variant { undo: true, open: &pages },
@@ -72,4 +77,28 @@ pub fn run(args: &Programs) -> Result<()> {
     let transactions = extent.transactions();
     println!("{}", json!({ "done": true, "tracker": args.tracker, "transactions": transactions }));
     Ok(())
+}
+
+/// Copies parts of an area out and looks at what is told.
+fn what_is_read_is_not_told(mut session: Session) -> Result<()> {
+    let area = session.allocate("read", 64 << 10)?;
+    let mut transaction = session.begin()?;
+    transaction.bytes(&area).fill(1);
+    transaction.commit()?;
+    READ_BYTES.iter().try_for_each(|&bytes| is_not_told(&mut session, &area, bytes))
+}
+
+/// Noted stores are those to the same addresses, by whomever: it is tried more than once.
+fn is_not_told(session: &mut Session, area: &Area, bytes: usize) -> Result<()> {
+    let mut told = String::new();
+    for _ in 0..3 {
+        let mut transaction = session.begin()?;
+        let copy = std::hint::black_box(transaction.bytes(area)[..bytes].to_vec());
+        transaction.commit()?;
+        if copy.iter().all(|&byte| byte == 1) && session.changes().is_empty() {
+            return Ok(());
+        }
+        told = format!("{:?}", session.changes());
+    }
+    bail!("{bytes} bytes were read, nothing was written, and told is {told}")
 }

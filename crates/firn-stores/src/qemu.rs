@@ -46,6 +46,7 @@ unsafe extern "C" {
         data: *mut c_void,
     );
     fn qemu_plugin_mem_size_shift(info: u32) -> c_uint;
+    fn qemu_plugin_mem_is_store(info: u32) -> bool;
 }
 
 /// The version of the interface. QEMU 9 takes no plugin of version 1, and earlier ones none of version 2; what is used here is the
@@ -143,6 +144,11 @@ extern "C" fn when_stored(_: c_uint, info: u32, at: u64, _: *mut c_void) {
 
 #[cold]
 fn note(info: u32, at: u64) {
+    // QEMU 7.2 tells the loads of instructions that also store (`rep movs`).
+    // SAFETY: as QEMU gave it.
+    if !unsafe { qemu_plugin_mem_is_store(info) } {
+        return;
+    }
     // SAFETY: as QEMU gave it.
     let bytes = 1 << unsafe { qemu_plugin_mem_size_shift(info) };
     if catch_unwind(|| noter::note(at, bytes)).is_err() {
