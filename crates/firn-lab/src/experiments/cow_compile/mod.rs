@@ -4,13 +4,14 @@
 //! compiles, and is checkpointed every 10, 30, 60 or 120 seconds. They compile a Linux kernel; here it is zlib with gcc, file by
 //! file, over and over, a worker on each of two vCPUs.
 //!
-//! **What varies**: the interval, and who makes the checkpoints: Firn's default (`firn`), Firn's rounds (`firn-pre-copy`), or QEMU's
-//! live migration into a file (`qemu-file`), which is the pre-copy of the paper. **What is held equal**: the guest and its work,
+//! **What varies**: the interval, and who makes the checkpoints: Firn's default (`firn`), which notes what a restore brings in first;
+//! its copy-on-write without that (`firn-cow`) and its rounds (`firn-pre-copy`); or QEMU's live migration into a file (`qemu-file`),
+//! which is the pre-copy of the paper. **What is held equal**: the guest and its work,
 //! which goes on all the time; the disk that images go to. Systems take turns, one interval each, in an order that changes:
 //!
 //! ```text
-//!   none            firn            firn-pre-copy    qemu-file       firn ...
-//!   |-----|_________|###_____|______|######_____|____|#########_____||###__      # checkpoint    _ after it: window, then quiet
+//!   none             firn             firn-cow         firn-pre-copy    qemu-file ...
+//!   |-------|________|####___|________|###___|_________|##___|__________|####      # checkpoint    _ after it: window, then quiet
 //! ```
 //!
 //! **What is measured**: `downtime_ms.SYSTEM.INTERVAL`, the pause as its maker reports it. `lost_s.SYSTEM.INTERVAL`: by how much a
@@ -59,17 +60,20 @@ const SETTLE_S: f64 = 3.0;
 enum System {
     None,
     Firn,
+    FirnCow,
     FirnPreCopy,
     QemuFile,
 }
 
 impl System {
-    const ALL: [Self; 4] = [Self::None, Self::Firn, Self::FirnPreCopy, Self::QemuFile];
+    const ALL: [Self; 5] =
+        [Self::None, Self::Firn, Self::FirnCow, Self::FirnPreCopy, Self::QemuFile];
 
     fn name(self) -> &'static str {
         match self {
             Self::None => "none",
             Self::Firn => "firn",
+            Self::FirnCow => "firn-cow",
             Self::FirnPreCopy => "firn-pre-copy",
             Self::QemuFile => Way::File.name(),
         }
@@ -124,9 +128,10 @@ impl Turn {
 /// Runs it.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cow-compile");
-    let plan = if lab.extent.quick { QUICK } else { FULL };
+    let plan = lab.extent.pick(QUICK, FULL);
+    let plan = lab.extent.wanted(plan, |(interval_s, _)| format!("{interval_s}s"));
     let mut guest = Guest::boot(lab)?;
-    for &(interval_s, rounds) in plan {
+    for &(interval_s, rounds) in &plan {
         for round in 0..rounds * lab.extent.runs(1, 1) {
             for system in System::of_round(round, interval_s) {
                 guest.turn(system, interval_s, round)?;
@@ -203,11 +208,12 @@ impl<'a> Guest<'a> {
 
     fn save(&mut self, system: System) -> Result<Option<f64>> {
         let file = self.lab.file("compile.image");
-        let pre_copy = || SaveArgs::default().with("--strategy", "pre-copy");
+        let strategy = |name| SaveArgs::default().with("--strategy", name);
         match system {
             System::None => Ok(None),
             System::Firn => self.checkpoint(&file, &SaveArgs::default()).map(Some),
-            System::FirnPreCopy => self.checkpoint(&file, &pre_copy()).map(Some),
+            System::FirnCow => self.checkpoint(&file, &strategy("cow")).map(Some),
+            System::FirnPreCopy => self.checkpoint(&file, &strategy("pre-copy")).map(Some),
             System::QemuFile => {
                 Ok(Some(peer::save(self.bare.qmp(), Way::File, &file)?.downtime_ms))
             }
@@ -342,7 +348,8 @@ mod tests {
     #[test]
     fn each_system_comes_first_in_its_turn() {
         assert_eq!(System::of_round(0, 10), System::ALL);
-        assert_eq!(System::of_round(5, 10)[0], System::Firn);
-        assert_eq!(System::of_round(1, 60), [System::FirnPreCopy, System::QemuFile, System::Firn]);
+        assert_eq!(System::of_round(6, 10)[0], System::Firn);
+        let late = [System::FirnCow, System::FirnPreCopy, System::QemuFile, System::Firn];
+        assert_eq!(System::of_round(1, 60), late);
     }
 }
