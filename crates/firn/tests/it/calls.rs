@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::session::{eventually, kill, text};
 use crate::vm::Vm;
 
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(500);
 const KEY: &str = "8f0f6a9d3c0e4b7a5d2c1f9e8b7a6c5d4e3f2a1b0c9d8e7f6a5b4c3d2e1f0a9b";
 
 /// A guest whose application `ledger` may call, for up to so many pages.

@@ -16,9 +16,11 @@
 //!
 //! **What is measured**: `downtime_ms.SYSTEM.INTERVAL`, the pause as its maker reports it. `lost_s.SYSTEM.INTERVAL`: by how much a
 //! checkpoint set the work back, in seconds: what was done in the window from its begin until three seconds after its end, against
-//! the quiet times of the same round of turns ([`work`]). `overhead.SYSTEM.INTERVAL`: how much longer one compiles with such a
-//! checkpoint in each interval. `none` counts the first half of an interval in which nothing happened as a window: how far the
-//! measure is to be believed. A checkpoint that takes longer than the interval stretches it.
+//! the quiet times of the same round of turns ([`work`]). `waited_s`: the same by processor time of the vCPUs (user time: what the kernel
+//! does for a page fault is no work of theirs), which tells less and more exactly: not that a vCPU runs more slowly, as when QEMU
+//! notes what it writes. `overhead.SYSTEM.INTERVAL`: how much longer one compiles with such a checkpoint in each interval, by what was
+//! lost. `none` counts the first half of an interval in which nothing happened as a window: how far the measures are to be
+//! believed. A checkpoint that takes longer than the interval stretches it.
 //!
 //! Whole compilations, one with and one without checkpoints, would have to be compared for hours: on a shared machine two of the same
 //! kind differ by more than a checkpoint a minute costs.
@@ -31,6 +33,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use firn_report::plot::BarPlot;
 use firn_vmm::Vm;
+use procfs::process::{Process, Task};
 use serde_json::{Value, json};
 
 use self::work::{Span, Work};
@@ -52,8 +55,8 @@ const QUICK: &[(u64, usize)] = &[(10, 2)];
 const FULL: &[(u64, usize)] = &[(10, 12), (30, 6), (60, 4), (120, 3)];
 /// Up to this interval, in seconds, there are turns of none: later ones have enough quiet time after their checkpoints.
 const NONE_UNTIL_S: u64 = 30;
-/// What of the time after a checkpoint still belongs to it, in seconds.
-const SETTLE_S: f64 = 3.0;
+/// What of the time after a checkpoint still belongs to it.
+const SETTLE: Duration = Duration::from_secs(3);
 
 /// Who makes checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +92,21 @@ impl System {
     }
 }
 
+/// How long the vCPUs have run, and when that was so.
+#[derive(Clone, Copy, Debug)]
+struct Ran {
+    at: Instant,
+    /// On average, in seconds.
+    user_s: f64,
+}
+
+impl Ran {
+    /// Seconds that passed until then, and those that the vCPUs ran.
+    fn until(self, then: Self) -> (f64, f64) {
+        (then.at.saturating_duration_since(self.at).as_secs_f64(), then.user_s - self.user_s)
+    }
+}
+
 /// An interval in which one system had its turn.
 #[derive(Clone, Copy, Debug)]
 struct Turn {
@@ -100,6 +118,8 @@ struct Turn {
     from: f64,
     saved: f64,
     until: f64,
+    /// At the begin, the end of the window, and the end.
+    ran: [Ran; 3],
 }
 
 impl Turn {
@@ -107,7 +127,7 @@ impl Turn {
     fn window(&self) -> Span {
         let until = match self.system {
             System::None => f64::midpoint(self.from, self.until),
-            _ => (self.saved + SETTLE_S).min(self.until),
+            _ => (self.saved + SETTLE.as_secs_f64()).min(self.until),
         };
         Span { from: self.from, until }
     }
@@ -118,6 +138,14 @@ impl Turn {
 
     fn seconds(&self) -> f64 {
         self.until - self.from
+    }
+
+    /// By how much less the vCPUs ran in the window than in the quiet times of these turns, in seconds.
+    fn waited_s(&self, beside: &[&Self]) -> f64 {
+        let (seconds, ran) = self.ran[0].until(self.ran[1]);
+        let quiet = beside.iter().map(|turn| turn.ran[1].until(turn.ran[2]));
+        let (quiet_s, quiet_ran) = quiet.fold((0.0, 0.0), |sum, it| (sum.0 + it.0, sum.1 + it.1));
+        seconds - ran * quiet_s / quiet_ran
     }
 
     fn is_beside(&self, other: &Self) -> bool {
@@ -154,6 +182,7 @@ struct Guest<'a> {
     control: Control,
     /// The experiment's own monitor connection.
     bare: Vm,
+    vcpus: Vec<Task>,
     turns: Vec<Turn>,
 }
 
@@ -173,22 +202,32 @@ impl<'a> Guest<'a> {
         let mut control = Control::connect(&agent, BOOT)?;
         control.spawn(JOB, &["bash", "-c", SCRIPT])?;
         std::thread::sleep(WARM);
-        Ok(Self { lab, control, bare: Vm::connect(&monitor)?, turns: Vec::new() })
+        let mut bare = Vm::connect(&monitor)?;
+        let pid = lab.firn().status(VM)?["pid"].as_i64().context("the VM has no process")?;
+        let hypervisor = Process::new(i32::try_from(pid)?)?;
+        let threads = bare.vcpus()?.into_iter().map(|vcpu| hypervisor.task_from_tid(vcpu.tid.0));
+        let vcpus = threads.collect::<Result<_, _>>()?;
+        Ok(Self { lab, control, bare, vcpus, turns: Vec::new() })
     }
 
     fn turn(&mut self, system: System, interval_s: u64, round: usize) -> Result<()> {
-        let (began, from) = (Instant::now(), self.now()?);
+        let (began, from, before) = (Instant::now(), self.now()?, self.ran()?);
         let name = system.name();
         let downtime_ms = self
             .save(system)
             .with_context(|| format!("{name}, each {interval_s} s, round {round}"))?;
         let saved = self.now()?;
-        std::thread::sleep(Duration::from_secs(interval_s).saturating_sub(began.elapsed()));
-        let until = self.now()?;
+        let interval = Duration::from_secs(interval_s);
+        let left = || interval.saturating_sub(began.elapsed());
+        let settle = if system == System::None { interval / 2 } else { SETTLE };
+        std::thread::sleep(settle.min(left()));
+        let window = self.ran()?;
+        std::thread::sleep(left());
+        let (until, ran) = (self.now()?, [before, window, self.ran()?]);
         let pause = downtime_ms.unwrap_or(f64::NAN);
         let took = saved - from;
         self.lab.say(&format!("{interval_s} s: {name} in {took:.1} s, pause {pause:.1} ms"));
-        self.turns.push(Turn { system, interval_s, round, downtime_ms, from, saved, until });
+        self.turns.push(Turn { system, interval_s, round, downtime_ms, from, saved, until, ran });
         self.is_at_work()
     }
 
@@ -197,6 +236,13 @@ impl<'a> Guest<'a> {
         let said = self.control.run(&["cat", "/proc/uptime"])?;
         let seconds = said.split(' ').next().and_then(|word| word.parse().ok());
         seconds.with_context(|| format!("{said:?} is no time of a guest"))
+    }
+
+    fn ran(&self) -> Result<Ran> {
+        let ticks = self.vcpus.iter().map(|vcpu| Ok(vcpu.stat()?.utime));
+        let ticks: u64 = ticks.sum::<Result<u64>>()?;
+        let user_s = ticks as f64 / procfs::ticks_per_second() as f64 / self.vcpus.len() as f64;
+        Ok(Ran { at: Instant::now(), user_s })
     }
 
     fn is_at_work(&mut self) -> Result<()> {
@@ -258,13 +304,14 @@ fn tell(turns: &[Turn], log: &str, report: &mut Report) -> Result<()> {
     let quiet: Vec<Span> = turns.iter().map(Turn::quiet).collect();
     let work = Work::read(log, &quiet)?;
     for turn in turns {
-        let beside: Vec<Span> =
-            turns.iter().filter(|it| it.is_beside(turn)).map(Turn::quiet).collect();
-        let lost_s = work.lost_in(turn.window(), &beside);
+        let beside: Vec<&Turn> = turns.iter().filter(|it| it.is_beside(turn)).collect();
+        let quiet: Vec<Span> = beside.iter().map(|turn| turn.quiet()).collect();
+        let lost_s = work.lost_in(turn.window(), &quiet);
+        let waited_s = turn.waited_s(&beside);
         let overhead = lost_s / (turn.seconds() - lost_s);
         report.repetition(json!({ "system": turn.system.name(), "interval_s": turn.interval_s,
             "round": turn.round, "downtime_ms": turn.downtime_ms, "saved_s": turn.saved - turn.from,
-            "turn_s": turn.seconds(), "lost_s": lost_s, "overhead": overhead }));
+            "turn_s": turn.seconds(), "lost_s": lost_s, "waited_s": waited_s, "overhead": overhead }));
     }
     report.file("compiled.log", log);
     Ok(())
@@ -278,7 +325,7 @@ fn measured(report: &Report, system: System, interval_s: u64, field: &str) -> Ve
 fn figures(intervals: &[u64], report: &mut Report) {
     for system in System::ALL {
         for &interval_s in intervals {
-            for field in ["downtime_ms", "lost_s", "saved_s", "overhead"] {
+            for field in ["downtime_ms", "lost_s", "waited_s", "saved_s", "overhead"] {
                 let values = measured(report, system, interval_s, field);
                 let key = format!("{field}.{}.{interval_s}s", system.name());
                 interval_of_median(&key, &values, report);
@@ -322,7 +369,15 @@ mod tests {
 
     fn turn(system: System, from: f64, saved: f64) -> Turn {
         let downtime_ms = (system != System::None).then_some(2.0);
-        Turn { system, interval_s: 10, round: 0, downtime_ms, from, saved, until: from + 10.0 }
+        let (until, began) = (from + 10.0, Instant::now());
+        // Three quarters of the time, but a second less in the window.
+        let ran = |seconds, less| Ran {
+            at: began + Duration::from_secs(seconds),
+            user_s: 0.75 * seconds as f64 - less,
+        };
+        let less = if system == System::None { 0.0 } else { 0.75 };
+        let ran = [ran(0, 0.0), ran(5, less), ran(10, less)];
+        Turn { system, interval_s: 10, round: 0, downtime_ms, from, saved, until, ran }
     }
 
     /// Two workers, a second for each file but between 10 and 12, when none gets on.
@@ -341,6 +396,8 @@ mod tests {
         assert_eq!(percent("lost_s.firn.10s"), Some(200.0));
         assert_eq!(percent("overhead.firn.10s"), Some(25.0));
         assert_eq!(percent("overhead.none.10s"), Some(0.0));
+        assert_eq!(percent("waited_s.firn.10s"), Some(100.0));
+        assert_eq!(percent("waited_s.none.10s"), Some(0.0));
         assert_eq!(report.value("downtime_ms.firn.10s"), Some(2.0));
         assert_eq!(report.value("downtime_ms.none.10s"), None);
     }
