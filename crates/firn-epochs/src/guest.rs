@@ -13,8 +13,13 @@
 //! **What the kernel writes for a device model** (a read from disk past the page cache) is told when it begins, and changes memory
 //! when it ends. Pages are protected only while the VM stands still, and a hypervisor that stops a VM lets all requests end first.
 //! Only the very first protection comes while the VM runs; the VM then stands still for a moment before anything is copied.
+//!
+//! **Who stopped it.** Its user may stop the VM at any time, and it then stays stopped. So Firn has it stand still by one command that
+//! the hypervisor begins and ends by itself: nobody else's `stop` comes in between, and one that came before is respected. A
+//! hypervisor that can't do that is stopped and started by two commands, if it ran before; a `stop` between them is lost.
 
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_cluster::predict::PageSet;
@@ -109,8 +114,8 @@ pub struct Guest {
     aux: Vec<AuxRam>,
     vcpus: Vec<Tid>,
     scan: PageScan,
-    /// It was stopped by [`Self::stop`].
-    is_stopped: bool,
+    /// Nothing is left in the hypervisor.
+    is_let_go: bool,
 }
 
 impl Guest {
@@ -130,25 +135,16 @@ impl Guest {
         let mut tracee = Tracee::seize(&process, &vcpus)?;
         let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?;
         drop(tracee);
-        let mut guest = Self { vm, process, memory, aux, vcpus, scan, is_stopped: false };
-        match guest.begin() {
-            Ok(()) => {
-                firn_fault::point("protect.armed");
-                Ok(guest)
-            }
-            Err(error) => {
-                // The first error is the one to report.
-                let _ = guest.detach();
-                Err(error)
-            }
-        }
+        let mut guest = Self { vm, process, memory, aux, vcpus, scan, is_let_go: false };
+        guest.begin()?;
+        Ok(guest)
     }
 
     fn begin(&mut self) -> Result<(), GuestError> {
         self.scan.arm()?;
         self.memory.open_window()?;
-        self.stop()?;
-        self.go_on()
+        self.stand_still(Duration::ZERO)?;
+        firn_fault::io("protect.armed").map_err(|error| GuestError::Refused(error.to_string()))
     }
 
     /// Its RAM.
@@ -171,16 +167,14 @@ impl Guest {
     /// still for a moment, so that requests of its devices have ended.
     pub fn newly_written(&mut self) -> Result<PageSet, GuestError> {
         let written = pages(|out| self.scan.written_and_rearm(self.memory.all(), out))?;
-        self.stop()?;
-        self.go_on()?;
+        self.stand_still(Duration::ZERO)?;
         Ok(written)
     }
 
     /// Protects everything again while the VM runs, as if it had just been attached to.
     pub fn forget_writes(&mut self) -> Result<(), GuestError> {
         self.scan.arm()?;
-        self.stop()?;
-        self.go_on()
+        self.stand_still(Duration::ZERO)
     }
 
     /// Copies pages while the VM runs: what it writes meanwhile may be in the copy, or a part of it.
@@ -188,17 +182,17 @@ impl Guest {
         copy(&self.memory, pages, out)
     }
 
-    /// Has it stand still until [`Self::go_on`].
-    pub fn stop(&mut self) -> Result<(), GuestError> {
-        self.is_stopped = true;
-        Ok(self.vm.stop()?)
-    }
-
-    /// Has it run on, if [`Self::stop`] stopped it.
-    pub fn go_on(&mut self) -> Result<(), GuestError> {
-        if self.is_stopped {
+    /// Has it stand still for so long. One that its user has stopped stays so.
+    pub fn stand_still(&mut self, time: Duration) -> Result<(), GuestError> {
+        if let Some(held) = self.vm.hold()? {
+            thread::sleep(time);
+            held.release()?;
+            return Ok(());
+        }
+        if self.vm.status()?.running {
+            self.vm.stop()?;
+            thread::sleep(time);
             self.vm.cont()?;
-            self.is_stopped = false;
         }
         Ok(())
     }
@@ -239,9 +233,10 @@ impl Guest {
         mut inside: impl FnMut(&Still<'_>) -> Result<T, GuestError>,
     ) -> Result<(T, Pause), GuestError> {
         self.vm.prepare_save()?;
+        let is_to_run = self.vm.status()?.running;
         let started = Instant::now();
         let done = self.stopped(&mut inside);
-        let continued = self.vm.cont();
+        let continued = if is_to_run { self.vm.cont() } else { Ok(()) };
         let (value, pause) = done?;
         continued?;
         let downtime = self.vm.stood_still().unwrap_or_else(|| started.elapsed());
@@ -260,13 +255,28 @@ impl Guest {
 
     /// Lets go of it; it runs on.
     pub fn detach(mut self) -> Result<(), GuestError> {
-        let went_on = self.go_on();
+        self.let_go()
+    }
+
+    fn let_go(&mut self) -> Result<(), GuestError> {
+        self.is_let_go = true;
         let gave_back = self.vm.finish_save();
         let unregistered = self.scan.unregister();
         self.scan.close(&mut Tracee::seize(&self.process, &self.vcpus)?)?;
-        went_on?;
         gave_back?;
         Ok(unregistered?)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        if self.is_let_go {
+            return;
+        }
+        // Whoever drops it has another error to report. A hypervisor that is gone has nothing left in it.
+        if let Err(error) = self.let_go() {
+            tracing::warn!("a VM that was followed was not let go of: {error}");
+        }
     }
 }
 

@@ -9,7 +9,7 @@
 //! One thread has the VM. It asks `epoch::Primary` what to do at each turn and does it; comparing and sending, and hearing the
 //! backup, are two more threads. They end with the connection, and the VM runs on without protection.
 
-use std::io::BufWriter;
+use std::io::{self, BufWriter};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -41,6 +41,11 @@ const ROOM_MIN: usize = 1024;
 const LOOK: Duration = Duration::from_millis(20);
 /// How often room is looked for when there is none; a VM that is slowed stands still for as long in each turn.
 const NO_ROOM: Duration = Duration::from_millis(5);
+/// How long a VM that is stopped stands still in each turn. Between two turns it runs for a moment: whoever else wants to stop it, or
+/// to ask it something, is heard then.
+const STOPPED: Duration = Duration::from_millis(50);
+/// How long the backup's last words may take after nothing more can be sent to it.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// How long the VM may stand still for an epoch that is sent from within its pause.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
@@ -61,7 +66,10 @@ pub enum PrimaryError {
     Wire(#[from] WireError),
     /// The connection could not be used.
     #[error("the connection to the backup can't be used")]
-    Io(#[from] std::io::Error),
+    Io(#[from] io::Error),
+    /// The system starts no more threads.
+    #[error("a thread for the connection to the backup can't be started")]
+    Thread(#[source] io::Error),
     /// The backup's own words.
     #[error("the backup takes nothing more: {0}")]
     Refused(String),
@@ -179,14 +187,16 @@ impl<'a> Connection<'a> {
         let (reading, writer) = (self.stream.try_clone()?, writer(self.stream.try_clone()?));
         thread::scope(|scope| {
             let heard = tell.clone();
-            scope.spawn(move || hear(reading, &heard));
-            let ended = self.seeded(guest, writer, &events).and_then(|writer| {
+            let seeded = begin(scope, "hear", move || hear(reading, &heard))
+                .and_then(|()| self.seeded(guest, writer, &events));
+            let ended = seeded.and_then(|writer| {
                 firn_fault::point("protect.seeded");
                 let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
                 let sending = Sending::new(writer, tell);
-                scope.spawn(move || sending.run(&taken));
-                self.protection(guest, epochs, jobs, events).run()
+                begin(scope, "send", move || sending.run(&taken))?;
+                self.protection(guest, epochs, jobs, events.clone()).run()
             });
+            let ended = ended.map_err(|error| said_by_backup(error, &events));
             self.stream.close();
             ended
         })
@@ -232,6 +242,32 @@ impl<'a> Connection<'a> {
             pace: Pace::Free,
         }
     }
+}
+
+/// Starts a thread that ends with the connection.
+fn begin<'scope>(
+    scope: &'scope thread::Scope<'scope, '_>,
+    name: &str,
+    run: impl FnOnce() + Send + 'scope,
+) -> Result<(), PrimaryError> {
+    firn_fault::io("protect.thread").map_err(PrimaryError::Thread)?;
+    let builder = thread::Builder::new().name(name.into());
+    builder.spawn_scoped(scope, run).map(drop).map_err(PrimaryError::Thread)
+}
+
+/// A backup that takes nothing more says why, and closes the connection: that it can't be written to may be seen first.
+pub(crate) fn said_by_backup(error: PrimaryError, events: &Receiver<Event>) -> PrimaryError {
+    use PrimaryError::{Confused, Guest, Io, Refused, Wire};
+    if !matches!(error, Wire(_) | Io(_) | Guest(GuestError::NobodyTakes)) {
+        return error;
+    }
+    let deadline = Instant::now() + LAST_WORDS;
+    while let Ok(event) = events.recv_deadline(deadline) {
+        if let Event::Lost(said @ (Refused(_) | Confused)) = event {
+            return said;
+        }
+    }
+    error
 }
 
 /// All of memory, for a backup that has nothing.
@@ -365,12 +401,11 @@ impl Protection<'_> {
         let written = if is_scarce { self.guest.glance()? } else { 0 };
         let actions = self.epochs.tick(self.now(), written);
         self.perform(actions)?;
-        if self.pace == Pace::Slowed {
-            self.guest.stop()?;
-            thread::sleep(NO_ROOM);
-            self.guest.go_on()?;
+        match self.pace {
+            Pace::Free => Ok(()),
+            Pace::Slowed => Ok(self.guest.stand_still(NO_ROOM)?),
+            Pace::Stopped => Ok(self.guest.stand_still(STOPPED)?),
         }
-        Ok(())
     }
 
     fn perform(&mut self, actions: Vec<Action>) -> Result<(), PrimaryError> {
@@ -379,17 +414,8 @@ impl Protection<'_> {
                 Action::Cut(epoch) => self.cut(epoch)?,
                 Action::Send { .. } => self.send()?,
                 Action::Free(_) | Action::Committed(_) => {}
-                Action::Pace(pace) => self.set_pace(pace)?,
+                Action::Pace(pace) => self.pace = pace,
             }
-        }
-        Ok(())
-    }
-
-    fn set_pace(&mut self, pace: Pace) -> Result<(), PrimaryError> {
-        self.pace = pace;
-        match pace {
-            Pace::Stopped => self.guest.stop()?,
-            Pace::Free | Pace::Slowed => self.guest.go_on()?,
         }
         Ok(())
     }

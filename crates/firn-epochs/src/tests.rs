@@ -14,9 +14,11 @@ use firn_types::{PAGE_SIZE, Page, RegionMap};
 use proptest::prelude::*;
 
 use crate::copy::EpochCopy;
-use crate::sender::{Event, Job, Sending};
+use crate::endpoint::Stream;
+use crate::primary::{PrimaryError, said_by_backup};
+use crate::sender::{Event, Job, Sending, hear};
 use crate::standby::{Ram, Standby};
-use crate::wire::{Pages, Reader, Writer};
+use crate::wire::{Pages, Reader, WireError, Writer};
 
 const PAGES: u32 = 8;
 /// An epoch with more pages is sent from within its pause.
@@ -161,6 +163,31 @@ impl World {
             Err(_) => expected == Epoch(0),
         }
     }
+}
+
+/// The backup refuses, and closes its end while the primary still sends.
+#[test]
+fn why_a_backup_refuses_is_heard_also_when_sending_fails_first() {
+    let (primary, backup) = Stream::pair().unwrap();
+    let mut sent = primary.try_clone().unwrap();
+    sent.write_all(&[0; 4096]).unwrap();
+    Writer::new(backup).refusal("there is no room").unwrap();
+    let broken = sent.write_all(&[0; 4096]).unwrap_err();
+    let (tell, events) = crossbeam_channel::unbounded();
+    std::thread::spawn(move || hear(primary, &tell));
+    let said = said_by_backup(WireError::Io(broken).into(), &events);
+    assert!(matches!(&said, PrimaryError::Refused(why) if why == "there is no room"), "{said:?}");
+}
+
+#[test]
+fn a_backup_that_dies_without_a_word_has_said_nothing() {
+    let (primary, backup) = Stream::pair().unwrap();
+    drop(backup);
+    let broken = primary.try_clone().unwrap().write_all(&[0]).unwrap_err();
+    let (tell, events) = crossbeam_channel::unbounded();
+    std::thread::spawn(move || hear(primary, &tell));
+    let said = said_by_backup(WireError::Io(broken).into(), &events);
+    assert!(matches!(said, PrimaryError::Wire(_)), "{said:?}");
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {

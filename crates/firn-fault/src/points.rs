@@ -67,6 +67,7 @@ pub const POINTS: &[&str] = &[
     "restore.finished",
     // An epoch.
     "protect.armed",
+    "protect.thread",
     "protect.seeded",
     "protect.scanned",
     "protect.copied",
@@ -74,4 +75,6 @@ pub const POINTS: &[&str] = &[
     // A standby's.
     "standby.ready",
     "failover.loaded",
+    "failover.started",
+    "failover.running",
 ];

@@ -180,11 +180,12 @@ impl PageFaults {
         self.uffd.wake(span).map_err(failed)
     }
 
-    /// Unregisters, and closes the hypervisor's copy of the descriptor and ours: nothing is left.
+    /// Unregisters, and closes the hypervisor's copy of the descriptor; ours goes with this. Once only: the number may mean another
+    /// file afterwards.
     ///
     /// # Errors
     /// If the hypervisor is gone.
-    pub fn close(self, tracee: &mut Tracee<'_>) -> Result<(), PageFaultError> {
+    pub fn close(&self, tracee: &mut Tracee<'_>) -> Result<(), PageFaultError> {
         let unregistered = self.unregister();
         make::close(tracee, self.remote)?;
         unregistered

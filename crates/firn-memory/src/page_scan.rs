@@ -209,11 +209,11 @@ impl PageScan {
         Ok(self.faults.unregister()?)
     }
 
-    /// Unregisters, and closes the hypervisor's descriptor: nothing is left.
+    /// Unregisters, and closes the hypervisor's descriptor: nothing is left. Once only.
     ///
     /// # Errors
     /// If the hypervisor is gone.
-    pub fn close(self, tracee: &mut Tracee<'_>) -> Result<(), ScanError> {
+    pub fn close(&self, tracee: &mut Tracee<'_>) -> Result<(), ScanError> {
         Ok(self.faults.close(tracee)?)
     }
 
