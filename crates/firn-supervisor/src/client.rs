@@ -90,6 +90,16 @@ fn after_save(
     }
 }
 
+/// What became of a standby whose supervisor died.
+fn after_failover(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
+    let lost = "the copy of the VM is lost: it can't be continued here";
+    let status = status_after(base, vm, lost)?;
+    match status.state.as_str() {
+        "running" | "paused" => Ok(recovered(&status)),
+        state => died(format!("the VM is {state}")),
+    }
+}
+
 /// The status of a VM whose supervisor died. `gone` is what it means if there is no such VM.
 fn status_after(base: &RuntimeDir, vm: &VmDir, gone: &str) -> Result<Status, Failure> {
     match status(base, vm) {
@@ -141,9 +151,8 @@ pub fn ask(
         settle(&vm);
         match request {
             Request::Status | Request::Watch => {}
-            Request::Protect(_) | Request::Release | Request::Failover => {
-                return died_while_asked();
-            }
+            Request::Protect(_) | Request::Release => return died_while_asked(),
+            Request::Failover => return after_failover(base, &vm),
             Request::Detach if !is_detached(&vm)? => {}
             Request::Detach => return Ok(serde_json::Value::Null),
             Request::Stop(_) => return after_stop(base, &vm),

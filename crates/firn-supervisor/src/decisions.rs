@@ -43,6 +43,8 @@ pub enum Event {
     SaveEnded(Result<serde_json::Value, Failure>),
     /// A restore has ended: all memory is there, or it never will be.
     RestoreEnded(Result<serde_json::Value, Failure>),
+    /// A standby can't be run now.
+    TakeUpRefused(ClientId, Failure),
     /// The first epoch is committed.
     Protected(serde_json::Value),
     /// The VM is protected no longer: it was released, or could not be any more.
@@ -77,7 +79,7 @@ pub enum Action {
     CancelSave,
     /// Begin to protect; reports by [`Event::Protected`] and [`Event::ProtectionEnded`].
     BeginProtection(ProtectRequest),
-    /// Run the standby's VM, or tell this command why not; reports by [`Event::RestoreEnded`].
+    /// Run the standby's VM; reports by [`Event::RestoreEnded`], or [`Event::TakeUpRefused`].
     TakeUp(ClientId),
     /// End the hypervisor; reports by [`Event::HypervisorGone`], or [`Event::StopFailed`].
     EndHypervisor(StopRequest),
@@ -117,8 +119,10 @@ enum Activity {
         releasing: Vec<ClientId>,
         then_stop: Option<StopRequest>,
     },
-    /// The VM runs elsewhere.
-    Standby,
+    /// The VM runs elsewhere; `taken_up`: it is about to run here.
+    Standby {
+        taken_up: bool,
+    },
 }
 
 /// The state machine.
@@ -148,7 +152,7 @@ impl Core {
 
     /// A supervisor of a VM that does not run yet.
     pub fn standby() -> Self {
-        Self::with(Activity::Standby)
+        Self::with(Activity::Standby { taken_up: false })
     }
 
     fn with(activity: Activity) -> Self {
@@ -184,6 +188,7 @@ impl Core {
             Event::Progress(progress) => self.progressed(progress),
             Event::SaveEnded(result) => self.save_ended(result),
             Event::RestoreEnded(result) => self.restore_ended(result),
+            Event::TakeUpRefused(client, failure) => self.take_up_refused(client, failure),
             Event::Protected(facts) => self.protected(facts),
             Event::ProtectionEnded(result) => self.protection_ended(result),
             Event::StopFailed(failure) => self.stop_failed(failure),
@@ -240,7 +245,7 @@ impl Core {
             (Activity::Protecting { .. }, _) => {
                 busy("the VM is being protected", "`firn release` ends that; the VM runs on")
             }
-            (Activity::Standby, _) => {
+            (Activity::Standby { .. }, _) => {
                 busy("the VM is a standby and does not run here", "`firn failover` runs it")
             }
             (Activity::Idle, None) if self.leaving => {
@@ -265,12 +270,12 @@ impl Core {
             *then_stop = Some(request);
             return vec![Action::CancelSave];
         }
-        match saving {
-            true => {
-                let discard = request.discard;
-                vec![Action::CancelSave, Action::KillHypervisor { discard }]
-            }
-            false => vec![Action::EndHypervisor(request)],
+        let kill = Action::KillHypervisor { discard: request.discard };
+        match self.activity {
+            Activity::Saving { .. } => vec![Action::CancelSave, kill],
+            // Nothing of it ran.
+            Activity::Standby { .. } => vec![kill],
+            _ => vec![Action::EndHypervisor(request)],
         }
     }
 
@@ -312,12 +317,25 @@ impl Core {
     }
 
     fn failover(&mut self, client: ClientId) -> Vec<Action> {
-        if self.activity != Activity::Standby || self.stopping.is_some() {
-            let no_standby = Failure::new(FailureKind::Usage, "the VM is no standby");
-            return vec![failed(client, no_standby.hint("`firn standby` makes one"))];
+        match &mut self.activity {
+            Activity::Standby { taken_up } if self.stopping.is_none() => {
+                *taken_up = true;
+                self.watchers.insert(client);
+                vec![Action::TakeUp(client)]
+            }
+            _ => {
+                let no_standby = Failure::new(FailureKind::Usage, "the VM is no standby");
+                vec![failed(client, no_standby.hint("`firn standby` makes one"))]
+            }
         }
-        self.watchers.insert(client);
-        vec![Action::TakeUp(client)]
+    }
+
+    fn take_up_refused(&mut self, client: ClientId, failure: Failure) -> Vec<Action> {
+        if let Activity::Standby { taken_up } = &mut self.activity {
+            *taken_up = false;
+        }
+        let is_waiting = self.watchers.remove(&client);
+        is_waiting.then(|| failed(client, failure)).into_iter().collect()
     }
 
     fn detach(&mut self, client: ClientId) -> Vec<Action> {
@@ -351,7 +369,7 @@ impl Core {
             Activity::Protecting { asked, releasing, .. } => {
                 listeners.extend(asked.iter().chain(releasing));
             }
-            Activity::Idle | Activity::Restoring | Activity::Standby => {}
+            Activity::Idle | Activity::Restoring | Activity::Standby { .. } => {}
         }
         listeners
     }
@@ -376,7 +394,7 @@ impl Core {
 
     fn restore_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
         match result {
-            _ if !matches!(self.activity, Activity::Restoring | Activity::Standby) => Vec::new(),
+            _ if !matches!(self.activity, Activity::Restoring | Activity::Standby { .. }) => Vec::new(),
             Ok(facts) => self.over(Ok(facts)),
             Err(failure) if failure.kind.is_cut_short() => self.failed(failure),
             Err(failure) => {
@@ -451,6 +469,8 @@ impl Core {
         match (&self.activity, self.lost.take()) {
             (Activity::Idle, _) => self.end(exit, Vec::new()),
             (_, Some(failure)) => self.failed(failure),
+            // Nobody has begun to run it, who would notice.
+            (Activity::Standby { taken_up: false }, None) => self.ended_during(exit),
             (_, None) => vec![Action::CancelSave, Action::StartGrace],
         }
     }
@@ -465,7 +485,7 @@ impl Core {
         match self.activity {
             Activity::Restoring => "restored",
             Activity::Protecting { .. } => "protected",
-            Activity::Standby => "kept ready",
+            Activity::Standby { .. } => "kept ready",
             _ => "saved",
         }
     }
@@ -498,7 +518,7 @@ impl Core {
             Activity::Idle => vec![Action::LetGo],
             Activity::Saving { .. } | Activity::Protecting { .. } => vec![Action::CancelSave],
             Activity::Restoring => Vec::new(),
-            Activity::Standby => vec![Action::KillHypervisor { discard: false }],
+            Activity::Standby { .. } => vec![Action::KillHypervisor { discard: false }],
         }
     }
 }

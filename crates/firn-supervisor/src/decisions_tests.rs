@@ -102,6 +102,35 @@ fn only_a_standby_is_failed_over_to() {
 }
 
 #[test]
+fn a_standby_ends_at_once_when_it_is_stopped() {
+    let mut core = Core::standby();
+    let kill = Action::KillHypervisor { discard: false };
+    assert_eq!(core.on(Event::Request(A, stop(false))), [kill]);
+    let record = Action::RecordEnd { exit: Exit::Stopped, reason: None };
+    let ended = core.on(Event::HypervisorGone(Exit::Signal(9)));
+    assert_eq!(ended, [record, done(A, json!(null))]);
+}
+
+#[test]
+fn a_failover_that_is_refused_is_told_once_and_can_be_tried_again() {
+    let mut core = Core::standby();
+    assert_eq!(core.on(Event::Request(A, Request::Failover)), [Action::TakeUp(A)]);
+    assert_eq!(core.on(Event::TakeUpRefused(A, fail())), [failed(A, fail())]);
+    assert_eq!(core.on(Event::Request(B, Request::Failover)), [Action::TakeUp(B)]);
+    assert_eq!(core.on(Event::RestoreEnded(Ok(json!(1)))), [done(B, json!(1))]);
+}
+
+#[test]
+fn a_failover_that_loses_its_hypervisor_says_what_it_knows() {
+    let mut core = Core::standby();
+    core.on(Event::Request(A, Request::Failover));
+    let wait = [Action::CancelSave, Action::StartGrace];
+    assert_eq!(core.on(Event::HypervisorGone(Exit::Signal(9))), wait);
+    let ended = core.on(Event::RestoreEnded(Err(fail())));
+    assert!(ended.contains(&failed(A, fail())), "{ended:?}");
+}
+
+#[test]
 fn a_failed_checkpoint_leaves_an_idle_supervisor() {
     let mut core = saving(false);
     assert_eq!(core.on(Event::SaveEnded(Err(fail()))), [failed(A, fail())]);

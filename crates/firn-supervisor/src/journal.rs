@@ -169,8 +169,12 @@ pub enum Phase {
     },
     /// The VM's epochs go to a backup; it may stand still by Firn's doing.
     Protecting,
-    /// A hypervisor waits for the VM of a primary, whose epochs come here. Nothing of it is kept if the supervisor dies.
-    Standby,
+    /// A hypervisor waits for the VM of a primary, whose epochs come here. What came is in the supervisor and lost with it.
+    Standby {
+        /// A failover has put the VM's whole state in place: it runs, or is about to. It needs nothing of this supervisor any more.
+        #[serde(default)]
+        started: bool,
+    },
     /// The hypervisor is gone.
     Ended {
         /// How it went.
@@ -242,7 +246,7 @@ impl Phase {
             Self::Saving { then_stop: true, .. } => "suspending",
             Self::Restoring { .. } => "restoring",
             Self::Protecting => "protected",
-            Self::Standby => "standby",
+            Self::Standby { .. } => "standby",
             Self::Ended { .. } => "ended",
             Self::Detached => "detached",
         }

@@ -229,12 +229,12 @@ impl Loop {
         })
     }
 
-    /// Whoever asked is told at once if it can't be done.
+    /// That it can't be done is known at once.
     fn take_up(&self, client: ClientId) {
         let none = || Failure::new(FailureKind::Usage, "the VM is no standby");
         let begun = self.keeper.standby.as_ref().ok_or_else(none).and_then(|it| it.begin());
         if let Err(failure) = begun {
-            self.clients.send(client, &Reply::Failed(failure));
+            let _ = self.sender.send(Event::TakeUpRefused(client, failure));
         }
     }
 

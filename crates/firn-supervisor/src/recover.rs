@@ -77,6 +77,10 @@ impl Recoverer<'_> {
                 self.end_protection()?;
                 self.go_on(hypervisor)
             }
+            (Recovery::FinishFailover, Some(hypervisor)) => {
+                self.finish_failover()?;
+                self.go_on(hypervisor)
+            }
             (Recovery::FinishSave { cont, stop: false, image }, Some(hypervisor)) => {
                 self.finish_save(cont, &image)?;
                 self.go_on(hypervisor)
@@ -179,12 +183,20 @@ impl Recoverer<'_> {
         self.running(|journal| journal.note_failure(text))
     }
 
+    /// A hypervisor that was held for an epoch goes on by itself. One that stands still for another reason was stopped by its
+    /// user, as far as can be told.
     fn end_protection(&self) -> Result<(), Failure> {
         let machine = self.machine()?;
         let_go_of_memory(&machine)?;
-        resume(&machine, true)?;
-        let text = "the VM is not protected any more: the supervisor died; the VM runs on";
+        let state = qemu::connect(&machine.qmp)?.status().doing("asking whether the VM runs")?;
+        let how = if state.running { "the VM runs on" } else { "the VM stands still" };
+        let text = format!("the VM is not protected any more: the supervisor died; {how}");
         self.running(|journal| journal.note_failure(text))
+    }
+
+    fn finish_failover(&self) -> Result<(), Failure> {
+        resume(&self.machine()?, true)?;
+        self.running(|journal| journal.note_success("the standby runs"))
     }
 
     fn finish_save(&self, cont: bool, image: &Path) -> Result<(), Failure> {

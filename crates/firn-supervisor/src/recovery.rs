@@ -12,9 +12,10 @@
 //!                                suspend: end it, as was asked
 //!   restoring, not started       kill it, forget the VM                  forget the VM
 //!   restoring, started           take its memory over, go on serving     record that it ended
-//!   protecting                   let go of its memory, `cont`, note      record that it ended
-//!                                that it is protected no longer
-//!   standby                      kill it, forget the VM                  forget the VM
+//!   protecting                   let go of its memory, note that it is   record that it ended
+//!                                protected no longer
+//!   standby, not started         kill it, forget the VM                  forget the VM
+//!   standby, started             `cont`, go on                           record that it ended
 //! ```
 //!
 //! "Forget" and "kill" apply to processes that Firn started itself: one that was attached to is left alone.
@@ -71,6 +72,8 @@ pub enum Recovery {
     },
     /// The VM is protected no longer. It runs on.
     EndProtection,
+    /// All that a failover had to bring is in place: let the VM run.
+    FinishFailover,
     /// Take the guest's memory over and go on serving its page faults.
     ServeOn {
         /// The image its pages come from.
@@ -95,7 +98,7 @@ pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
         Phase::Starting { launching } => {
             Recovery::Forget { kill: lives && launching.is_some() && launched }
         }
-        Phase::Restoring { started: false, .. } | Phase::Standby => {
+        Phase::Restoring { started: false, .. } | Phase::Standby { started: false } => {
             Recovery::Forget { kill: lives && launched }
         }
         Phase::Saving { image, .. } if !lives => {
@@ -104,6 +107,7 @@ pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
         _ if !lives => Recovery::RecordEnd { unfinished: None },
         Phase::Running => Recovery::GoOn,
         Phase::Protecting => Recovery::EndProtection,
+        Phase::Standby { started: true } => Recovery::FinishFailover,
         Phase::Saving { image, paused_by_us, then_stop, .. } => {
             recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
         }
@@ -205,8 +209,11 @@ mod tests {
     fn a_protected_vm_runs_on_and_a_standby_goes() {
         assert_eq!(decide(&journal(Phase::Protecting), LIVES), Recovery::EndProtection);
         let ended = Recovery::RecordEnd { unfinished: None };
-        assert_eq!(decide(&journal(Phase::Protecting), GONE), ended);
-        assert_eq!(decide(&journal(Phase::Standby), LIVES), Recovery::Forget { kill: true });
+        assert_eq!(decide(&journal(Phase::Protecting), GONE), ended.clone());
+        let standby = |started| journal(Phase::Standby { started });
+        assert_eq!(decide(&standby(false), LIVES), Recovery::Forget { kill: true });
+        assert_eq!(decide(&standby(true), LIVES), Recovery::FinishFailover);
+        assert_eq!(decide(&standby(true), GONE), ended);
     }
 
     #[test]

@@ -77,7 +77,7 @@ pub fn listen(path: &Path, events: Sender<Event>) -> io::Result<Clients> {
 }
 
 /// The directory is private already; the socket is too, for whoever moves it.
-fn bind(path: &Path) -> io::Result<UnixListener> {
+pub(crate) fn bind(path: &Path) -> io::Result<UnixListener> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}

@@ -4,17 +4,18 @@
 //!   listen -> hello -> launch QEMU -S -incoming defer, its RAM emptied -> receive ... receive        phase `standby`
 //!                                                                           |  connection ends, or failover
 //!                                                                           v
-//!                                   `firn failover`: device state, video memory, cont                phase `running`
+//!                                   `firn failover`: device state, video memory            phase `standby`, started
+//!                                                    cont                                            phase `running`
 //! ```
 //!
 //! The hypervisor maps the very files that epochs are folded into, so a failover moves no memory. A connection that has ended
-//! leaves what is committed: the standby waits for the failover. Nothing outlives its supervisor.
+//! leaves what is committed: the standby waits for the failover. Device state is in the supervisor alone: until a failover has put it
+//! into the hypervisor, nothing outlives the supervisor. From then on the VM does.
 
 use std::fs::File;
-use std::io;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use firn_cluster::epoch::Progress as Far;
 use firn_epochs::backup::{BackupError, RamFiles, Receiver};
@@ -25,7 +26,6 @@ use firn_memory::Process;
 use firn_types::{PAGE_SIZE, RamRegion, RegionMap};
 use firn_vmm::Vm;
 use firn_vmm::command_line::{self, RamPlan};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -38,8 +38,7 @@ use crate::qemu::{self, Known};
 use crate::restore::{look, refuse, write_aux};
 use crate::start::{self, Child, Place, Started};
 
-/// How long a primary may take to connect.
-const CONNECT_WAIT: Duration = Duration::from_secs(300);
+mod waiting;
 
 /// What `firn status` says of a standby.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -114,7 +113,7 @@ pub(crate) fn standby(
     tell: &mut dyn FnMut(Progress),
 ) -> Result<Started, Failure> {
     tell(Progress::new("waiting for the primary", 0, 0));
-    let stream = accept(listen)?;
+    let stream = waiting::accept(place, listen)?;
     let (receiver, hello) = Receiver::meet(&stream)
         .map_err(|error| Failure::from_error(FailureKind::Refused, &error))
         .map_err(|failure| failure.while_doing("meeting the primary"))?;
@@ -123,26 +122,6 @@ pub(crate) fn standby(
         Err(failure) => {
             receiver.refuse(&failure.to_string());
             Err(failure)
-        }
-    }
-}
-
-/// One connection, within the time, and while the command waits that wants it.
-fn accept(listen: &Endpoint) -> Result<Stream, Failure> {
-    let listener = listen.listen().doing(format!("listening at {listen}"))?;
-    // Closed, it is told without being asked for.
-    let command = io::stdout();
-    let mut either =
-        [PollFd::new(&listener, PollFlags::IN), PollFd::new(&command, PollFlags::empty())];
-    let wait = Timespec { tv_sec: CONNECT_WAIT.as_secs() as i64, tv_nsec: 0 };
-    rustix::io::retry_on_intr(|| poll(&mut either, Some(&wait)))
-        .doing("waiting for the primary")?;
-    match either[0].revents().contains(PollFlags::IN) {
-        true => listener.accept().doing("taking the primary's connection"),
-        false => {
-            let text = format!("no primary has connected within {} s", CONNECT_WAIT.as_secs());
-            Err(Failure::new(FailureKind::Interrupted, text)
-                .hint(format!("`firn protect NAME --to {listen}` where the VM runs, soon after")))
         }
     }
 }
@@ -192,7 +171,7 @@ impl Prepared {
         memory.guest.punch_out(memory.guest.all()).doing("emptying the VM's memory")?;
         let change = |journal: &mut Journal| {
             journal.machine = Some(machine);
-            journal.phase = Phase::Standby;
+            journal.phase = Phase::Standby { started: false };
         };
         place.journal.update(change).doing("writing the journal")?;
         firn_fault::point("standby.ready");
@@ -260,8 +239,12 @@ impl Work {
         vm.load_device_state(&devices).doing("loading the VM's devices")?;
         write_aux(&mut vm, &process, &aux)?;
         firn_fault::point("failover.loaded");
-        journal.update(|journal| journal.phase = Phase::Running).doing("writing the journal")?;
+        let enter = |phase| journal.update(|it| it.phase = phase).doing("writing the journal");
+        enter(Phase::Standby { started: true })?;
+        firn_fault::point("failover.started");
         vm.cont().doing("letting the VM run")?;
+        firn_fault::point("failover.running");
+        enter(Phase::Running)?;
         let took_ms = since.elapsed().as_secs_f64() * 1e3;
         tracing::info!("runs from the end of {epoch}, after {took_ms:.1} ms");
         Ok(json!({ "epoch": epoch, "took_ms": took_ms }))

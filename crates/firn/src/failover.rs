@@ -25,12 +25,17 @@ impl Args {
         let base = crate::hidden::runtime_dir()?;
         let facts = ask(&base, &self.name, &Request::Failover, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))?;
-        out.facts(&facts, || {
-            let ms = facts["took_ms"].as_f64().unwrap_or_default();
-            format!(
-                "{} runs from the end of epoch {}, after {ms:.1} ms\n",
-                self.name, facts["epoch"]
-            )
-        })
+        out.facts(&facts, || self.describe(&facts))
+    }
+
+    fn describe(&self, facts: &serde_json::Value) -> String {
+        match facts["took_ms"].as_f64() {
+            Some(ms) => {
+                let epoch = &facts["epoch"];
+                format!("{} runs from the end of epoch {epoch}, after {ms:.1} ms\n", self.name)
+            }
+            // A successor has finished what a dead supervisor began.
+            None => format!("{} runs\n", self.name),
+        }
     }
 }

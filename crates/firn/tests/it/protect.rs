@@ -5,7 +5,7 @@ use std::process::Child;
 use std::time::Duration;
 
 use crate::faults::points;
-use crate::hypervisor_dies::{answer, start};
+use crate::hypervisor_dies::{Stop, answer, start};
 use crate::session::{eventually, kill, text};
 use crate::vm::{Vm, userfaultfds, writes};
 
@@ -18,20 +18,40 @@ fn address(vm: &Vm) -> String {
 
 /// Starts a standby, which returns when a primary has connected.
 fn standby(vm: &Vm) -> Child {
-    let standby = start(vm, &["standby", "twin", "--listen", &address(vm)]);
+    standby_called(vm, "twin")
+}
+
+pub fn standby_called(vm: &Vm, name: &str) -> Child {
+    let standby = start(vm, &["standby", name, "--listen", &address(vm)]);
     eventually("the standby listens", PATIENCE, || vm.session.path("standby").exists());
     standby
 }
 
 fn protected(vm: &Vm, how: &[&str]) {
     let standby = standby(vm);
+    protect(vm, "web", standby, how);
+}
+
+/// Protects a VM by a standby that listens.
+pub fn protect(vm: &Vm, name: &str, standby: Child, how: &[&str]) {
     let address = address(vm);
-    vm.session.firn(&[&["protect", "web", "--to", &address], how].concat()).succeeds();
+    vm.session.firn(&[&["protect", name, "--to", &address], how].concat()).succeeds();
     answer(standby).succeeds();
 }
 
 fn committed(vm: &Vm) -> u64 {
-    vm.session.status("twin")["standby"]["committed"].as_u64().unwrap()
+    committed_of(vm, "twin")
+}
+
+pub fn committed_of(vm: &Vm, name: &str) -> u64 {
+    vm.session.status(name)["standby"]["committed"].as_u64().unwrap()
+}
+
+/// Kills the hypervisor of a VM, and waits until its standby has noticed.
+pub fn lose(vm: &Vm, name: &str, standby: &str) {
+    kill(vm.session.status(name)["pid"].as_i64().unwrap());
+    let has_ended = || vm.session.status(standby)["standby"]["ended"].is_string();
+    eventually("the end", PATIENCE, has_ended);
 }
 
 fn a_killed_vm_goes_on(how: &[&str]) {
@@ -42,8 +62,7 @@ fn a_killed_vm_goes_on(how: &[&str]) {
     eprintln!("{how:?}: {}", status["protection"]);
     assert_eq!(status["state"], "protected");
     assert!(status["protection"]["downtime_ms"]["p50"].as_f64().unwrap() > 0.0);
-    kill(vm.pid());
-    eventually("the end", PATIENCE, || vm.session.status("twin")["standby"]["ended"].is_string());
+    lose(&vm, "web", "twin");
     let newest = committed(&vm);
     let run = vm.session.json(&["failover", "twin"]);
     eprintln!("failover: {run}");
@@ -148,4 +167,106 @@ fn a_vm_that_writes_to_a_disk_is_refused() {
     // Whoever connects there now is no primary: the standby is over.
     drop(UnixStream::connect(vm.session.path("standby")).unwrap());
     eventually("the standby's end", PATIENCE, || standby.try_wait().unwrap().is_some());
+}
+
+/// Before a primary has connected there is no VM, and nobody waits for one.
+#[test]
+fn a_standby_that_waits_says_so_and_can_be_stopped() {
+    let vm = Vm::new();
+    let standby = standby(&vm);
+    assert_eq!(vm.session.status("twin")["state"], "starting");
+    vm.session.firn(&["failover", "twin"]).fails(4, "waits for its primary");
+    vm.session.firn(&["stop", "twin"]).succeeds();
+    assert_eq!(vm.session.ls(), []);
+    answer(standby).fails(8, "it was stopped");
+    assert!(!vm.session.path("standby").exists());
+}
+
+/// A failover whose supervisor dies: once the VM's state is in place a successor runs it, before that it is said to be lost.
+#[test]
+fn a_failover_goes_on_where_its_supervisor_died() {
+    let mut vm = Vm::boot();
+    let steps = [("failover.started", true), ("failover.running", true), ("failover.loaded", false)];
+    let mut name = "web".to_owned();
+    for (at, (point, goes_on)) in steps.into_iter().enumerate() {
+        let next = format!("twin{at}");
+        vm.session.arm(Some(point));
+        let standby = standby_called(&vm, &next);
+        vm.session.arm(None);
+        protect(&vm, &name, standby, &[]);
+        lose(&vm, &name, &next);
+        let failover = vm.session.firn(&["failover", &next]);
+        if goes_on {
+            failover.succeeds();
+            assert_eq!(vm.session.status(&next)["state"], "running", "{point}");
+            assert_eq!(vm.session.status(&next)["recoveries"], 1, "{point}");
+            vm.is_well();
+        } else {
+            failover.fails(8, "it can't be continued here");
+            eventually("it is gone", PATIENCE, || !vm.session.ls().iter().any(|(it, _)| *it == next));
+        }
+        name = next;
+    }
+}
+
+/// What its user has stopped stays stopped, whatever the epochs do, until its user says otherwise.
+#[test]
+fn a_vm_that_its_user_stops_stays_stopped() {
+    let mut vm = Vm::new();
+    let monitor = vm.session.path("monitor");
+    let stop = Stop::arm(&mut vm, "protect.armed");
+    let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
+    let mut vm = vm.with(&["-qmp", &qmp]).booted_with(&[]);
+    vm.session.arm(None);
+    // The standby's QEMU takes the names of these sockets.
+    let (mut user, mut control) = (firn_vmm::Vm::connect(&monitor).unwrap(), vm.control());
+    let standby = standby(&vm);
+    let mut protect = start(&vm, &["protect", "web", "--to", &address(&vm)]);
+    assert!(stop.is_reached(&mut protect));
+    user.stop().unwrap();
+    stop.go_on();
+    answer(protect).succeeds();
+    answer(standby).succeeds();
+    let before = committed(&vm);
+    eventually("epochs go on", PATIENCE, || committed(&vm) > before + 3);
+    assert_eq!(user.status().unwrap().status, "paused");
+    user.cont().unwrap();
+    let writes_before = writes(&mut control);
+    eventually("writers go on", PATIENCE, || writes(&mut control) > writes_before);
+    user.stop().unwrap();
+    kill(vm.session.status("web")["supervisor_pid"].as_i64().unwrap());
+    eventually("a successor", PATIENCE, || vm.session.status("web")["recoveries"] == 1);
+    let last = vm.session.status("web")["last"]["text"].to_string();
+    assert!(last.contains("stands still"), "{last}");
+    assert_eq!(user.status().unwrap().status, "paused");
+    user.cont().unwrap();
+    let writes_before = writes(&mut control);
+    eventually("writers go on", PATIENCE, || writes(&mut control) > writes_before);
+}
+
+/// What fails in the middle leaves the VM running, with nothing of Firn in it, and says so.
+#[test]
+fn a_protection_that_fails_to_begin_leaves_the_vm_running() {
+    let mut vm = Vm::boot();
+    vm.session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
+    let faults = [
+        ("protect.armed=EIO", "can't be protected"),
+        ("protect.thread=EIO", "can't be started"),
+        ("protect.thread@2=EIO", "can't be started"),
+    ];
+    for (fault, why) in faults {
+        vm.session.arm(Some(fault));
+        vm.session.firn(&["restore", "web.firn", "--mode", "eager", "--wait"]).succeeds();
+        vm.session.arm(None);
+        let mut standby = standby(&vm);
+        let protect = vm.session.firn(&["protect", "web", "--to", &address(&vm)]);
+        assert!(protect.code != 0 && protect.err.contains(why), "{fault}: {}", protect.err);
+        assert_eq!(userfaultfds(vm.pid()), 0, "{fault}");
+        let status = vm.session.status("web");
+        assert_eq!((&status["state"], &status["recoveries"]), (&"running".into(), &0.into()));
+        assert!(status["last"]["text"].to_string().contains("not protected any more"), "{status}");
+        vm.session.firn(&["stop", "twin"]);
+        eventually("the standby's end", PATIENCE, || standby.try_wait().unwrap().is_some());
+        vm.session.firn(&["stop", "web"]).succeeds();
+    }
 }

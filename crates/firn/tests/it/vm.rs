@@ -19,6 +19,8 @@ pub struct Vm {
     disks: Vec<(PathBuf, &'static str)>,
     /// A disk that the guest may have a file system on.
     file_system: Option<PathBuf>,
+    /// More words for QEMU's command line.
+    more: Vec<String>,
     _alone: MutexGuard<'static, ()>,
 }
 
@@ -86,6 +88,12 @@ impl Vm {
         self.writing(&["--mib", "48", "--rate", "2000"])
     }
 
+    /// Adds words to QEMU's command line, for a guest that is booted later.
+    pub fn with(mut self, more: &[&str]) -> Self {
+        self.more.extend(more.iter().map(|&word| word.to_owned()));
+        self
+    }
+
     fn booted(self, how: &[&str]) -> Self {
         self.run(&[]);
         self.writing(how)
@@ -110,7 +118,8 @@ impl Vm {
     pub fn new() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        Self { session: Session::new(), disks: Vec::new(), file_system: None, _alone: alone }
+        let (disks, file_system, more) = Default::default();
+        Self { session: Session::new(), disks, file_system, more, _alone: alone }
     }
 
     pub fn qemu_args(&self) -> Vec<String> {
@@ -125,7 +134,7 @@ impl Vm {
             args.disk(Disk { file: file.clone(), format, read_only: false })
         });
         let program = args.program_name().to_str().unwrap().to_owned();
-        [vec![program], args.args()].concat()
+        [vec![program], args.args(), self.more.clone()].concat()
     }
 
     pub fn control(&self) -> Control {
