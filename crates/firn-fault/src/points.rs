@@ -72,6 +72,8 @@ pub const POINTS: &[&str] = &[
     "protect.scanned",
     "protect.copied",
     "protect.cut",
+    // What a protected VM sends is held, unless this fails.
+    "net.hold",
     // A standby's.
     "standby.ready",
     "failover.loaded",

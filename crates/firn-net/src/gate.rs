@@ -1,0 +1,320 @@
+//! What may leave, and when: decided here. Pure.
+//!
+//! ```text
+//!                  sent                     its epoch is committed, or the gate is opened
+//!   the VM ----------------> held ------------------------------------------------------> leaving -- written --> gone
+//!             |                                                                              ^
+//!             '------------------------- the gate is open -----------------------------------'
+//! ```
+//!
+//! A frame belongs to the epoch that runs when it is read from the VM's socket. It may have been sent in the one before: then it is
+//! held longer than it must be, never shorter.
+//!
+//! The gate closes at the first cut of a protection. Until then there is nothing that could be gone back to; what was sent by then
+//! is in every state that can. From then on it is opened by nothing but [`Gate::open`]: not by the end of the protection, for its backup
+//! may be running the VM.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_cluster::output::{Flow, Outbox, Sent, To};
+use firn_cluster::{Epoch, Seq};
+
+/// What is counted for a frame besides its bytes: what it takes to keep one.
+const FRAME_COST: usize = 64;
+/// Delays that are remembered: the newest.
+const DELAYS: usize = 1000;
+
+/// A frame, and when it was read from the VM's socket.
+#[derive(Clone, Debug)]
+struct Frame {
+    bytes: Arc<[u8]>,
+    at: Duration,
+}
+
+/// What is held.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Frames.
+    pub frames: usize,
+    /// Their bytes.
+    pub bytes: usize,
+}
+
+/// The output of one network card.
+#[derive(Debug)]
+pub struct Gate {
+    outbox: Outbox<Frame>,
+    is_open: bool,
+    /// Epochs are counted on from one protection to the next: this many came before.
+    before: Epoch,
+    /// The epoch that runs, counted on.
+    running: Epoch,
+    leaving: VecDeque<Sent<Frame>>,
+    held: Held,
+    delays: VecDeque<Duration>,
+    left: u64,
+}
+
+impl Gate {
+    /// An open gate, or a closed one, for `bytes_max` bytes of frames or a little more.
+    pub fn new(bytes_max: usize, is_open: bool) -> Self {
+        Self {
+            outbox: Outbox::new(bytes_max),
+            is_open,
+            before: Epoch(0),
+            running: Epoch(1),
+            leaving: VecDeque::new(),
+            held: Held::default(),
+            delays: VecDeque::new(),
+            left: 0,
+        }
+    }
+
+    /// The VM has sent a frame.
+    pub fn sent(&mut self, frame: &[u8], now: Duration) {
+        let bytes = frame.len();
+        self.held = Held { frames: self.held.frames + 1, bytes: self.held.bytes + bytes };
+        let frame = Frame { bytes: frame.into(), at: now };
+        self.outbox.push(self.running, To::Outside, frame, bytes + FRAME_COST);
+        if self.is_open {
+            self.release(self.running);
+        }
+    }
+
+    /// A protection begins, whose first epoch is 1. What is held from one before belongs to what that epoch sends.
+    pub fn begin(&mut self) {
+        self.before = self.running;
+        self.running = self.running.next();
+    }
+
+    /// The VM stands still at the end of an epoch, and its socket is empty: what comes from now on belongs to the next.
+    pub fn cut(&mut self, epoch: Epoch) {
+        if self.is_open {
+            self.delays.clear();
+        }
+        self.is_open = false;
+        self.running = self.counted(epoch).next();
+    }
+
+    /// Nothing undoes an epoch any more, nor those before.
+    pub fn committed(&mut self, epoch: Epoch) {
+        if epoch > Epoch(0) {
+            self.release(self.counted(epoch));
+        }
+    }
+
+    /// Nothing undoes anything any more: what is held leaves, and so does what comes.
+    pub fn open(&mut self) {
+        if !self.is_open {
+            self.delays.clear();
+        }
+        self.is_open = true;
+        self.release(self.running);
+    }
+
+    /// Whether frames leave as they come.
+    pub fn is_open(&self) -> bool {
+        self.is_open
+    }
+
+    /// The next frame that is to leave.
+    pub fn next(&self) -> Option<Arc<[u8]>> {
+        self.leaving.front().map(|sent| Arc::clone(&sent.frame.bytes))
+    }
+
+    /// The next frame has left.
+    pub fn has_left(&mut self, now: Duration) {
+        let Some(Sent { seq, frame, .. }) = self.leaving.pop_front() else { return };
+        self.outbox.trim(To::Outside, seq);
+        self.left += 1;
+        if self.delays.len() == DELAYS {
+            self.delays.pop_front();
+        }
+        self.delays.push_back(now.saturating_sub(frame.at));
+    }
+
+    /// What is to leave can't: nobody is there. It is lost, as with a cable that is unplugged.
+    pub fn lose(&mut self) {
+        let last = self.leaving.drain(..).next_back().map_or(Seq(0), |sent| sent.seq);
+        self.outbox.trim(To::Outside, last);
+    }
+
+    /// Whether to go on reading from the VM's socket.
+    pub fn flow(&self) -> Flow {
+        self.outbox.flow()
+    }
+
+    /// What is held.
+    pub fn held(&self) -> Held {
+        self.held
+    }
+
+    /// How many frames have left.
+    pub fn left(&self) -> u64 {
+        self.left
+    }
+
+    /// From the VM's socket to the uplink: the newest thousand since the gate was opened or closed.
+    pub fn delays(&self) -> impl Iterator<Item = Duration> {
+        self.delays.iter().copied()
+    }
+
+    fn counted(&self, epoch: Epoch) -> Epoch {
+        Epoch(self.before.0 + epoch.0)
+    }
+
+    fn release(&mut self, up_to: Epoch) {
+        for sent in self.outbox.globally(up_to) {
+            self.held.frames -= 1;
+            self.held.bytes -= sent.frame.bytes.len();
+            self.leaving.push_back(sent);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const NOW: Duration = Duration::from_secs(1);
+
+    fn gate() -> Gate {
+        Gate::new(1 << 20, true)
+    }
+
+    fn send(gate: &mut Gate, byte: u8) {
+        gate.sent(&[byte; 60], NOW);
+    }
+
+    fn leaves(gate: &mut Gate) -> Vec<u8> {
+        let mut left = Vec::new();
+        while let Some(frame) = gate.next() {
+            left.push(frame[0]);
+            gate.has_left(NOW);
+        }
+        left
+    }
+
+    #[test]
+    fn an_open_gate_lets_everything_through() {
+        let mut gate = gate();
+        send(&mut gate, 1);
+        assert_eq!((leaves(&mut gate), gate.held()), (vec![1], Held::default()));
+    }
+
+    #[test]
+    fn a_frame_waits_for_its_epoch() {
+        let mut gate = gate();
+        gate.begin();
+        send(&mut gate, 1);
+        assert_eq!(leaves(&mut gate), [1], "there is nothing yet that could be gone back to");
+        gate.cut(Epoch(1));
+        send(&mut gate, 2);
+        gate.cut(Epoch(2));
+        send(&mut gate, 3);
+        gate.committed(Epoch(1));
+        assert_eq!((leaves(&mut gate), gate.held()), (vec![], Held { frames: 2, bytes: 120 }));
+        gate.committed(Epoch(2));
+        assert_eq!(leaves(&mut gate), [2]);
+        gate.open();
+        assert_eq!((leaves(&mut gate), gate.held()), (vec![3], Held::default()));
+    }
+
+    #[test]
+    fn what_an_earlier_protection_held_waits_for_the_first_epoch_of_the_next() {
+        let mut gate = gate();
+        gate.begin();
+        (1..=5).for_each(|epoch| gate.cut(Epoch(epoch)));
+        send(&mut gate, 1);
+        gate.begin();
+        send(&mut gate, 2);
+        gate.committed(Epoch(0));
+        assert_eq!(leaves(&mut gate), []);
+        gate.cut(Epoch(1));
+        send(&mut gate, 3);
+        gate.committed(Epoch(1));
+        assert_eq!(leaves(&mut gate), [1, 2]);
+    }
+
+    #[test]
+    fn a_closed_gate_stays_so_and_stops_the_vm_at_its_bound() {
+        let mut gate = Gate::new(1000, false);
+        (0..8).for_each(|_| send(&mut gate, 1));
+        assert_eq!(gate.flow(), Flow::Go);
+        send(&mut gate, 1);
+        assert_eq!((gate.flow(), gate.next().is_some()), (Flow::Stop, false));
+        gate.open();
+        assert_eq!(gate.flow(), Flow::Stop, "what can leave takes room until it has");
+        gate.lose();
+        assert_eq!((gate.flow(), gate.left()), (Flow::Go, 0));
+        send(&mut gate, 2);
+        assert_eq!(leaves(&mut gate), [2]);
+    }
+
+    #[test]
+    fn delays_are_those_of_the_newest() {
+        let mut gate = gate();
+        for ms in 0..2 * DELAYS as u64 {
+            send(&mut gate, 1);
+            gate.has_left(NOW + Duration::from_millis(ms));
+        }
+        let delays: Vec<Duration> = gate.delays().collect();
+        assert_eq!((delays.len(), delays[0]), (DELAYS, Duration::from_millis(DELAYS as u64)));
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Send,
+        Cut,
+        Commit(u64),
+        Write,
+    }
+
+    proptest! {
+        /// Frames leave in their order, each once, none before its epoch is committed.
+        #[test]
+        fn nothing_leaves_too_early_or_twice(steps in prop::collection::vec(
+            prop_oneof![
+                4 => Just(Step::Send),
+                2 => Just(Step::Cut),
+                2 => (1..4_u64).prop_map(Step::Commit),
+                3 => Just(Step::Write),
+            ],
+            0..200,
+        )) {
+            let mut gate = gate();
+            gate.begin();
+            gate.cut(Epoch(1));
+            let (mut running, mut committed, mut expected) = (2_u64, 0_u64, 0_u64);
+            let mut epochs = Vec::new();
+            for step in steps {
+                match step {
+                    Step::Send => {
+                        gate.sent(&(epochs.len() as u64).to_le_bytes(), NOW);
+                        epochs.push(running);
+                    }
+                    Step::Cut => {
+                        gate.cut(Epoch(running));
+                        running += 1;
+                    }
+                    Step::Commit(some) => {
+                        committed = (committed + some).min(running - 1);
+                        gate.committed(Epoch(committed));
+                    }
+                    Step::Write => if let Some(frame) = gate.next() {
+                        prop_assert_eq!(&frame[..], expected.to_le_bytes());
+                        prop_assert!(epochs[expected as usize] <= committed);
+                        expected += 1;
+                        gate.has_left(NOW);
+                    }
+                }
+                let waiting = epochs.iter().filter(|epoch| **epoch > committed).count();
+                prop_assert_eq!(gate.held().frames, waiting);
+            }
+        }
+    }
+}

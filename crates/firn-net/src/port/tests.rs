@@ -1,0 +1,156 @@
+//! A port between a socket that stands for a VM's card and one that stands for the outside.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use tempfile::TempDir;
+
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Scene {
+    vm: UnixDatagram,
+    port: Port,
+    listener: UnixListener,
+    /// As QEMU has it too.
+    _ours: OwnedFd,
+    dir: TempDir,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("uplink");
+        let listener = UnixListener::bind(&path).unwrap();
+        let (theirs, ours) = pair().unwrap();
+        let port = Port::open(ours.try_clone().unwrap(), &path, None, true).unwrap();
+        let vm = UnixDatagram::from(theirs);
+        vm.set_read_timeout(Some(PATIENCE)).unwrap();
+        vm.set_write_timeout(Some(PATIENCE)).unwrap();
+        port.plug();
+        Self { vm, port, listener, _ours: ours, dir }
+    }
+
+    fn outside(&self) -> UnixStream {
+        let stream = self.listener.accept().unwrap().0;
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        eventually(|| self.port.now().is_connected);
+        stream
+    }
+}
+
+fn eventually(mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE);
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn frame(stream: &mut UnixStream) -> Vec<u8> {
+    let mut length = [0; 4];
+    stream.read_exact(&mut length).unwrap();
+    let mut frame = vec![0; u32::from_be_bytes(length) as usize];
+    stream.read_exact(&mut frame).unwrap();
+    frame
+}
+
+#[test]
+fn frames_pass_in_both_directions() {
+    let scene = Scene::new();
+    let mut outside = scene.outside();
+    scene.vm.send(b"hello").unwrap();
+    assert_eq!(frame(&mut outside), b"hello");
+    outside.write_all(b"\0\0\0\x02hi\0\0\0\x03you").unwrap();
+    for expected in [&b"hi"[..], b"you"] {
+        let mut got = [0; 10];
+        let bytes = scene.vm.recv(&mut got).unwrap();
+        assert_eq!(&got[..bytes], expected);
+    }
+    let counts = |now: Now| (now.left, now.came, now.delays.len());
+    eventually(|| counts(scene.port.now()) == (1, 2, 1));
+}
+
+#[test]
+fn what_was_sent_before_the_pause_belongs_to_the_epoch_that_ends() {
+    let scene = Scene::new();
+    let mut outside = scene.outside();
+    scene.port.begin();
+    scene.port.cut(Epoch(1));
+    scene.vm.send(b"two").unwrap();
+    scene.port.cut(Epoch(2));
+    scene.vm.send(b"three").unwrap();
+    eventually(|| scene.port.now().held == Held { frames: 2, bytes: 8 });
+    scene.port.committed(Epoch(2));
+    assert_eq!(frame(&mut outside), b"two");
+    assert_eq!(scene.port.now().held.frames, 1);
+    scene.port.committed(Epoch(3));
+    assert_eq!(frame(&mut outside), b"three");
+}
+
+#[test]
+fn an_uplink_that_goes_is_connected_to_again_and_gets_whole_frames() {
+    let scene = Scene::new();
+    drop(scene.outside());
+    let mut outside = scene.outside();
+    scene.vm.send(b"again").unwrap();
+    assert_eq!(frame(&mut outside), b"again");
+    drop(outside);
+    let path = scene.dir.path().join("uplink");
+    std::fs::remove_file(&path).unwrap();
+    let listener = UnixListener::bind(&path).unwrap();
+    let mut outside = listener.accept().unwrap().0;
+    outside.write_all(b"\0\0\0\x01x").unwrap();
+    assert_eq!(scene.vm.recv(&mut [0; 2]).unwrap(), 1);
+}
+
+/// An uplink that isn't read from: the VM waits, and nothing of what it sent is lost or comes twice.
+#[test]
+fn a_slow_uplink_slows_the_vm() {
+    let scene = Scene::new();
+    let mut outside = scene.outside();
+    let frames = 200_u32;
+    let sender = scene.vm.try_clone().unwrap();
+    let sending = thread::spawn(move || {
+        for number in 0..frames {
+            let mut frame = vec![0; 8000];
+            frame[..4].copy_from_slice(&number.to_be_bytes());
+            sender.send(&frame).unwrap();
+        }
+    });
+    for number in 0..frames {
+        if number % 50 == 0 {
+            thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(frame(&mut outside)[..4], number.to_be_bytes());
+    }
+    sending.join().unwrap();
+}
+
+/// At the bound the card isn't read: who sends has to wait.
+#[test]
+fn a_closed_gate_is_bounded() {
+    let scene = Scene::new();
+    let _outside = scene.outside();
+    scene.port.begin();
+    scene.port.cut(Epoch(1));
+    scene.vm.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
+    let full = (0..10_000).map(|_| scene.vm.send(&[7; 60_000])).find_map(Result::err).unwrap();
+    assert_eq!(full.kind(), ErrorKind::WouldBlock);
+    let held = scene.port.now().held;
+    assert!(
+        held.bytes > BYTES_MAX - 100_000 && held.bytes < BYTES_MAX + FRAME_BYTES_MAX,
+        "{held:?}"
+    );
+    scene.port.committed(Epoch(2));
+}
+
+#[test]
+fn what_makes_no_sense_ends_the_connection_and_not_the_port() {
+    let scene = Scene::new();
+    scene.outside().write_all(&[0xff; 100]).unwrap();
+    let mut outside = scene.outside();
+    scene.vm.send(b"still here").unwrap();
+    assert_eq!(frame(&mut outside), b"still here");
+}
