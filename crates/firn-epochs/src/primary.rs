@@ -142,12 +142,17 @@ pub struct CutNumbers {
 pub enum Told {
     /// So many pages of the seed are sent.
     Seeding(u64),
+    /// The VM stands still at the end of an epoch: nothing that it sends from now on is part of it. Whoever hears this is waited
+    /// for, and so is the VM.
+    Still(Epoch),
     /// An epoch was cut.
     Cut(CutNumbers),
     /// An epoch was sent: so many pages, in so many bytes.
     Sent(Epoch, u64, u64),
     /// The backup is so far.
     Progress(Progress),
+    /// A failover would not undo this epoch any more.
+    Committed(Epoch),
     /// What prediction was worth so far.
     Counts(Counts),
 }
@@ -413,7 +418,8 @@ impl Protection<'_> {
             match action {
                 Action::Cut(epoch) => self.cut(epoch)?,
                 Action::Send { .. } => self.send()?,
-                Action::Free(_) | Action::Committed(_) => {}
+                Action::Free(_) => {}
+                Action::Committed(epoch) => (self.told)(Told::Committed(epoch)),
                 Action::Pace(pace) => self.pace = pace,
             }
         }
@@ -434,6 +440,7 @@ impl Protection<'_> {
             options: &self.options,
             jobs: &self.jobs,
             release: self.release,
+            told: self.told,
             bytes: &mut bytes,
             numbers: CutNumbers { epoch, ..CutNumbers::default() },
         };
@@ -469,6 +476,7 @@ struct Inside<'a> {
     options: &'a Options,
     jobs: &'a Sender<Job>,
     release: &'a AtomicBool,
+    told: &'a dyn Fn(Told),
     bytes: &'a mut Vec<u8>,
     numbers: CutNumbers,
 }
@@ -476,6 +484,7 @@ struct Inside<'a> {
 impl Inside<'_> {
     /// What was to be copied, and the pages that `bytes` has.
     fn run(&mut self, still: &Still<'_>) -> Result<(CutPlan, Vec<Page>, CutNumbers), GuestError> {
+        (self.told)(Told::Still(self.epoch));
         let started = Instant::now();
         let scanned = match self.options.predicts {
             true => still.written()?,

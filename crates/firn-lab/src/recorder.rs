@@ -177,7 +177,8 @@ fn launch(image: &Image, qmp: &Path, dir: &Path) -> Result<Hypervisor> {
     let ram = plan.ram().iter().map(ram_file).collect::<Result<Vec<_>>>()?;
     let path = |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let (qmp, calls) = (qmp.to_owned(), qmp.with_extension("calls"));
-    let paths = Paths { qmp, ram: ram.iter().map(path).collect(), calls, stores: None };
+    let paths =
+        Paths { qmp, ram: ram.iter().map(path).collect(), calls, stores: None, cards: Vec::new() };
     let augmented = plan.for_restore(&paths)?;
     let inherit: Vec<_> = ram.iter().map(AsFd::as_fd).collect();
     Ok(Hypervisor(firn_vmm::launch(&augmented.args, &inherit, &dir.join("recorded.log"))?))

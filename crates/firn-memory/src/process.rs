@@ -195,8 +195,11 @@ impl Process {
         Some(Descriptor { number, target: OsString::from_vec(target.into_bytes()) })
     }
 
-    /// A copy of one of its descriptors.
-    pub(crate) fn copy_descriptor(&self, number: i32) -> Result<OwnedFd, ProcessError> {
+    /// A copy of one of its descriptors, by its number there.
+    ///
+    /// # Errors
+    /// If it has none of that number, or is gone; if this user may not trace it (`pidfd_getfd(2)`).
+    pub fn copy_descriptor(&self, number: i32) -> Result<OwnedFd, ProcessError> {
         pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty())
             .map_err(|errno| self.error("copying a descriptor (pidfd_getfd)", errno))
     }

@@ -81,6 +81,8 @@ pub enum Action {
     BeginProtection(ProtectRequest),
     /// Run the standby's VM; reports by [`Event::RestoreEnded`], or [`Event::TakeUpRefused`].
     TakeUp(ClientId),
+    /// Let out what the VM's network cards hold, and tell this command whether they held anything.
+    LetOut(Option<ClientId>),
     /// End the hypervisor; reports by [`Event::HypervisorGone`], or [`Event::StopFailed`].
     EndHypervisor(StopRequest),
     /// End the hypervisor at once, whatever it does.
@@ -113,8 +115,10 @@ enum Activity {
         then_stop: bool,
     },
     Restoring,
-    /// `asked` is told when the first epoch is committed, `releasing` when it is over; then the VM may be to end.
+    /// `asked` is told when the first epoch is committed, `releasing` when it is over; then the VM may be to end. `alone`: what was
+    /// held leaves when the backup is lost.
     Protecting {
+        alone: bool,
         asked: Option<ClientId>,
         releasing: Vec<ClientId>,
         then_stop: Option<StopRequest>,
@@ -283,8 +287,8 @@ impl Core {
         if let Some(busy) = self.busy() {
             return vec![failed(client, busy)];
         }
-        let (releasing, then_stop) = (Vec::new(), None);
-        self.activity = Activity::Protecting { asked: Some(client), releasing, then_stop };
+        let (releasing, then_stop, alone) = (Vec::new(), None, request.alone);
+        self.activity = Activity::Protecting { alone, asked: Some(client), releasing, then_stop };
         vec![Action::BeginProtection(request)]
     }
 
@@ -294,22 +298,37 @@ impl Core {
         asked.take().into_iter().map(|client| done(client, facts.clone())).collect()
     }
 
+    /// A VM that is protected no longer may still hold what it sends.
     fn release(&mut self, client: ClientId) -> Vec<Action> {
-        let Activity::Protecting { releasing, .. } = &mut self.activity else {
-            let idle = Failure::new(FailureKind::Usage, "the VM is not being protected");
-            return vec![failed(client, idle.hint("`firn protect` begins that"))];
-        };
-        releasing.push(client);
-        vec![Action::CancelSave]
+        match &mut self.activity {
+            Activity::Protecting { releasing, .. } => {
+                releasing.push(client);
+                vec![Action::CancelSave]
+            }
+            Activity::Standby { .. } => {
+                let standby = Failure::new(FailureKind::Usage, "the VM is a standby");
+                vec![failed(client, standby.hint("`firn release` is for its primary"))]
+            }
+            _ => vec![Action::LetOut(Some(client))],
+        }
     }
 
     fn protection_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
-        let Activity::Protecting { then_stop, .. } = &mut self.activity else { return Vec::new() };
+        let Activity::Protecting { alone, releasing, then_stop, .. } = &mut self.activity else {
+            return Vec::new();
+        };
         let then_stop = then_stop.take();
-        let mut actions = match result {
+        // A VM that ends may be gone on with by its standby.
+        let lets_out = match &result {
+            Ok(_) => !releasing.is_empty() && then_stop.is_none(),
+            Err(failure) => *alone && failure.kind != FailureKind::Ended,
+        };
+        let mut actions = Vec::new();
+        actions.extend((lets_out && self.gone.is_none()).then_some(Action::LetOut(None)));
+        actions.extend(match result {
             Err(failure) => self.failed(failure),
             Ok(facts) => self.over(Ok(facts)),
-        };
+        });
         if self.gone.is_none() {
             actions.extend(then_stop.map(Action::EndHypervisor));
         }
@@ -394,7 +413,9 @@ impl Core {
 
     fn restore_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
         match result {
-            _ if !matches!(self.activity, Activity::Restoring | Activity::Standby { .. }) => Vec::new(),
+            _ if !matches!(self.activity, Activity::Restoring | Activity::Standby { .. }) => {
+                Vec::new()
+            }
             Ok(facts) => self.over(Ok(facts)),
             Err(failure) if failure.kind.is_cut_short() => self.failed(failure),
             Err(failure) => {

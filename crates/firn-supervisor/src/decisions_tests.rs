@@ -52,7 +52,7 @@ fn two_checkpoints_at_once_are_one_too_many() {
 
 fn protect() -> Request {
     let to = "unix:/standby".parse().unwrap();
-    Request::Protect(ProtectRequest { to, interval_ms: 100, predicts: true })
+    Request::Protect(ProtectRequest { to, interval_ms: 100, predicts: true, alone: false })
 }
 
 fn protecting() -> Core {
@@ -72,8 +72,28 @@ fn a_protected_vm_is_busy_until_it_is_released() {
         assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
     }
     assert_eq!(core.on(Event::Request(B, Request::Release)), [Action::CancelSave]);
-    assert_eq!(core.on(Event::ProtectionEnded(Ok(json!(2)))), [done(B, json!(2))]);
+    let let_out = Action::LetOut(None);
+    assert_eq!(core.on(Event::ProtectionEnded(Ok(json!(2)))), [let_out, done(B, json!(2))]);
     assert!(core.is_idle());
+}
+
+#[test]
+fn what_is_held_leaves_only_when_that_is_asked_for() {
+    let ended = |core: &mut Core, how| core.on(Event::ProtectionEnded(how));
+    let lets_out = |actions: &[Action]| actions.contains(&Action::LetOut(None));
+    let mut core = protecting();
+    assert!(!lets_out(&ended(&mut core, Err(fail()))), "its standby may run");
+    assert_eq!(core.on(Event::Request(B, Request::Release)), [Action::LetOut(Some(B))]);
+    let mut core = protecting();
+    core.on(Event::Terminate);
+    assert!(!lets_out(&ended(&mut core, Ok(json!(1)))), "the VM is let go of");
+    let Request::Protect(request) = protect() else { unreachable!() };
+    let request = Request::Protect(ProtectRequest { alone: true, ..request });
+    for (kind, leaves) in [(FailureKind::Other, true), (FailureKind::Ended, false)] {
+        let mut core = Core::new(false);
+        core.on(Event::Request(A, request.clone()));
+        assert_eq!(lets_out(&ended(&mut core, Err(Failure::new(kind, "lost")))), leaves);
+    }
 }
 
 #[test]
@@ -351,6 +371,7 @@ proptest! {
                     Action::Reply(client, reply) if reply.is_last() => {
                         prop_assert!(waiting.remove(&client), "{client:?} was not waiting");
                     }
+                    Action::LetOut(Some(client)) => prop_assert!(waiting.remove(&client)),
                     Action::ReplyStatus(client) => prop_assert!(waiting.remove(&client)),
                     Action::LetGo | Action::RecordEnd { .. } => over = true,
                     _ => {}

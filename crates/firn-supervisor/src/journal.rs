@@ -37,6 +37,7 @@ use crate::failure::Failure;
 use crate::identity::ProcessIdentity;
 use crate::meta::Meta;
 use crate::name::VmName;
+use crate::network::Card;
 
 /// The journal's own version: another Firn's journal is not guessed at.
 pub const VERSION: u32 = 2;
@@ -97,6 +98,9 @@ pub struct Journal {
     /// They are to go with the VM.
     #[serde(default)]
     pub discard: bool,
+    /// Its network cards let nothing out until it is released: a standby may run.
+    #[serde(default)]
+    pub shut: bool,
 }
 
 /// A hypervisor process that runs a VM.
@@ -125,6 +129,9 @@ pub struct Machine {
     /// The file that names the applications that may call, if any may.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calls: Option<PathBuf>,
+    /// Its network cards whose frames pass through the supervisor.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cards: Vec<Card>,
     /// Whether its writes are followed between checkpoints: then, too, a dead supervisor has left it registered.
     #[serde(default)]
     pub followed: bool,
@@ -266,6 +273,7 @@ impl Journal {
             recoveries: 0,
             overlays: Vec::new(),
             discard: false,
+            shut: false,
         }
     }
 

@@ -24,6 +24,7 @@ use crate::guard::{self, Restarts};
 use crate::identity::ProcessHandle;
 use crate::journal::{Exit, Journal, JournalFile, Phase, now};
 use crate::lock::{self, Role};
+use crate::network::CardStatus;
 use crate::protection::Protection;
 use crate::protocol::{Progress, ProtectRequest, Reply, SaveRequest, StopRequest};
 use crate::runtime::{RuntimeDir, VmDir};
@@ -58,6 +59,12 @@ pub(crate) trait Operations: Send + Sync + 'static {
 
     /// What there is to say of its epochs, if it is protected.
     fn protection(&self) -> Option<Protection>;
+
+    /// What there is to say of its network cards.
+    fn network(&self) -> Vec<CardStatus>;
+
+    /// Lets out what its network cards hold, and what follows. `false` if they hold nothing.
+    fn let_out(&self) -> Result<bool, Failure>;
 
     /// Nothing is going on but the guest: begins what is done meanwhile. May be called again.
     fn rest(&self);
@@ -161,6 +168,7 @@ impl Loop {
             Action::BeginSave { request, then_stop } => self.begin_save(request, then_stop)?,
             Action::BeginProtection(request) => self.begin_protection(request)?,
             Action::TakeUp(client) => self.take_up(client),
+            Action::LetOut(client) => self.let_out(client),
             Action::CancelSave => self.cancel.store(true, Ordering::Relaxed),
             Action::EndHypervisor(request) => self.end_hypervisor(request)?,
             Action::KillHypervisor { discard } => self.kill(discard)?,
@@ -187,6 +195,7 @@ impl Loop {
         status.progress = self.core.progress().cloned();
         status.supervisor_pid = Some(std::process::id() as i32);
         status.protection = self.keeper.operations.protection();
+        status.network = self.keeper.operations.network();
         let standby = self.keeper.standby.as_ref().filter(|_| status.state == "standby");
         status.standby = standby.map(|standby| standby.now());
         status.guard_pid = lock::holder(self.keeper.vm.path(), Role::Guard)?;
@@ -236,6 +245,23 @@ impl Loop {
         if let Err(failure) = begun {
             let _ = self.sender.send(Event::TakeUpRefused(client, failure));
         }
+    }
+
+    /// Without a client it is what follows of something else.
+    fn let_out(&self, client: Option<ClientId>) {
+        let nothing = || {
+            let text = "the VM is not being protected";
+            Failure::new(FailureKind::Usage, text).hint("`firn protect` begins that")
+        };
+        let reply = match self.keeper.operations.let_out() {
+            Ok(true) => Reply::Done { facts: serde_json::json!({ "released": true }) },
+            Ok(false) => Reply::Failed(nothing()),
+            Err(failure) => {
+                tracing::error!("{failure}");
+                Reply::Failed(failure)
+            }
+        };
+        client.into_iter().for_each(|client| self.clients.send(client, &reply));
     }
 
     fn end_hypervisor(&self, request: StopRequest) -> io::Result<()> {

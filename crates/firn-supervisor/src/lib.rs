@@ -36,7 +36,9 @@ mod lock;
 mod log;
 mod meta;
 mod name;
+mod network;
 mod operations;
+mod percentiles;
 mod protection;
 mod protocol;
 mod qemu;
@@ -64,7 +66,9 @@ pub use identity::{ProcessHandle, ProcessIdentity};
 pub use journal::{Exit, Journal, JournalError, Note, Phase};
 pub use meta::{FrozenDrive, Meta, Mismatch, Qemu};
 pub use name::{NAME_BYTES_MAX, VmName, VmNameError};
-pub use protection::{Percentiles, Protection};
+pub use network::{Card, CardStatus};
+pub use percentiles::Percentiles;
+pub use protection::Protection;
 pub use protocol::{
     Plan, Progress, ProtectRequest, Reply, Request, RestoreDisks, RestoreNow, SaveChoices,
     SaveDisks, SaveRequest, StopRequest,

@@ -21,6 +21,7 @@ use crate::identity::ProcessHandle;
 use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase, now};
 use crate::keep::Operations;
 use crate::meta::Meta;
+use crate::network::{CardStatus, HELD, Network};
 use crate::protection::{Protecting, Protection};
 use crate::protocol::{Progress, ProtectRequest, SaveChoices, SaveRequest, StopRequest};
 use crate::qemu::{self, Memory};
@@ -35,6 +36,7 @@ pub(crate) struct Qemu {
     changes: Arc<Changes>,
     calls: Calls,
     protecting: Protecting,
+    network: Arc<Network>,
     vm: VmDir,
 }
 
@@ -98,17 +100,40 @@ impl Operations for Qemu {
         self.usage.finish();
         self.changes.finish();
         self.enter(Phase::Protecting, |_| ())?;
-        let ended = self.protecting.run(&machine, request, release, begun, progress);
+        let network = &self.network;
+        let ended = self.protecting.run(&machine, request, network, release, begun, progress);
         let ended = ended.map_err(|failure| self.unless_ended(failure));
-        self.enter(Phase::Running, |journal| match &ended {
-            Ok(()) => journal.note_success("released"),
-            Err(failure) => journal.note_failure(format!("not protected any more: {failure}")),
+        let shut = network.is_shut();
+        let held = if shut { HELD } else { "" };
+        self.enter(Phase::Running, |journal| {
+            journal.shut = shut;
+            match &ended {
+                Ok(()) => journal.note_success(format!("released{held}")),
+                Err(failure) => {
+                    journal.note_failure(format!("not protected any more: {failure}{held}"));
+                }
+            }
         })?;
         ended.map(|()| json!({ "released": true }))
     }
 
     fn protection(&self) -> Option<Protection> {
         self.protecting.now()
+    }
+
+    fn network(&self) -> Vec<CardStatus> {
+        self.network.now()
+    }
+
+    fn let_out(&self) -> Result<bool, Failure> {
+        let was_shut = self.network.is_shut();
+        let change = |journal: &mut Journal| {
+            journal.shut = false;
+            journal.last.iter_mut().for_each(|note| note.text = note.text.replace(HELD, ""));
+        };
+        self.journal.update(change).doing("writing the journal")?;
+        self.network.let_out();
+        Ok(was_shut)
     }
 
     fn rest(&self) {
@@ -151,10 +176,11 @@ impl Qemu {
     pub(crate) fn new(
         journal: Arc<JournalFile>,
         hypervisor: Arc<ProcessHandle>,
+        network: Arc<Network>,
         vm: &VmDir,
     ) -> Self {
         let (usage, changes, calls, protecting) = Default::default();
-        Self { journal, hypervisor, usage, changes, calls, protecting, vm: vm.clone() }
+        Self { journal, hypervisor, usage, changes, calls, protecting, network, vm: vm.clone() }
     }
 
     /// Follows what the guest writes, and tells its applications what they did.

@@ -1,6 +1,5 @@
 //! Protecting a VM: its epochs to a backup, and what there is to say about them.
 
-use std::collections::VecDeque;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,11 +12,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::{Context, Failure, FailureKind};
 use crate::journal::Machine;
+use crate::network::Network;
+use crate::percentiles::{Newest, Percentiles};
 use crate::protocol::{Progress, ProtectRequest};
 use crate::qemu;
-
-/// Epochs that percentiles are taken over: the newest.
-const KEPT: usize = 1000;
 
 /// What `firn status` says of a VM's epochs, where it runs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -48,36 +46,6 @@ pub struct Protection {
     pub unchanged: u64,
 }
 
-/// Of the newest thousand epochs, by nearest rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Percentiles {
-    /// Half are not above it.
-    pub p50: f64,
-    /// 95 of 100 are not above it.
-    pub p95: f64,
-}
-
-/// The newest values of something.
-#[derive(Debug, Default)]
-struct Newest(VecDeque<f64>);
-
-impl Newest {
-    fn push(&mut self, value: f64) {
-        if self.0.len() == KEPT {
-            self.0.pop_front();
-        }
-        self.0.push_back(value);
-    }
-
-    fn percentiles(&self) -> Percentiles {
-        let mut sorted: Vec<f64> = self.0.iter().copied().collect();
-        sorted.sort_by(f64::total_cmp);
-        let rank = |percent: usize| (sorted.len() * percent).div_ceil(100).saturating_sub(1);
-        let at = |percent| sorted.get(rank(percent)).copied().unwrap_or_default();
-        Percentiles { p50: at(50), p95: at(95) }
-    }
-}
-
 #[derive(Debug, Default)]
 struct Tally {
     now: Protection,
@@ -89,7 +57,7 @@ struct Tally {
 impl Tally {
     fn hear(&mut self, told: Told) {
         match told {
-            Told::Seeding(_) => {}
+            Told::Seeding(_) | Told::Still(_) | Told::Committed(_) => {}
             Told::Cut(CutNumbers { epoch, downtime_ms, copied, .. }) => {
                 self.now.epoch = epoch.0;
                 self.downtime_ms.push(downtime_ms);
@@ -132,6 +100,7 @@ impl Protecting {
         &self,
         machine: &Machine,
         request: &ProtectRequest,
+        network: &Network,
         release: &AtomicBool,
         begun: &dyn Fn(),
         progress: &dyn Fn(Progress),
@@ -155,12 +124,14 @@ impl Protecting {
         *self.tally() = Some(Tally { now, ..Tally::default() });
         let total = machine.meta.memory_bytes;
         let told = |told: Told| {
-            if let Told::Seeding(pages) = told {
-                progress(Progress::new(
-                    "copying all memory",
-                    pages * firn_types::PAGE_SIZE as u64,
-                    total,
-                ));
+            match told {
+                Told::Seeding(pages) => {
+                    let bytes = pages * firn_types::PAGE_SIZE as u64;
+                    progress(Progress::new("copying all memory", bytes, total));
+                }
+                Told::Still(epoch) => network.cut(epoch),
+                Told::Committed(epoch) => network.committed(epoch),
+                _ => {}
             }
             if self.hear(told) {
                 begun();
@@ -168,6 +139,7 @@ impl Protecting {
         };
         let interval = Duration::from_millis(interval_ms);
         let options = Options { interval, predicts: request.predicts, ..Options::default() };
+        network.begin();
         let ended = primary::protect(guest, &stream, &hello, options, release, &told);
         *self.tally() = None;
         ended.map_err(|error| failure(&error))
@@ -205,17 +177,4 @@ fn failure(error: &PrimaryError) -> Failure {
         _ => FailureKind::Other,
     };
     Failure::from_error(kind, error)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn percentiles_are_of_the_newest() {
-        let mut newest = Newest::default();
-        assert_eq!(newest.percentiles(), Percentiles::default());
-        (0..1100).for_each(|value| newest.push(f64::from(value)));
-        assert_eq!(newest.percentiles(), Percentiles { p50: 599.0, p95: 1049.0 });
-    }
 }

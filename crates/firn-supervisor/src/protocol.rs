@@ -12,6 +12,7 @@
 //! this version is answered by `failed`, and the connection stays usable. A connection may carry several requests, one
 //! after another. Starting a supervisor speaks the same replies over a pipe, with a [`Plan`] in place of the request.
 
+use std::collections::BTreeMap;
 use std::io::{self, BufRead, Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -68,6 +69,9 @@ pub struct ProtectRequest {
     pub interval_ms: u64,
     /// What was written in one epoch starts the next writable.
     pub predicts: bool,
+    /// When the backup is lost, what was held leaves, and the VM goes on alone.
+    #[serde(default)]
+    pub alone: bool,
 }
 
 /// How to save.
@@ -220,6 +224,9 @@ pub enum Plan {
     Standby {
         /// Where its primary connects to.
         listen: Endpoint,
+        /// Network cards, by their ids, that have another uplink here.
+        #[serde(default)]
+        uplinks: BTreeMap<String, String>,
     },
 }
 

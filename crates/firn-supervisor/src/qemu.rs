@@ -18,6 +18,7 @@ use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, Machine, now};
 use crate::meta::{self, FrozenDrive, Meta, Qemu};
+use crate::network::Card;
 use crate::protocol::StopRequest;
 
 /// How long QEMU may take to answer a monitor command.
@@ -143,6 +144,8 @@ pub(crate) struct Known {
     pub(crate) directory: PathBuf,
     /// The drives of the image that it was restored from.
     pub(crate) drives: Vec<FrozenDrive>,
+    /// Its network cards whose frames pass through the supervisor.
+    pub(crate) cards: Vec<Card>,
 }
 
 /// Asks a QEMU what the journal, and later an image, has to say of it.
@@ -188,6 +191,7 @@ pub(crate) fn describe(
         since: now(),
         access_bits: None,
         calls: None,
+        cards: known.cards,
         followed: false,
     })
 }

@@ -13,10 +13,12 @@ use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{self, ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, Journal, JournalFile, Machine, Phase, now};
 use crate::keep;
+use crate::network::HELD;
 use crate::qemu;
 use crate::recovery::{Recovery, Remains, decide};
 use crate::restore;
 use crate::runtime::VmDir;
+use crate::standby::announce;
 use crate::start::Started;
 
 /// The VM to go on with, if there is one.
@@ -144,8 +146,9 @@ impl Recoverer<'_> {
             let_go_of_memory(&machine)?;
         }
         let hypervisor = Arc::new(hypervisor);
-        let started =
-            Started { hypervisor, restoring: None, standby: None, facts: json!(null), guard: None };
+        let (restoring, standby, network, guard) = (None, None, None, None);
+        let facts = json!(null);
+        let started = Started { hypervisor, restoring, standby, network, facts, guard };
         Ok(Some((self.journal, started)))
     }
 
@@ -164,8 +167,9 @@ impl Recoverer<'_> {
                 .update(|journal| journal.phase = Phase::Running)
                 .doing("writing the journal")?;
         }
-        let started =
-            Started { hypervisor, restoring, standby: None, facts: json!(null), guard: None };
+        let (standby, network, guard) = (None, None, None);
+        let facts = json!(null);
+        let started = Started { hypervisor, restoring, standby, network, facts, guard };
         Ok(Some((self.journal, started)))
     }
 
@@ -190,12 +194,23 @@ impl Recoverer<'_> {
         let_go_of_memory(&machine)?;
         let state = qemu::connect(&machine.qmp)?.status().doing("asking whether the VM runs")?;
         let how = if state.running { "the VM runs on" } else { "the VM stands still" };
-        let text = format!("the VM is not protected any more: the supervisor died; {how}");
-        self.running(|journal| journal.note_failure(text))
+        // Of what it had, the standby may run any epoch but the newest.
+        let is_shut = !machine.cards.is_empty();
+        let held = if is_shut { HELD } else { "" };
+        let text = format!("the VM is not protected any more: the supervisor died; {how}{held}");
+        self.running(|journal| {
+            journal.shut |= is_shut;
+            journal.note_failure(text);
+        })
     }
 
     fn finish_failover(&self) -> Result<(), Failure> {
-        resume(&self.machine()?, true)?;
+        let machine = self.machine()?;
+        resume(&machine, true)?;
+        match qemu::connect(&machine.qmp) {
+            Ok(mut vm) => announce(&mut vm),
+            Err(failure) => tracing::warn!("the VM's addresses are not announced: {failure}"),
+        }
         self.running(|journal| journal.note_success("the standby runs"))
     }
 

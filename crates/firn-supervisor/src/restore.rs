@@ -37,6 +37,7 @@ use crate::journal::{Journal, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
 use crate::learned::{self, Learning};
 use crate::meta::{self, Meta, Mismatch};
+use crate::network::Sockets;
 use crate::protocol::{Progress, RestoreDisks, RestoreNow};
 use crate::qemu::{self, Known, Memory};
 use crate::runtime::VmDir;
@@ -148,7 +149,8 @@ pub(crate) fn restore(
     let restoring = Some(work.boxed());
     let hypervisor = child.keep()?;
     own.keep();
-    Ok(Started { hypervisor, restoring, standby: None, facts, guard: None })
+    let (standby, network, guard) = (None, None, None);
+    Ok(Started { hypervisor, restoring, standby, network, facts, guard })
 }
 
 /// Whether applications of this VM can call, and who may.
@@ -338,10 +340,12 @@ fn launch(
         .and_then(|plan| plan.with_drives(own.files()))
         .map_err(start::refused)?;
     let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
-    let augmented = plan.for_restore(&start::paths(place, &ram)).map_err(start::refused)?;
+    let sockets = Sockets::make(plan.cards(), &meta.qemu.directory)?;
+    let paths = start::paths(place, &ram, &sockets);
+    let augmented = plan.for_restore(&paths).map_err(start::refused)?;
     start::enter(&meta.qemu.directory);
     let prefill = prefill_of(image, options, plan.ram(), &ram);
-    let child = start::launch(place.vm, &augmented, ram)?;
+    let child = start::launch(place.vm, &augmented, ram, &sockets)?;
     Ok((child, augmented.args, prefill))
 }
 
@@ -381,6 +385,7 @@ fn describe(
         args,
         directory: meta.qemu.directory.clone(),
         drives: meta.drives.clone(),
+        cards: child.cards.clone(),
     };
     qemu::describe(vm, known, layout, place.vm.name().as_str())
 }

@@ -12,6 +12,7 @@
 //! leaves what is committed: the standby waits for the failover. Device state is in the supervisor alone: until a failover has put it
 //! into the hypervisor, nothing outlives the supervisor. From then on the VM does.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -33,6 +34,7 @@ use crate::failure::{Context, Failure, FailureKind};
 use crate::journal::{Journal, JournalFile, Phase};
 use crate::keep::Restoring;
 use crate::meta::Meta;
+use crate::network::{Network, Sockets};
 use crate::protocol::Progress;
 use crate::qemu::{self, Known};
 use crate::restore::{look, refuse, write_aux};
@@ -110,6 +112,7 @@ impl Takeover {
 pub(crate) fn standby(
     place: &Place<'_>,
     listen: &Endpoint,
+    uplinks: &BTreeMap<String, String>,
     tell: &mut dyn FnMut(Progress),
 ) -> Result<Started, Failure> {
     tell(Progress::new("waiting for the primary", 0, 0));
@@ -117,7 +120,7 @@ pub(crate) fn standby(
     let (receiver, hello) = Receiver::meet(&stream)
         .map_err(|error| Failure::from_error(FailureKind::Refused, &error))
         .map_err(|failure| failure.while_doing("meeting the primary"))?;
-    match Prepared::of(place, &hello) {
+    match Prepared::of(place, &hello, uplinks) {
         Ok(prepared) => prepared.started(place, receiver, stream, hello),
         Err(failure) => {
             receiver.refuse(&failure.to_string());
@@ -132,21 +135,32 @@ struct Prepared {
     vm: Vm,
     ram: RamFiles,
     process: Arc<Process>,
+    network: Arc<Network>,
     facts: serde_json::Value,
 }
 
 impl Prepared {
-    fn of(place: &Place<'_>, hello: &Hello) -> Result<Self, Failure> {
+    fn of(
+        place: &Place<'_>,
+        hello: &Hello,
+        uplinks: &BTreeMap<String, String>,
+    ) -> Result<Self, Failure> {
         let meta: Meta = serde_json::from_value(hello.meta.clone())
             .doing_or(FailureKind::Refused, "reading what the primary says of its VM")?;
         refuse(&meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file))), false)?;
-        let plan = command_line::plan(&meta.qemu.user_args).map_err(start::refused)?;
+        let user_args =
+            uplinks.iter().try_fold(meta.qemu.user_args.clone(), |args, (id, path)| {
+                command_line::with_uplink(&args, id, path).map_err(start::refused)
+            })?;
+        let plan = command_line::plan(&user_args).map_err(start::refused)?;
+        let sockets = Sockets::make(plan.cards(), &meta.qemu.directory)?;
         let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
-        let augmented = plan.for_restore(&start::paths(place, &ram)).map_err(start::refused)?;
+        let paths = start::paths(place, &ram, &sockets);
+        let augmented = plan.for_restore(&paths).map_err(start::refused)?;
         let files = ram.iter().map(std::fs::File::try_clone).collect::<Result<_, _>>();
         let files = files.doing("making the VM's memory")?;
         start::enter(&meta.qemu.directory);
-        let child = start::launch(place.vm, &augmented, ram)?;
+        let child = start::launch(place.vm, &augmented, ram, &sockets)?;
         let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp())
             .map_err(|failure| start::with_output(failure, place.vm))?;
         refuse(meta.qemu_mismatch(&vm.version().to_string()).as_slice(), false)?;
@@ -159,10 +173,11 @@ impl Prepared {
             process: child.identity.clone(),
             qmp: place.vm.qmp(),
             launched: true,
-            user_args: meta.qemu.user_args.clone(),
+            user_args,
             args: augmented.args,
             directory: meta.qemu.directory.clone(),
             drives: meta.drives.clone(),
+            cards: child.cards.clone(),
         };
         let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
         let facts = start::facts(&machine, &[]);
@@ -176,7 +191,8 @@ impl Prepared {
         place.journal.update(change).doing("writing the journal")?;
         firn_fault::point("standby.ready");
         let ram = ram_of(&hello.regions, plan.ram(), files)?;
-        Ok(Self { child, vm, ram, process: memory.process, facts })
+        let network = Network::open(child.identity.pid, &child.cards, Vec::new(), true)?;
+        Ok(Self { child, vm, ram, process: memory.process, network: Arc::new(network), facts })
     }
 
     fn started(
@@ -189,12 +205,14 @@ impl Prepared {
         let takeover = Takeover::new(stream);
         let standby = Standby::new(hello.regions, self.ram);
         let (vm, process, journal) = (self.vm, self.process, place.journal_handle());
-        let work =
-            Work { receiver, standby, vm, process, journal, takeover: Arc::clone(&takeover) };
+        let network = Arc::clone(&self.network);
+        let taking = Arc::clone(&takeover);
+        let work = Work { receiver, standby, vm, process, journal, network, takeover: taking };
         let restoring = Some(work.boxed());
         let hypervisor = self.child.keep()?;
         let standby = Some(takeover);
-        Ok(Started { hypervisor, restoring, standby, facts: self.facts, guard: None })
+        let network = Some(self.network);
+        Ok(Started { hypervisor, restoring, standby, network, facts: self.facts, guard: None })
     }
 }
 
@@ -219,6 +237,7 @@ struct Work {
     vm: Vm,
     process: Arc<Process>,
     journal: Arc<JournalFile>,
+    network: Arc<Network>,
     takeover: Arc<Takeover>,
 }
 
@@ -232,7 +251,7 @@ impl Work {
         let ended = self.receiver.receive(&mut self.standby, &mut |far| takeover.hear(far));
         self.takeover.wait(&ended);
         let since = Instant::now();
-        let Self { standby, mut vm, process, journal, .. } = self;
+        let Self { standby, mut vm, process, journal, network, .. } = self;
         let committed =
             standby.take_up().map_err(|error| Failure::from_error(FailureKind::Other, &error))?;
         let Committed { epoch, devices, aux, .. } = committed;
@@ -242,11 +261,20 @@ impl Work {
         let enter = |phase| journal.update(|it| it.phase = phase).doing("writing the journal");
         enter(Phase::Standby { started: true })?;
         firn_fault::point("failover.started");
+        network.plug();
         vm.cont().doing("letting the VM run")?;
+        announce(&mut vm);
         firn_fault::point("failover.running");
         enter(Phase::Running)?;
         let took_ms = since.elapsed().as_secs_f64() * 1e3;
         tracing::info!("runs from the end of {epoch}, after {took_ms:.1} ms");
         Ok(json!({ "epoch": epoch, "took_ms": took_ms }))
+    }
+}
+
+/// Tells switches where the VM's addresses are now. One that can't be told finds out when the VM sends something.
+pub(crate) fn announce(vm: &mut Vm) {
+    if let Err(error) = vm.announce() {
+        tracing::warn!("the VM's addresses are not announced: {error}");
     }
 }

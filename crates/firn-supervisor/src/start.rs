@@ -19,6 +19,7 @@ use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
 use crate::meta::Meta;
+use crate::network::{Card, Network, Sockets};
 use crate::qemu::{self, Known};
 use crate::runtime::VmDir;
 use crate::standby::Takeover;
@@ -52,6 +53,8 @@ pub(crate) struct Started {
     pub(crate) restoring: Option<Restoring>,
     /// If it does not run yet: how it is made to.
     pub(crate) standby: Option<Arc<Takeover>>,
+    /// Its network cards, if they were opened already.
+    pub(crate) network: Option<Arc<Network>>,
     /// What there is to say about it.
     pub(crate) facts: serde_json::Value,
     /// Its guard, if that was started with it.
@@ -62,6 +65,8 @@ pub(crate) struct Started {
 pub(crate) struct Child {
     pub(crate) identity: ProcessIdentity,
     pub(crate) handle: Option<Arc<ProcessHandle>>,
+    /// Its network cards whose frames pass through the supervisor.
+    pub(crate) cards: Vec<Card>,
     /// Its RAM: the files stay open here until QEMU has opened them itself.
     _ram: Vec<File>,
 }
@@ -114,16 +119,22 @@ pub(crate) fn run(
     };
     let plan = command_line::plan(args).map_err(refused)?;
     let ram = ram_files(plan.ram()).doing("making the VM's memory")?;
-    let augmented = plan.augment(&paths(place, &ram)).map_err(refused)?;
-    let child = launch(place.vm, &augmented, ram)?;
+    let mut sockets = Sockets::make(plan.cards(), &place.directory)?;
+    sockets.connect()?;
+    let augmented = plan.augment(&paths(place, &ram, &sockets)).map_err(refused)?;
+    let child = launch(place.vm, &augmented, ram, &sockets)?;
     let qemu_log = |failure| with_output(failure, place.vm);
     let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp()).map_err(qemu_log)?;
     let machine = get_to_know(place, args, &augmented, &child, &mut vm)
         .map_err(|failure| child.explain(failure, place.vm))?;
     let facts = facts(&machine, &augmented.notes);
     running(place.journal, machine)?;
+    let (pid, connections) = (child.identity.pid, sockets.connections());
+    let network = Network::open(pid, &child.cards, connections, true)
+        .map_err(|failure| child.explain(failure, place.vm))?;
+    let network = Some(Arc::new(network));
     let hypervisor = child.keep()?;
-    Ok(Started { hypervisor, restoring: None, standby: None, facts, guard: None })
+    Ok(Started { hypervisor, restoring: None, standby: None, network, facts, guard: None })
 }
 
 fn get_to_know(
@@ -143,6 +154,7 @@ fn get_to_know(
         args: augmented.args.clone(),
         directory: place.directory.clone(),
         drives: Vec::new(),
+        cards: child.cards.clone(),
     };
     let machine = qemu::describe(vm, known, &layout, place.vm.name().as_str())?;
     place.stores.map(|_| check_stores(&machine.meta)).transpose()?;
@@ -186,12 +198,14 @@ pub(crate) fn attach(
         args,
         directory: before.map_or(directory, |it| it.meta.qemu.directory.clone()),
         drives: before.map(|it| it.meta.drives.clone()).unwrap_or_default(),
+        cards: before.map(|it| it.cards.clone()).unwrap_or_default(),
     };
     let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
     let facts = facts(&machine, &[]);
     running(place.journal, machine)?;
     let hypervisor = Arc::new(hypervisor);
-    Ok(Started { hypervisor, restoring: None, standby: None, facts, guard: None })
+    let (restoring, standby, network, guard) = (None, None, None, None);
+    Ok(Started { hypervisor, restoring, standby, network, facts, guard })
 }
 
 fn same_process(vm: &mut firn_vmm::Vm, pid: i32, qmp: &Path) -> Result<(), Failure> {
@@ -240,12 +254,13 @@ pub(crate) fn ram_files(plans: &[RamPlan]) -> io::Result<Vec<File>> {
     plans.iter().map(file).collect()
 }
 
-pub(crate) fn paths(place: &Place<'_>, ram: &[File]) -> Paths {
+pub(crate) fn paths(place: &Place<'_>, ram: &[File], sockets: &Sockets) -> Paths {
     let path = |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let vm = place.vm;
     let plugin = |library: &Path| Plugin { library: library.to_owned(), orders: vm.stores() };
     let stores = place.stores.map(plugin);
-    Paths { qmp: vm.qmp(), ram: ram.iter().map(path).collect(), calls: vm.calls(), stores }
+    let (qmp, calls, cards) = (vm.qmp(), vm.calls(), sockets.numbers());
+    Paths { qmp, ram: ram.iter().map(path).collect(), calls, stores, cards }
 }
 
 /// Goes to where a QEMU that is to be started ran before, if that directory is still there.
@@ -256,13 +271,19 @@ pub(crate) fn enter(directory: &Path) {
 }
 
 /// Starts QEMU.
-pub(crate) fn launch(vm: &VmDir, augmented: &Augmented, ram: Vec<File>) -> Result<Child, Failure> {
-    let inherit: Vec<_> = ram.iter().map(AsFd::as_fd).collect();
+pub(crate) fn launch(
+    vm: &VmDir,
+    augmented: &Augmented,
+    ram: Vec<File>,
+    sockets: &Sockets,
+) -> Result<Child, Failure> {
+    let cards = sockets.cards()?;
+    let inherit: Vec<_> = ram.iter().map(AsFd::as_fd).chain(sockets.all()).collect();
     let launched = firn_vmm::launch(&augmented.args, &inherit, &vm.qemu_log())
         .doing("starting QEMU")
         .map_err(|failure| failure.hint("is QEMU installed? `firn doctor` tells"))?;
     let (identity, handle) = identify(launched, vm)?;
-    Ok(Child { identity, handle: Some(Arc::new(handle)), _ram: ram })
+    Ok(Child { identity, handle: Some(Arc::new(handle)), cards, _ram: ram })
 }
 
 /// From here on its end is found out by pidfd, and collected by [`ProcessHandle::exit`].

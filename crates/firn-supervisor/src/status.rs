@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::disks::left_behind;
 use crate::journal::{Exit, Journal, Note, Phase};
 use crate::name::VmName;
+use crate::network::CardStatus;
 use crate::protection::Protection;
 use crate::protocol::Progress;
 use crate::standby::Readiness;
@@ -59,6 +60,9 @@ pub struct Status {
     /// Of a standby: what it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standby: Option<Readiness>,
+    /// Its network cards whose frames pass through Firn.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub network: Vec<CardStatus>,
     /// Process ids of the supervisor and the guard.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub supervisor_pid: Option<i32>,
@@ -98,6 +102,7 @@ impl Status {
             recoveries: journal.recoveries,
             protection: None,
             standby: None,
+            network: Vec::new(),
             supervisor_pid: None,
             guard_pid: None,
         }

@@ -16,10 +16,11 @@ use std::time::{Duration, Instant};
 use crate::client::Starter;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::guard;
-use crate::journal::{Journal, JournalFile, Phase};
+use crate::journal::{Journal, JournalFile, Machine, Phase};
 use crate::keep::Keeper;
 use crate::lock::{Role, RoleLock};
 use crate::name::VmName;
+use crate::network::Network;
 use crate::operations::Qemu;
 use crate::protocol::{self, LINE_BYTES_MAX, Plan, Reply};
 use crate::recover::take_over;
@@ -104,7 +105,9 @@ impl Begun {
         let launching = (!matches!(plan, Plan::Attach { .. })).then(|| vm.qmp());
         let machine = before.as_ref().and_then(|journal| journal.machine.clone());
         let overlays = before.as_ref().map(|it| it.overlays.clone()).unwrap_or_default();
-        let journal = Journal { machine, overlays, ..Journal::new(vm.name().clone(), launching) };
+        let shut = before.as_ref().is_some_and(|journal| journal.shut);
+        let journal =
+            Journal { machine, overlays, shut, ..Journal::new(vm.name().clone(), launching) };
         let journal = JournalFile::create(vm.journal(), journal).doing("writing the journal")?;
         Ok(Self { vm: vm.clone(), journal: Arc::new(journal), before, _role: role })
     }
@@ -126,7 +129,9 @@ impl Begun {
         let guard = guard::handle_of(&guard).doing("starting the guard")?;
         let mut tell = |progress| starter.tell(&Reply::Progress(progress));
         let started = match plan {
-            Plan::Standby { listen } => standby::standby(&place, listen, &mut tell),
+            Plan::Standby { listen, uplinks } => {
+                standby::standby(&place, listen, uplinks, &mut tell)
+            }
             Plan::Run { args, .. } => start::run(&place, args, plan.calls()),
             Plan::Attach { pid, qmp, .. } => {
                 let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
@@ -223,8 +228,12 @@ fn keep(
     ready: impl FnOnce(),
 ) -> io::Result<()> {
     let hypervisor = started.hypervisor;
+    let network = started.network.unwrap_or_else(|| network_of(&journal));
+    if started.standby.is_none() {
+        network.plug();
+    }
     let (journals, hypervisors) = (Arc::clone(&journal), Arc::clone(&hypervisor));
-    let operations = Arc::new(Qemu::new(journals, hypervisors, vm));
+    let operations = Arc::new(Qemu::new(journals, hypervisors, network, vm));
     let keeper = Keeper {
         base: base.clone(),
         vm: vm.clone(),
@@ -236,6 +245,22 @@ fn keep(
         guard: started.guard,
     };
     keeper.keep(ready)
+}
+
+/// A VM whose network cards are out of reach runs on without them, and says so.
+fn network_of(journal: &JournalFile) -> Arc<Network> {
+    let Journal { machine, shut, .. } = journal.read();
+    let open =
+        |machine: &Machine| Network::open(machine.process.pid, &machine.cards, Vec::new(), !shut);
+    let opened = machine.as_ref().map_or_else(|| Ok(Network::default()), open);
+    Arc::new(opened.unwrap_or_else(|failure| {
+        let text = format!("the VM has no network: {failure}");
+        tracing::error!("{text}");
+        if let Err(error) = journal.update(|journal| journal.note_failure(text)) {
+            tracing::error!("{error}");
+        }
+        Network::default()
+    }))
 }
 
 /// A successor: takes the role of a dead supervisor, puts right what that left, and goes on if there is a VM to look

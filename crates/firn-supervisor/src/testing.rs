@@ -19,6 +19,7 @@ pub fn machine(launched: bool) -> Machine {
         since: 0,
         access_bits: None,
         calls: None,
+        cards: Vec::new(),
         followed: false,
     }
 }

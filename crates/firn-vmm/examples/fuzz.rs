@@ -183,6 +183,7 @@ fn read_command(bytes: &[u8]) {
         ram: vec!["/r".into(); plan.ram().len()],
         calls: "/c".into(),
         stores: None,
+        cards: vec![0; plan.cards().len()],
     };
     let _ = plan.augment(&paths);
     let _ = plan.for_restore(&paths);

@@ -19,6 +19,11 @@ use crate::version::Version;
 /// How long a monitor command may take unless told otherwise. `stop` waits for disks to be flushed.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Five times within a second: at once, and then later and later. In milliseconds, QEMU's own numbers (`qapi/migration.json`).
+fn announcing() -> Value {
+    serde_json::json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 })
+}
+
 /// A running QEMU.
 #[derive(Debug)]
 pub struct Vm {
@@ -124,6 +129,11 @@ impl Vm {
     /// Lets the vCPUs run.
     pub fn cont(&mut self) -> Result<(), QmpError> {
         self.qmp.execute("cont", Value::Null).map(drop)
+    }
+
+    /// Has its network cards send reverse ARP requests, so that switches learn where their addresses are. The VM must run.
+    pub fn announce(&mut self) -> Result<(), QmpError> {
+        self.qmp.execute("announce-self", announcing()).map(drop)
     }
 
     /// Ends the VM. A QEMU that dies before it has answered counts as ended.

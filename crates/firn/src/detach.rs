@@ -10,7 +10,8 @@ use crate::overlays;
 ///
 /// Nothing of Firn stays in the hypervisor: no descriptor, no registered memory. A VM whose memory is still being
 /// restored can't be let go of; `firn status --watch` waits for that. One that Firn started itself keeps its name and
-/// its monitor socket, so that `firn attach NAME` finds it again.
+/// its monitor socket, so that `firn attach NAME` finds it again. Until then nothing passes through a network card of Firn's (`firn run
+/// --help`).
 ///
 /// Example:
 ///   firn detach web

@@ -15,8 +15,11 @@ use crate::output::Output;
 /// is made to run goes on from the last but one of these moments. The command returns once there is something to go on from;
 /// the rest goes on until `firn release`, or until the connection ends. `firn status` shows how it does.
 ///
-/// All of it is sent as it is, to a socket on this host (see `firn standby --help`). What the VM sends into its own
-/// network is not held back, so that others may have seen what a failover undoes. A VM that can write to a disk is refused.
+/// All of it is sent as it is, to a socket on this host (see `firn standby --help`). A VM that can write to a disk is refused.
+///
+/// What the VM sends through a network card of Firn's (`firn run --help`) is held until no failover can undo it, which takes up to two
+/// intervals. By other cards others may see what a failover undoes. When the standby is lost, the VM runs on, but what it
+/// sends stays held: the standby may have been made to run. `firn release` lets it out.
 ///
 /// Examples:
 ///   firn protect web --to unix:/run/web.standby
@@ -32,6 +35,11 @@ pub struct Args {
     /// The time from one cut to the next, 50ms to 500ms.
     #[arg(long, default_value = "100ms", value_parser = interval)]
     interval: Duration,
+    /// When the standby is lost, let out what was held and go on alone.
+    ///
+    /// Only where something makes sure that the standby does not run then: two of the same VM on one network do harm.
+    #[arg(long)]
+    go_on_alone: bool,
     /// Protect all that was written again each time, and let it fault.
     #[arg(long)]
     no_prediction: bool,
@@ -45,6 +53,7 @@ impl Args {
             to: self.to.clone(),
             interval_ms: self.interval.as_millis() as u64,
             predicts: !self.no_prediction,
+            alone: self.go_on_alone,
         });
         let mut bar = Bar::new();
         let facts = ask(&base, &self.name, &request, &mut |progress| bar.show(progress))

@@ -7,7 +7,8 @@ use crate::output::Output;
 
 /// Protect a VM no longer; it runs on.
 ///
-/// Its standby keeps what it has until it is stopped.
+/// Its standby keeps what it has until it is stopped. What was held of the VM's output leaves, also if its standby was lost before:
+/// make sure that the standby does not run.
 ///
 /// Example:
 ///   firn release web

@@ -16,9 +16,13 @@ use crate::working_set::WorkingSetArgs;
 /// runs on after this command ends; it has no terminal. What QEMU itself writes (and the guest's console, with
 /// `-serial stdio`) goes to qemu.log in the VM's runtime directory, for you alone. `firn status` shows where that is.
 ///
+/// A network card that ends in `-netdev firn,id=ID,uplink=PATH` has its frames pass through Firn, to a socket that speaks QEMU's
+/// stream framing, such as passt's; `firn protect` can then hold back what the VM sends.
+///
 /// Examples:
 ///   firn run web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
 ///   firn run --working-set access-bits web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
+///   firn run web -- qemu-system-x86_64 ... -netdev firn,id=net0,uplink=/run/passt.sock -device virtio-net-pci,netdev=net0
 ///   firn run --quiet test -- qemu-system-x86_64 -accel kvm -m 512 -kernel vmlinuz -initrd initrd
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]

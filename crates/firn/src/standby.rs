@@ -18,6 +18,7 @@ use crate::output::Output;
 ///
 /// Examples:
 ///   firn standby web-2 --listen unix:/run/web.standby
+///   firn standby web-2 --listen unix:/run/web.standby --uplink net0=/run/passt-2.sock
 ///   ssh -N -L /run/web.standby:/run/web.standby backup     (where the VM runs)
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
@@ -27,16 +28,43 @@ pub struct Args {
     /// Where its primary connects to: unix:PATH.
     #[arg(long, value_name = "ADDRESS")]
     listen: Endpoint,
+    /// Another uplink for a network card here: the socket that its frames go to.
+    #[arg(long = "uplink", value_name = "ID=PATH", value_parser = uplink)]
+    uplinks: Vec<(String, String)>,
 }
 
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let plan = Plan::Standby { listen: self.listen.clone() };
+        let plan = Plan::Standby {
+            listen: self.listen.clone(),
+            uplinks: self.uplinks.iter().cloned().collect(),
+        };
         let mut bar = Bar::new();
         let facts = start(&base, &self.name, &plan, &mut |progress| bar.show(progress))
             .map_err(|failure| failure.while_doing(format!("can't keep {} ready", self.name)))?;
         out.facts(&facts, || format!("{} receives, and waits for `firn failover`\n", self.name))
+    }
+}
+
+/// A path that is absolute, for another directory is the VM's.
+fn uplink(words: &str) -> Result<(String, String), String> {
+    match words.split_once('=') {
+        Some((id, path)) if !id.is_empty() && path.starts_with('/') => Ok((id.into(), path.into())),
+        _ => Err("give ID=PATH, with an absolute path".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_uplink_has_an_id_and_an_absolute_path() {
+        assert_eq!(uplink("net0=/run/u=1"), Ok(("net0".into(), "/run/u=1".into())));
+        for words in ["", "net0", "net0=", "=/run/u", "net0=u"] {
+            assert!(uplink(words).is_err(), "{words}");
+        }
     }
 }

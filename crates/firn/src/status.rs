@@ -4,7 +4,8 @@ use std::fmt::Write;
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{
-    Failure, Percentiles, Protection, Readiness, Request, RuntimeDir, Status, VmName, ask, status,
+    CardStatus, Failure, Percentiles, Protection, Readiness, Request, RuntimeDir, Status, VmName,
+    ask, status,
 };
 
 use crate::bar::Bar;
@@ -61,6 +62,23 @@ fn of(standby: &Readiness) -> String {
     format!("{complete} epochs, of which {committed} are committed{ended}")
 }
 
+fn card_line(card: &CardStatus) -> String {
+    let uplink = card.uplink.display();
+    let there = if card.connected { "" } else { ", where nobody is" };
+    let how = match card.open {
+        true => "open".to_owned(),
+        false => {
+            let bytes = units::bytes(card.held_bytes as u64);
+            format!(
+                "{} frames held ({bytes}), delay {} ms",
+                card.held_frames,
+                percentiles(card.delay_ms)
+            )
+        }
+    };
+    format!("{} to {uplink}{there}; {how}", card.id)
+}
+
 fn percentiles(values: Percentiles) -> String {
     format!("{:.1} (95 %: {:.1})", values.p50, values.p95)
 }
@@ -92,6 +110,9 @@ fn describe(status: &Status, qemu_log: &str) -> String {
     }
     if let Some(standby) = &status.standby {
         line("standby", of(standby));
+    }
+    for card in &status.network {
+        line("network", card_line(card));
     }
     for overlay in &status.overlays {
         line("writes to", overlay.display().to_string());

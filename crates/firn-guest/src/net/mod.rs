@@ -4,6 +4,7 @@
 //! sender can be in another guest or on the host ([`load`]), and outlives the guest: echoes that stay away while it
 //! stands still are counted as lost, not as wrong.
 
+mod count;
 mod echo;
 pub mod load;
 
@@ -16,6 +17,9 @@ use serde_json::json;
 
 /// The port echoes are served on.
 pub const PORT: u16 = 7007;
+
+/// The port on which datagrams are counted.
+pub const COUNT_PORT: u16 = 7008;
 
 /// Loads the network card: echoes, or sends and checks the echoes.
 #[derive(Args, Clone, Debug)]
@@ -30,6 +34,12 @@ enum Role {
     Echo {
         /// Port to listen on.
         #[arg(long, default_value_t = PORT)]
+        port: u16,
+    },
+    /// Answers each UDP datagram with its first eight bytes and the number of datagrams answered: each answer is a change of state.
+    Count {
+        /// Port to listen on.
+        #[arg(long, default_value_t = COUNT_PORT)]
         port: u16,
     },
     /// Sends messages and checks their echoes.
@@ -55,6 +65,7 @@ enum Role {
 pub fn run(args: &NetDma) -> Result<bool> {
     match &args.role {
         Role::Echo { port } => echo::serve(*port).map(|()| true),
+        Role::Count { port } => count::serve(*port).map(|()| true),
         Role::Send { to, udp, bytes, rate, seconds } => {
             let mut load = load::EchoLoad::new(*to, *udp, *bytes);
             let report = load.run_for(Duration::from_secs_f64(*seconds), *rate);

@@ -44,7 +44,8 @@ pub(super) fn accept(place: &Place<'_>, listen: &Endpoint) -> Result<Stream, Fai
             Turn::Command => answer(place, &control)?,
             Turn::Nobody => {
                 let text = format!("no primary has connected within {} s", CONNECT_WAIT.as_secs());
-                let hint = format!("`firn protect NAME --to {listen}` where the VM runs, soon after");
+                let hint =
+                    format!("`firn protect NAME --to {listen}` where the VM runs, soon after");
                 return Err(Failure::new(FailureKind::Interrupted, text).hint(hint));
             }
         }

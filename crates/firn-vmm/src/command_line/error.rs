@@ -32,6 +32,20 @@ pub enum CommandLineError {
         /// The backend.
         id: String,
     },
+    /// A network card is not there.
+    #[error("no -netdev firn on the command line has the id {id:?}")]
+    NoCard {
+        /// Its id.
+        id: String,
+    },
+    /// The caller brought another number of sockets than there are network cards.
+    #[error("{sockets} sockets were given for {cards} network cards")]
+    Sockets {
+        /// Sockets.
+        sockets: usize,
+        /// Cards.
+        cards: usize,
+    },
     /// The caller brought another number of RAM files than there are regions.
     #[error("{files} RAM files were given for {regions} regions of guest RAM")]
     Files {

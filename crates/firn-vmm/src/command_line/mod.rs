@@ -20,11 +20,15 @@
 //! A VM that is to have other files for its disks gets them by [`Plan::with_drives`]. One whose applications are to call Firn
 //! has a device for that in its command line ([`with_calls`]).
 //!
+//! A network card whose back end is `-netdev firn,id=ID,uplink=PATH` gets one end of a pair of sockets; its frames pass through
+//! Firn.
+//!
 //! The first word of a command line is the program.
 
 mod arguments;
 mod backend;
 mod calls;
+mod cards;
 mod drives;
 mod error;
 mod plan;
@@ -32,6 +36,7 @@ mod properties;
 mod size;
 
 pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
+pub use cards::{CardPlan, with_uplink};
 pub use drives::DriveFile;
 pub use error::CommandLineError;
 pub use plan::{Augmented, MONITOR_ID, Paths, Plan, Plugin, RAM_ID, RamPlan, plan};

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::arguments::{self, Argument};
 use super::backend::{self, Backend};
 use super::calls;
+use super::cards::{self, CardPlan};
 use super::drives::{self, DriveFile};
 use super::error::CommandLineError;
 use super::properties::{Properties, escape};
@@ -44,6 +45,8 @@ pub struct Paths {
     pub calls: PathBuf,
     /// What notes stores of its applications, if that is wanted.
     pub stores: Option<Plugin>,
+    /// For each of [`Plan::cards`], in that order, QEMU's number for its socket.
+    pub cards: Vec<i32>,
 }
 
 /// A plugin of QEMU's TCG that notes stores.
@@ -74,6 +77,7 @@ pub struct Plan {
     /// The user's own backends that are guest RAM.
     backends: Vec<Backend>,
     ram: Vec<RamPlan>,
+    cards: Vec<CardPlan>,
 }
 
 /// Reads a command line, the program first, and says which RAM it asks for.
@@ -94,7 +98,8 @@ pub fn plan(command: &[String]) -> Result<Plan, CommandLineError> {
     if !has_base_ram(&arguments, &machine)? {
         ram.insert(0, RamPlan { id: RAM_ID.to_owned(), bytes: plain_ram_bytes(&arguments)? });
     }
-    Ok(Plan { program: program.clone(), arguments, backends, ram })
+    let cards = cards::find(&arguments)?;
+    Ok(Plan { program: program.clone(), arguments, backends, ram, cards })
 }
 
 impl RamPlan {
@@ -225,6 +230,11 @@ impl Plan {
         &self.ram
     }
 
+    /// The network cards whose frames pass through Firn: one socket is wanted for each.
+    pub fn cards(&self) -> &[CardPlan] {
+        &self.cards
+    }
+
     /// The files of disks that the command line names, as it names them.
     pub fn disk_files(&self) -> Vec<String> {
         drives::files(&self.arguments)
@@ -273,6 +283,10 @@ impl Plan {
             let (files, regions) = (paths.ram.len(), self.ram.len());
             return Err(CommandLineError::Files { files, regions });
         }
+        if paths.cards.len() != self.cards.len() {
+            let (sockets, cards) = (paths.cards.len(), self.cards.len());
+            return Err(CommandLineError::Sockets { sockets, cards });
+        }
         let mut line = Line { arguments: self.arguments.clone(), notes: Vec::new() };
         for (ram, path) in self.ram.iter().zip(&paths.ram) {
             match self.backends.iter().find(|backend| backend.id == ram.id) {
@@ -281,6 +295,7 @@ impl Plan {
             }
         }
         line.put_calls(&paths.calls);
+        self.cards.iter().zip(&paths.cards).for_each(|(card, socket)| line.put_card(card, *socket));
         line.add_monitor(&paths.qmp);
         paths.stores.iter().for_each(|plugin| line.add_plugin(plugin, &paths.calls));
         Ok(line)
@@ -314,6 +329,18 @@ impl Line {
         for argument in &mut self.arguments {
             if let Some(new) = calls::over(argument, path) {
                 self.notes.push(format!("{new}: applications of the guest call Firn there"));
+                *argument = new;
+            }
+        }
+    }
+
+    /// As [`Self::put_over`].
+    fn put_card(&mut self, card: &CardPlan, socket: i32) {
+        for argument in &mut self.arguments {
+            if let Some(new) = cards::over(argument, card, socket) {
+                let uplink = card.uplink.display();
+                self.notes
+                    .push(format!("{argument} is now {new}: Firn hands its frames on to {uplink}"));
                 *argument = new;
             }
         }

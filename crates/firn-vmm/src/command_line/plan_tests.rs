@@ -17,7 +17,7 @@ fn command(line: &str) -> Vec<String> {
 
 fn paths(regions: usize) -> Paths {
     let ram = (0..regions).map(|at| PathBuf::from(format!("/proc/self/fd/{}", 10 + at))).collect();
-    Paths { qmp: "/run/q".into(), ram, calls: "/run/calls".into(), stores: None }
+    Paths { qmp: "/run/q".into(), ram, calls: "/run/calls".into(), stores: None, cards: Vec::new() }
 }
 
 fn augmented(line: &str) -> Augmented {
@@ -164,6 +164,7 @@ fn commas_in_paths_are_doubled() {
         ram: vec!["/x,y".into()],
         calls: "/c".into(),
         stores: None,
+        cards: Vec::new(),
     };
     let text = plan.augment(&paths).unwrap().args.join(" ");
     assert!(text.contains("path=/run/a,,b,") && text.contains("mem-path=/x,,y,"));
@@ -175,8 +176,13 @@ fn what_firn_added_before_is_not_added_again() {
     let plan = plan(&first.args).unwrap();
     assert_eq!(plan.ram(), first.ram);
     let (qmp, calls) = ("/run/q".into(), "/c".into());
-    let again =
-        plan.augment(&Paths { qmp, ram: vec!["/proc/self/fd/10".into()], calls, stores: None });
+    let again = plan.augment(&Paths {
+        qmp,
+        ram: vec!["/proc/self/fd/10".into()],
+        calls,
+        stores: None,
+        cards: Vec::new(),
+    });
     assert_eq!(again.unwrap().args, first.args);
 }
 
@@ -288,4 +294,37 @@ fn a_plugin_notes_stores_in_the_memory_for_calls() {
         let wanted = "file=/lib/a,,b.so,window=/run/calls,orders=/run/s".to_owned();
         assert!(line.args.contains(&wanted), "{:?}", line.args);
     }
+}
+
+#[test]
+fn a_card_of_firns_gets_a_socket() {
+    let given = "-netdev user,id=a -netdev firn,id=b,uplink=/run/u,,1 -device e1000,netdev=b";
+    let plan = plan(&command(given)).unwrap();
+    assert_eq!(plan.cards(), [CardPlan { id: "b".into(), uplink: "/run/u,1".into() }]);
+    let with = Paths { cards: vec![7], ..paths(1) };
+    for line in [plan.augment(&with).unwrap(), plan.for_restore(&with).unwrap()] {
+        let words = line.args.join(" ");
+        let expected = "-netdev user,id=a -netdev dgram,id=b,local.type=fd,local.str=7 -device";
+        assert!(words.contains(expected), "{words}");
+        assert!(line.notes.iter().any(|note| note.contains("on to /run/u,1")), "{:?}", line.notes);
+    }
+    assert_eq!(plan.augment(&paths(1)), Err(CommandLineError::Sockets { sockets: 0, cards: 1 }));
+}
+
+#[test]
+fn a_card_needs_an_id_and_an_uplink() {
+    for line in
+        ["-netdev firn", "-netdev firn,id=b", "-netdev firn,uplink=/u", "-netdev firn,id=b,uplink="]
+    {
+        assert!(refusal(line).contains("uplink=PATH"), "{line}");
+    }
+}
+
+#[test]
+fn a_card_can_have_another_uplink_elsewhere() {
+    let given = command("-netdev firn,id=b,uplink=/here -m 1G");
+    let there = cards::with_uplink(&given, "b", "/there,1").unwrap();
+    assert_eq!(there, command("-netdev firn,id=b,uplink=/there,,1 -m 1G"));
+    let none = cards::with_uplink(&given, "c", "/there").unwrap_err();
+    assert_eq!(none, CommandLineError::NoCard { id: "c".into() });
 }

@@ -55,6 +55,7 @@ impl Home {
             ram,
             calls: self.path("calls"),
             stores: None,
+            cards: Vec::new(),
         }
     }
 

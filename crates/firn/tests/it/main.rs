@@ -16,6 +16,8 @@ mod help;
 mod hypervisor_dies;
 mod incremental;
 mod input;
+mod network;
+mod outside;
 mod pause;
 mod protect;
 mod session;

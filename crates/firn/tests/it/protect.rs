@@ -186,7 +186,8 @@ fn a_standby_that_waits_says_so_and_can_be_stopped() {
 #[test]
 fn a_failover_goes_on_where_its_supervisor_died() {
     let mut vm = Vm::boot();
-    let steps = [("failover.started", true), ("failover.running", true), ("failover.loaded", false)];
+    let steps =
+        [("failover.started", true), ("failover.running", true), ("failover.loaded", false)];
     let mut name = "web".to_owned();
     for (at, (point, goes_on)) in steps.into_iter().enumerate() {
         let next = format!("twin{at}");
@@ -203,7 +204,9 @@ fn a_failover_goes_on_where_its_supervisor_died() {
             vm.is_well();
         } else {
             failover.fails(8, "it can't be continued here");
-            eventually("it is gone", PATIENCE, || !vm.session.ls().iter().any(|(it, _)| *it == next));
+            eventually("it is gone", PATIENCE, || {
+                !vm.session.ls().iter().any(|(it, _)| *it == next)
+            });
         }
         name = next;
     }

@@ -1,0 +1,224 @@
+//! The network cards of a VM whose frames pass through its supervisor (`firn-net`).
+//!
+//! ```text
+//!   launch:     a pair of sockets per card; QEMU inherits both ends       journal: card, uplink, QEMU's number for our end
+//!   supervisor: copies our end from QEMU, carries frames
+//!   successor:  the same
+//! ```
+//!
+//! The first supervisor gets its end in the same way as each successor, so there is one way.
+//!
+//! **Shut.** Once a protection has held anything, its standby may run the VM, and nobody here can know: that the connection is lost
+//! is what both a dead standby and one that was failed over to look like. So nothing leaves any more until somebody says that this
+//! VM is the one that goes on. The journal says so too, for a successor.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use firn_cluster::Epoch;
+use firn_memory::Process;
+use firn_net::port::{self, Port};
+use firn_net::uplink::Uplink;
+use firn_vmm::command_line::CardPlan;
+use serde::{Deserialize, Serialize};
+
+use crate::failure::{Context, Failure, FailureKind};
+use crate::percentiles::Percentiles;
+
+/// What a user is told of a VM whose cards let nothing out.
+pub(crate) const HELD: &str =
+    "; what it sends is held, for its standby may run: `firn release` lets it out";
+
+/// A network card whose frames pass through Firn.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Card {
+    /// Its back end's id on QEMU's command line.
+    pub id: String,
+    /// The socket that its frames go to; absolute.
+    pub uplink: PathBuf,
+    /// QEMU's number for the end that is read here.
+    pub descriptor: i32,
+    /// That socket's inode: the number may come to mean another file.
+    pub inode: u64,
+}
+
+/// What `firn status` says of a network card.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct CardStatus {
+    /// Its back end's id on QEMU's command line.
+    pub id: String,
+    /// The socket that its frames go to.
+    pub uplink: PathBuf,
+    /// Somebody is there.
+    pub connected: bool,
+    /// Frames leave as they come. If not, they wait until their epoch is committed.
+    pub open: bool,
+    /// Frames that wait.
+    pub held_frames: usize,
+    /// Their bytes.
+    pub held_bytes: usize,
+    /// From the VM to the uplink, in milliseconds: of the newest thousand frames since they have been held, or have not been.
+    pub delay_ms: Percentiles,
+    /// Frames that have left the VM.
+    pub frames_out: u64,
+    /// Frames that have come to it.
+    pub frames_in: u64,
+}
+
+/// Sockets for the cards of a VM that is being started.
+#[derive(Debug, Default)]
+pub(crate) struct Sockets(Vec<Pair>);
+
+#[derive(Debug)]
+struct Pair {
+    id: String,
+    uplink: PathBuf,
+    theirs: OwnedFd,
+    ours: OwnedFd,
+    /// A connection that was made to see whether that can be done.
+    first: Option<Uplink>,
+}
+
+impl Sockets {
+    /// A pair for each card. Uplinks are named from `directory` on.
+    pub(crate) fn make(plans: &[CardPlan], directory: &Path) -> Result<Self, Failure> {
+        let pair = |plan: &CardPlan| {
+            let (theirs, ours) = port::pair().doing("making sockets for a network card")?;
+            let (id, uplink) = (plan.id.clone(), directory.join(&plan.uplink));
+            Ok(Pair { id, uplink, theirs, ours, first: None })
+        };
+        Ok(Self(plans.iter().map(pair).collect::<Result<_, Failure>>()?))
+    }
+
+    /// Connects to each uplink. What a user has just written may be wrong.
+    pub(crate) fn connect(&mut self) -> Result<(), Failure> {
+        for Pair { id, uplink, first, .. } in &mut self.0 {
+            let connected = Uplink::connect(uplink)
+                .doing_or(FailureKind::Usage, format!("connecting {id} to {}", uplink.display()));
+            let hint =
+                "who takes the VM's frames listens there first, as `passt --socket PATH` does";
+            *first = Some(connected.map_err(|failure| failure.hint(hint))?);
+        }
+        Ok(())
+    }
+
+    /// QEMU's numbers for the ends that it uses.
+    pub(crate) fn numbers(&self) -> Vec<i32> {
+        self.0.iter().map(|pair| pair.theirs.as_raw_fd()).collect()
+    }
+
+    /// What QEMU has to inherit.
+    pub(crate) fn all(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.0.iter().flat_map(|pair| [pair.theirs.as_fd(), pair.ours.as_fd()])
+    }
+
+    /// What a successor has to know.
+    pub(crate) fn cards(&self) -> Result<Vec<Card>, Failure> {
+        let card = |pair: &Pair| {
+            let (id, uplink) = (pair.id.clone(), pair.uplink.clone());
+            Ok(Card { id, uplink, descriptor: pair.ours.as_raw_fd(), inode: inode(&pair.ours)? })
+        };
+        self.0.iter().map(card).collect()
+    }
+
+    /// Connections that were made.
+    pub(crate) fn connections(self) -> Vec<Option<Uplink>> {
+        self.0.into_iter().map(|pair| pair.first).collect()
+    }
+}
+
+fn inode(socket: &OwnedFd) -> Result<u64, Failure> {
+    Ok(rustix::fs::fstat(socket).doing("looking at a network card's socket")?.st_ino)
+}
+
+/// All cards of a VM.
+#[derive(Debug, Default)]
+pub(crate) struct Network(Vec<(Card, Port)>);
+
+impl Network {
+    /// Takes the sockets from the hypervisor. `connections` are those that there are; `is_open`: frames leave as they come.
+    pub(crate) fn open(
+        pid: i32,
+        cards: &[Card],
+        connections: Vec<Option<Uplink>>,
+        is_open: bool,
+    ) -> Result<Self, Failure> {
+        if cards.is_empty() {
+            return Ok(Self::default());
+        }
+        let process = Process::open(pid).doing("reaching the hypervisor process")?;
+        let connections = connections.into_iter().chain(std::iter::repeat_with(|| None));
+        let open = |(card, first): (&Card, Option<Uplink>)| {
+            let socket = socket_of(&process, card)?;
+            let port = Port::open(socket, &card.uplink, first, is_open)
+                .doing(format!("opening the network card {}", card.id))?;
+            Ok((card.clone(), port))
+        };
+        Ok(Self(cards.iter().zip(connections).map(open).collect::<Result<_, Failure>>()?))
+    }
+
+    /// Connects each card to its uplink.
+    pub(crate) fn plug(&self) {
+        self.ports().for_each(Port::plug);
+    }
+
+    /// A protection begins.
+    pub(crate) fn begin(&self) {
+        self.ports().for_each(Port::begin);
+    }
+
+    /// The VM stands still at the end of an epoch.
+    pub(crate) fn cut(&self, epoch: Epoch) {
+        self.ports().for_each(|port| port.cut(epoch));
+    }
+
+    /// Nothing undoes an epoch any more.
+    pub(crate) fn committed(&self, epoch: Epoch) {
+        self.ports().for_each(|port| port.committed(epoch));
+    }
+
+    /// Nothing undoes anything any more.
+    pub(crate) fn let_out(&self) {
+        self.ports().for_each(Port::let_out);
+    }
+
+    /// Whether there are cards, and what they send is held.
+    pub(crate) fn is_shut(&self) -> bool {
+        self.ports().any(|port| !port.is_open())
+    }
+
+    /// What there is to say about each.
+    pub(crate) fn now(&self) -> Vec<CardStatus> {
+        self.0.iter().map(|(card, port)| status(card, &port.now())).collect()
+    }
+
+    fn ports(&self) -> impl Iterator<Item = &Port> {
+        self.0.iter().map(|(_, port)| port)
+    }
+}
+
+fn socket_of(process: &Process, card: &Card) -> Result<OwnedFd, Failure> {
+    let socket =
+        process.copy_descriptor(card.descriptor).doing("taking a network card's socket")?;
+    match inode(&socket)? == card.inode {
+        true => Ok(socket),
+        false => {
+            let text = format!("QEMU has closed the socket of its network card {}", card.id);
+            Err(Failure::new(FailureKind::Other, text))
+        }
+    }
+}
+
+fn status(card: &Card, now: &port::Now) -> CardStatus {
+    CardStatus {
+        id: card.id.clone(),
+        uplink: card.uplink.clone(),
+        connected: now.is_connected,
+        open: now.is_open,
+        held_frames: now.held.frames,
+        held_bytes: now.held.bytes,
+        delay_ms: Percentiles::of(now.delays.iter().map(|delay| delay.as_secs_f64() * 1e3)),
+        frames_out: now.left,
+        frames_in: now.came,
+    }
+}

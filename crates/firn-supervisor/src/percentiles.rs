@@ -1,0 +1,58 @@
+//! What `firn status` says of numbers that there are many of.
+
+use std::collections::VecDeque;
+
+use serde::{Deserialize, Serialize};
+
+/// Values that percentiles are taken over: the newest.
+const KEPT: usize = 1000;
+
+/// Of the newest thousand, by nearest rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Percentiles {
+    /// Half are not above it.
+    pub p50: f64,
+    /// 95 of 100 are not above it.
+    pub p95: f64,
+}
+
+impl Percentiles {
+    /// Of these values; zeros if there are none.
+    pub(crate) fn of(values: impl Iterator<Item = f64>) -> Self {
+        let mut sorted: Vec<f64> = values.collect();
+        sorted.sort_by(f64::total_cmp);
+        let rank = |percent: usize| (sorted.len() * percent).div_ceil(100).saturating_sub(1);
+        let at = |percent| sorted.get(rank(percent)).copied().unwrap_or_default();
+        Self { p50: at(50), p95: at(95) }
+    }
+}
+
+/// The newest values of something.
+#[derive(Debug, Default)]
+pub(crate) struct Newest(VecDeque<f64>);
+
+impl Newest {
+    pub(crate) fn push(&mut self, value: f64) {
+        if self.0.len() == KEPT {
+            self.0.pop_front();
+        }
+        self.0.push_back(value);
+    }
+
+    pub(crate) fn percentiles(&self) -> Percentiles {
+        Percentiles::of(self.0.iter().copied())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_of_the_newest() {
+        let mut newest = Newest::default();
+        assert_eq!(newest.percentiles(), Percentiles::default());
+        (0..1100).for_each(|value| newest.push(f64::from(value)));
+        assert_eq!(newest.percentiles(), Percentiles { p50: 599.0, p95: 1049.0 });
+    }
+}

@@ -1,0 +1,85 @@
+//! Network cards whose frames pass through Firn.
+//!
+//! ```text
+//!   -netdev firn,id=net0,uplink=/run/passt.sock        as given
+//!   -netdev dgram,id=net0,local.type=fd,local.str=7    descriptor 7: one end of a pair of sockets, the other end is Firn's
+//! ```
+//!
+//! What the user gives is kept with the VM, so that a restored VM and a standby have the same card and the same uplink.
+//!
+//! Source: QEMU `qapi/net.json`, `NetdevDgramOptions` (7.2 and later).
+
+use std::path::PathBuf;
+
+use super::arguments::{self, Argument};
+use super::error::CommandLineError;
+use super::properties::Properties;
+
+/// The type of such a card's back end.
+const KIND: &str = "firn";
+const HOW: &str =
+    "give it as -netdev firn,id=ID,uplink=PATH, with the socket that its frames go to";
+
+/// A network card's back end that a command line asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CardPlan {
+    /// The back end's id, by which a device names it.
+    pub id: String,
+    /// The socket that its frames go to and come from, as the command line names it.
+    pub uplink: PathBuf,
+}
+
+/// The cards of a command line, in its order.
+pub(super) fn find(arguments: &[Argument]) -> Result<Vec<CardPlan>, CommandLineError> {
+    arguments.iter().filter_map(|argument| read(argument).transpose()).collect()
+}
+
+fn read(argument: &Argument) -> Result<Option<CardPlan>, CommandLineError> {
+    let Some(properties) = properties(argument) else { return Ok(None) };
+    match (properties.get("id"), properties.get("uplink")) {
+        (Some(id), Some(uplink)) if !id.is_empty() && !uplink.is_empty() => {
+            Ok(Some(CardPlan { id: id.into(), uplink: PathBuf::from(&*uplink) }))
+        }
+        _ => Err(CommandLineError::refused(argument, HOW)),
+    }
+}
+
+/// What the option says, if it is such a back end.
+fn properties(argument: &Argument) -> Option<Properties> {
+    if argument.name() != "netdev" {
+        return None;
+    }
+    let properties = Properties::read(argument.value(), "type")?;
+    (properties.get("type").as_deref() == Some(KIND)).then_some(properties)
+}
+
+/// Such a back end over a descriptor, if this option is the card's.
+pub(super) fn over(argument: &Argument, card: &CardPlan, descriptor: i32) -> Option<Argument> {
+    let is_it = properties(argument)?.get("id").as_deref() == Some(&card.id);
+    let mut socket = Properties::default();
+    socket.set("type", "dgram");
+    socket.set("id", &card.id);
+    socket.set("local.type", "fd");
+    socket.set("local.str", &descriptor.to_string());
+    is_it.then(|| Argument::new("netdev", socket.to_text("type")))
+}
+
+/// A command line in which a card has another uplink.
+pub fn with_uplink(
+    command: &[String],
+    id: &str,
+    uplink: &str,
+) -> Result<Vec<String>, CommandLineError> {
+    let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
+    let mut arguments = arguments::split(words);
+    let card = arguments.iter_mut().find_map(|argument| {
+        let properties = properties(argument)?;
+        (properties.get("id").as_deref() == Some(id)).then_some((argument, properties))
+    });
+    let Some((argument, mut properties)) = card else {
+        return Err(CommandLineError::NoCard { id: id.to_owned() });
+    };
+    properties.set("uplink", uplink);
+    *argument = Argument::new("netdev", properties.to_text("type"));
+    Ok([vec![program.clone()], arguments::join(&arguments)].concat())
+}

@@ -1,0 +1,148 @@
+//! A VM with a network card whose frames pass through Firn, and a client outside.
+
+use std::time::{Duration, SystemTime};
+
+use crate::outside::Outside;
+use crate::protect::{lose, protect, standby_called};
+use crate::session::{eventually, kill, text};
+use crate::vm::{Vm, writes};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How often a VM is killed. More by the environment.
+const ROUNDS: &str = "FIRN_ROUNDS";
+
+/// A guest with a card, in which a program counts the questions that it answers.
+fn booted(outside: &Outside) -> Vm {
+    let vm = Vm::new();
+    let uplink = vm.session.path("uplink");
+    outside.listen(&uplink);
+    let netdev = format!("firn,id=net,uplink={}", text(&uplink));
+    let card = ["-netdev", &netdev, "-device", "virtio-net-pci,netdev=net,romfile="];
+    let vm = vm.with(&card).booted_with(&[]);
+    let mut control = vm.control();
+    control.spawn("count", &["firn-guest", "net-dma", "count"]).unwrap();
+    control.wait_output("count", "ready", PATIENCE).unwrap();
+    outside.is_answered(20);
+    vm
+}
+
+fn card(vm: &Vm, name: &str) -> serde_json::Value {
+    vm.session.status(name)["network"][0].clone()
+}
+
+fn some_time() -> Duration {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    Duration::from_millis(u64::from(now.subsec_micros()) % 300)
+}
+
+/// Protects a VM, kills it at some moment, and has its standby run.
+fn fail_over(vm: &Vm, outside: &Outside, name: &str, standby: std::process::Child, next: &str) {
+    protect(vm, name, standby, &["--interval", "100ms"]);
+    outside.delays_ms();
+    outside.is_answered(60);
+    eprintln!("{name}: {}, seen outside: {:?} ms", card(vm, name), outside.delays_ms());
+    std::thread::sleep(some_time());
+    lose(vm, name, next);
+    vm.session.firn(&["failover", next]).succeeds();
+    outside.is_answered(20);
+}
+
+/// A guest that counts is killed again and again. Whatever number the client outside has heard, the guest never counts on from a
+/// lower one. And if what it sends were not held, it would.
+#[test]
+fn nobody_outside_sees_what_a_failover_undoes() {
+    let outside = Outside::start();
+    let mut vm = booted(&outside);
+    eprintln!("not protected: {:?} ms", outside.delays_ms());
+    let rounds: u32 = std::env::var(ROUNDS).map_or(2, |rounds| rounds.parse().unwrap());
+    let mut name = "web".to_owned();
+    for round in 0..rounds {
+        let next = format!("twin{round}");
+        // The last of them is to lead the round without holding.
+        vm.session.arm((round == rounds - 1).then_some("net.hold=EIO"));
+        let standby = standby_called(&vm, &next);
+        vm.session.arm(None);
+        fail_over(&vm, &outside, &name, standby, &next);
+        let heard = outside.heard();
+        assert!(heard.undone.is_empty(), "round {round}: {:?}", heard.undone);
+        assert!(heard.announced > 0, "round {round}");
+        name = next;
+    }
+    vm.is_well();
+    let elsewhere = vm.session.path("elsewhere");
+    outside.listen(&elsewhere);
+    let uplink = format!("net={}", text(&elsewhere));
+    let address = format!("unix:{}", text(&vm.session.path("standby")));
+    let standby = ["standby", "last", "--listen", &address, "--uplink", &uplink];
+    let standby = crate::hypervisor_dies::start(&vm, &standby);
+    eventually("the standby listens", PATIENCE, || vm.session.path("standby").exists());
+    fail_over(&vm, &outside, &name, standby, "last");
+    assert_eq!(card(&vm, "last")["uplink"], text(&elsewhere));
+    let undone = outside.heard().undone.clone();
+    eprintln!("not held: {undone:?}");
+    assert!(!undone.is_empty(), "nothing was held, and nothing was undone");
+}
+
+/// Who may be running elsewhere says nothing until somebody decides that it is the one.
+#[test]
+fn what_is_held_leaves_when_somebody_says_so() {
+    let outside = Outside::start();
+    let vm = booted(&outside);
+    // A standby's QEMU takes the name of this socket.
+    let mut control = vm.control();
+    let session = &vm.session;
+    let supervisor = || session.status("web")["supervisor_pid"].as_i64().unwrap();
+    kill(supervisor());
+    outside.is_answered(20);
+    assert_eq!(card(&vm, "web")["open"], true);
+    session.firn(&["release", "web"]).fails(2, "not being protected");
+
+    protect(&vm, "web", standby_called(&vm, "released"), &[]);
+    outside.is_answered(20);
+    assert_eq!(card(&vm, "web")["open"], false);
+    session.firn(&["release", "web"]).succeeds();
+    outside.is_answered(20);
+    session.firn(&["stop", "released"]).succeeds();
+
+    protect(&vm, "web", standby_called(&vm, "lost"), &[]);
+    session.firn(&["stop", "lost"]).succeeds();
+    eventually("the end", PATIENCE, || session.status("web")["state"] == "running");
+    outside.hears_nothing();
+    assert!(card(&vm, "web")["held_frames"].as_u64().unwrap() > 0);
+    let last = session.status("web")["last"]["text"].to_string();
+    assert!(last.contains("firn release"), "{last}");
+    kill(supervisor());
+    eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 2);
+    outside.hears_nothing();
+    session.firn(&["release", "web"]).succeeds();
+    outside.is_answered(20);
+
+    protect(&vm, "web", standby_called(&vm, "other"), &[]);
+    kill(supervisor());
+    eventually("a successor", PATIENCE, || session.status("web")["state"] == "running");
+    outside.hears_nothing();
+    session.firn(&["release", "web"]).succeeds();
+    outside.is_answered(20);
+    session.firn(&["stop", "other"]).succeeds();
+
+    protect(&vm, "web", standby_called(&vm, "alone"), &["--go-on-alone"]);
+    session.firn(&["stop", "alone"]).succeeds();
+    outside.is_answered(20);
+    eventually("the end", PATIENCE, || session.status("web")["state"] == "running");
+    writes(&mut control);
+    assert!(outside.heard().undone.is_empty());
+
+    session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
+    session.firn(&["restore", "web.firn"]).succeeds();
+    outside.is_answered(20);
+}
+
+#[test]
+fn an_uplink_that_is_not_there_is_an_error() {
+    let vm = Vm::new();
+    let run = ["run", "web", "--", "qemu-system-x86_64", "-netdev"];
+    let uplink = "firn,id=net,uplink=nowhere";
+    vm.session.firn(&[&run[..], &[uplink]].concat()).fails(2, "connecting net to");
+    vm.session.firn(&[&run[..], &["firn,id=net"]].concat()).fails(2, "uplink=PATH");
+    assert_eq!(vm.session.ls(), []);
+}
