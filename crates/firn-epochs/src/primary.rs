@@ -14,26 +14,29 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use firn_cluster::Epoch;
-use firn_cluster::epoch::{Action, Limits, LimitsError, Pace, Primary, Progress};
-use firn_cluster::predict::{Counts, CutPlan, PageSet, Predictor};
-use firn_types::{PAGE_SIZE, Page};
-use serde::{Deserialize, Serialize};
+use firn_cluster::epoch::{Action, LimitsError, Pace, Primary};
+use firn_cluster::predict::Predictor;
+use firn_types::PAGE_SIZE;
 use thiserror::Error;
 
 use crate::copy::EpochCopy;
 use crate::endpoint::Stream;
-use crate::guest::{Guest, GuestError, Still};
+use crate::guest::{Guest, GuestError};
 use crate::sender::{Event, Job, Sending, hear, writer};
-use crate::wire::{Hello, PAGES_MAX, Pages, WireError, Writer};
+use crate::wire::{Hello, WireError, Writer};
+
+mod options;
+mod pause;
+mod seed;
+
+pub use options::{CutNumbers, Options, Told};
+use pause::Inside;
+use seed::Seed;
 
 /// Jobs that wait for the sender: parts of a large epoch among them.
 const JOBS_MAX: usize = 16;
-/// Rounds in which the seed is brought up to date before the first cut.
-const SEED_ROUNDS: usize = 3;
-/// Pages that are left to the first epoch without another round.
-const SEED_FEW: usize = 2048;
 /// Pages that a buffer has room for at least. It is made twice as large as the last epoch needed ahead of the pause, for growing
 /// takes page faults.
 const ROOM_MIN: usize = 1024;
@@ -47,8 +50,6 @@ const STOPPED: Duration = Duration::from_millis(50);
 /// How long the backup's last words may take after nothing more can be sent to it.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// How long the VM may stand still for an epoch that is sent from within its pause.
-const PAUSE_MAX: Duration = Duration::from_secs(10);
 /// How long a backup may take to say that it has an epoch.
 const ANSWER_MAX: Duration = Duration::from_secs(10);
 
@@ -79,82 +80,6 @@ pub enum PrimaryError {
     /// The backup said something that only a primary says.
     #[error("whoever listens there is no backup")]
     Confused,
-}
-
-/// How a VM is protected.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Options {
-    /// The time from one cut to the next.
-    pub interval: Duration,
-    /// Pages that are written stay writable in the next epoch.
-    pub predicts: bool,
-    /// Pages that may wait for the backup.
-    pub buffer_pages: u64,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { interval: Duration::from_millis(100), predicts: true, buffer_pages: 32 << 10 }
-    }
-}
-
-impl Options {
-    fn limits(&self) -> Result<Limits, LimitsError> {
-        let limits = Limits {
-            interval_min: self.interval,
-            interval_max: self.interval,
-            pages_per_epoch: self.buffer_pages.min(4096),
-            output_delay_max: Duration::MAX,
-            error_latency_max: self.interval.min(Limits::default().error_latency_max),
-            buffer_pages: self.buffer_pages,
-            // A stream loses nothing but itself.
-            resend_after: Duration::MAX,
-        };
-        limits.check().map(|()| limits)
-    }
-}
-
-/// One cut, in numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct CutNumbers {
-    /// The epoch that it ended.
-    pub epoch: Epoch,
-    /// How long the VM stood still, in milliseconds.
-    pub downtime_ms: f64,
-    /// Of that: finding what was written.
-    pub scan_ms: f64,
-    /// Of that: protecting pages again.
-    pub protect_ms: f64,
-    /// Of that: copying.
-    pub copy_ms: f64,
-    /// Pages copied.
-    pub copied: u64,
-    /// Of them: found written, each after a fault inside the kernel.
-    pub written: u64,
-    /// Pages protected again.
-    pub protected: u64,
-    /// Bytes of device state.
-    pub device_bytes: u64,
-}
-
-/// What there is to tell.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Told {
-    /// So many pages of the seed are sent.
-    Seeding(u64),
-    /// The VM stands still at the end of an epoch: nothing that it sends from now on is part of it. Whoever hears this is waited
-    /// for, and so is the VM.
-    Still(Epoch),
-    /// An epoch was cut.
-    Cut(CutNumbers),
-    /// An epoch was sent: so many pages, in so many bytes.
-    Sent(Epoch, u64, u64),
-    /// The backup is so far.
-    Progress(Progress),
-    /// A failover would not undo this epoch any more.
-    Committed(Epoch),
-    /// What prediction was worth so far.
-    Counts(Counts),
 }
 
 /// Protects a VM until `release` says so, which is no error, or until it can't be any more. The VM runs on then, if it lives.
@@ -273,56 +198,6 @@ pub(crate) fn said_by_backup(error: PrimaryError, events: &Receiver<Event>) -> P
         }
     }
     error
-}
-
-/// All of memory, for a backup that has nothing.
-struct Seed<'a> {
-    guest: &'a mut Guest,
-    writer: &'a mut Writer<BufWriter<Stream>>,
-    events: &'a Receiver<Event>,
-    release: &'a AtomicBool,
-    told: &'a dyn Fn(Told),
-}
-
-impl Seed<'_> {
-    fn run(mut self) -> Result<(), PrimaryError> {
-        let mut pages = PageSet::new();
-        let backed = self.guest.memory().backed_runs().map_err(GuestError::from)?;
-        backed.into_iter().for_each(|run| pages.insert_run(run));
-        let mut sent = 0;
-        for _ in 0..SEED_ROUNDS {
-            self.send(&pages, &mut sent)?;
-            pages = self.guest.newly_written()?;
-            if pages.len() <= SEED_FEW {
-                break;
-            }
-        }
-        self.send(&pages, &mut sent)?;
-        match self.release.load(Ordering::Relaxed) {
-            // Not all of it was sent.
-            true => Ok(()),
-            false => Ok(self.writer.end(Epoch(0), &[], &[], false)?),
-        }
-    }
-
-    fn send(&mut self, pages: &PageSet, sent: &mut u64) -> Result<(), PrimaryError> {
-        let numbers: Vec<Page> = pages.iter().collect();
-        let mut bytes = Vec::new();
-        for some in numbers.chunks(PAGES_MAX) {
-            if let Ok(Event::Lost(error)) = self.events.try_recv() {
-                return Err(error);
-            }
-            if self.release.load(Ordering::Relaxed) {
-                return Ok(());
-            }
-            self.guest.copy_running(&some.iter().copied().collect(), &mut bytes)?;
-            let contents = bytes.chunks_exact(PAGE_SIZE);
-            self.writer.pages(Epoch(0), some.iter().copied().zip(contents))?;
-            *sent += some.len() as u64;
-            (self.told)(Told::Seeding(*sent));
-        }
-        Ok(())
-    }
 }
 
 /// A VM that is being protected.
@@ -466,90 +341,6 @@ impl Protection<'_> {
     fn send(&mut self) -> Result<(), PrimaryError> {
         let Some(copy) = self.cut.take() else { return Ok(()) };
         self.jobs.send(Job::Epoch(copy)).map_err(|_| GuestError::NobodyTakes.into())
-    }
-}
-
-/// What is done while the VM stands still.
-struct Inside<'a> {
-    epoch: Epoch,
-    predictor: &'a mut Predictor,
-    options: &'a Options,
-    jobs: &'a Sender<Job>,
-    release: &'a AtomicBool,
-    told: &'a dyn Fn(Told),
-    bytes: &'a mut Vec<u8>,
-    numbers: CutNumbers,
-}
-
-impl Inside<'_> {
-    /// What was to be copied, and the pages that `bytes` has.
-    fn run(&mut self, still: &Still<'_>) -> Result<(CutPlan, Vec<Page>, CutNumbers), GuestError> {
-        (self.told)(Told::Still(self.epoch));
-        let started = Instant::now();
-        let scanned = match self.options.predicts {
-            true => still.written()?,
-            // All of it is to be protected, which the same call does.
-            false => still.written_and_protect()?,
-        };
-        let scan_ms = ms(started.elapsed());
-        firn_fault::point("protect.scanned");
-        let mut plan = self.predictor.cut(&scanned);
-        if self.is_large(&plan) {
-            self.predictor.give_up(&mut plan);
-        }
-        let started = Instant::now();
-        if self.options.predicts {
-            still.protect(&plan.protect)?;
-        }
-        let protect_ms = ms(started.elapsed());
-        let started = Instant::now();
-        let pages = self.copy(still, &plan.copy)?;
-        firn_fault::point("protect.copied");
-        let numbers = CutNumbers {
-            scan_ms,
-            protect_ms,
-            copy_ms: ms(started.elapsed()),
-            copied: plan.copy.len() as u64,
-            written: plan.written.len() as u64,
-            protected: plan.protect.len() as u64,
-            ..self.numbers
-        };
-        Ok((plan, pages, numbers))
-    }
-
-    fn copy(&mut self, still: &Still<'_>, pages: &PageSet) -> Result<Vec<Page>, GuestError> {
-        let numbers: Vec<Page> = pages.iter().collect();
-        if numbers.len() as u64 <= self.options.buffer_pages {
-            still.copy(pages, self.bytes)?;
-            return Ok(numbers);
-        }
-        let since = Instant::now();
-        for some in numbers.chunks(PAGES_MAX) {
-            let mut bytes = Vec::new();
-            still.copy(&some.iter().copied().collect(), &mut bytes)?;
-            self.hand_over(Pages { numbers: some.to_vec(), bytes }, since)?;
-        }
-        Ok(Vec::new())
-    }
-
-    /// Too large for the buffer: sent in parts, from within the pause.
-    fn is_large(&self, plan: &CutPlan) -> bool {
-        plan.copy.len() as u64 > self.options.buffer_pages
-    }
-
-    /// The VM does not stand still for a backup that takes too long, nor for one that is to be released.
-    fn hand_over(&self, pages: Pages, since: Instant) -> Result<(), GuestError> {
-        let mut part = Job::Part(self.epoch, pages);
-        loop {
-            part = match self.jobs.send_timeout(part, LOOK) {
-                Ok(()) => return Ok(()),
-                Err(SendTimeoutError::Disconnected(_)) => return Err(GuestError::NobodyTakes),
-                Err(SendTimeoutError::Timeout(part)) => part,
-            };
-            if since.elapsed() > PAUSE_MAX || self.release.load(Ordering::Relaxed) {
-                return Err(GuestError::NobodyTakes);
-            }
-        }
     }
 }
 

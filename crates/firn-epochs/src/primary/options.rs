@@ -1,0 +1,84 @@
+//! How a VM is protected, and what is told of it.
+
+use std::time::Duration;
+
+use firn_cluster::Epoch;
+use firn_cluster::epoch::{Limits, LimitsError, Progress};
+use firn_cluster::predict::Counts;
+use serde::{Deserialize, Serialize};
+
+/// How a VM is protected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Options {
+    /// The time from one cut to the next.
+    pub interval: Duration,
+    /// Pages that are written stay writable in the next epoch.
+    pub predicts: bool,
+    /// Pages that may wait for the backup.
+    pub buffer_pages: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { interval: Duration::from_millis(100), predicts: true, buffer_pages: 32 << 10 }
+    }
+}
+
+impl Options {
+    pub(super) fn limits(&self) -> Result<Limits, LimitsError> {
+        let limits = Limits {
+            interval_min: self.interval,
+            interval_max: self.interval,
+            pages_per_epoch: self.buffer_pages.min(4096),
+            output_delay_max: Duration::MAX,
+            error_latency_max: self.interval.min(Limits::default().error_latency_max),
+            buffer_pages: self.buffer_pages,
+            // A stream loses nothing but itself.
+            resend_after: Duration::MAX,
+        };
+        limits.check().map(|()| limits)
+    }
+}
+
+/// One cut, in numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct CutNumbers {
+    /// The epoch that it ended.
+    pub epoch: Epoch,
+    /// How long the VM stood still, in milliseconds.
+    pub downtime_ms: f64,
+    /// Of that: finding what was written.
+    pub scan_ms: f64,
+    /// Of that: protecting pages again.
+    pub protect_ms: f64,
+    /// Of that: copying.
+    pub copy_ms: f64,
+    /// Pages copied.
+    pub copied: u64,
+    /// Of them: found written, each after a fault inside the kernel.
+    pub written: u64,
+    /// Pages protected again.
+    pub protected: u64,
+    /// Bytes of device state.
+    pub device_bytes: u64,
+}
+
+/// What there is to tell.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Told {
+    /// So many pages of the seed are sent.
+    Seeding(u64),
+    /// The VM stands still at the end of an epoch: nothing that it sends from now on is part of it. Whoever hears this is waited
+    /// for, and so is the VM.
+    Still(Epoch),
+    /// An epoch was cut.
+    Cut(CutNumbers),
+    /// An epoch was sent: so many pages, in so many bytes.
+    Sent(Epoch, u64, u64),
+    /// The backup is so far.
+    Progress(Progress),
+    /// A failover would not undo this epoch any more.
+    Committed(Epoch),
+    /// What prediction was worth so far.
+    Counts(Counts),
+}

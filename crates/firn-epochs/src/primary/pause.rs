@@ -1,0 +1,104 @@
+//! What is done while the VM stands still: its writes are found, protected again and copied.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{SendTimeoutError, Sender};
+use firn_cluster::Epoch;
+use firn_cluster::predict::{CutPlan, PageSet, Predictor};
+use firn_types::Page;
+
+use super::{CutNumbers, LOOK, Options, Told, ms};
+use crate::guest::{GuestError, Still};
+use crate::sender::Job;
+use crate::wire::{PAGES_MAX, Pages};
+
+/// How long the VM may stand still for an epoch that is sent from within its pause.
+const PAUSE_MAX: Duration = Duration::from_secs(10);
+
+/// What is done while the VM stands still.
+pub(super) struct Inside<'a> {
+    pub(super) epoch: Epoch,
+    pub(super) predictor: &'a mut Predictor,
+    pub(super) options: &'a Options,
+    pub(super) jobs: &'a Sender<Job>,
+    pub(super) release: &'a AtomicBool,
+    pub(super) told: &'a dyn Fn(Told),
+    pub(super) bytes: &'a mut Vec<u8>,
+    pub(super) numbers: CutNumbers,
+}
+
+impl Inside<'_> {
+    /// What was to be copied, and the pages that `bytes` has.
+    pub(super) fn run(
+        &mut self,
+        still: &Still<'_>,
+    ) -> Result<(CutPlan, Vec<Page>, CutNumbers), GuestError> {
+        (self.told)(Told::Still(self.epoch));
+        let started = Instant::now();
+        let scanned = match self.options.predicts {
+            true => still.written()?,
+            // All of it is to be protected, which the same call does.
+            false => still.written_and_protect()?,
+        };
+        let scan_ms = ms(started.elapsed());
+        firn_fault::point("protect.scanned");
+        let mut plan = self.predictor.cut(&scanned);
+        if self.is_large(&plan) {
+            self.predictor.give_up(&mut plan);
+        }
+        let started = Instant::now();
+        if self.options.predicts {
+            still.protect(&plan.protect)?;
+        }
+        let protect_ms = ms(started.elapsed());
+        let started = Instant::now();
+        let pages = self.copy(still, &plan.copy)?;
+        firn_fault::point("protect.copied");
+        let numbers = CutNumbers {
+            scan_ms,
+            protect_ms,
+            copy_ms: ms(started.elapsed()),
+            copied: plan.copy.len() as u64,
+            written: plan.written.len() as u64,
+            protected: plan.protect.len() as u64,
+            ..self.numbers
+        };
+        Ok((plan, pages, numbers))
+    }
+
+    fn copy(&mut self, still: &Still<'_>, pages: &PageSet) -> Result<Vec<Page>, GuestError> {
+        let numbers: Vec<Page> = pages.iter().collect();
+        if numbers.len() as u64 <= self.options.buffer_pages {
+            still.copy(pages, self.bytes)?;
+            return Ok(numbers);
+        }
+        let since = Instant::now();
+        for some in numbers.chunks(PAGES_MAX) {
+            let mut bytes = Vec::new();
+            still.copy(&some.iter().copied().collect(), &mut bytes)?;
+            self.hand_over(Pages { numbers: some.to_vec(), bytes }, since)?;
+        }
+        Ok(Vec::new())
+    }
+
+    /// Too large for the buffer: sent in parts, from within the pause.
+    fn is_large(&self, plan: &CutPlan) -> bool {
+        plan.copy.len() as u64 > self.options.buffer_pages
+    }
+
+    /// The VM does not stand still for a backup that takes too long, nor for one that is to be released.
+    fn hand_over(&self, pages: Pages, since: Instant) -> Result<(), GuestError> {
+        let mut part = Job::Part(self.epoch, pages);
+        loop {
+            part = match self.jobs.send_timeout(part, LOOK) {
+                Ok(()) => return Ok(()),
+                Err(SendTimeoutError::Disconnected(_)) => return Err(GuestError::NobodyTakes),
+                Err(SendTimeoutError::Timeout(part)) => part,
+            };
+            if since.elapsed() > PAUSE_MAX || self.release.load(Ordering::Relaxed) {
+                return Err(GuestError::NobodyTakes);
+            }
+        }
+    }
+}

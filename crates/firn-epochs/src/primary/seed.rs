@@ -1,0 +1,70 @@
+//! The first epoch: all of memory, sent while the VM runs.
+
+use std::io::BufWriter;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crossbeam_channel::Receiver;
+use firn_cluster::Epoch;
+use firn_cluster::predict::PageSet;
+use firn_types::{PAGE_SIZE, Page};
+
+use super::{PrimaryError, Told};
+use crate::endpoint::Stream;
+use crate::guest::{Guest, GuestError};
+use crate::sender::Event;
+use crate::wire::{PAGES_MAX, Writer};
+
+/// Rounds in which the seed is brought up to date before the first cut.
+const SEED_ROUNDS: usize = 3;
+/// Pages that are left to the first epoch without another round.
+const SEED_FEW: usize = 2048;
+
+/// All of memory, for a backup that has nothing.
+pub(super) struct Seed<'a> {
+    pub(super) guest: &'a mut Guest,
+    pub(super) writer: &'a mut Writer<BufWriter<Stream>>,
+    pub(super) events: &'a Receiver<Event>,
+    pub(super) release: &'a AtomicBool,
+    pub(super) told: &'a dyn Fn(Told),
+}
+
+impl Seed<'_> {
+    pub(super) fn run(mut self) -> Result<(), PrimaryError> {
+        let mut pages = PageSet::new();
+        let backed = self.guest.memory().backed_runs().map_err(GuestError::from)?;
+        backed.into_iter().for_each(|run| pages.insert_run(run));
+        let mut sent = 0;
+        for _ in 0..SEED_ROUNDS {
+            self.send(&pages, &mut sent)?;
+            pages = self.guest.newly_written()?;
+            if pages.len() <= SEED_FEW {
+                break;
+            }
+        }
+        self.send(&pages, &mut sent)?;
+        match self.release.load(Ordering::Relaxed) {
+            // Not all of it was sent.
+            true => Ok(()),
+            false => Ok(self.writer.end(Epoch(0), &[], &[], false)?),
+        }
+    }
+
+    fn send(&mut self, pages: &PageSet, sent: &mut u64) -> Result<(), PrimaryError> {
+        let numbers: Vec<Page> = pages.iter().collect();
+        let mut bytes = Vec::new();
+        for some in numbers.chunks(PAGES_MAX) {
+            if let Ok(Event::Lost(error)) = self.events.try_recv() {
+                return Err(error);
+            }
+            if self.release.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            self.guest.copy_running(&some.iter().copied().collect(), &mut bytes)?;
+            let contents = bytes.chunks_exact(PAGE_SIZE);
+            self.writer.pages(Epoch(0), some.iter().copied().zip(contents))?;
+            *sent += some.len() as u64;
+            (self.told)(Told::Seeding(*sent));
+        }
+        Ok(())
+    }
+}
