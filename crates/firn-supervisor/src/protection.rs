@@ -8,6 +8,7 @@ use firn_cluster::Epoch;
 use firn_epochs::guest::{Guest, GuestError};
 use firn_epochs::primary::{self, CutNumbers, Options, PrimaryError, Told};
 use firn_epochs::wire::{self, Hello};
+use firn_vmm::command_line;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Context, Failure, FailureKind};
@@ -24,6 +25,9 @@ pub struct Protection {
     pub to: String,
     /// Milliseconds between cuts.
     pub interval_ms: u64,
+    /// Network cards by which the VM sends what is not held, as its command line has them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub not_held: Vec<String>,
     /// The newest epoch that was cut.
     pub epoch: u64,
     /// The newest that the backup has.
@@ -120,7 +124,10 @@ impl Protecting {
         let regions = guest.memory().map().clone();
         let hello = Hello { version: wire::VERSION, regions, meta };
         let interval_ms = request.interval_ms;
-        let now = Protection { to, interval_ms, ..Protection::default() };
+        let not_held = command_line::plan(&machine.meta.qemu.user_args)
+            .map(|plan| plan.other_cards())
+            .unwrap_or_default();
+        let now = Protection { to, interval_ms, not_held, ..Protection::default() };
         *self.tally() = Some(Tally { now, ..Tally::default() });
         let total = machine.meta.memory_bytes;
         let told = |told: Told| {

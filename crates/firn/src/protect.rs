@@ -58,14 +58,16 @@ impl Args {
         let mut bar = Bar::new();
         let facts = ask(&base, &self.name, &request, &mut |progress| bar.show(progress))
             .map_err(|failure| failure.while_doing(format!("can't protect {}", self.name)))?;
-        out.facts(&facts, || {
-            format!(
-                "{} is protected: every {} ms to {}\n",
-                self.name,
-                self.interval.as_millis(),
-                self.to
-            )
-        })
+        out.facts(&facts, || self.describe(&facts))
+    }
+
+    fn describe(&self, facts: &serde_json::Value) -> String {
+        let Self { name, to, .. } = self;
+        let ms = self.interval.as_millis();
+        let cards = facts["not_held"].as_array().into_iter().flatten();
+        let not_held = cards.filter_map(|card| card.as_str());
+        let not_held = not_held.map(|card| format!("what it sends by {card} is not held\n"));
+        format!("{name} is protected: every {ms} ms to {to}\n{}", not_held.collect::<String>())
     }
 }
 

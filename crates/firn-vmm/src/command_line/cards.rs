@@ -53,6 +53,20 @@ fn properties(argument: &Argument) -> Option<Properties> {
     (properties.get("type").as_deref() == Some(KIND)).then_some(properties)
 }
 
+/// Options by which the VM may send otherwise. A machine that is given no card has one of QEMU's own.
+pub(super) fn others(arguments: &[Argument]) -> Vec<String> {
+    let has = |name: &str| arguments.iter().any(|argument| argument.name() == name);
+    if !["netdev", "nic", "net", "nodefaults"].into_iter().any(has) {
+        return vec!["QEMU's own card".to_owned()];
+    }
+    let is_other = |argument: &&Argument| match argument.name() {
+        "netdev" => properties(argument).is_none(),
+        "nic" | "net" => argument.value() != "none",
+        _ => false,
+    };
+    arguments.iter().filter(is_other).map(ToString::to_string).collect()
+}
+
 /// Such a back end over a descriptor, if this option is the card's.
 pub(super) fn over(argument: &Argument, card: &CardPlan, descriptor: i32) -> Option<Argument> {
     let is_it = properties(argument)?.get("id").as_deref() == Some(&card.id);

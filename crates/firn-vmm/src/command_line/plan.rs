@@ -235,6 +235,11 @@ impl Plan {
         &self.cards
     }
 
+    /// Options by which the VM may send what does not pass through Firn, a word or two each.
+    pub fn other_cards(&self) -> Vec<String> {
+        cards::others(&self.arguments)
+    }
+
     /// The files of disks that the command line names, as it names them.
     pub fn disk_files(&self) -> Vec<String> {
         drives::files(&self.arguments)

@@ -312,6 +312,17 @@ fn a_card_of_firns_gets_a_socket() {
 }
 
 #[test]
+fn cards_that_are_not_firns_are_named() {
+    let others = |line: &str| plan(&command(line)).unwrap().other_cards();
+    let firns = "-netdev firn,id=b,uplink=/u";
+    assert!(others(firns).is_empty() && others("-nodefaults").is_empty());
+    assert!(others("-nic none").is_empty());
+    assert_eq!(others("-m 1G"), ["QEMU's own card"]);
+    let given = format!("{firns} -netdev user,id=a -nic tap");
+    assert_eq!(others(&given), ["-netdev user,id=a", "-nic tap"]);
+}
+
+#[test]
 fn a_card_needs_an_id_and_an_uplink() {
     for line in
         ["-netdev firn", "-netdev firn,id=b", "-netdev firn,uplink=/u", "-netdev firn,id=b,uplink="]
