@@ -33,6 +33,12 @@ pub enum BackupError {
     /// The first message is not an introduction.
     #[error("whoever connected is no primary: it does not introduce itself")]
     NoHello,
+    /// The primary goes on alone, and was told that nobody runs the VM here.
+    #[error("its primary has released it, and goes on alone")]
+    Released,
+    /// The primary would go on alone, and was told nothing: the VM runs here.
+    #[error("its primary would go on alone, but the VM is about to run here")]
+    TakenUp,
 }
 
 /// A VM's memory in files, one for each region.
@@ -101,20 +107,29 @@ impl Receiver {
 
     /// Receives epochs until the connection ends, which is always an error. What is committed then stays so.
     ///
-    /// `told` hears of each.
+    /// `told` hears of each. `release` is asked whether the primary may go on alone: then what is here must never be run.
     pub fn receive<R: Ram>(
         &mut self,
         standby: &mut Standby<R>,
         told: &mut dyn FnMut(Progress),
+        release: &mut dyn FnMut() -> bool,
     ) -> BackupError {
         loop {
-            if let Err(error) = self.receive_one(standby, told) {
+            if let Err(error) = self.receive_one(standby, told, release) {
                 if let BackupError::Standby(refusal) = &error {
                     // It may have gone.
                     let _ = self.writer.refusal(&refusal.to_string());
                 }
                 return error;
             }
+        }
+    }
+
+    /// That what is here is never run has been seen to before it is said.
+    fn agree(&mut self, agrees: bool) -> BackupError {
+        match agrees {
+            false => BackupError::TakenUp,
+            true => self.writer.release().map_or_else(Into::into, |()| BackupError::Released),
         }
     }
 
@@ -128,8 +143,12 @@ impl Receiver {
         &mut self,
         standby: &mut Standby<R>,
         told: &mut dyn FnMut(Progress),
+        release: &mut dyn FnMut() -> bool,
     ) -> Result<(), BackupError> {
         let message = self.reader.receive()?;
+        if message == Message::Release {
+            return Err(self.agree(release()));
+        }
         if let Some(progress) = standby.receive(message)? {
             self.writer.progress(progress)?;
             told(progress);

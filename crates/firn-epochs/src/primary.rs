@@ -10,7 +10,6 @@
 //! backup, are two more threads. They end with the connection, and the VM runs on without protection.
 
 use std::io::{self, BufWriter};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,7 +30,7 @@ mod options;
 mod pause;
 mod seed;
 
-pub use options::{CutNumbers, Options, Told};
+pub use options::{CutNumbers, Ending, Options, Told};
 use pause::Inside;
 use seed::Seed;
 
@@ -82,7 +81,7 @@ pub enum PrimaryError {
     Confused,
 }
 
-/// Protects a VM until `release` says so, which is no error, or until it can't be any more. The VM runs on then, if it lives.
+/// Protects a VM until `ending` says so, which is no error, or until it can't be any more. The VM runs on then, if it lives.
 ///
 /// # Errors
 /// If the connection ends, the backup refuses, or the VM can't be paused.
@@ -91,10 +90,10 @@ pub fn protect(
     stream: &Stream,
     hello: &Hello,
     options: Options,
-    release: &AtomicBool,
+    ending: &Ending,
     told: &dyn Fn(Told),
 ) -> Result<(), PrimaryError> {
-    let ended = Connection { stream, hello, options, release, told }.protect(&mut guest);
+    let ended = Connection { stream, hello, options, ending, told }.protect(&mut guest);
     let detached = guest.detach();
     ended?;
     Ok(detached?)
@@ -105,7 +104,7 @@ struct Connection<'a> {
     stream: &'a Stream,
     hello: &'a Hello,
     options: Options,
-    release: &'a AtomicBool,
+    ending: &'a Ending,
     told: &'a dyn Fn(Told),
 }
 
@@ -139,8 +138,8 @@ impl<'a> Connection<'a> {
         events: &Receiver<Event>,
     ) -> Result<Writer<BufWriter<Stream>>, PrimaryError> {
         writer.hello(self.hello)?;
-        let (release, told) = (self.release, self.told);
-        Seed { guest, writer: &mut writer, events, release, told }.run()?;
+        let (ending, told) = (self.ending, self.told);
+        Seed { guest, writer: &mut writer, events, ending, told }.run()?;
         Ok(writer)
     }
 
@@ -161,7 +160,7 @@ impl<'a> Connection<'a> {
             options: self.options,
             jobs,
             events,
-            release: self.release,
+            ending: self.ending,
             told: self.told,
             started: Instant::now(),
             due: self.options.interval,
@@ -208,7 +207,7 @@ struct Protection<'a> {
     options: Options,
     jobs: Sender<Job>,
     events: Receiver<Event>,
-    release: &'a AtomicBool,
+    ending: &'a Ending,
     told: &'a dyn Fn(Told),
     started: Instant,
     /// When the next cut should be.
@@ -225,7 +224,7 @@ struct Protection<'a> {
 
 impl Protection<'_> {
     fn run(mut self) -> Result<(), PrimaryError> {
-        while !self.release.load(Ordering::Relaxed) {
+        while !self.ending.is_asked() {
             match self.events.recv_timeout(self.until_next_look()) {
                 Ok(event) => self.on(event)?,
                 Err(RecvTimeoutError::Timeout) => {}
@@ -233,7 +232,25 @@ impl Protection<'_> {
             }
             self.turn()?;
         }
-        Ok(())
+        match self.ending.is_release() {
+            true => self.released(),
+            false => Ok(()),
+        }
+    }
+
+    /// Waits until the backup has said that it never runs the VM.
+    fn released(&self) -> Result<(), PrimaryError> {
+        self.jobs.send(Job::Release).map_err(|_| GuestError::NobodyTakes)?;
+        let deadline = Instant::now() + ANSWER_MAX;
+        loop {
+            match self.events.recv_deadline(deadline) {
+                Ok(Event::Released) => return Ok(()),
+                Ok(Event::Lost(error)) => return Err(error),
+                Ok(_) => {}
+                Err(RecvTimeoutError::Timeout) => return Err(PrimaryError::Silent),
+                Err(RecvTimeoutError::Disconnected) => return Err(GuestError::NobodyTakes.into()),
+            }
+        }
     }
 
     fn now(&self) -> Duration {
@@ -263,6 +280,8 @@ impl Protection<'_> {
                 let actions = self.epochs.acknowledged(self.now(), progress);
                 self.perform(actions)?;
             }
+            // Nobody has asked for that yet.
+            Event::Released => return Err(PrimaryError::Confused),
             Event::Lost(error) => return Err(error),
         }
         Ok(())
@@ -314,7 +333,7 @@ impl Protection<'_> {
             predictor: &mut self.predictor,
             options: &self.options,
             jobs: &self.jobs,
-            release: self.release,
+            ending: self.ending,
             told: self.told,
             bytes: &mut bytes,
             numbers: CutNumbers { epoch, ..CutNumbers::default() },

@@ -19,6 +19,8 @@ pub(crate) enum Job {
     Part(Epoch, Pages),
     /// An epoch, or the rest of one.
     Epoch(Box<EpochCopy>),
+    /// The primary goes on alone.
+    Release,
 }
 
 /// What the connection tells the VM's thread.
@@ -32,6 +34,8 @@ pub(crate) enum Event {
     Spare(Vec<u8>),
     /// How far the backup is.
     Progress(Progress),
+    /// The backup never runs the VM.
+    Released,
     /// Nothing more can be sent.
     Lost(PrimaryError),
 }
@@ -62,6 +66,7 @@ impl<W: Write> Sending<W> {
         match job {
             Job::Part(epoch, pages) => self.writer.pages(epoch, pages.iter()),
             Job::Epoch(copy) => self.epoch(*copy),
+            Job::Release => self.writer.release(),
         }
     }
 
@@ -91,6 +96,7 @@ pub(crate) fn hear(stream: Stream, events: &Sender<Event>) {
     loop {
         let event = match reader.receive() {
             Ok(Message::Progress(progress)) => Event::Progress(progress),
+            Ok(Message::Release) => Event::Released,
             Ok(Message::Refusal(why)) => Event::Lost(PrimaryError::Refused(why)),
             Ok(_) => Event::Lost(PrimaryError::Confused),
             Err(error) => Event::Lost(error.into()),

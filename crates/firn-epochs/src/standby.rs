@@ -155,7 +155,7 @@ impl<R: Ram> Standby<R> {
             Message::Devices(epoch, devices) => self.expect(epoch)?.devices = devices,
             Message::Aux(epoch, block) => self.aux(epoch, block)?,
             Message::End { epoch, last } => return self.end(epoch, last).map(Some),
-            Message::Hello(_) | Message::Progress(_) | Message::Refusal(_) => {
+            Message::Hello(_) | Message::Progress(_) | Message::Refusal(_) | Message::Release => {
                 return Err(StandbyError::Message);
             }
         }

@@ -13,12 +13,13 @@ use firn_cluster::predict::Predictor;
 use firn_types::{PAGE_SIZE, Page, RegionMap};
 use proptest::prelude::*;
 
+use crate::backup::{BackupError, Receiver as Backup};
 use crate::copy::EpochCopy;
 use crate::endpoint::Stream;
 use crate::primary::{PrimaryError, said_by_backup};
 use crate::sender::{Event, Job, Sending, hear};
 use crate::standby::{Ram, Standby};
-use crate::wire::{Pages, Reader, WireError, Writer};
+use crate::wire::{Hello, Pages, Reader, VERSION, WireError, Writer};
 
 const PAGES: u32 = 8;
 /// An epoch with more pages is sent from within its pause.
@@ -177,6 +178,28 @@ fn why_a_backup_refuses_is_heard_also_when_sending_fails_first() {
     std::thread::spawn(move || hear(primary, &tell));
     let said = said_by_backup(WireError::Io(broken).into(), &events);
     assert!(matches!(&said, PrimaryError::Refused(why) if why == "there is no room"), "{said:?}");
+}
+
+/// A primary that wants to go on alone is answered only if nobody ever runs the VM here.
+#[test]
+fn a_release_is_agreed_to_or_not_answered() {
+    for agrees in [true, false] {
+        let (primary, backup) = Stream::pair().unwrap();
+        let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
+        let hello = Hello { version: VERSION, regions, meta: serde_json::Value::Null };
+        let mut writer = Writer::new(primary.try_clone().unwrap());
+        writer.hello(&hello).unwrap();
+        writer.release().unwrap();
+        let (mut receiver, hello) = Backup::meet(&backup).unwrap();
+        let mut standby = Standby::new(hello.regions, [0; PAGES as usize]);
+        let ended = receiver.receive(&mut standby, &mut |_| (), &mut || agrees);
+        assert_eq!(matches!(ended, BackupError::Released), agrees, "{ended:?}");
+        drop((receiver, backup));
+        let (tell, events) = crossbeam_channel::unbounded();
+        hear(primary, &tell);
+        let heard = events.try_recv().unwrap();
+        assert_eq!(matches!(heard, Event::Released), agrees, "{heard:?}");
+    }
 }
 
 #[test]

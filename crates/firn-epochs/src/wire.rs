@@ -17,6 +17,8 @@
 //!   5     that ends   last (1: no epoch follows, else 0; 8 bytes), XXH3-64 (8 bytes)
 //!   6     complete    committed (8 bytes)                                              from the backup
 //!   7     0           why the backup takes nothing more, UTF-8                         from the backup
+//!   8     0           nothing: the primary goes on alone                               last
+//!   8     0           nothing: then the backup never runs the VM                       from the backup, last
 //! ```
 //!
 //! The checksum of kind 5 is over all messages of kinds 2 to 4 since the last of kind 5, heads and bodies. So each epoch has
@@ -58,6 +60,7 @@ const AUX: u32 = 4;
 const END: u32 = 5;
 const PROGRESS: u32 = 6;
 const REFUSAL: u32 = 7;
+const RELEASE: u32 = 8;
 
 /// Why a stream can't be gone on with.
 #[derive(Debug, Error)]
@@ -155,6 +158,8 @@ pub enum Message {
     Progress(Progress),
     /// The backup takes nothing more.
     Refusal(String),
+    /// The primary goes on alone; the backup agrees, and never runs the VM.
+    Release,
 }
 
 /// The sending end.
@@ -233,6 +238,12 @@ impl<W: Write> Writer<W> {
         Ok(self.to.flush()?)
     }
 
+    /// That the primary goes on alone, or that the backup agrees.
+    pub fn release(&mut self) -> Result<(), WireError> {
+        self.message(RELEASE, Epoch(0), &[])?;
+        Ok(self.to.flush()?)
+    }
+
     fn message(&mut self, kind: u32, epoch: Epoch, parts: &[&[u8]]) -> Result<(), WireError> {
         let bytes = parts.iter().map(|part| part.len()).sum();
         let length = u32::try_from(bytes).ok().filter(|_| bytes <= longest(kind));
@@ -294,6 +305,7 @@ impl<R: Read> Reader<R> {
                 Message::Progress(Progress { complete: epoch, committed: Epoch(committed) })
             }),
             REFUSAL => Some(Message::Refusal(String::from_utf8_lossy(&body).into_owned())),
+            RELEASE => Some(Message::Release),
             _ => None,
         };
         message.ok_or(WireError::Body { kind, bytes })

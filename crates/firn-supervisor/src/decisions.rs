@@ -77,6 +77,8 @@ pub enum Action {
     },
     /// Tell the running save, or the protection, to end.
     CancelSave,
+    /// Have the protection end once the backup has agreed never to run the VM.
+    Release,
     /// Begin to protect; reports by [`Event::Protected`] and [`Event::ProtectionEnded`].
     BeginProtection(ProtectRequest),
     /// Run the standby's VM; reports by [`Event::RestoreEnded`], or [`Event::TakeUpRefused`].
@@ -303,7 +305,7 @@ impl Core {
         match &mut self.activity {
             Activity::Protecting { releasing, .. } => {
                 releasing.push(client);
-                vec![Action::CancelSave]
+                vec![Action::Release]
             }
             Activity::Standby { .. } => {
                 let standby = Failure::new(FailureKind::Usage, "the VM is a standby");
@@ -320,7 +322,7 @@ impl Core {
         let then_stop = then_stop.take();
         // A VM that ends may be gone on with by its standby.
         let lets_out = match &result {
-            Ok(_) => !releasing.is_empty() && then_stop.is_none(),
+            Ok(_) => !releasing.is_empty() && then_stop.is_none() && !self.leaving,
             Err(failure) => *alone && failure.kind != FailureKind::Ended,
         };
         let mut actions = Vec::new();

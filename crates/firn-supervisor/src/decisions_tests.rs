@@ -71,7 +71,7 @@ fn a_protected_vm_is_busy_until_it_is_released() {
         let refused = core.on(Event::Request(B, refused));
         assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
     }
-    assert_eq!(core.on(Event::Request(B, Request::Release)), [Action::CancelSave]);
+    assert_eq!(core.on(Event::Request(B, Request::Release)), [Action::Release]);
     let let_out = Action::LetOut(None);
     assert_eq!(core.on(Event::ProtectionEnded(Ok(json!(2)))), [let_out, done(B, json!(2))]);
     assert!(core.is_idle());

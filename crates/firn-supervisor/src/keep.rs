@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
+use firn_epochs::primary::Ending;
 
 use crate::decisions::{Action, ClientId, Core, Event};
 use crate::disks;
@@ -48,11 +49,11 @@ pub(crate) trait Operations: Send + Sync + 'static {
         progress: &dyn Fn(Progress),
     ) -> Result<serde_json::Value, Failure>;
 
-    /// Sends the VM's epochs to a backup until `release` says so; `begun` hears when there is something to fail over to.
+    /// Sends the VM's epochs to a backup until `ending` says so; `begun` hears when there is something to fail over to.
     fn protect(
         &self,
         request: &ProtectRequest,
-        release: &AtomicBool,
+        ending: &Ending,
         begun: &dyn Fn(),
         progress: &dyn Fn(Progress),
     ) -> Result<serde_json::Value, Failure>;
@@ -105,6 +106,7 @@ struct Loop {
     sender: Sender<Event>,
     events: Receiver<Event>,
     cancel: Arc<AtomicBool>,
+    ending: Arc<Ending>,
     guards: Restarts,
     resting: bool,
 }
@@ -128,9 +130,9 @@ impl Keeper {
         }
         let clients = server::listen(&self.vm.control(), sender.clone())?;
         ready();
-        let (cancel, guards) = (Arc::default(), Restarts::default());
+        let (cancel, ending, guards) = (Arc::default(), Arc::default(), Restarts::default());
         let resting = false;
-        Loop { keeper: self, core, clients, sender, events, cancel, guards, resting }.run()
+        Loop { keeper: self, core, clients, sender, events, cancel, ending, guards, resting }.run()
     }
 }
 
@@ -169,7 +171,8 @@ impl Loop {
             Action::BeginProtection(request) => self.begin_protection(request)?,
             Action::TakeUp(client) => self.take_up(client),
             Action::LetOut(client) => self.let_out(client),
-            Action::CancelSave => self.cancel.store(true, Ordering::Relaxed),
+            Action::CancelSave => self.cancel(),
+            Action::Release => self.ending.release(),
             Action::EndHypervisor(request) => self.end_hypervisor(request)?,
             Action::KillHypervisor { discard } => self.kill(discard)?,
             Action::StartGrace => watch::grace(self.sender.clone())?,
@@ -178,6 +181,12 @@ impl Loop {
             Action::RecordEnd { exit, reason } => self.record_end(exit, reason)?,
         }
         Ok(())
+    }
+
+    /// One of the two goes on.
+    fn cancel(&self) {
+        self.cancel.store(true, Ordering::Relaxed);
+        self.ending.leave();
     }
 
     fn restart_guard(&mut self) -> io::Result<()> {
@@ -222,8 +231,8 @@ impl Loop {
     }
 
     fn begin_protection(&mut self, request: ProtectRequest) -> io::Result<()> {
-        self.cancel = Arc::default();
-        let (operations, release) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.cancel));
+        self.ending = Arc::default();
+        let (operations, ending) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.ending));
         let sender = self.sender.clone();
         watch::spawn("protect", move || {
             let pace = Pace::default();
@@ -232,7 +241,7 @@ impl Loop {
                 let facts = serde_json::to_value(operations.protection()).unwrap_or_default();
                 drop(sender.send(Event::Protected(facts)));
             };
-            let protect = || operations.protect(&request, &release, &begun, &progress);
+            let protect = || operations.protect(&request, &ending, &begun, &progress);
             let ended = catch("the protection", protect);
             let _ = sender.send(Event::ProtectionEnded(ended));
         })

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use firn_checkpoint::{
     Estimator, SaveContext, SaveError, SaveOptions, SaveReport, Steps, Strategy,
 };
+use firn_epochs::primary::Ending;
 use firn_image::{Image, ImageError};
 use firn_types::PAGE_SIZE;
 use firn_vmm::{Layout, Vm};
@@ -86,7 +87,7 @@ impl Operations for Qemu {
     fn protect(
         &self,
         request: &ProtectRequest,
-        release: &AtomicBool,
+        ending: &Ending,
         begun: &dyn Fn(),
         progress: &dyn Fn(Progress),
     ) -> Result<serde_json::Value, Failure> {
@@ -101,7 +102,7 @@ impl Operations for Qemu {
         self.changes.finish();
         self.enter(Phase::Protecting, |_| ())?;
         let network = &self.network;
-        let ended = self.protecting.run(&machine, request, network, release, begun, progress);
+        let ended = self.protecting.run(&machine, request, network, ending, begun, progress);
         let ended = ended.map_err(|failure| self.unless_ended(failure));
         let shut = network.is_shut();
         let held = if shut { HELD } else { "" };

@@ -1,12 +1,11 @@
 //! Protecting a VM: its epochs to a backup, and what there is to say about them.
 
-use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use firn_cluster::Epoch;
 use firn_epochs::guest::{Guest, GuestError};
-use firn_epochs::primary::{self, CutNumbers, Options, PrimaryError, Told};
+use firn_epochs::primary::{self, CutNumbers, Ending, Options, PrimaryError, Told};
 use firn_epochs::wire::{self, Hello};
 use firn_vmm::command_line;
 use serde::{Deserialize, Serialize};
@@ -99,13 +98,13 @@ impl Protecting {
         })
     }
 
-    /// Protects until `release` says so. `begun` hears once that there is something to fail over to.
+    /// Protects until `ending` says so. `begun` hears once that there is something to fail over to.
     pub(crate) fn run(
         &self,
         machine: &Machine,
         request: &ProtectRequest,
         network: &Network,
-        release: &AtomicBool,
+        ending: &Ending,
         begun: &dyn Fn(),
         progress: &dyn Fn(Progress),
     ) -> Result<(), Failure> {
@@ -147,7 +146,7 @@ impl Protecting {
         let interval = Duration::from_millis(interval_ms);
         let options = Options { interval, predicts: request.predicts, ..Options::default() };
         network.begin();
-        let ended = primary::protect(guest, &stream, &hello, options, release, &told);
+        let ended = primary::protect(guest, &stream, &hello, options, ending, &told);
         *self.tally() = None;
         ended.map_err(|error| failure(&error))
     }

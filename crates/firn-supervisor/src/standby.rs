@@ -49,6 +49,9 @@ pub struct Readiness {
     pub complete: u64,
     /// The newest that a failover would run; 0 if there is none.
     pub committed: u64,
+    /// Its primary goes on alone: the VM is never run here.
+    #[serde(default)]
+    pub released: bool,
     /// Why no more come, if so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<String>,
@@ -75,6 +78,11 @@ impl Takeover {
     /// No more epochs are taken, and the newest committed one is run.
     pub(crate) fn begin(&self) -> Result<(), Failure> {
         let mut state = self.state();
+        if state.0.released {
+            let text = "the VM's primary has released it, and goes on alone";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(failure.hint("`firn stop` ends this standby"));
+        }
         if state.0.committed == 0 {
             let none = Failure::new(FailureKind::Refused, "no epoch of the VM is committed here");
             return Err(none.hint("`firn status` says which are; the first takes two intervals"));
@@ -83,6 +91,13 @@ impl Takeover {
         self.stream.close();
         self.changed.notify_all();
         Ok(())
+    }
+
+    /// The primary wants to go on alone. Whether the VM is never run here, which holds from now on.
+    fn release(&self) -> bool {
+        let mut state = self.state();
+        state.0.released = !state.1;
+        state.0.released
     }
 
     fn hear(&self, far: Far) {
@@ -248,7 +263,8 @@ impl Work {
 
     fn run(mut self) -> Result<serde_json::Value, Failure> {
         let takeover = Arc::clone(&self.takeover);
-        let ended = self.receiver.receive(&mut self.standby, &mut |far| takeover.hear(far));
+        let (told, release) = (&mut |far| takeover.hear(far), &mut || takeover.release());
+        let ended = self.receiver.receive(&mut self.standby, told, release);
         self.takeover.wait(&ended);
         let since = Instant::now();
         let Self { standby, mut vm, process, journal, network, .. } = self;

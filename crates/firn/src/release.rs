@@ -7,8 +7,9 @@ use crate::output::Output;
 
 /// Protect a VM no longer; it runs on.
 ///
-/// Its standby keeps what it has until it is stopped. What was held of the VM's output leaves, also if its standby was lost before:
-/// make sure that the standby does not run.
+/// Its standby agrees first that it never runs the VM; then what was held of the VM's output leaves. If the standby is out of
+/// reach, the VM is protected no longer, and holds on to what it sends; a second release lets that out without asking anybody: make sure
+/// that the standby does not run.
 ///
 /// Example:
 ///   firn release web

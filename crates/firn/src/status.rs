@@ -57,7 +57,7 @@ fn by(protection: &Protection) -> String {
 }
 
 fn of(standby: &Readiness) -> String {
-    let Readiness { complete, committed, ended } = standby;
+    let Readiness { complete, committed, ended, .. } = standby;
     let ended = ended.as_ref().map(|why| format!("; no more come: {why}")).unwrap_or_default();
     format!("{complete} epochs, of which {committed} are committed{ended}")
 }

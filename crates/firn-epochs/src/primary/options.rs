@@ -1,5 +1,6 @@
 //! How a VM is protected, and what is told of it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_cluster::Epoch;
@@ -37,6 +38,35 @@ impl Options {
             resend_after: Duration::MAX,
         };
         limits.check().map(|()| limits)
+    }
+}
+
+/// Where it is said that a protection is to end.
+#[derive(Debug, Default)]
+pub struct Ending {
+    is_asked: AtomicBool,
+    is_release: AtomicBool,
+}
+
+impl Ending {
+    /// The backup keeps what it has, and may run the VM.
+    pub fn leave(&self) {
+        self.is_asked.store(true, Ordering::Release);
+    }
+
+    /// The VM goes on alone. The backup has to say first that it never runs it.
+    pub fn release(&self) {
+        self.is_release.store(true, Ordering::Release);
+        self.leave();
+    }
+
+    /// Whether it is to end.
+    pub fn is_asked(&self) -> bool {
+        self.is_asked.load(Ordering::Acquire)
+    }
+
+    pub(super) fn is_release(&self) -> bool {
+        self.is_release.load(Ordering::Acquire)
     }
 }
 

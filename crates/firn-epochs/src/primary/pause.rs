@@ -1,6 +1,5 @@
 //! What is done while the VM stands still: its writes are found, protected again and copied.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{SendTimeoutError, Sender};
@@ -8,7 +7,7 @@ use firn_cluster::Epoch;
 use firn_cluster::predict::{CutPlan, PageSet, Predictor};
 use firn_types::Page;
 
-use super::{CutNumbers, LOOK, Options, Told, ms};
+use super::{CutNumbers, Ending, LOOK, Options, Told, ms};
 use crate::guest::{GuestError, Still};
 use crate::sender::Job;
 use crate::wire::{PAGES_MAX, Pages};
@@ -22,7 +21,7 @@ pub(super) struct Inside<'a> {
     pub(super) predictor: &'a mut Predictor,
     pub(super) options: &'a Options,
     pub(super) jobs: &'a Sender<Job>,
-    pub(super) release: &'a AtomicBool,
+    pub(super) ending: &'a Ending,
     pub(super) told: &'a dyn Fn(Told),
     pub(super) bytes: &'a mut Vec<u8>,
     pub(super) numbers: CutNumbers,
@@ -96,7 +95,7 @@ impl Inside<'_> {
                 Err(SendTimeoutError::Disconnected(_)) => return Err(GuestError::NobodyTakes),
                 Err(SendTimeoutError::Timeout(part)) => part,
             };
-            if since.elapsed() > PAUSE_MAX || self.release.load(Ordering::Relaxed) {
+            if since.elapsed() > PAUSE_MAX || self.ending.is_asked() {
                 return Err(GuestError::NobodyTakes);
             }
         }

@@ -1,14 +1,13 @@
 //! The first epoch: all of memory, sent while the VM runs.
 
 use std::io::BufWriter;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use crossbeam_channel::Receiver;
 use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
 use firn_types::{PAGE_SIZE, Page};
 
-use super::{PrimaryError, Told};
+use super::{Ending, PrimaryError, Told};
 use crate::endpoint::Stream;
 use crate::guest::{Guest, GuestError};
 use crate::sender::Event;
@@ -24,7 +23,7 @@ pub(super) struct Seed<'a> {
     pub(super) guest: &'a mut Guest,
     pub(super) writer: &'a mut Writer<BufWriter<Stream>>,
     pub(super) events: &'a Receiver<Event>,
-    pub(super) release: &'a AtomicBool,
+    pub(super) ending: &'a Ending,
     pub(super) told: &'a dyn Fn(Told),
 }
 
@@ -42,7 +41,7 @@ impl Seed<'_> {
             }
         }
         self.send(&pages, &mut sent)?;
-        match self.release.load(Ordering::Relaxed) {
+        match self.ending.is_asked() {
             // Not all of it was sent.
             true => Ok(()),
             false => Ok(self.writer.end(Epoch(0), &[], &[], false)?),
@@ -56,7 +55,7 @@ impl Seed<'_> {
             if let Ok(Event::Lost(error)) = self.events.try_recv() {
                 return Err(error);
             }
-            if self.release.load(Ordering::Relaxed) {
+            if self.ending.is_asked() {
                 return Ok(());
             }
             self.guest.copy_running(&some.iter().copied().collect(), &mut bytes)?;

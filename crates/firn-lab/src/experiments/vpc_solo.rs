@@ -29,7 +29,6 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -40,7 +39,7 @@ use firn_cluster::predict::PageSet;
 use firn_epochs::backup::{RamFiles, Receiver};
 use firn_epochs::endpoint::Stream;
 use firn_epochs::guest::{Guest as Followed, Pause};
-use firn_epochs::primary::{CutNumbers, Options, Told, protect};
+use firn_epochs::primary::{CutNumbers, Ending, Options, Told, protect};
 use firn_epochs::standby::Standby;
 use firn_epochs::wire::{Hello, VERSION, Writer};
 use firn_memory::Process;
@@ -226,17 +225,19 @@ impl<'a> Guest<'a> {
     fn epochs(&self, predicts: bool, cuts: usize) -> Result<Vec<CutNumbers>> {
         let guest = self.follow()?;
         let hello = hello(&guest);
-        let release = AtomicBool::new(false);
+        let ending = Ending::default();
         let numbers = Mutex::new(Vec::new());
         let told = |told: Told| {
             let mut numbers = numbers.lock().unwrap_or_else(PoisonError::into_inner);
             if let Told::Cut(cut) = told {
                 numbers.push(cut);
             }
-            release.fetch_or(numbers.len() > cuts, Ordering::Relaxed);
+            if numbers.len() > cuts {
+                ending.leave();
+            }
         };
         let options = Options { interval: INTERVAL, predicts, ..Options::default() };
-        with_backup(|stream| Ok(protect(guest, stream, &hello, options, &release, &told)?))?;
+        with_backup(|stream| Ok(protect(guest, stream, &hello, options, &ending, &told)?))?;
         Ok(numbers.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -338,7 +339,7 @@ fn with_backup<T>(primary: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
             let (mut receiver, hello) = Receiver::meet(&theirs)?;
             let ram = RamFiles::create(&hello.regions)?;
             let mut standby = Standby::new(hello.regions, ram);
-            receiver.receive(&mut standby, &mut |_| ());
+            receiver.receive(&mut standby, &mut |_| (), &mut || true);
             Ok(standby.progress().committed)
         });
         let done = primary(&ours);

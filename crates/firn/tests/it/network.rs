@@ -102,6 +102,7 @@ fn what_is_held_leaves_when_somebody_says_so() {
     assert_eq!(card(&vm, "web")["open"], false);
     session.firn(&["release", "web"]).succeeds();
     outside.is_answered(20);
+    session.firn(&["failover", "released"]).fails(5, "has released it");
     session.firn(&["stop", "released"]).succeeds();
 
     protect(&vm, "web", standby_called(&vm, "lost"), &[]);
