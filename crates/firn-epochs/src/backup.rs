@@ -133,8 +133,8 @@ impl Receiver {
         }
     }
 
-    /// Tells a primary why it is not taken.
-    pub fn refuse(mut self, why: &str) {
+    /// Tells a primary why nothing more is taken from it.
+    pub fn refuse(&mut self, why: &str) {
         // It may have gone.
         let _ = self.writer.refusal(why);
     }

@@ -145,6 +145,20 @@ impl Stream {
         self.0.set_read_timeout(patience)
     }
 
+    /// Nothing more is read from it, by any of its handles, but for what has come.
+    pub fn hear_no_more(&self) {
+        // The other side may have ended it.
+        let _ = self.0.shutdown(Shutdown::Read);
+    }
+
+    /// How long writing may wait, from now on.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn set_write_patience(&self, patience: Duration) -> io::Result<()> {
+        self.0.set_write_timeout(Some(patience))
+    }
+
     /// Ends the connection, for all of its handles. Whoever waits for it goes on.
     pub fn close(&self) {
         // The other side may have done so.

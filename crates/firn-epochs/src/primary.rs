@@ -115,6 +115,7 @@ impl<'a> Connection<'a> {
         let (tell, events) = crossbeam_channel::unbounded();
         let (reading, writer) = (self.stream.try_clone()?, writer(self.stream.try_clone()?));
         thread::scope(|scope| {
+            let _closing = Closing(self.stream);
             let heard = tell.clone();
             let seeded = begin(scope, "hear", move || hear(reading, &heard))
                 .and_then(|()| self.seeded(guest, writer, &events));
@@ -125,9 +126,7 @@ impl<'a> Connection<'a> {
                 begin(scope, "send", move || sending.run(&taken))?;
                 self.protection(guest, epochs, jobs, events.clone()).run()
             });
-            let ended = ended.map_err(|error| said_by_backup(error, &events));
-            self.stream.close();
-            ended
+            ended.map_err(|error| said_by_backup(error, &events))
         })
     }
 
@@ -170,6 +169,15 @@ impl<'a> Connection<'a> {
             cut: None,
             pace: Pace::Free,
         }
+    }
+}
+
+/// Ends the connection, whatever happens: threads wait for that.
+struct Closing<'a>(&'a Stream);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.close();
     }
 }
 
@@ -275,6 +283,11 @@ impl Protection<'_> {
             Event::Sent { epoch, pages, bytes } => (self.told)(Told::Sent(epoch, pages, bytes)),
             Event::Spare(bytes) => self.spares.push(bytes),
             Event::Progress(progress) => {
+                // What is believed here lets out what the VM has sent.
+                let is_cut = progress.complete < self.epochs.epoch();
+                if !is_cut || progress.committed > progress.complete {
+                    return Err(PrimaryError::Confused);
+                }
                 (self.told)(Told::Progress(progress));
                 self.heard = self.now();
                 let actions = self.epochs.acknowledged(self.now(), progress);

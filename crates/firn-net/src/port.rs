@@ -120,6 +120,9 @@ impl Port {
         if firn_fault::io("net.hold").is_ok() {
             output.gate.cut(epoch);
         }
+        drop(output);
+        // What was read just now may leave at once, if the gate was open until now.
+        self.shared.wake();
     }
 
     /// Nothing undoes an epoch any more: see [`Gate::committed`].

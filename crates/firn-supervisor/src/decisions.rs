@@ -280,7 +280,7 @@ impl Core {
         match self.activity {
             Activity::Saving { .. } => vec![Action::CancelSave, kill],
             // Nothing of it ran.
-            Activity::Standby { .. } => vec![kill],
+            Activity::Standby { taken_up: false } => vec![kill],
             _ => vec![Action::EndHypervisor(request)],
         }
     }
@@ -316,14 +316,15 @@ impl Core {
     }
 
     fn protection_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
-        let Activity::Protecting { alone, releasing, then_stop, .. } = &mut self.activity else {
+        let Activity::Protecting { alone, asked, releasing, then_stop } = &mut self.activity else {
             return Vec::new();
         };
         let then_stop = then_stop.take();
-        // A VM that ends may be gone on with by its standby.
+        // A VM that ends may be gone on with by its standby. Who said that it goes on alone meant a backup that is lost: not one that
+        // ends the connection for a reason, and not what fails here.
         let lets_out = match &result {
             Ok(_) => !releasing.is_empty() && then_stop.is_none() && !self.leaving,
-            Err(failure) => *alone && failure.kind != FailureKind::Ended,
+            Err(failure) => *alone && asked.is_none() && failure.kind == FailureKind::Lost,
         };
         let mut actions = Vec::new();
         actions.extend((lets_out && self.gone.is_none()).then_some(Action::LetOut(None)));
@@ -540,8 +541,10 @@ impl Core {
         match self.activity {
             Activity::Idle => vec![Action::LetGo],
             Activity::Saving { .. } | Activity::Protecting { .. } => vec![Action::CancelSave],
-            Activity::Restoring => Vec::new(),
-            Activity::Standby { .. } => vec![Action::KillHypervisor { discard: false }],
+            Activity::Restoring | Activity::Standby { taken_up: true } => Vec::new(),
+            Activity::Standby { taken_up: false } => {
+                vec![Action::KillHypervisor { discard: false }]
+            }
         }
     }
 }

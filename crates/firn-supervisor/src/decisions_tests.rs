@@ -89,10 +89,24 @@ fn what_is_held_leaves_only_when_that_is_asked_for() {
     assert!(!lets_out(&ended(&mut core, Ok(json!(1)))), "the VM is let go of");
     let Request::Protect(request) = protect() else { unreachable!() };
     let request = Request::Protect(ProtectRequest { alone: true, ..request });
-    for (kind, leaves) in [(FailureKind::Other, true), (FailureKind::Ended, false)] {
+    use FailureKind::{Ended, Lost, Other, Refused};
+    for (kind, begins, leaves) in [
+        (Lost, true, true),
+        (Lost, false, false),
+        (Other, true, false),
+        (Refused, true, false),
+        (Ended, true, false),
+    ] {
         let mut core = Core::new(false);
         core.on(Event::Request(A, request.clone()));
-        assert_eq!(lets_out(&ended(&mut core, Err(Failure::new(kind, "lost")))), leaves);
+        if begins {
+            core.on(Event::Protected(json!(1)));
+        }
+        assert_eq!(
+            lets_out(&ended(&mut core, Err(Failure::new(kind, "lost")))),
+            leaves,
+            "{kind:?}"
+        );
     }
 }
 

@@ -43,6 +43,8 @@ pub enum FailureKind {
     Interrupted,
     /// The VM ended before it was done.
     Ended,
+    /// The connection to a VM's backup ended, and nobody said why.
+    Lost,
 }
 
 impl FailureKind {
@@ -54,7 +56,7 @@ impl FailureKind {
     /// The exit code of a command that fails this way.
     pub fn exit_code(self) -> u8 {
         match self {
-            Self::Other => 1,
+            Self::Other | Self::Lost => 1,
             Self::Usage => 2,
             Self::NoSuchVm => 3,
             Self::Busy => 4,

@@ -97,6 +97,11 @@ impl Operations for Qemu {
             let failure = Failure::new(FailureKind::Refused, text);
             return Err(failure.hint("protect a VM that was started without --calls"));
         }
+        if self.network.is_shut() {
+            let text = "what the VM sends is held since it was last protected: the backup of then may run it";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(failure.hint("`firn release` lets it out, if that backup never runs it"));
+        }
         // One descriptor at a time can have the guest's memory.
         self.usage.finish();
         self.changes.finish();
@@ -107,7 +112,7 @@ impl Operations for Qemu {
         let shut = network.is_shut();
         let held = if shut { HELD } else { "" };
         self.enter(Phase::Running, |journal| {
-            journal.shut = shut;
+            journal.shut |= shut;
             match &ended {
                 Ok(()) => journal.note_success(format!("released{held}")),
                 Err(failure) => {

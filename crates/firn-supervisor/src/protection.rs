@@ -180,6 +180,9 @@ fn failure(error: &PrimaryError) -> Failure {
         }
         PrimaryError::Guest(GuestError::Attach(_)) => FailureKind::Host,
         PrimaryError::Limits(_) => FailureKind::Usage,
+        PrimaryError::Wire(_)
+        | PrimaryError::Silent
+        | PrimaryError::Guest(GuestError::NobodyTakes) => FailureKind::Lost,
         _ => FailureKind::Other,
     };
     Failure::from_error(kind, error)

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use firn_cluster::epoch::Progress as Far;
 use firn_epochs::backup::{BackupError, RamFiles, Receiver};
@@ -41,6 +41,9 @@ use crate::restore::{look, refuse, write_aux};
 use crate::start::{self, Child, Place, Started};
 
 mod waiting;
+
+/// How long it may take to tell a primary that does not listen.
+const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// What `firn status` says of a standby.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -88,9 +91,17 @@ impl Takeover {
             return Err(none.hint("`firn status` says which are; the first takes two intervals"));
         }
         state.1 = true;
-        self.stream.close();
+        self.stream.hear_no_more();
         self.changed.notify_all();
         Ok(())
+    }
+
+    /// A primary that still runs hears that it is not alone.
+    fn part(&self, receiver: &mut Receiver) {
+        if self.state().1 && self.stream.set_write_patience(LAST_WORDS).is_ok() {
+            receiver.refuse("the VM is about to run here");
+        }
+        self.stream.close();
     }
 
     /// The primary wants to go on alone. Whether the VM is never run here, which holds from now on.
@@ -132,7 +143,7 @@ pub(crate) fn standby(
 ) -> Result<Started, Failure> {
     tell(Progress::new("waiting for the primary", 0, 0));
     let stream = waiting::accept(place, listen)?;
-    let (receiver, hello) = Receiver::meet(&stream)
+    let (mut receiver, hello) = Receiver::meet(&stream)
         .map_err(|error| Failure::from_error(FailureKind::Refused, &error))
         .map_err(|failure| failure.while_doing("meeting the primary"))?;
     match Prepared::of(place, &hello, uplinks) {
@@ -265,6 +276,7 @@ impl Work {
         let takeover = Arc::clone(&self.takeover);
         let (told, release) = (&mut |far| takeover.hear(far), &mut || takeover.release());
         let ended = self.receiver.receive(&mut self.standby, told, release);
+        takeover.part(&mut self.receiver);
         self.takeover.wait(&ended);
         let since = Instant::now();
         let Self { standby, mut vm, process, journal, network, .. } = self;

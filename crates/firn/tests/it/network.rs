@@ -62,10 +62,11 @@ fn nobody_outside_sees_what_a_failover_undoes() {
         vm.session.arm((round == rounds - 1).then_some("net.hold=EIO"));
         let standby = standby_called(&vm, &next);
         vm.session.arm(None);
+        let announced = outside.heard().announced;
         fail_over(&vm, &outside, &name, standby, &next);
         let heard = outside.heard();
         assert!(heard.undone.is_empty(), "round {round}: {:?}", heard.undone);
-        assert!(heard.announced > 0, "round {round}");
+        assert!(heard.announced > announced, "round {round}");
         name = next;
     }
     vm.is_well();
@@ -112,6 +113,10 @@ fn what_is_held_leaves_when_somebody_says_so() {
     assert!(card(&vm, "web")["held_frames"].as_u64().unwrap() > 0);
     let last = session.status("web")["last"]["text"].to_string();
     assert!(last.contains("firn release"), "{last}");
+    let address = format!("unix:{}", text(&session.path("standby")));
+    let again = ["protect", "web", "--to", &address, "--go-on-alone"];
+    session.firn(&again).fails(5, "the backup of then may run it");
+    outside.hears_nothing();
     kill(supervisor());
     eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 2);
     outside.hears_nothing();
