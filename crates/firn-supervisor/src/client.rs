@@ -6,6 +6,7 @@
 use std::io::{self, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::ChildStdout;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -29,6 +30,9 @@ const RETRY: Duration = Duration::from_millis(1);
 /// How long a supervisor may take to answer a request that takes no time.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
+/// How long one may take that is asked only because somebody looks.
+const GLANCE_WAIT: Duration = Duration::from_secs(2);
+
 /// How often a supervisor that dies is replaced before a command gives up.
 const TRIES: usize = 5;
 
@@ -42,24 +46,44 @@ pub fn start(
     plan: &Plan,
     on_progress: OnProgress<'_>,
 ) -> Result<serde_json::Value, Failure> {
-    let vm = base.vm(name);
-    if exists(&vm) {
-        look_after(base, &vm)?;
+    Starting::begin(base, name, plan)?.finish(on_progress)
+}
+
+/// A supervisor that has been told what to do and has not said yet that it is done.
+#[derive(Debug)]
+pub struct Starting {
+    base: RuntimeDir,
+    vm: VmDir,
+    from: Option<ChildStdout>,
+}
+
+impl Starting {
+    /// Starts it. A standby that still waits for its primary gives up when this value is dropped.
+    pub fn begin(base: &RuntimeDir, name: &VmName, plan: &Plan) -> Result<Self, Failure> {
+        let vm = base.vm(name);
+        if exists(&vm) {
+            look_after(base, &vm)?;
+        }
+        let mut child = spawn::supervisor(base, &vm).doing("starting a supervisor")?;
+        if let Some(mut to) = child.stdin.take() {
+            // A supervisor that ends before it has read the plan says why in its reply.
+            let _ = protocol::write(&mut to, plan);
+        }
+        Ok(Self { base: base.clone(), vm, from: child.stdout.take() })
     }
-    let mut child = spawn::supervisor(base, &vm).doing("starting a supervisor")?;
-    if let Some(mut to) = child.stdin.take() {
-        // A supervisor that ends before it has read the plan says why in its reply.
-        let _ = protocol::write(&mut to, plan);
-    }
-    let replied = match child.stdout.take() {
-        Some(from) => read_replies(&mut BufReader::new(from), on_progress)?,
-        None => None,
-    };
-    match replied {
-        Some(result) => result,
-        None => {
-            settle(&vm);
-            after_start(base, &vm)
+
+    /// Returns what the supervisor says once the VM runs.
+    pub fn finish(self, on_progress: OnProgress<'_>) -> Result<serde_json::Value, Failure> {
+        let replied = match self.from {
+            Some(from) => read_replies(&mut BufReader::new(from), on_progress)?,
+            None => None,
+        };
+        match replied {
+            Some(result) => result,
+            None => {
+                settle(&self.vm);
+                after_start(&self.base, &self.vm)
+            }
         }
     }
 }
@@ -226,6 +250,21 @@ pub fn status(base: &RuntimeDir, vm: &VmDir) -> Result<Status, Failure> {
             None => Err(failure),
         },
     }
+}
+
+/// A VM's status as it is now, for whoever looks often: nobody is brought back, and nobody is waited for. Where no supervisor
+/// answers, it is what the journal tells.
+pub fn glance(vm: &VmDir) -> Result<Status, Failure> {
+    let journal = load(vm)?.ok_or_else(|| no_such_vm(vm))?;
+    Ok(told_at_once(vm).unwrap_or_else(|| Status::of(&journal)))
+}
+
+fn told_at_once(vm: &VmDir) -> Option<Status> {
+    let stream = UnixStream::connect(vm.control()).ok()?;
+    stream.set_read_timeout(Some(GLANCE_WAIT)).ok()?;
+    protocol::write(&mut &stream, &Request::Status).ok()?;
+    let facts = read_replies(&mut BufReader::new(&stream), &mut |_| ()).ok()??.ok()?;
+    serde_json::from_value(facts).ok()
 }
 
 /// Forgets a VM that is over.

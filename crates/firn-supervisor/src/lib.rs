@@ -59,7 +59,7 @@ mod testing;
 mod usage;
 mod watch;
 
-pub use client::{OnProgress, absolute, ask, forget, look_after, start, status};
+pub use client::{OnProgress, Starting, absolute, ask, forget, glance, look_after, start, status};
 pub use failure::{Context, Failure, FailureKind, image_failure};
 pub use guard::guard;
 pub use identity::{ProcessHandle, ProcessIdentity};
