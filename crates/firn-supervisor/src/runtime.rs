@@ -3,6 +3,7 @@
 //! ```text
 //!   /run/firn/                 0700   (or $FIRN_RUNTIME_DIR, or $XDG_RUNTIME_DIR/firn)
 //!     .storage/                0700   how far storage is, by earlier restores (storage.rs)
+//!     .agent/                  0700   sockets of this host's agent (firn-agent, place.rs)
 //!     web/                     0700   one VM
 //!       supervisor.lock               who serves it   (lock.rs)
 //!       guard.lock                    who restarts that one
@@ -15,6 +16,7 @@
 //!       restore.json                  the run record of the last restore, once all memory is there
 //!       log                           the supervisor's; nothing of the guest
 //!       qemu.log                      QEMU's own standard output and error
+//!       primary.json                  of a standby that an agent has started: its primary's host
 //! ```
 //!
 //! It is lost at reboot, as the VMs are.

@@ -1,0 +1,208 @@
+//! One agent: what its parts share, and where they begin.
+//!
+//! ```text
+//!   firn(1) --- agent.sock ---> local      door <--- TLS --- peers         metrics <--- loopback
+//!                                 |          |
+//!                                 v          v
+//!                     protect: a tunnel     standbys: a tunnel      heartbeat <-> detect (pure)
+//!                     to a peer's           from a peer's
+//!                                 \          /
+//!                                  supervisors of the VMs (vms)
+//! ```
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use firn_supervisor::{Context as _, Failure, FailureKind, VmName};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use crate::config::Config;
+use crate::detect::{Health, Times};
+use crate::heartbeat::Peers;
+use crate::host::HostName;
+use crate::identity::Identity;
+use crate::place::{Place, Socket, Sole};
+use crate::refused::Refused;
+use crate::vms::Vms;
+use crate::{door, heartbeat, local};
+
+/// What the parts of an agent share.
+pub struct Agent {
+    /// What it was told.
+    pub config: Config,
+    /// Where its peers reach it.
+    pub listen: SocketAddr,
+    pub(crate) identity: Identity,
+    pub(crate) place: Place,
+    pub(crate) vms: Arc<dyn Vms>,
+    pub(crate) peers: Peers,
+    pub(crate) refused: Refused,
+    /// VMs of this host whose epochs are carried to a peer.
+    carried: Mutex<Vec<(VmName, HostName)>>,
+    /// VMs that are about to be protected, or stood by for.
+    claimed: Mutex<BTreeSet<VmName>>,
+}
+
+/// An agent that has everything that it needs, and does not serve yet.
+pub struct Ready {
+    agent: Arc<Agent>,
+    peers: TcpListener,
+    local: Socket,
+    metrics: Option<TcpListener>,
+    _sole: Sole,
+}
+
+impl Ready {
+    /// Takes a runtime directory, and listens.
+    ///
+    /// # Errors
+    /// If something of that can't be had.
+    pub async fn new(
+        config: Config,
+        place: Place,
+        vms: Arc<dyn Vms>,
+        times: Times,
+    ) -> Result<Self, Failure> {
+        let identity =
+            Identity::load(&config).doing_or(FailureKind::Usage, "proving who this is")?;
+        let sole = place.take(config.peers.keys())?;
+        let peers = listen(config.listen).await?;
+        let at = peers.local_addr().doing("listening for peers")?;
+        let metrics = match config.metrics {
+            Some(address) => Some(listen(address).await?),
+            None => None,
+        };
+        let local = place.listen(place.control())?;
+        let agent = Arc::new(Agent::new(config, at, identity, place, vms, times));
+        Ok(Self { agent, peers, local, metrics, _sole: sole })
+    }
+
+    /// The agent.
+    pub fn agent(&self) -> Arc<Agent> {
+        Arc::clone(&self.agent)
+    }
+
+    /// Serves for ever. What it carries ends with the runtime.
+    pub async fn serve(self) {
+        let agent = self.agent;
+        let mut parts = JoinSet::new();
+        parts.spawn(door::open(Arc::clone(&agent), self.peers));
+        let Socket { listener, file: _file } = self.local;
+        parts.spawn(local::serve(Arc::clone(&agent), listener));
+        if let Some(listener) = self.metrics {
+            parts.spawn(local::serve_metrics(Arc::clone(&agent), listener));
+        }
+        parts.spawn(heartbeat::run(agent));
+        // None of them ends but by a panic, which is told already.
+        parts.join_next().await;
+    }
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
+    TcpListener::bind(address).await.doing_or(FailureKind::Host, format!("listening at {address}"))
+}
+
+impl Agent {
+    fn new(
+        config: Config,
+        listen: SocketAddr,
+        identity: Identity,
+        place: Place,
+        vms: Arc<dyn Vms>,
+        times: Times,
+    ) -> Self {
+        let peers = Peers::new(times, config.peers.clone());
+        let refused = Refused::default();
+        let (carried, claimed) = (Mutex::default(), Mutex::default());
+        Self { config, listen, identity, place, vms, peers, refused, carried, claimed }
+    }
+
+    /// A peer's address.
+    pub(crate) fn address(&self, peer: &HostName) -> Result<&str, Failure> {
+        self.config.peers.get(peer).map(String::as_str).ok_or_else(|| {
+            let text = format!("host {peer} is no peer of {}", self.config.name);
+            let known: Vec<&str> = self.config.peers.keys().map(HostName::as_str).collect();
+            Failure::new(FailureKind::Usage, text).hint(match known.is_empty() {
+                true => "it has none: name them in its configuration".to_owned(),
+                false => format!("its peers are {}", known.join(", ")),
+            })
+        })
+    }
+
+    /// What is believed of a peer, as it changes.
+    pub(crate) fn health(&self, peer: &HostName) -> Result<watch::Receiver<Health>, Failure> {
+        self.address(peer)?;
+        self.peers.health(peer).ok_or_else(|| {
+            Failure::new(FailureKind::Other, format!("host {peer} is not being watched"))
+        })
+    }
+
+    /// Does something that waits.
+    pub(crate) async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&dyn Vms) -> Result<T, Failure> + Send + 'static,
+    ) -> Result<T, Failure> {
+        let vms = Arc::clone(&self.vms);
+        tokio::task::spawn_blocking(move || work(&*vms)).await.doing("asking the VMs")?
+    }
+
+    /// The peer that a VM's epochs are carried to.
+    pub(crate) fn backup_of(&self, vm: &VmName) -> Option<HostName> {
+        let carried = self.carried();
+        carried.iter().rfind(|(it, _)| it == vm).map(|(_, host)| host.clone())
+    }
+
+    /// Notes that a VM's epochs are carried to a peer, until the value is dropped.
+    pub(crate) fn note_carried(&self, vm: &VmName, backup: &HostName) -> Carried<'_> {
+        let entry = (vm.clone(), backup.clone());
+        self.carried().push(entry.clone());
+        Carried { agent: self, entry }
+    }
+
+    fn carried(&self) -> MutexGuard<'_, Vec<(VmName, HostName)>> {
+        self.carried.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whoever has it may set something up for that VM.
+    pub(crate) fn claim(self: &Arc<Self>, vm: &VmName) -> Result<Claim, Failure> {
+        let mut claimed = self.claimed.lock().unwrap_or_else(PoisonError::into_inner);
+        match claimed.insert(vm.clone()) {
+            true => Ok(Claim { agent: Arc::clone(self), vm: vm.clone() }),
+            false => {
+                let text = format!("somebody else is about to protect {vm}, or to stand by for it");
+                Err(Failure::new(FailureKind::Busy, text).hint("try again in a moment"))
+            }
+        }
+    }
+}
+
+/// A VM's epochs are carried to a peer, until this is dropped.
+pub(crate) struct Carried<'a> {
+    agent: &'a Agent,
+    entry: (VmName, HostName),
+}
+
+impl Drop for Carried<'_> {
+    fn drop(&mut self) {
+        let mut carried = self.agent.carried();
+        if let Some(at) = carried.iter().position(|entry| *entry == self.entry) {
+            carried.remove(at);
+        }
+    }
+}
+
+/// Something is being set up for a VM, until this is dropped.
+pub(crate) struct Claim {
+    agent: Arc<Agent>,
+    vm: VmName,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let claimed = &self.agent.claimed;
+        claimed.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.vm);
+    }
+}

@@ -1,0 +1,128 @@
+//! What agents and commands say to each other: JSON, over HTTP/1.1.
+//!
+//! ```text
+//!   at the agent's socket, for the owner of this host's VMs          between hosts, by TLS with certificates of both
+//!     GET  /v1/status     -> Cluster                                   GET  /v1/heartbeat       -> Heartbeat
+//!     POST /v1/protect    Protect -> replies, a line of JSON each      GET  /v1/vms             -> [VmView]
+//!     GET  /metrics       -> text for Prometheus                       POST /v1/standbys/NAME   Upgrade: firn-epochs
+//! ```
+//!
+//! Whatever fails is answered by a status of 400 or more and a [`Failure`] as JSON. `protect` takes long: it answers 200 at once,
+//! and then as a supervisor does, by any number of [`Reply::Progress`] and one [`Reply::Done`] or [`Reply::Failed`].
+//!
+//! `standbys` starts a standby of that name. It answers 101 once that waits for its primary; from then on the connection is the
+//! stream of epochs (`firn-epochs`, `wire`), and nothing of the standby is left if it ends before the primary has introduced itself.
+//!
+//! [`Reply::Progress`]: firn_supervisor::Reply::Progress
+//! [`Reply::Done`]: firn_supervisor::Reply::Done
+//! [`Reply::Failed`]: firn_supervisor::Reply::Failed
+//! [`Failure`]: firn_supervisor::Failure
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+
+use firn_supervisor::{Protection, VmName};
+use serde::{Deserialize, Serialize};
+
+use crate::detect::Health;
+use crate::host::HostName;
+
+/// What a connection becomes that carries epochs.
+pub const EPOCHS: &str = "firn-epochs";
+
+/// Where the status can be had.
+pub const STATUS: &str = "/v1/status";
+/// Where protection is asked for.
+pub const PROTECT: &str = "/v1/protect";
+/// Where metrics can be had.
+pub const METRICS: &str = "/metrics";
+/// Where peers are asked whether they are there.
+pub const HEARTBEAT: &str = "/v1/heartbeat";
+/// Where a peer's VMs can be had.
+pub const VMS: &str = "/v1/vms";
+/// Where standbys are started; the name follows.
+pub const STANDBYS: &str = "/v1/standbys/";
+
+/// A VM is to be protected.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Protect {
+    /// The VM.
+    pub vm: VmName,
+    /// The host that it is to be protected by.
+    pub backup: HostName,
+    /// Milliseconds from one cut to the next.
+    pub interval_ms: u64,
+    /// What was written in one epoch starts the next writable.
+    pub predicts: bool,
+}
+
+/// The answer of a host that is there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Heartbeat {
+    /// Its name.
+    pub host: HostName,
+}
+
+/// A host's view of all.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Cluster {
+    /// The host that tells it.
+    pub host: HostName,
+    /// Where it listens.
+    pub listen: SocketAddr,
+    /// The others.
+    pub peers: Vec<PeerView>,
+    /// The VMs of all hosts that answer.
+    pub vms: Vec<VmView>,
+    /// Connections that were refused since the agent began, by why.
+    pub refused: BTreeMap<String, u64>,
+}
+
+/// Another host.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PeerView {
+    /// Its name.
+    pub name: HostName,
+    /// Where it is connected to.
+    pub address: String,
+    /// What is believed of it.
+    pub health: Health,
+    /// Since how many seconds.
+    pub since_s: f64,
+    /// How many seconds ago it answered last, if it ever did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heard_s: Option<f64>,
+    /// Milliseconds from its newest question to the answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub round_trip_ms: Option<f64>,
+    /// Why the newest question was not answered, if it was not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
+}
+
+/// A VM, or what stands by for one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct VmView {
+    /// Where it is.
+    pub host: HostName,
+    /// Its name.
+    pub name: VmName,
+    /// As in `firn ls`.
+    pub state: String,
+    /// The host that it is protected by, if that was asked of the agent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup: Option<HostName>,
+    /// How it is protected, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protection: Option<Protection>,
+    /// Of a standby: the host that its primary runs on, if the agent has started it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub primary: Option<HostName>,
+    /// Of a standby: the newest epoch that a failover would run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub committed: Option<u64>,
+    /// What its owner should know.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub advice: Option<String>,
+}

@@ -1,0 +1,110 @@
+//! How `firn` commands reach the agent of their host.
+
+use std::future::Future;
+use std::path::Path;
+use std::time::Duration;
+
+use bytes::Bytes;
+use firn_supervisor::{Context as _, Failure, FailureKind, OnProgress, Reply, RuntimeDir};
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::Incoming;
+use hyper::client::conn::http1::handshake;
+use hyper::{Method, Request, Response};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde_json::Value;
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+use crate::api::{Cluster, PROTECT, Protect, STATUS};
+use crate::http;
+use crate::place::Place;
+
+/// How long an agent may take to begin its answer. Asking its peers takes it some seconds.
+const ANSWER_WAIT: Duration = Duration::from_secs(15);
+
+/// The longest reply, in bytes.
+const LINE_BYTES_MAX: usize = 1 << 20;
+
+/// All hosts and VMs, as this host's agent sees them.
+///
+/// # Errors
+/// If there is none, or what it says.
+pub fn cluster(base: &RuntimeDir) -> Result<Cluster, Failure> {
+    run(async {
+        let asked = ask(base, Method::GET, STATUS, None::<&()>);
+        let answer = timeout(ANSWER_WAIT, async { http::told(asked.await?).await });
+        answer.await.map_err(|_| silent())?
+    })
+}
+
+/// Protects a VM; returns when there is something to fail over to. It goes on when the caller goes away.
+///
+/// # Errors
+/// Why it is not protected.
+pub fn protect(
+    base: &RuntimeDir,
+    wanted: &Protect,
+    on_progress: OnProgress<'_>,
+) -> Result<Value, Failure> {
+    run(async {
+        let asked = timeout(ANSWER_WAIT, ask(base, Method::POST, PROTECT, Some(wanted)));
+        let answer = asked.await.map_err(|_| silent())??;
+        match answer.status().is_success() {
+            true => last(answer, on_progress).await,
+            false => Err(http::told_failure(answer).await),
+        }
+    })
+}
+
+fn run<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.doing("preparing to ask the agent")?.block_on(work)
+}
+
+async fn ask(
+    base: &RuntimeDir,
+    method: Method,
+    path: &str,
+    body: Option<&impl Serialize>,
+) -> Result<Response<Incoming>, Failure> {
+    let request: Request<Full<Bytes>> = http::request(method, "firn-agent", path, body)?;
+    let socket = Place::new(base.clone()).control();
+    let stream = UnixStream::connect(&socket).await.map_err(|_| no_agent(&socket))?;
+    let (mut sender, connection) =
+        handshake(TokioIo::new(stream)).await.doing("asking the agent")?;
+    tokio::spawn(connection);
+    sender.send_request(request).await.doing("asking the agent")
+}
+
+/// Replies up to the last, a line each.
+async fn last(answer: Response<Incoming>, on_progress: OnProgress<'_>) -> Result<Value, Failure> {
+    let mut body = answer.into_body();
+    let mut rest = Vec::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame.doing("hearing the agent")?;
+        rest.extend_from_slice(&frame.into_data().unwrap_or_default());
+        while let Some(end) = rest.iter().position(|&byte| byte == b'\n') {
+            let line: Vec<u8> = rest.drain(..=end).collect();
+            match serde_json::from_slice(&line).doing("hearing the agent")? {
+                Reply::Progress(progress) => on_progress(&progress),
+                Reply::Done { facts } => return Ok(facts),
+                Reply::Failed(failure) => return Err(failure),
+            }
+        }
+        if rest.len() > LINE_BYTES_MAX {
+            return Err(Failure::new(FailureKind::Other, "the agent's reply has no end"));
+        }
+    }
+    Err(Failure::new(FailureKind::Interrupted, "the agent ended before it had answered")
+        .hint("`firn status` says what became of the VM"))
+}
+
+fn no_agent(socket: &Path) -> Failure {
+    let text = format!("no agent runs here: nobody answers at {}", socket.display());
+    Failure::new(FailureKind::Host, text).hint("start one: `firn-agent run FILE`")
+}
+
+fn silent() -> Failure {
+    Failure::new(FailureKind::Other, "the agent does not answer").hint("its log says why")
+}

@@ -1,0 +1,127 @@
+//! What there is to say of this host's VMs, and of all hosts.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_supervisor::{Failure, Readiness, Status};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use crate::agent::Agent;
+use crate::api::{Cluster, VMS, VmView};
+use crate::detect::Health;
+use crate::host::HostName;
+use crate::link::Link;
+
+/// How long a peer may take to tell of its VMs.
+const TELL_WAIT: Duration = Duration::from_secs(4);
+
+/// All hosts, and the VMs of those that answer.
+pub(crate) async fn cluster(agent: &Arc<Agent>) -> Result<Cluster, Failure> {
+    let mut vms = vms(agent).await?;
+    let peers = agent.peers.views();
+    let mut asked = JoinSet::new();
+    for peer in peers.iter().filter(|peer| peer.health != Health::Lost) {
+        asked.spawn(timeout(TELL_WAIT, vms_of(Arc::clone(agent), peer.name.clone())));
+    }
+    while let Some(told) = asked.join_next().await {
+        match told {
+            Ok(Ok(Ok(theirs))) => vms.extend(theirs),
+            // What keeps it from answering is told by its heartbeat too.
+            other => tracing::debug!("a host does not tell of its VMs: {other:?}"),
+        }
+    }
+    vms.sort_by(|one, other| (&one.name, &one.host).cmp(&(&other.name, &other.host)));
+    let (host, listen) = (agent.config.name.clone(), agent.listen);
+    Ok(Cluster { host, listen, peers, vms, refused: agent.refused.counts() })
+}
+
+async fn vms_of(agent: Arc<Agent>, peer: HostName) -> Result<Vec<VmView>, Failure> {
+    let mut link = Link::open(&agent.identity, &peer, agent.address(&peer)?).await?;
+    let mut vms: Vec<VmView> = link.get(VMS).await?;
+    // A host speaks for itself only.
+    vms.retain(|vm| vm.host == peer);
+    Ok(vms)
+}
+
+/// The VMs of this host.
+pub(crate) async fn vms(agent: &Arc<Agent>) -> Result<Vec<VmView>, Failure> {
+    let statuses = agent.blocking(|vms| vms.list()).await;
+    let statuses = statuses.map_err(|failure| failure.while_doing("listing VMs"))?;
+    Ok(statuses.into_iter().map(|status| view(agent, status)).collect())
+}
+
+fn view(agent: &Agent, status: Status) -> VmView {
+    let primary = agent.place.origin(&status.name).filter(|_| status.standby.is_some());
+    let health = primary.as_ref().and_then(|host| agent.peers.health(host));
+    let advice = match (&status.standby, &primary) {
+        (Some(standby), Some(host)) => {
+            let health = health.map_or(Health::Lost, |health| *health.borrow());
+            advice(&status, standby, host, health)
+        }
+        _ => None,
+    };
+    VmView {
+        host: agent.config.name.clone(),
+        backup: agent.backup_of(&status.name),
+        committed: status.standby.as_ref().map(|standby| standby.committed),
+        name: status.name,
+        state: status.state,
+        protection: status.protection,
+        primary,
+        advice,
+    }
+}
+
+/// What the owner of a standby should know: nothing is done by itself, for nobody can be sure here that the primary has ended.
+fn advice(status: &Status, standby: &Readiness, host: &HostName, health: Health) -> Option<String> {
+    let name = &status.name;
+    let gone = match (health, &standby.ended) {
+        (Health::Lost, _) => format!("its primary's host {host} is lost"),
+        (_, Some(why)) => format!("no more epochs come from host {host}, which answers ({why})"),
+        (_, None) => return None,
+    };
+    Some(match standby.committed {
+        0 => format!("{gone}, and there is nothing to go on from: `firn stop {name}`"),
+        epoch => format!(
+            "{gone}: when you are sure that {name} does not run there any more, `firn failover {name}` here goes on from \
+             epoch {epoch}"
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn status(committed: u64, ended: Option<&str>) -> Status {
+        serde_json::from_value(json!({
+            "name": "web", "state": "standby", "launched": true, "memory_bytes": 0, "vcpus": 1, "qemu": "",
+            "accel": "tcg", "since": 0, "recoveries": 0,
+            "standby": { "complete": committed + 1, "committed": committed, "ended": ended },
+        }))
+        .unwrap()
+    }
+
+    fn told(committed: u64, ended: Option<&str>, health: Health) -> String {
+        let status = status(committed, ended);
+        let host = HostName::new("a").unwrap();
+        let standby = status.standby.clone().unwrap();
+        advice(&status, &standby, &host, health).unwrap_or_default()
+    }
+
+    #[test]
+    fn a_standby_whose_primary_is_gone_says_what_to_do() {
+        assert_eq!(told(7, None, Health::Alive), "");
+        assert_eq!(told(7, None, Health::Suspected), "");
+        let lost = told(7, None, Health::Lost);
+        assert!(lost.contains("a is lost") && lost.contains("`firn failover web`"), "{lost}");
+        assert!(lost.contains("epoch 7"), "{lost}");
+        let ended = told(7, Some("the connection failed"), Health::Alive);
+        assert!(ended.contains("the connection failed") && ended.contains("failover"), "{ended}");
+        let nothing = told(0, Some("x"), Health::Lost);
+        assert!(nothing.contains("`firn stop web`") && !nothing.contains("failover"), "{nothing}");
+    }
+}

@@ -1,0 +1,298 @@
+//! The configuration file: who this host is, where it listens, and who its peers are.
+//!
+//! ```toml
+//! name = "a"                       # this host; its certificate is for this name
+//! listen = "10.0.0.1:7415"         # for the peers
+//! certificate = "a.pem"            # files are looked for beside this one
+//! key = "a.key"                    # for the owner alone
+//! authority = "ca.pem"             # who has issued the certificates of all hosts
+//! metrics = "127.0.0.1:9415"       # may be left out; of this host alone
+//! runtime-dir = "/run/firn"        # may be left out: as for firn(1)
+//!
+//! [peers]
+//! b = "10.0.0.2:7415"              # its certificate has to be for "b", whatever its address
+//! ```
+//!
+//! There is no other state: what an agent knows is found out anew when it starts, and who stands by for whom is kept with the VM
+//! ([`crate::place`]).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use thiserror::Error;
+
+use crate::host::{HostName, HostNameError};
+
+/// Most peers: each is asked twice a second.
+const PEERS_MAX: usize = 64;
+
+/// The longest file, in bytes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// What is wrong with a configuration.
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    /// It, or a file that it names, can't be read.
+    #[error("can't read {path}", path = .path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It is too long to be one.
+    #[error("{path} is no configuration: it has more than {FILE_BYTES_MAX} bytes", path = .0.display())]
+    Long(PathBuf),
+    /// It is no TOML, or says something that it should not, or does not say what it should.
+    #[error("{path}, line {line}: {reason}", path = .path.display())]
+    Toml {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong there.
+        reason: String,
+    },
+    /// A name is none.
+    #[error("{field}")]
+    Name {
+        /// What it is the name of.
+        field: &'static str,
+        /// Why not.
+        source: HostNameError,
+    },
+    /// An address is none.
+    #[error("{field}: {address:?} is no address: give {form}")]
+    Address {
+        /// What it is the address of.
+        field: String,
+        /// What there is.
+        address: String,
+        /// What there should be.
+        form: &'static str,
+    },
+    /// Metrics are for this host.
+    #[error(
+        "metrics: {0} can be reached from elsewhere: give an address of this host alone, such as 127.0.0.1:9415"
+    )]
+    Exposed(SocketAddr),
+    /// A host is no peer of itself.
+    #[error("peers: {0} is this host")]
+    Oneself(HostName),
+    /// Too many.
+    #[error("peers: there are {0}, of at most {PEERS_MAX}")]
+    Many(usize),
+    /// Others could take the host's place.
+    #[error("key: others can read {path}, which has mode {mode:04o}: `chmod 600 {path}`", path = .path.display())]
+    OpenKey {
+        /// The file.
+        path: PathBuf,
+        /// Its permissions.
+        mode: u32,
+    },
+}
+
+/// What an agent needs to know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// This host.
+    pub name: HostName,
+    /// Where it listens for its peers.
+    pub listen: SocketAddr,
+    /// This host's certificate, with those between it and the authority's, in PEM format.
+    pub certificate: PathBuf,
+    /// Its private key, in PEM format.
+    pub key: PathBuf,
+    /// The authority that has issued the certificates of all hosts, in PEM format.
+    pub authority: PathBuf,
+    /// Where metrics can be had, besides the agent's own socket.
+    pub metrics: Option<SocketAddr>,
+    /// Where VMs are kept track of, if not where the environment says.
+    pub runtime_dir: Option<PathBuf>,
+    /// The other hosts, with their addresses.
+    pub peers: BTreeMap<HostName, String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct File {
+    name: String,
+    listen: String,
+    certificate: PathBuf,
+    key: PathBuf,
+    authority: PathBuf,
+    metrics: Option<String>,
+    runtime_dir: Option<PathBuf>,
+    #[serde(default)]
+    peers: BTreeMap<String, String>,
+}
+
+impl Config {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// What is wrong with it, and where.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let read = |source| ConfigError::Read { path: path.to_owned(), source };
+        if fs::metadata(path).map_err(read)?.len() > FILE_BYTES_MAX {
+            return Err(ConfigError::Long(path.to_owned()));
+        }
+        let text = fs::read_to_string(path).map_err(read)?;
+        let file = toml::from_str(&text).map_err(|error| explain(path, &text, &error))?;
+        let directory = std::path::absolute(path).map_err(read)?;
+        let config = Self::of(file, directory.parent().unwrap_or(Path::new("/")))?;
+        check_key(&config.key)?;
+        Ok(config)
+    }
+
+    fn of(file: File, directory: &Path) -> Result<Self, ConfigError> {
+        let name = host("name", file.name)?;
+        let peers: BTreeMap<_, _> = file.peers.into_iter().map(peer).collect::<Result<_, _>>()?;
+        if peers.contains_key(&name) {
+            return Err(ConfigError::Oneself(name));
+        }
+        if peers.len() > PEERS_MAX {
+            return Err(ConfigError::Many(peers.len()));
+        }
+        Ok(Self {
+            name,
+            listen: socket("listen", &file.listen)?,
+            certificate: directory.join(file.certificate),
+            key: directory.join(file.key),
+            authority: directory.join(file.authority),
+            metrics: file.metrics.as_deref().map(loopback).transpose()?,
+            runtime_dir: file.runtime_dir.map(|path| directory.join(path)),
+            peers,
+        })
+    }
+}
+
+fn explain(path: &Path, text: &str, error: &toml::de::Error) -> ConfigError {
+    let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
+    let line = before.matches('\n').count() + 1;
+    ConfigError::Toml { path: path.to_owned(), line, reason: error.message().to_owned() }
+}
+
+fn host(field: &'static str, name: String) -> Result<HostName, ConfigError> {
+    HostName::new(name).map_err(|source| ConfigError::Name { field, source })
+}
+
+fn peer((name, address): (String, String)) -> Result<(HostName, String), ConfigError> {
+    let name = host("peers", name)?;
+    let parts = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+    let is_address = parts.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port > 0));
+    match is_address {
+        true => Ok((name, address)),
+        false => {
+            let field = format!("peers: {name}");
+            Err(ConfigError::Address { field, address, form: "HOST:PORT, such as 10.0.0.2:7415" })
+        }
+    }
+}
+
+fn socket(field: &str, address: &str) -> Result<SocketAddr, ConfigError> {
+    address.parse().map_err(|_| ConfigError::Address {
+        field: field.to_owned(),
+        address: address.to_owned(),
+        form: "IP:PORT, such as 10.0.0.1:7415",
+    })
+}
+
+fn loopback(address: &str) -> Result<SocketAddr, ConfigError> {
+    let address = socket("metrics", address)?;
+    match address.ip().is_loopback() {
+        true => Ok(address),
+        false => Err(ConfigError::Exposed(address)),
+    }
+}
+
+fn check_key(path: &Path) -> Result<(), ConfigError> {
+    let metadata =
+        fs::metadata(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+    let mode = metadata.permissions().mode() & 0o7777;
+    match mode & 0o077 {
+        0 => Ok(()),
+        _ => Err(ConfigError::OpenKey { path: path.to_owned(), mode }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error;
+
+    use super::*;
+
+    const GOOD: &str = "name = \"a\"\nlisten = \"10.0.0.1:7415\"\ncertificate = \"a.pem\"\n\
+        key = \"a.key\"\nauthority = \"/etc/ca.pem\"\n[peers]\nb = \"10.0.0.2:7415\"\n";
+
+    fn load(text: &str, key_mode: u32) -> Result<Config, ConfigError> {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("a.toml"), text).unwrap();
+        fs::write(dir.path().join("a.key"), "").unwrap();
+        fs::set_permissions(dir.path().join("a.key"), fs::Permissions::from_mode(key_mode))
+            .unwrap();
+        let mut config = Config::load(&dir.path().join("a.toml"))?;
+        assert_eq!(config.key, dir.path().join("a.key"));
+        config.key = "a.key".into();
+        Ok(config)
+    }
+
+    #[test]
+    fn a_file_says_who_is_who() {
+        let config = load(GOOD, 0o600).unwrap();
+        assert_eq!((config.name.as_str(), config.listen.port()), ("a", 7415));
+        assert_eq!(config.authority, Path::new("/etc/ca.pem"));
+        assert!(config.certificate.is_absolute() && config.metrics.is_none());
+        let b = HostName::new("b").unwrap();
+        assert_eq!(config.peers, BTreeMap::from([(b, "10.0.0.2:7415".to_owned())]));
+        let more = format!("metrics = \"[::1]:9\"\nruntime-dir = \"run\"\n{GOOD}");
+        let config = load(&more, 0o400).unwrap();
+        assert!(config.metrics.is_some() && config.runtime_dir.unwrap().is_absolute());
+    }
+
+    #[test]
+    fn each_mistake_is_named() {
+        let with = |from: &str, to: &str| GOOD.replacen(from, to, 1);
+        let mistakes = [
+            (String::new(), "line 1: missing field"),
+            (with("a.pem\"", "a.pem"), "line 3: "),
+            (with("listen", "lissten"), "line 2: unknown field `lissten`"),
+            (with("\"a\"", "7"), "line 1: invalid type"),
+            (with("\"a\"", "\"A b\""), "\"A b\" is no name of a host"),
+            (with("10.0.0.1:7415", "here"), "listen: \"here\" is no address: give IP:PORT"),
+            (with("10.0.0.2:7415", "10.0.0.2"), "peers: b: \"10.0.0.2\" is no address"),
+            (with("10.0.0.2:7415", ":7415"), "peers: b: \":7415\" is no address"),
+            (with("10.0.0.2:7415", "h:0"), "peers: b: \"h:0\" is no address"),
+            (with("10.0.0.2:7415", "h:70000"), "peers: b: \"h:70000\" is no address"),
+            (with("\nb = ", "\na = "), "peers: a is this host"),
+            (with("\nb = ", "\n\"B\" = "), "\"B\" is no name of a host"),
+            (with("key", "metrics = \"10.0.0.1:9\"\nkey"), "can be reached from elsewhere"),
+            (with("\"a.key\"", "\"none\""), "can't read"),
+        ];
+        for (text, said) in mistakes {
+            let error = load(&text, 0o600).unwrap_err();
+            let source = error.source().map(ToString::to_string).unwrap_or_default();
+            let told = format!("{error}: {source}");
+            assert!(told.contains(said), "{told:?} does not say {said:?}");
+            assert!(!told.contains('\n'), "{told:?}");
+        }
+        let many: String = (0..65).map(|n| format!("c{n} = \"h:1\"\n")).collect();
+        assert!(matches!(load(&format!("{GOOD}{many}"), 0o600), Err(ConfigError::Many(66))));
+    }
+
+    #[test]
+    fn a_key_that_others_can_read_is_refused() {
+        let error = load(GOOD, 0o640).unwrap_err();
+        assert!(matches!(error, ConfigError::OpenKey { mode: 0o640, .. }), "{error}");
+    }
+
+    #[test]
+    fn a_missing_file_is_an_error() {
+        assert!(matches!(Config::load(Path::new("/none")), Err(ConfigError::Read { .. })));
+    }
+}

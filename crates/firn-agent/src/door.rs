@@ -1,0 +1,138 @@
+//! Where peers come in: greeting by TLS, then requests.
+//!
+//! Whoever has not proved yet who it is costs a socket and a TLS state, for 5 s at most, and there are 64 of those at most: when one
+//! more comes, the one that has taken longest goes. So a peer, whose greeting takes milliseconds, gets in also while others crowd
+//! the door.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::body::Incoming;
+use hyper::{Method, Request};
+use tokio::io::{self, AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+
+use crate::agent::Agent;
+use crate::api::{HEARTBEAT, Heartbeat, STANDBYS, VMS};
+use crate::host::HostName;
+use crate::http::{self, Answer};
+use crate::identity::peer_of;
+use crate::refused::Refusal;
+use crate::{cluster, standbys, tunnel};
+
+/// How long a greeting may take.
+const GREETING_WAIT: Duration = Duration::from_secs(5);
+
+/// Most greetings at once.
+const GREETINGS_MAX: usize = 64;
+
+/// How long, and how much, somebody who is refused is listened to.
+const REST_WAIT: Duration = Duration::from_secs(1);
+const REST_BYTES_MAX: u64 = 64 << 10;
+
+/// Most connections of peers at once.
+const CONNECTIONS_MAX: usize = 512;
+
+/// How long to wait where the system has no more descriptors.
+const EXHAUSTED_WAIT: Duration = Duration::from_millis(100);
+
+/// Lets peers in, for ever.
+pub(crate) async fn open(agent: Arc<Agent>, listener: TcpListener) {
+    let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut greetings = VecDeque::new();
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                make_way(&agent, &mut greetings);
+                let greeting = greet(Arc::clone(&agent), Arc::clone(&room), stream);
+                greetings.push_back(tokio::spawn(greeting).abort_handle());
+            }
+            Err(error) => {
+                tracing::warn!("can't take a connection: {error}");
+                sleep(EXHAUSTED_WAIT).await;
+            }
+        }
+    }
+}
+
+fn make_way(agent: &Agent, greetings: &mut VecDeque<AbortHandle>) {
+    greetings.retain(|greeting| !greeting.is_finished());
+    if greetings.len() >= GREETINGS_MAX {
+        if let Some(oldest) = greetings.pop_front() {
+            oldest.abort();
+            agent.refused.count(Refusal::Crowd);
+        }
+    }
+}
+
+/// One connection until it is known whose it is; the rest goes on by itself.
+async fn greet(agent: Arc<Agent>, room: Arc<Semaphore>, stream: TcpStream) {
+    let (peer, stream) = match meet(&agent, stream).await {
+        Ok(met) => met,
+        Err(refusal) => {
+            tracing::debug!("a connection is refused: {}", refusal.word());
+            return agent.refused.count(refusal);
+        }
+    };
+    let Ok(permit) = room.try_acquire_owned() else { return agent.refused.count(Refusal::Crowd) };
+    tokio::spawn(async move {
+        let handle = |request| answer(Arc::clone(&agent), peer.clone(), request);
+        if let Err(error) = http::serve(stream, handle).await {
+            tracing::debug!("a connection of host {peer} ends: {error}");
+        }
+        drop(permit);
+    });
+}
+
+async fn meet(
+    agent: &Agent,
+    stream: TcpStream,
+) -> Result<(HostName, TlsStream<TcpStream>), Refusal> {
+    tunnel::prepare(&stream).map_err(|_| Refusal::Protocol)?;
+    let acceptor = TlsAcceptor::from(Arc::clone(&agent.identity.server));
+    let greeted = timeout(GREETING_WAIT, acceptor.accept(stream).into_fallible()).await;
+    let stream = match greeted.map_err(|_| Refusal::Slow)? {
+        Ok(stream) => stream,
+        Err((error, stream)) => {
+            see_off(stream).await;
+            return Err(Refusal::of(&error));
+        }
+    };
+    let certificates = stream.get_ref().1.peer_certificates().unwrap_or_default();
+    let certificate = certificates.first().ok_or(Refusal::NoCertificate)?;
+    let peers: Vec<HostName> = agent.config.peers.keys().cloned().collect();
+    let peer = peer_of(certificate, &peers).map_err(|_| Refusal::Name)?;
+    Ok((peer, stream))
+}
+
+/// Whoever is refused has been told why, and may still be speaking: closed at once, the connection would be reset, and the reason
+/// lost on the way.
+async fn see_off(mut stream: TcpStream) {
+    let mut sink = io::sink();
+    let rest = async {
+        stream.shutdown().await?;
+        io::copy(&mut (&mut stream).take(REST_BYTES_MAX), &mut sink).await
+    };
+    // It matters to the other side only.
+    let _ = timeout(REST_WAIT, rest).await;
+}
+
+async fn answer(agent: Arc<Agent>, peer: HostName, request: Request<Incoming>) -> Answer {
+    let path = request.uri().path().to_owned();
+    let standby = path.strip_prefix(STANDBYS);
+    match (request.method(), path.as_str(), standby) {
+        (&Method::GET, HEARTBEAT, _) => http::json(&Heartbeat { host: agent.config.name.clone() }),
+        (&Method::GET, VMS, _) => match cluster::vms(&agent).await {
+            Ok(vms) => http::json(&vms),
+            Err(failure) => http::refusal(&failure),
+        },
+        (&Method::POST, _, Some(vm)) => standbys::start(&agent, peer, vm, request).await,
+        _ => http::unknown(&request),
+    }
+}

@@ -1,0 +1,187 @@
+//! Asking peers whether they are there: the shell around `detect`.
+//!
+//! Each peer has a connection of its own for that, and a task that asks on it. What is carried between hosts is on other
+//! connections, so that it keeps no answer waiting.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use firn_supervisor::{Failure, FailureKind};
+use rustix::time::{ClockId, clock_gettime};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+use crate::agent::Agent;
+use crate::api::{HEARTBEAT, Heartbeat, PeerView};
+use crate::detect::{Action, Detector, Event, Health, Moment, Times};
+use crate::host::HostName;
+use crate::link::Link;
+
+/// How often the clock is looked at.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Events that may wait. Each peer has one question open at most.
+const EVENTS_MAX: usize = 64;
+
+/// Now, by the clock that goes on while the host sleeps.
+pub fn now() -> Moment {
+    let now = clock_gettime(ClockId::Boottime);
+    Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
+}
+
+#[derive(Debug)]
+struct Peer {
+    address: String,
+    health: watch::Sender<Health>,
+    trouble: Mutex<Option<String>>,
+}
+
+/// What is known of the peers.
+#[derive(Debug)]
+pub struct Peers {
+    times: Times,
+    detector: Mutex<Detector>,
+    peers: BTreeMap<HostName, Peer>,
+}
+
+impl Peers {
+    /// Of these, with their addresses, nothing is known yet.
+    pub fn new(times: Times, peers: BTreeMap<HostName, String>) -> Self {
+        let detector = Detector::new(times, peers.keys().cloned(), now());
+        let peer = |address| Peer {
+            address,
+            health: watch::Sender::new(Health::Suspected),
+            trouble: Mutex::default(),
+        };
+        let peers = peers.into_iter().map(|(name, address)| (name, peer(address))).collect();
+        Self { times, detector: Mutex::new(detector), peers }
+    }
+
+    /// What is believed of a peer, as it changes.
+    pub fn health(&self, name: &HostName) -> Option<watch::Receiver<Health>> {
+        self.peers.get(name).map(|peer| peer.health.subscribe())
+    }
+
+    /// What is known of each.
+    pub fn views(&self) -> Vec<PeerView> {
+        let (detector, now) = (self.detector(), now());
+        let ago = |moment: Moment| now.saturating_sub(moment).as_secs_f64();
+        let view = |(name, peer): (&HostName, &Peer)| {
+            let (_, known) = detector.known().find(|(it, _)| *it == name)?;
+            Some(PeerView {
+                name: name.clone(),
+                address: peer.address.clone(),
+                health: known.health,
+                since_s: ago(known.since),
+                heard_s: known.heard.map(ago),
+                round_trip_ms: known.round_trip.map(|it| it.as_secs_f64() * 1e3),
+                trouble: peer.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            })
+        };
+        self.peers.iter().filter_map(view).collect()
+    }
+
+    fn detector(&self) -> MutexGuard<'_, Detector> {
+        self.detector.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives back who is to be asked.
+    fn on(&self, event: Event) -> Vec<HostName> {
+        let actions = self.detector().on(now(), event);
+        let mut asked = Vec::new();
+        for action in actions {
+            match action {
+                Action::Ask(name) => asked.push(name),
+                Action::Changed(name, health) => self.changed(&name, health),
+            }
+        }
+        asked
+    }
+
+    fn changed(&self, name: &HostName, health: Health) {
+        tracing::info!("host {name} is {}", health.word());
+        if let Some(peer) = self.peers.get(name) {
+            peer.health.send_replace(health);
+        }
+    }
+
+    /// Notes why a peer does not answer, or that it does.
+    fn note(&self, name: &HostName, answer: &Result<(), Failure>) {
+        let Some(peer) = self.peers.get(name) else { return };
+        let mut trouble = peer.trouble.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = answer.as_ref().err().map(ToString::to_string);
+        if let Some(why) = now.as_ref().filter(|why| trouble.as_ref() != Some(why)) {
+            tracing::warn!("host {name} does not answer: {why}");
+        }
+        *trouble = now;
+    }
+}
+
+/// Asks for ever.
+pub(crate) async fn run(agent: Arc<Agent>) {
+    let (tell, mut events) = mpsc::channel(EVENTS_MAX);
+    let mut askers = BTreeMap::new();
+    for name in agent.config.peers.keys() {
+        let (ask, questions) = mpsc::channel(1);
+        tokio::spawn(answer(Arc::clone(&agent), name.clone(), questions, tell.clone()));
+        askers.insert(name.clone(), ask);
+    }
+    let mut ticks = interval(TICK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let event = tokio::select! {
+            _ = ticks.tick() => Event::Tick,
+            Some(event) = events.recv() => event,
+        };
+        for name in agent.peers.on(event) {
+            // One question is open at a time, so there is room for it.
+            if let Some(ask) = askers.get(&name) {
+                let _ = ask.try_send(());
+            }
+        }
+    }
+}
+
+/// Puts questions to one peer.
+async fn answer(
+    agent: Arc<Agent>,
+    name: HostName,
+    mut questions: mpsc::Receiver<()>,
+    events: mpsc::Sender<Event>,
+) {
+    let mut link = None;
+    while questions.recv().await.is_some() {
+        let asked = now();
+        let patience = agent.peers.times.suspect;
+        let answer = timeout(patience, ask(&agent, &name, &mut link)).await;
+        let answer = answer.unwrap_or_else(|_| Err(late(patience)));
+        agent.peers.note(&name, &answer);
+        let event = match answer {
+            Ok(()) => Event::Answered(name.clone(), asked),
+            Err(_) => {
+                link = None;
+                Event::Failed(name.clone())
+            }
+        };
+        if events.send(event).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn ask(agent: &Agent, name: &HostName, link: &mut Option<Link>) -> Result<(), Failure> {
+    let open = match link {
+        Some(open) => open,
+        None => link.insert(Link::open(&agent.identity, name, agent.address(name)?).await?),
+    };
+    let Heartbeat { host } = open.get(HEARTBEAT).await?;
+    match host == *name {
+        true => Ok(()),
+        false => Err(Failure::new(FailureKind::Other, format!("it calls itself {host}"))),
+    }
+}
+
+fn late(patience: Duration) -> Failure {
+    Failure::new(FailureKind::Other, format!("no answer within {} ms", patience.as_millis()))
+}

@@ -1,0 +1,41 @@
+//! The verbs of supervisors and guards that this program starts: they run the very program that started them.
+
+use clap::Args;
+use firn_supervisor::{Context as _, Failure, RuntimeDir, VmName, guard, recover, supervise};
+
+/// Looks after a VM.
+#[derive(Debug, Args)]
+pub struct Supervise {
+    /// The VM.
+    name: VmName,
+    /// Take over from a dead supervisor.
+    #[arg(long)]
+    recover: bool,
+}
+
+/// Restarts a VM's supervisor.
+#[derive(Debug, Args)]
+pub struct Guard {
+    /// The VM.
+    name: VmName,
+}
+
+impl Supervise {
+    /// Runs the verb.
+    pub fn run(&self) -> Result<(), Failure> {
+        let base = RuntimeDir::from_env().doing("looking after the VM")?;
+        let done = match self.recover {
+            true => recover(&base, &self.name),
+            false => supervise(&base, &self.name),
+        };
+        done.doing("looking after the VM")
+    }
+}
+
+impl Guard {
+    /// Runs the verb.
+    pub fn run(&self) -> Result<(), Failure> {
+        let base = RuntimeDir::from_env().doing("guarding the supervisor")?;
+        guard(&base, &self.name).doing("guarding the supervisor")
+    }
+}

@@ -1,0 +1,223 @@
+//! Who is who: this host's certificate and key, and whom it lets in.
+//!
+//! Both sides of a connection show a certificate that the authority has issued. A name in it is a host's, not an address: whoever
+//! connects is the peer that the certificate names, and whoever is connected to must be the peer that was meant. A certificate that
+//! names no peer, or more than one, lets nobody in. TLS 1.3 only.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerifier};
+use rustls::client::{Resumption, WebPkiServerVerifier, verify_server_name};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, RootCertStore,
+    ServerConfig, SignatureScheme,
+};
+use thiserror::Error;
+
+use crate::config::Config;
+use crate::host::HostName;
+
+/// Why a host has no identity.
+#[derive(Debug, Error)]
+pub enum IdentityError {
+    /// A file holds no certificate or no key.
+    #[error("{field}: {path} can't be used: {reason}", path = .path.display())]
+    File {
+        /// What it should be.
+        field: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// The certificate and the key don't belong together.
+    #[error("certificate: {path} does not belong to the key", path = .0.display())]
+    Key(PathBuf),
+    /// No peer would let this host in.
+    #[error("certificate: peers would refuse {path}: {reason}; it has to be issued by the authority, for the name {name}, to serve and to connect", path = .path.display())]
+    Certificate {
+        /// The file.
+        path: PathBuf,
+        /// This host.
+        name: HostName,
+        /// Why.
+        reason: Error,
+    },
+    /// The library refuses.
+    #[error("TLS can't be used")]
+    Tls(#[source] Error),
+}
+
+/// What a host shows, and whom it believes.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// For connections to peers.
+    pub client: Arc<ClientConfig>,
+    /// For connections from peers.
+    pub server: Arc<ServerConfig>,
+}
+
+impl Identity {
+    /// Reads the files of a configuration, and checks that peers would take them.
+    ///
+    /// # Errors
+    /// If not.
+    pub fn load(config: &Config) -> Result<Self, IdentityError> {
+        let chain = certificates("certificate", &config.certificate)?;
+        let roots = Arc::new(roots(&config.authority)?);
+        let peers = config.peers.keys().cloned().collect();
+        let admission = Arc::new(Admission::new(&roots, peers)?);
+        would_be_believed(config, &chain, &roots, &admission)?;
+        let mut server = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(IdentityError::Tls)?
+            .with_client_cert_verifier(admission)
+            .with_single_cert(chain.clone(), key(&config.key)?)
+            .map_err(|error| unfit(config, error))?;
+        let mut client = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(IdentityError::Tls)?
+            .with_root_certificates(roots)
+            .with_client_auth_cert(chain, key(&config.key)?)
+            .map_err(|error| unfit(config, error))?;
+        // Each connection is judged by what is true now, not by one that was let in before.
+        server.session_storage = Arc::new(NoServerSessionStorage {});
+        server.send_tls13_tickets = 0;
+        client.resumption = Resumption::disabled();
+        Ok(Self { client: Arc::new(client), server: Arc::new(server) })
+    }
+}
+
+fn unfit(config: &Config, error: Error) -> IdentityError {
+    match error {
+        Error::InconsistentKeys(_) => IdentityError::Key(config.certificate.clone()),
+        error => IdentityError::Tls(error),
+    }
+}
+
+/// Looks at this host's certificate as its peers will.
+fn would_be_believed(
+    config: &Config,
+    chain: &[CertificateDer<'_>],
+    roots: &Arc<RootCertStore>,
+    admission: &Admission,
+) -> Result<(), IdentityError> {
+    let (path, name) = (config.certificate.clone(), config.name.clone());
+    let refused = |reason| IdentityError::Certificate { path, name, reason };
+    let [own, between @ ..] = chain else { return Err(refused(Error::NoCertificatesPresented)) };
+    let as_server = WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), provider())
+        .build()
+        .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
+    let (server_name, now) = (config.name.server_name(), UnixTime::now());
+    as_server
+        .verify_server_cert(own, between, &server_name, &[], now)
+        .map(drop)
+        .and_then(|()| admission.authority.verify_client_cert(own, between, now).map(drop))
+        .map_err(refused)
+}
+
+/// The peer that a certificate is for, if it is for exactly one.
+///
+/// # Errors
+/// If it is for none, or for more.
+pub fn peer_of(certificate: &CertificateDer<'_>, peers: &[HostName]) -> Result<HostName, Error> {
+    let parsed = ParsedCertificate::try_from(certificate)?;
+    let is_named = |peer: &&HostName| verify_server_name(&parsed, &peer.server_name()).is_ok();
+    let mut named = peers.iter().filter(is_named);
+    match (named.next(), named.next()) {
+        (Some(peer), None) => Ok(peer.clone()),
+        _ => Err(Error::InvalidCertificate(CertificateError::NotValidForName)),
+    }
+}
+
+/// Lets those in whose certificate the authority has issued to one of the peers.
+#[derive(Debug)]
+struct Admission {
+    authority: Arc<dyn ClientCertVerifier>,
+    peers: Vec<HostName>,
+}
+
+impl Admission {
+    fn new(roots: &Arc<RootCertStore>, peers: Vec<HostName>) -> Result<Self, IdentityError> {
+        let authority = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
+            .build()
+            .map_err(|error| IdentityError::Tls(Error::General(error.to_string())))?;
+        Ok(Self { authority, peers })
+    }
+}
+
+impl ClientCertVerifier for Admission {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.authority.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let verified = self.authority.verify_client_cert(end_entity, intermediates, now)?;
+        peer_of(end_entity, &self.peers).map(|_| verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.authority.verify_tls12_signature(message, cert, dss)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.authority.verify_tls13_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.authority.supported_verify_schemes()
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+fn roots(path: &Path) -> Result<RootCertStore, IdentityError> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates("authority", path)? {
+        roots.add(certificate).map_err(|error| unusable("authority", path, &error))?;
+    }
+    Ok(roots)
+}
+
+fn certificates(
+    field: &'static str,
+    path: &Path,
+) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
+    let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let certificates = read.map_err(|error| unusable(field, path, &error))?;
+    match certificates.is_empty() {
+        true => Err(unusable(field, path, &"it holds no certificate in PEM format")),
+        false => Ok(certificates),
+    }
+}
+
+fn key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
+    PrivateKeyDer::from_pem_file(path).map_err(|error| unusable("key", path, &error))
+}
+
+fn unusable(field: &'static str, path: &Path, reason: &dyn std::fmt::Display) -> IdentityError {
+    IdentityError::File { field, path: path.to_owned(), reason: reason.to_string() }
+}

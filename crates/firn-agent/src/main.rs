@@ -1,0 +1,196 @@
+//! The `firn-agent` program: one per host.
+//!
+//! It starts supervisors (of standbys), and is their parent until they or it end; those that have ended are reaped here. They
+//! outlive it.
+
+#![forbid(unsafe_code)]
+#![allow(rustdoc::broken_intra_doc_links, reason = "doc comments of options are the help")]
+
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+use firn_agent::{Config, Identity, Place, Ready, Supervised, Times};
+use firn_supervisor::{Context as _, Failure, FailureKind, RuntimeDir};
+use rustix::process::{WaitOptions, wait};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+
+mod hidden;
+
+/// The environment variable that says how much is logged, as for supervisors.
+const LOG: &str = "FIRN_LOG";
+
+/// Watch other hosts, and carry the epochs of protected VMs to them and from them.
+///
+/// One runs on each host, as the user whose VMs it is for. It is asked by `firn protect NAME --backup HOST` and
+/// `firn agent status`. Its peers prove by certificates who they are; a peer can have programs run here, so only hosts that
+/// may do that belong into the configuration.
+///
+///   name = "a"                       # this host; its certificate is for this name
+///   listen = "10.0.0.1:7415"         # for the peers
+///   certificate = "a.pem"            # files are looked for beside the configuration
+///   key = "a.key"                    # for the owner alone
+///   authority = "ca.pem"             # who has issued the certificates of all hosts
+///   metrics = "127.0.0.1:9415"       # may be left out; for Prometheus, at this host alone
+///   runtime-dir = "/run/firn"        # may be left out: as for firn(1)
+///
+///   [peers]
+///   b = "10.0.0.2:7415"              # its certificate has to be for "b"
+///
+/// Exit codes are those of firn(1). It ends by SIGTERM or SIGINT with 0; VMs that are protected run on unprotected then, and
+/// standbys wait.
+///
+/// Environment:
+///   FIRN_RUNTIME_DIR  where running VMs are kept track of, if the configuration does not say; as for firn(1)
+///   FIRN_LOG          how much is logged to standard error: error, warn, info (the default), debug, trace
+#[derive(Debug, Parser)]
+#[command(name = "firn-agent", version, verbatim_doc_comment, disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Be this host's agent until a signal ends it.
+    Run {
+        /// The configuration.
+        file: PathBuf,
+    },
+    /// Say what is wrong with a configuration and its certificates, if anything is.
+    Check {
+        /// The configuration.
+        file: PathBuf,
+    },
+    /// Print a shell's completion script.
+    Completions {
+        /// The shell.
+        shell: Shell,
+    },
+    #[command(name = firn_supervisor::SUPERVISE, hide = true)]
+    Supervise(hidden::Supervise),
+    #[command(name = firn_supervisor::GUARD, hide = true)]
+    Guard(hidden::Guard),
+}
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().verb {
+        Verb::Run { file } => run(&file),
+        Verb::Check { file } => check(&file),
+        Verb::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "firn-agent", &mut script);
+            say(&String::from_utf8_lossy(&script))
+        }
+        Verb::Supervise(args) => args.run(),
+        Verb::Guard(args) => args.run(),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            print(&failure);
+            ExitCode::from(failure.kind.exit_code())
+        }
+    }
+}
+
+fn print(failure: &Failure) {
+    let mut err = io::stderr().lock();
+    for (depth, message) in failure.chain.iter().enumerate() {
+        let lead = if depth == 0 { "firn-agent: " } else { "  because: " };
+        let _ = writeln!(err, "{lead}{message}");
+    }
+    if let Some(hint) = &failure.hint {
+        let _ = writeln!(err, "  try: {hint}");
+    }
+}
+
+/// Prints to standard output. A reader that has seen enough is no error.
+fn say(text: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(error).doing("writing to standard output")
+        }
+        _ => Ok(()),
+    }
+}
+
+fn load(file: &Path) -> Result<Config, Failure> {
+    Config::load(file).doing_or(FailureKind::Usage, format!("can't use {}", file.display()))
+}
+
+fn check(file: &Path) -> Result<(), Failure> {
+    let config = load(file)?;
+    Identity::load(&config)
+        .doing_or(FailureKind::Usage, format!("can't use {}", file.display()))?;
+    let peers = config.peers.len();
+    say(&format!("host {} with {peers} peers, at {}\n", config.name, config.listen))
+}
+
+fn run(file: &Path) -> Result<(), Failure> {
+    log();
+    let config = load(file)?;
+    let base = match &config.runtime_dir {
+        Some(path) => RuntimeDir::at(path),
+        None => RuntimeDir::from_env()
+            .doing_or(FailureKind::Host, "there is no place to keep track of VMs")
+            .map_err(|failure| failure.hint("set runtime-dir in the configuration"))?,
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let runtime = runtime.doing_or(FailureKind::Host, "starting threads")?;
+    let done = runtime.block_on(serve(config, base));
+    // Threads that wait for a supervisor don't keep it from ending.
+    runtime.shutdown_background();
+    done
+}
+
+async fn serve(config: Config, base: RuntimeDir) -> Result<(), Failure> {
+    let mut end = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
+    let [Ok(terminate), Ok(interrupt)] = &mut end else {
+        return Err(Failure::new(FailureKind::Host, "signals can't be waited for"));
+    };
+    let children = signal(SignalKind::child()).doing("waiting for children")?;
+    let vms = Arc::new(Supervised(base.clone()));
+    let ready = Ready::new(config, Place::new(base), vms, Times::default()).await?;
+    let agent = ready.agent();
+    // For whoever started it with port 0.
+    say(&format!("host {} listens at {}\n", agent.config.name, agent.listen))?;
+    tokio::spawn(reap(children));
+    tokio::select! {
+        () = ready.serve() => Err(Failure::new(FailureKind::Other, "a part of the agent has ended")),
+        _ = terminate.recv() => Ok(()),
+        _ = interrupt.recv() => Ok(()),
+    }
+}
+
+/// Supervisors are children that nobody waits for.
+async fn reap(mut children: tokio::signal::unix::Signal) {
+    while children.recv().await.is_some() {
+        while let Ok(Some(_)) = wait(WaitOptions::NOHANG) {}
+    }
+}
+
+fn log() {
+    let filter = EnvFilter::try_from_env(LOG).unwrap_or_else(|_| EnvFilter::new("info"));
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(false)
+        .with_target(false)
+        .with_writer(io::stderr)
+        .try_init();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_contradicts_itself_nowhere() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,152 @@
+//! Numbers for Prometheus, made of what is known at the moment of asking. Pure.
+//!
+//! | metric | labels | unit |
+//! |---|---|---|
+//! | `firn_epoch`, `firn_epoch_committed` | vm | epochs since protection began |
+//! | `firn_epoch_downtime_seconds` | vm, quantile 0.5 or 0.95 | seconds, of the newest thousand epochs |
+//! | `firn_sent_bytes_total` | vm | bytes since protection began |
+//! | `firn_standby_committed` | vm | epochs |
+//! | `firn_peer_up`, `firn_peer_lost` | peer | 1 or 0 |
+//! | `firn_peer_round_trip_seconds` | peer | seconds, of the newest answer |
+//! | `firn_refused_total` | reason | connections since the agent began |
+
+use std::fmt;
+use std::sync::atomic::AtomicU64;
+
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+use crate::api::{PeerView, VmView};
+use crate::detect::Health;
+
+/// The kind of text that [`text`] gives.
+pub const KIND: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+type Labels = Vec<(&'static str, String)>;
+type Numbers = Family<Labels, Gauge<f64, AtomicU64>>;
+type Counts = Family<Labels, Counter>;
+
+/// What is known, as OpenMetrics text.
+///
+/// # Errors
+/// None in practice: it is written to memory.
+pub fn text<'a>(
+    vms: &[VmView],
+    peers: &[PeerView],
+    refused: impl Iterator<Item = (&'a String, &'a u64)>,
+) -> Result<String, fmt::Error> {
+    let mut registry = Registry::with_prefix("firn");
+    of_vms(&mut registry, vms);
+    of_peers(&mut registry, peers);
+    let counts = Counts::default();
+    registry.register("refused", "Connections that were not let in", counts.clone());
+    for (reason, count) in refused {
+        counts.get_or_create(&vec![("reason", reason.clone())]).inc_by(*count);
+    }
+    let mut text = String::new();
+    encode(&mut text, &registry)?;
+    Ok(text)
+}
+
+fn numbers(registry: &mut Registry, name: &str, help: &str) -> Numbers {
+    let numbers = Numbers::default();
+    registry.register(name, help, numbers.clone());
+    numbers
+}
+
+fn set(numbers: &Numbers, labels: Labels, value: f64) {
+    numbers.get_or_create(&labels).set(value);
+}
+
+fn of_vms(registry: &mut Registry, vms: &[VmView]) {
+    let epoch = numbers(registry, "epoch", "The newest epoch that was cut");
+    let committed = numbers(registry, "epoch_committed", "The newest that a failover would run");
+    let downtime =
+        numbers(registry, "epoch_downtime_seconds", "How long the VM stood still for an epoch");
+    let standby =
+        numbers(registry, "standby_committed", "The newest epoch that this standby would run");
+    let sent = Counts::default();
+    registry.register("sent_bytes", "Bytes sent for all epochs", sent.clone());
+    for vm in vms {
+        let label = || vec![("vm", vm.name.to_string())];
+        if let Some(newest) = vm.committed {
+            set(&standby, label(), newest as f64);
+        }
+        let Some(protection) = &vm.protection else { continue };
+        set(&epoch, label(), protection.epoch as f64);
+        set(&committed, label(), protection.committed as f64);
+        let quantiles = [("0.5", protection.downtime_ms.p50), ("0.95", protection.downtime_ms.p95)];
+        for (quantile, ms) in quantiles {
+            let labels = [label(), vec![("quantile", quantile.to_owned())]].concat();
+            set(&downtime, labels, ms / 1e3);
+        }
+        sent.get_or_create(&label()).inc_by(protection.sent_bytes);
+    }
+}
+
+fn of_peers(registry: &mut Registry, peers: &[PeerView]) {
+    let up = numbers(registry, "peer_up", "1 if the host answers");
+    let lost = numbers(registry, "peer_lost", "1 if the host is taken for gone");
+    let round_trip =
+        numbers(registry, "peer_round_trip_seconds", "How long its newest answer took");
+    let one_if = |is_so: bool| f64::from(u8::from(is_so));
+    for peer in peers {
+        let label = || vec![("peer", peer.name.to_string())];
+        set(&up, label(), one_if(peer.health == Health::Alive));
+        set(&lost, label(), one_if(peer.health == Health::Lost));
+        if let Some(ms) = peer.round_trip_ms {
+            set(&round_trip, label(), ms / 1e3);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn each_number_has_its_line() {
+        let protection = json!({
+            "to": "x", "interval_ms": 100, "epoch": 12, "complete": 11, "committed": 10,
+            "downtime_ms": { "p50": 2.5, "p95": 8.0 }, "copied_pages": { "p50": 0.0, "p95": 0.0 },
+            "sent_pages": { "p50": 0.0, "p95": 0.0 }, "sent_bytes": 4096, "predicted": 0, "faulted": 0,
+            "unchanged": 0,
+        });
+        let vms = json!([
+            { "host": "a", "name": "web", "state": "protected", "protection": protection },
+            { "host": "a", "name": "db", "state": "standby", "committed": 5 },
+        ]);
+        let peers = json!([
+            { "name": "b", "address": "b:1", "health": "alive", "since_s": 1.0, "round_trip_ms": 0.25 },
+            { "name": "c", "address": "c:1", "health": "lost", "since_s": 1.0 },
+        ]);
+        let (vms, peers): (Vec<VmView>, Vec<PeerView>) =
+            (serde_json::from_value(vms).unwrap(), serde_json::from_value(peers).unwrap());
+        let refused = BTreeMap::from([("time".to_owned(), 3)]);
+        let text = text(&vms, &peers, refused.iter()).unwrap();
+        let lines = [
+            "firn_epoch{vm=\"web\"} 12.0",
+            "firn_epoch_committed{vm=\"web\"} 10.0",
+            "firn_epoch_downtime_seconds{vm=\"web\",quantile=\"0.5\"} 0.0025",
+            "firn_epoch_downtime_seconds{vm=\"web\",quantile=\"0.95\"} 0.008",
+            "firn_sent_bytes_total{vm=\"web\"} 4096",
+            "firn_standby_committed{vm=\"db\"} 5.0",
+            "firn_peer_up{peer=\"b\"} 1.0",
+            "firn_peer_lost{peer=\"c\"} 1.0",
+            "firn_peer_round_trip_seconds{peer=\"b\"} 0.00025",
+            "firn_refused_total{reason=\"time\"} 3",
+            "# EOF",
+        ];
+        for line in lines {
+            assert!(text.lines().any(|it| it == line), "{line} is not in:\n{text}");
+        }
+        assert!(!text.contains("round_trip_seconds{peer=\"c\""), "{text}");
+    }
+}

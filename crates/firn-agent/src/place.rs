@@ -1,0 +1,251 @@
+//! Where an agent's sockets are: in the runtime directory of the VMs, where no VM can be, for its owner alone.
+//!
+//! ```text
+//!   /run/firn/.agent/       0700
+//!     lock                         whose agent this is
+//!     agent.sock            0600   requests of `firn` commands (local.rs)
+//!     b/web.sock            0600   the epochs of web, to or from host b, while nobody has connected
+//!   /run/firn/web/
+//!     primary.json                 of a standby: which host its primary runs on
+//! ```
+
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use firn_supervisor::{Context as _, Failure, FailureKind, RuntimeDir, VmName};
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+use tokio::net::UnixListener;
+
+use crate::host::HostName;
+
+/// Bytes in the longest path that a unix socket can have: `sun_path` of unix(7), less its final zero.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// An agent's directory.
+#[derive(Clone, Debug)]
+pub struct Place {
+    base: RuntimeDir,
+}
+
+/// Which host a standby's primary runs on.
+#[derive(Debug, Serialize, Deserialize)]
+struct Origin {
+    host: HostName,
+}
+
+/// The right to be the agent of a runtime directory, until it is dropped or the process ends.
+#[derive(Debug)]
+pub struct Sole(#[expect(dead_code, reason = "it is locked while it is open")] File);
+
+/// A socket that is listened at.
+#[derive(Debug)]
+pub struct Socket {
+    /// For connections.
+    pub listener: UnixListener,
+    /// Its name.
+    pub file: SocketFile,
+}
+
+/// The name of a socket, which is removed with this value.
+#[derive(Debug)]
+pub struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        // Somebody else may have removed it.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+impl Place {
+    /// That of the VMs which are kept track of there.
+    pub fn new(base: RuntimeDir) -> Self {
+        Self { base }
+    }
+
+    /// Where VMs are kept track of.
+    pub fn base(&self) -> &RuntimeDir {
+        &self.base
+    }
+
+    /// Where `firn` commands connect to.
+    pub fn control(&self) -> PathBuf {
+        self.directory().join("agent.sock")
+    }
+
+    /// Where a VM's epochs go to a peer, or come from it.
+    pub fn epochs(&self, peer: &HostName, vm: &VmName) -> PathBuf {
+        self.directory().join(peer.as_str()).join(format!("{vm}.sock"))
+    }
+
+    fn directory(&self) -> PathBuf {
+        self.base.path().join(".agent")
+    }
+
+    /// Makes the directories, and takes them for this process.
+    ///
+    /// # Errors
+    /// If they can't be had, or another agent has them.
+    pub fn take<'a>(&self, peers: impl Iterator<Item = &'a HostName>) -> Result<Sole, Failure> {
+        make_private(self.base.path())
+            .doing_or(FailureKind::Host, "making the runtime directory")?;
+        let directory = self.directory();
+        let of_peers = peers.map(|peer| directory.join(peer.as_str()));
+        for path in [directory.clone()].into_iter().chain(of_peers) {
+            make_private(&path).doing("making the agent's directory")?;
+        }
+        lock(&directory.join("lock"))
+    }
+
+    /// Listens at one of its sockets, for their owner alone. What a dead agent has left there is removed.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn listen(&self, path: PathBuf) -> Result<Socket, Failure> {
+        let doing = || format!("listening at {}", path.display());
+        check_length(&path)?;
+        clear(&path).doing(doing())?;
+        let listener = UnixListener::bind(&path).doing(doing())?;
+        fs::set_permissions(&path, Permissions::from_mode(0o600)).doing(doing())?;
+        Ok(Socket { listener, file: SocketFile(path) })
+    }
+
+    /// Which host a standby's primary runs on, if an agent has started it.
+    pub fn origin(&self, vm: &VmName) -> Option<HostName> {
+        let text = fs::read(self.origin_file(vm)).ok()?;
+        serde_json::from_slice::<Origin>(&text).ok().map(|origin| origin.host)
+    }
+
+    /// Keeps that with the VM, so that it is known after the agent has died, and forgotten with the VM.
+    ///
+    /// # Errors
+    /// If the VM is gone already, or the disk is full.
+    pub fn set_origin(&self, vm: &VmName, host: &HostName) -> io::Result<()> {
+        let text = serde_json::to_vec(&Origin { host: host.clone() })?;
+        let new = self.origin_file(vm).with_extension("new");
+        OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&new)?
+            .write_all(&text)?;
+        fs::rename(new, self.origin_file(vm))
+    }
+
+    fn origin_file(&self, vm: &VmName) -> PathBuf {
+        self.base.vm(vm).path().join("primary.json")
+    }
+}
+
+fn lock(path: &Path) -> Result<Sole, Failure> {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false).mode(0o600);
+    let file = options.open(path).doing(format!("opening {}", path.display()))?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Sole(file)),
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            let text = format!("another agent runs here: it has locked {}", path.display());
+            Err(Failure::new(FailureKind::Busy, text))
+        }
+        Err(error) => Err(error).doing(format!("locking {}", path.display())),
+    }
+}
+
+/// A socket's path has a bound.
+pub fn check_length(path: &Path) -> Result<(), Failure> {
+    let len = path.as_os_str().len();
+    if len <= SOCKET_PATH_BYTES_MAX {
+        return Ok(());
+    }
+    let path = path.display();
+    let text = format!("{path} is too long for a socket: {len} of {SOCKET_PATH_BYTES_MAX} bytes");
+    Err(Failure::new(FailureKind::Usage, text).hint("give the VM or the host a shorter name"))
+}
+
+/// Removes a file that may not be there.
+///
+/// # Errors
+/// If it is there, and stays.
+pub fn clear(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Whether those that are there are private was checked when they were made; the outermost is checked with each VM.
+fn make_private(path: &Path) -> io::Result<()> {
+    DirBuilder::new().mode(0o700).recursive(true).create(path)?;
+    match fs::symlink_metadata(path)?.permissions().mode() & 0o077 {
+        0 => Ok(()),
+        _ => Err(io::Error::other(format!(
+            "others can enter {}: it must have mode 0700",
+            path.display()
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(name: &str) -> HostName {
+        HostName::new(name).unwrap()
+    }
+
+    #[test]
+    fn there_is_one_agent() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = Place::new(RuntimeDir::at(dir.path().join("run")));
+        let sole = place.take([host("b")].iter()).unwrap();
+        let second = place.take([].iter()).unwrap_err();
+        assert_eq!(second.kind, FailureKind::Busy);
+        drop(sole);
+        place.take([].iter()).unwrap();
+        let mode = fs::metadata(dir.path().join("run/.agent/b")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+    }
+
+    #[test]
+    fn a_directory_that_others_can_enter_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path().join("run");
+        fs::create_dir(&run).unwrap();
+        fs::set_permissions(&run, Permissions::from_mode(0o755)).unwrap();
+        let refused = Place::new(RuntimeDir::at(&run)).take([].iter()).unwrap_err();
+        assert!(refused.to_string().contains("others can enter"), "{refused}");
+    }
+
+    #[test]
+    fn a_standby_knows_its_primary_as_long_as_it_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = Place::new(RuntimeDir::at(dir.path()));
+        let web = VmName::new("web").unwrap();
+        assert_eq!(place.origin(&web), None);
+        assert!(place.set_origin(&web, &host("a")).is_err());
+        fs::create_dir(dir.path().join("web")).unwrap();
+        place.set_origin(&web, &host("a")).unwrap();
+        assert_eq!(place.origin(&web), Some(host("a")));
+        fs::write(dir.path().join("web/primary.json"), "{").unwrap();
+        assert_eq!(place.origin(&web), None);
+    }
+
+    #[tokio::test]
+    async fn a_socket_replaces_what_was_left_and_goes_with_its_listener() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = Place::new(RuntimeDir::at(dir.path()));
+        let path = dir.path().join("x.sock");
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        assert!(path.exists());
+        let socket = place.listen(path.clone()).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        drop(socket);
+        assert!(!path.exists());
+        let long = place.listen(dir.path().join("x".repeat(100))).unwrap_err();
+        assert_eq!(long.kind, FailureKind::Usage);
+    }
+}

@@ -1,0 +1,133 @@
+//! Standing by for a peer's VM: a standby is started here, and gets the epochs that come in.
+//!
+//! Who holds a peer's certificate says how a QEMU is to be started here, and so may do here what this agent's user may.
+
+use std::sync::Arc;
+
+use firn_supervisor::{Context as _, Failure, FailureKind, VmName};
+use hyper::body::Incoming;
+use hyper::header::{CONNECTION, HeaderValue, UPGRADE};
+use hyper::{Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+
+use crate::agent::Agent;
+use crate::api::EPOCHS;
+use crate::host::HostName;
+use crate::http::{self, Answer};
+use crate::place;
+use crate::tunnel::{self, End};
+
+/// Answers a peer that wants a standby.
+pub(crate) async fn start(
+    agent: &Arc<Agent>,
+    peer: HostName,
+    vm: &str,
+    request: Request<Incoming>,
+) -> Answer {
+    let begun = match wanted(vm, &request) {
+        Ok(vm) => begin(agent, &peer, vm).await,
+        Err(failure) => Err(failure),
+    };
+    match begun {
+        Ok((vm, near)) => {
+            tokio::spawn(receive(Arc::clone(agent), peer, vm, near, request));
+            switching()
+        }
+        Err(failure) => {
+            tracing::warn!("no standby of {vm} for host {peer}: {failure}");
+            http::refusal(&failure)
+        }
+    }
+}
+
+fn wanted(vm: &str, request: &Request<Incoming>) -> Result<VmName, Failure> {
+    let is_stream = request.headers().get(UPGRADE).is_some_and(|it| it == EPOCHS);
+    if !is_stream {
+        let text = format!("a standby needs a connection that can become {EPOCHS}");
+        return Err(Failure::new(FailureKind::Usage, text));
+    }
+    VmName::new(vm).doing_or(FailureKind::Usage, "naming a standby")
+}
+
+/// A standby that waits for its primary to introduce itself.
+async fn begin(
+    agent: &Arc<Agent>,
+    peer: &HostName,
+    vm: VmName,
+) -> Result<(VmName, UnixStream), Failure> {
+    let claim = agent.claim(&vm)?;
+    let path = agent.place.epochs(peer, &vm);
+    place::check_length(&path)?;
+    place::clear(&path).doing("clearing the standby's socket")?;
+    let (shared, peer, name) = (Arc::clone(agent), peer.clone(), vm.clone());
+    let near = agent.blocking(move |vms| {
+        make_room(&shared, &peer, &name)?;
+        let (place, vm) = (shared.place.clone(), name.clone());
+        let on_ready = move |result: Result<_, Failure>| {
+            drop(claim);
+            match result {
+                Ok(_) => note_origin(&place, &vm, &peer),
+                Err(failure) => tracing::warn!("{vm} for host {peer}: {failure}"),
+            }
+        };
+        vms.stand_by(&name, &path, Box::new(on_ready))
+    });
+    let near = near.await?;
+    near.set_nonblocking(true).doing("preparing the standby's connection")?;
+    let near = UnixStream::from_std(near).doing("preparing the standby's connection")?;
+    Ok((vm, near))
+}
+
+/// A standby of the same peer's VM that gets no more epochs gives way: its primary is asking.
+fn make_room(agent: &Agent, peer: &HostName, vm: &VmName) -> Result<(), Failure> {
+    let Ok(status) = agent.vms.status(vm) else { return Ok(()) };
+    let is_over = status.standby.is_some_and(|standby| standby.ended.is_some());
+    match is_over && agent.place.origin(vm).as_ref() == Some(peer) {
+        true => {
+            agent.vms.stop(vm).map_err(|failure| failure.while_doing("ending the last standby"))
+        }
+        false => Ok(()),
+    }
+}
+
+fn note_origin(place: &place::Place, vm: &VmName, peer: &HostName) {
+    tracing::info!("{vm} stands by for host {peer}");
+    if let Err(error) = place.set_origin(vm, peer) {
+        tracing::warn!("it will not be known whom {vm} stands by for: {error}");
+    }
+}
+
+fn switching() -> Answer {
+    let mut answer =
+        http::answer(StatusCode::SWITCHING_PROTOCOLS, "application/octet-stream", Vec::new());
+    let headers = answer.headers_mut();
+    headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+    headers.insert(UPGRADE, HeaderValue::from_static(EPOCHS));
+    answer
+}
+
+/// A connection that does not become a stream is dropped, and the standby with it.
+async fn receive(
+    agent: Arc<Agent>,
+    peer: HostName,
+    vm: VmName,
+    near: UnixStream,
+    request: Request<Incoming>,
+) {
+    let (Ok(far), Ok(health)) = (hyper::upgrade::on(request).await, agent.health(&peer)) else {
+        return;
+    };
+    tell(&vm, &peer, &tunnel::carry(near, TokioIo::new(far), health).await);
+}
+
+/// Tells how a stream of epochs ended.
+pub(crate) fn tell(vm: &VmName, peer: &HostName, end: &End) {
+    match end {
+        End::Said => tracing::info!("epochs of {vm}, with host {peer}: the stream has ended"),
+        End::Broken(error) => {
+            tracing::warn!("epochs of {vm}, with host {peer}: the stream broke: {error}");
+        }
+        End::Lost => tracing::warn!("epochs of {vm}, with host {peer}: the host is lost"),
+    }
+}

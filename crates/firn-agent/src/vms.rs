@@ -1,0 +1,138 @@
+//! The VMs of this host, as the agent reaches them: by their supervisors. Everything here may wait; callers are on threads of
+//! their own.
+
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use firn_supervisor::{
+    Context as _, Failure, FailureKind, OnProgress, Plan, ProtectRequest, Request, RuntimeDir,
+    Starting, Status, StopRequest, VmName, ask, glance,
+};
+use serde_json::Value;
+
+/// How often a standby is tried to be connected to until it listens.
+const RETRY: Duration = Duration::from_millis(5);
+
+/// How long it may take until it does: a process has to start.
+const LISTEN_WAIT: Duration = Duration::from_secs(20);
+
+/// What becomes of a standby that was started: its hypervisor waits, or why not.
+pub type OnReady = Box<dyn FnOnce(Result<Value, Failure>) + Send>;
+
+/// What an agent asks of the VMs of its host.
+pub trait Vms: Send + Sync + 'static {
+    /// All of them.
+    ///
+    /// # Errors
+    /// If they can't be looked for.
+    fn list(&self) -> Result<Vec<Status>, Failure>;
+
+    /// One of them.
+    ///
+    /// # Errors
+    /// If there is none of that name.
+    fn status(&self, vm: &VmName) -> Result<Status, Failure>;
+
+    /// Protects it; returns when there is something to fail over to.
+    ///
+    /// # Errors
+    /// Why it is not protected.
+    fn protect(
+        &self,
+        vm: &VmName,
+        how: ProtectRequest,
+        on_progress: OnProgress<'_>,
+    ) -> Result<Value, Failure>;
+
+    /// Starts a standby that listens there, and connects to it. It ends with that connection if no primary introduces itself;
+    /// `on_ready` hears what becomes of it.
+    ///
+    /// # Errors
+    /// Why it was not started.
+    fn stand_by(
+        &self,
+        vm: &VmName,
+        listen: &Path,
+        on_ready: OnReady,
+    ) -> Result<UnixStream, Failure>;
+
+    /// Ends one.
+    ///
+    /// # Errors
+    /// If it goes on.
+    fn stop(&self, vm: &VmName) -> Result<(), Failure>;
+}
+
+/// Those that supervisors look after.
+#[derive(Clone, Debug)]
+pub struct Supervised(pub RuntimeDir);
+
+impl Vms for Supervised {
+    fn list(&self) -> Result<Vec<Status>, Failure> {
+        let vms = self.0.vms().doing("looking for VMs")?;
+        // One that goes away meanwhile is left out.
+        Ok(vms.iter().filter_map(|vm| glance(vm).ok()).collect())
+    }
+
+    fn status(&self, vm: &VmName) -> Result<Status, Failure> {
+        glance(&self.0.vm(vm))
+    }
+
+    fn protect(
+        &self,
+        vm: &VmName,
+        how: ProtectRequest,
+        on_progress: OnProgress<'_>,
+    ) -> Result<Value, Failure> {
+        ask(&self.0, vm, &Request::Protect(how), on_progress)
+    }
+
+    fn stand_by(
+        &self,
+        vm: &VmName,
+        listen: &Path,
+        on_ready: OnReady,
+    ) -> Result<UnixStream, Failure> {
+        let address = format!("unix:{}", listen.display());
+        let listens =
+            address.parse().doing_or(FailureKind::Usage, "naming the standby's socket")?;
+        let plan = Plan::Standby { listen: listens, uplinks: Default::default() };
+        let starting = Starting::begin(&self.0, vm, &plan)?;
+        let (tell, told) = mpsc::channel();
+        let finish = move || {
+            let result = starting.finish(&mut |_| ());
+            // Nobody waits any more if it has been connected to.
+            let _ = tell.send(result.as_ref().err().cloned());
+            on_ready(result);
+        };
+        thread::Builder::new().name("standby".into()).spawn(finish).doing("starting a standby")?;
+        connect(listen, &told)
+    }
+
+    fn stop(&self, vm: &VmName) -> Result<(), Failure> {
+        ask(&self.0, vm, &Request::Stop(StopRequest::default()), &mut |_| ()).map(drop)
+    }
+}
+
+/// Connects as soon as somebody listens. Who has ended by then says why.
+fn connect(listen: &Path, told: &mpsc::Receiver<Option<Failure>>) -> Result<UnixStream, Failure> {
+    let deadline = Instant::now() + LISTEN_WAIT;
+    loop {
+        if let Ok(stream) = UnixStream::connect(listen) {
+            return Ok(stream);
+        }
+        match told.recv_timeout(RETRY) {
+            Ok(Some(failure)) => return Err(failure),
+            Ok(None) | Err(RecvTimeoutError::Disconnected) => return Err(silent()),
+            Err(RecvTimeoutError::Timeout) if Instant::now() >= deadline => return Err(silent()),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
+fn silent() -> Failure {
+    Failure::new(FailureKind::Other, "the standby does not listen").hint("its log says why")
+}

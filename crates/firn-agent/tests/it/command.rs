@@ -1,0 +1,104 @@
+//! The program: what it says of configurations, and that it ends when it is told to.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::host::{Authority, free_address, write_config};
+
+pub fn agent(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_firn-agent"));
+    command.args(args).env_remove("FIRN_RUNTIME_DIR").env_remove("XDG_RUNTIME_DIR");
+    command
+}
+
+fn check(file: &Path) -> Output {
+    agent(&["check", file.to_str().unwrap()]).output().unwrap()
+}
+
+#[test]
+fn a_configuration_is_checked_with_its_certificates() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = Authority::new();
+    let write = |who: &str| {
+        let identity = authority.issue(&["a"], |_| ());
+        write_config(dir.path(), &authority.pem(), identity, who, free_address(), &[])
+    };
+    let good = check(&write("a"));
+    assert!(good.status.success(), "{}", String::from_utf8_lossy(&good.stderr));
+    let bad = check(&write("b"));
+    let said = String::from_utf8_lossy(&bad.stderr).into_owned();
+    assert_eq!(bad.status.code(), Some(2), "{said}");
+    assert!(said.contains("for the name b") && said.lines().count() == 2, "{said}");
+    let none = check(Path::new("/none"));
+    assert_eq!(none.status.code(), Some(2));
+}
+
+/// Those that the documentation says how to make.
+#[test]
+fn documented_certificates_are_good_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/certificates");
+    let make = |names: &[&str]| {
+        let made = Command::new(&script).arg(dir.path()).args(names).output().unwrap();
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    };
+    make(&["a", "b.example"]);
+    make(&["a", "c"]);
+    for name in ["a", "b.example", "c"] {
+        let text = format!(
+            "name = \"{name}\"\nlisten = \"127.0.0.1:0\"\ncertificate = \"{name}.pem\"\n\
+             key = \"{name}.key\"\nauthority = \"ca.pem\"\n"
+        );
+        let file = dir.path().join("agent.toml");
+        std::fs::write(&file, text).unwrap();
+        let said = check(&file);
+        assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+    }
+}
+
+#[test]
+fn it_ends_when_it_is_told_to_and_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = Authority::new();
+    let identity = authority.issue(&["a"], |_| ());
+    let listen = "127.0.0.1:0".parse().unwrap();
+    let file = write_config(dir.path(), &authority.pem(), identity, "a", listen, &[]);
+    let metrics = free_address();
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, format!("metrics = \"{metrics}\"\n{text}")).unwrap();
+    let mut command = agent(&["run", file.to_str().unwrap()]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("host a listens at 127.0.0.1:"), "{line}");
+    let second = agent(&["run", file.to_str().unwrap()]).output().unwrap();
+    assert_eq!(second.status.code(), Some(4));
+    assert!(String::from_utf8_lossy(&second.stderr).contains("another agent runs here"));
+    let told = |path: &str| {
+        let mut stream = TcpStream::connect(metrics).unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+        let mut told = String::new();
+        stream.read_to_string(&mut told).unwrap();
+        told
+    };
+    assert!(told("/metrics").contains("application/openmetrics-text"));
+    assert!(told("/metrics").ends_with("# EOF\n"));
+    assert!(told("/v1/status").starts_with("HTTP/1.1 400"), "for metrics alone");
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0), "{said}");
+    assert!(!dir.path().join("run/.agent/agent.sock").exists());
+}
+
+#[test]
+fn every_shell_gets_a_script() {
+    for shell in ["bash", "zsh", "fish"] {
+        let script = agent(&["completions", shell]).output().unwrap();
+        assert!(String::from_utf8_lossy(&script.stdout).contains("check"), "{shell}");
+    }
+}

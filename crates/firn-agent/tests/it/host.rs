@@ -1,0 +1,247 @@
+//! Hosts: an agent each, in a runtime of its own, so that it can be killed; and VMs that are only sockets.
+
+use std::fs;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use firn_agent::api::{Cluster, PeerView, Protect};
+use firn_agent::detect::Health;
+use firn_agent::vms::OnReady;
+use firn_agent::{Config, HostName, Place, Ready, Times, Vms, client};
+use firn_supervisor::{
+    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, Status, VmName,
+};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair,
+};
+use serde_json::{Value, json};
+use tokio::runtime::Runtime;
+
+/// How long anything may take on a busy host.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+pub fn name(name: &str) -> HostName {
+    HostName::new(name).unwrap()
+}
+
+/// Somebody who issues certificates.
+pub struct Authority(CertifiedIssuer<'static, KeyPair>);
+
+impl Authority {
+    pub fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.distinguished_name.push(DnType::CommonName, format!("authority {number}"));
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    pub fn pem(&self) -> String {
+        self.0.pem()
+    }
+
+    /// A certificate for these names and its key, both in PEM format.
+    pub fn issue(
+        &self,
+        names: &[&str],
+        change: impl FnOnce(&mut CertificateParams),
+    ) -> [String; 2] {
+        let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
+        let mut params = CertificateParams::new(names).unwrap();
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        change(&mut params);
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.0).unwrap();
+        [certificate.pem(), key.serialize_pem()]
+    }
+}
+
+/// An address that nobody has.
+pub fn free_address() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+/// VMs that are sockets: what a test gets of each is the end that the supervisor would have.
+struct Fake(Sender<UnixStream>);
+
+impl Vms for Fake {
+    fn list(&self) -> Result<Vec<Status>, Failure> {
+        Ok(vec![self.status(&VmName::new("web").unwrap())?])
+    }
+
+    fn status(&self, vm: &VmName) -> Result<Status, Failure> {
+        let status = json!({ "name": vm, "state": "running", "launched": true, "memory_bytes": 0,
+            "vcpus": 1, "qemu": "", "accel": "tcg", "since": 0, "recoveries": 0 });
+        Ok(serde_json::from_value(status).unwrap())
+    }
+
+    fn protect(
+        &self,
+        _: &VmName,
+        how: ProtectRequest,
+        _: OnProgress<'_>,
+    ) -> Result<Value, Failure> {
+        let path = how.to.to_string();
+        let near = UnixStream::connect(path.strip_prefix("unix:").unwrap()).unwrap();
+        self.0.send(near).unwrap();
+        Ok(json!({}))
+    }
+
+    fn stand_by(&self, vm: &VmName, _: &Path, _: OnReady) -> Result<UnixStream, Failure> {
+        if vm.as_str() == "refused" {
+            return Err(Failure::new(FailureKind::Busy, "there is a VM called that already"));
+        }
+        let (near, end) = UnixStream::pair().unwrap();
+        self.0.send(end).unwrap();
+        Ok(near)
+    }
+
+    fn stop(&self, _: &VmName) -> Result<(), Failure> {
+        Ok(())
+    }
+}
+
+/// A host with an agent.
+pub struct Host {
+    pub dir: tempfile::TempDir,
+    pub base: RuntimeDir,
+    pub listen: SocketAddr,
+    ends: Receiver<UnixStream>,
+    runtime: Option<Runtime>,
+}
+
+impl Host {
+    /// Begins one, with these peers.
+    pub fn start(
+        authority: &Authority,
+        who: &str,
+        listen: SocketAddr,
+        peers: &[(&str, SocketAddr)],
+        times: Times,
+    ) -> Self {
+        let identity = authority.issue(&[who], |_| ());
+        Self::with_identity(&authority.pem(), identity, who, listen, peers, times)
+    }
+
+    /// Begins one that shows this certificate.
+    pub fn with_identity(
+        authority: &str,
+        identity: [String; 2],
+        who: &str,
+        listen: SocketAddr,
+        peers: &[(&str, SocketAddr)],
+        times: Times,
+    ) -> Self {
+        let dir = tempfile::Builder::new().prefix("firn-agent-").tempdir().unwrap();
+        let file = write_config(dir.path(), authority, identity, who, listen, peers);
+        let config = Config::load(&file).unwrap();
+        let base = RuntimeDir::at(dir.path().join("run"));
+        let (send, ends) = channel();
+        let runtime = Runtime::new().unwrap();
+        let ready = Ready::new(config, Place::new(base.clone()), Arc::new(Fake(send)), times);
+        let ready = runtime.block_on(ready).unwrap();
+        let listen = ready.agent().listen;
+        runtime.spawn(ready.serve());
+        Self { dir, base, listen, ends, runtime: Some(runtime) }
+    }
+
+    /// Ends it as SIGKILL would: all of its sockets are closed, and nothing is said.
+    pub fn kill(&mut self) {
+        self.runtime.take().unwrap().shutdown_background();
+    }
+
+    pub fn cluster(&self) -> Cluster {
+        client::cluster(&self.base).unwrap()
+    }
+
+    pub fn peer(&self, who: &str) -> PeerView {
+        self.cluster().peers.into_iter().find(|peer| peer.name == name(who)).unwrap()
+    }
+
+    pub fn refused(&self, reason: &str) -> u64 {
+        self.cluster().refused.get(reason).copied().unwrap_or_default()
+    }
+
+    /// The end of a stream that a VM of this host has.
+    pub fn end(&self) -> UnixStream {
+        self.ends.recv_timeout(PATIENCE).unwrap()
+    }
+
+    pub fn protect(&self, vm: &str, backup: &str) -> Result<Value, Failure> {
+        let (vm, backup) = (VmName::new(vm).unwrap(), name(backup));
+        let wanted = Protect { vm, backup, interval_ms: 100, predicts: true };
+        client::protect(&self.base, &wanted, &mut |_| ())
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Writes a configuration with its files.
+pub fn write_config(
+    dir: &Path,
+    authority: &str,
+    [certificate, key]: [String; 2],
+    who: &str,
+    listen: SocketAddr,
+    peers: &[(&str, SocketAddr)],
+) -> PathBuf {
+    for (file, text) in [("ca.pem", authority), ("cert.pem", &certificate), ("key.pem", &key)] {
+        fs::write(dir.join(file), text).unwrap();
+    }
+    fs::set_permissions(dir.join("key.pem"), fs::Permissions::from_mode(0o600)).unwrap();
+    let peers: String =
+        peers.iter().map(|(name, address)| format!("{name} = \"{address}\"\n")).collect();
+    let text = format!(
+        "name = \"{who}\"\nlisten = \"{listen}\"\ncertificate = \"cert.pem\"\nkey = \"key.pem\"\n\
+         authority = \"ca.pem\"\nruntime-dir = \"run\"\n[peers]\n{peers}"
+    );
+    let file = dir.join("agent.toml");
+    fs::write(&file, text).unwrap();
+    file
+}
+
+/// Two hosts, `a` and `b`, that know each other.
+pub fn pair() -> [Host; 2] {
+    let authority = Authority::new();
+    let [at_a, at_b] = [free_address(), free_address()];
+    let a = Host::start(&authority, "a", at_a, &[("b", at_b)], Times::default());
+    let b = Host::start(&authority, "b", at_b, &[("a", at_a)], Times::default());
+    for (host, peer) in [(&a, "b"), (&b, "a")] {
+        eventually("each is there", || host.peer(peer).health == Health::Alive);
+    }
+    [a, b]
+}
+
+/// A VM of `a` that is protected by `b`: the supervisors' ends of the stream, the primary's first.
+pub fn protected(a: &Host, b: &Host) -> [UnixStream; 2] {
+    a.protect("web", "b").unwrap();
+    let ends = [a.end(), b.end()];
+    for end in &ends {
+        end.set_read_timeout(Some(PATIENCE)).unwrap();
+        end.set_write_timeout(Some(PATIENCE)).unwrap();
+    }
+    ends
+}

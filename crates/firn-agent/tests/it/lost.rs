@@ -1,0 +1,68 @@
+//! Hosts that go, and come back.
+
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use firn_agent::Times;
+use firn_agent::detect::Health;
+
+use crate::host::{Authority, Host, PATIENCE, eventually, free_address, pair};
+use crate::relay::Relay;
+
+#[test]
+fn a_host_that_goes_is_suspected_and_then_lost() {
+    let [a, mut b] = pair();
+    assert!(a.peer("b").round_trip_ms.unwrap() < 2000.0);
+    b.kill();
+    let since = Instant::now();
+    eventually("suspected", || a.peer("b").health == Health::Suspected);
+    let suspected = since.elapsed();
+    eventually("lost", || a.peer("b").health == Health::Lost);
+    eprintln!("suspected after {suspected:?}, lost after {:?}", since.elapsed());
+    let peer = a.peer("b");
+    assert!(peer.trouble.unwrap().contains("connecting to host b"));
+    assert!(peer.heard_s.unwrap() >= 4.0);
+    // It cannot have been believed lost before it was silent for so long.
+    assert!(since.elapsed() > Duration::from_secs(4) && suspected > Duration::from_secs(1));
+}
+
+/// Nobody is told that the network is gone: the streams end when the host counts as lost, and work when it is back.
+#[test]
+fn a_host_behind_a_dead_network_is_lost_with_its_streams() {
+    let authority = Authority::new();
+    let [at_a, at_b] = [free_address(), free_address()];
+    let [to_a, to_b] = [Relay::to(at_a), Relay::to(at_b)];
+    let a = Host::start(&authority, "a", at_a, &[("b", to_b.address)], Times::default());
+    let b = Host::start(&authority, "b", at_b, &[("a", to_a.address)], Times::default());
+    for (host, peer) in [(&a, "b"), (&b, "a")] {
+        eventually("there", || host.peer(peer).health == Health::Alive);
+    }
+    a.protect("web", "b").unwrap();
+    let (mut primary, mut standby) = (a.end(), b.end());
+    primary.write_all(b"x").unwrap();
+    standby.read_exact(&mut [0]).unwrap();
+    for relay in [&to_a, &to_b] {
+        relay.cut(true);
+    }
+    let since = Instant::now();
+    for end in [&mut primary, &mut standby] {
+        end.set_read_timeout(Some(PATIENCE)).unwrap();
+        // An end or an error, but not a time-out.
+        let read = end.read(&mut [0]);
+        assert!(!matches!(&read, Ok(1..)), "{read:?}");
+        assert!(since.elapsed() < PATIENCE, "{read:?}");
+    }
+    eprintln!("both ends know after {:?}", since.elapsed());
+    assert!(since.elapsed() > Duration::from_secs(4), "it was not lost yet");
+    assert_eq!(a.peer("b").health, Health::Lost);
+    for relay in [&to_a, &to_b] {
+        relay.cut(false);
+    }
+    for (host, peer) in [(&a, "b"), (&b, "a")] {
+        eventually("back", || host.peer(peer).health == Health::Alive);
+    }
+    a.protect("web", "b").unwrap();
+    let (mut primary, mut standby) = (a.end(), b.end());
+    primary.write_all(b"y").unwrap();
+    standby.read_exact(&mut [0]).unwrap();
+}

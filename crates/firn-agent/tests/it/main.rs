@@ -1,0 +1,11 @@
+//! Agents with certificates of their own, on this host's loopback: whom they let in, what they carry, and what they notice.
+
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on fails")]
+
+mod command;
+mod door;
+mod host;
+mod lost;
+mod relay;
+mod standby;
+mod tunnel;

@@ -1,0 +1,103 @@
+//! Standbys that a real agent starts, by real supervisors, for a peer that is only a connection: until a primary introduces itself
+//! they live as long as that.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::{Child, Stdio};
+
+use crate::command::agent;
+use crate::door::{Stream, greet};
+use crate::host::{Authority, eventually, free_address, write_config};
+
+/// The host `b` as a process, with `a` for a peer.
+struct Backup {
+    authority: Authority,
+    dir: tempfile::TempDir,
+    listen: SocketAddr,
+    child: Child,
+}
+
+impl Backup {
+    fn start() -> Self {
+        let authority = Authority::new();
+        let dir = tempfile::Builder::new().prefix("firn-agent-").tempdir().unwrap();
+        let identity = authority.issue(&["b"], |_| ());
+        let (listen, peers) = (free_address(), [("a", free_address())]);
+        let file = write_config(dir.path(), &authority.pem(), identity, "b", listen, &peers);
+        let mut command = agent(&["run", file.to_str().unwrap()]);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.contains("listens at"), "{line}");
+        Self { authority, dir, listen, child }
+    }
+
+    fn asks(&self) -> (Stream, String) {
+        let identity = self.authority.issue(&["a"], |_| ());
+        let mut stream = greet(self.listen, &self.authority, Some(identity));
+        let head = "POST /v1/standbys/web HTTP/1.1\r\nhost: b\r\nconnection: upgrade\r\nupgrade: firn-epochs\r\n\r\n";
+        stream.write_all(head.as_bytes()).unwrap();
+        let mut answer = Vec::new();
+        while !answer.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).unwrap();
+            answer.push(byte[0]);
+        }
+        (stream, String::from_utf8(answer).unwrap())
+    }
+
+    /// A connection that carries epochs, if there were any.
+    fn stream(&self) -> Stream {
+        let (stream, answer) = self.asks();
+        assert!(answer.starts_with("HTTP/1.1 101"), "{answer}");
+        assert!(self.vm().exists());
+        stream
+    }
+
+    fn vm(&self) -> PathBuf {
+        self.dir.path().join("run/web")
+    }
+
+    fn is_gone(&self) {
+        eventually("the standby is gone", || !self.vm().exists());
+    }
+}
+
+impl Drop for Backup {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_standby_without_a_primary_goes_with_the_connection() {
+    let backup = Backup::start();
+    for _ in 0..3 {
+        drop(backup.stream());
+        backup.is_gone();
+    }
+    let mut stream = backup.stream();
+    stream.write_all(&[7; 1000]).unwrap();
+    // What it says of that is the wire's refusal, or nothing: then it ends.
+    let _ = stream.read_to_end(&mut Vec::new());
+    backup.is_gone();
+}
+
+#[test]
+fn there_is_one_standby_of_a_name() {
+    let backup = Backup::start();
+    let _stream = backup.stream();
+    let (_, answer) = backup.asks();
+    assert!(answer.starts_with("HTTP/1.1 409"), "{answer}");
+}
+
+#[test]
+fn a_standby_without_a_primary_goes_with_the_agent() {
+    let mut backup = Backup::start();
+    let _stream = backup.stream();
+    backup.child.kill().unwrap();
+    backup.child.wait().unwrap();
+    backup.is_gone();
+}

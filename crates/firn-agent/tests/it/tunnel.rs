@@ -1,0 +1,202 @@
+//! What is carried between hosts arrives whole, no faster than it is taken, and ends as it would on one host.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use sha2::{Digest, Sha256};
+
+use crate::host::{eventually, name, pair, protected};
+
+/// Bytes that don't repeat.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self, into: &mut [u8]) {
+        for bytes in into.chunks_mut(8) {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            bytes.copy_from_slice(&(self.0 ^ (self.0 >> 29)).to_le_bytes()[..bytes.len()]);
+        }
+    }
+}
+
+fn send(mut to: UnixStream, mut noise: Noise, bytes: usize) -> Vec<u8> {
+    let (mut sum, mut piece) = (Sha256::new(), vec![0; 65_536]);
+    for _ in 0..bytes / piece.len() {
+        noise.next(&mut piece);
+        sum.update(&piece);
+        to.write_all(&piece).unwrap();
+    }
+    to.shutdown(Shutdown::Write).unwrap();
+    sum.finalize().to_vec()
+}
+
+fn receive(mut from: UnixStream) -> (usize, Vec<u8>) {
+    let (mut sum, mut piece, mut bytes) = (Sha256::new(), vec![0; 100_000], 0);
+    loop {
+        match from.read(&mut piece).unwrap() {
+            0 => return (bytes, sum.finalize().to_vec()),
+            count => {
+                sum.update(&piece[..count]);
+                bytes += count;
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_sent_arrives_both_ways_at_once() {
+    const BYTES: usize = 100 << 20;
+    let [a, b] = pair();
+    let [primary, standby] = protected(&a, &b);
+    let since = Instant::now();
+    let [copy, back] = [&primary, &standby].map(|end| end.try_clone().unwrap());
+    let forth = thread::spawn(move || send(primary, Noise(1), BYTES));
+    let answers = thread::spawn(move || send(back, Noise(2), BYTES / 4));
+    let heard = thread::spawn(move || receive(copy));
+    assert_eq!(receive(standby), (BYTES, forth.join().unwrap()));
+    assert_eq!(heard.join().unwrap(), (BYTES / 4, answers.join().unwrap()));
+    eprintln!("100 MiB there, 25 MiB back: {:?}", since.elapsed());
+    eventually("nothing is carried", || a.cluster().vms.iter().all(|vm| vm.backup.is_none()));
+}
+
+/// Writes until nothing is taken for a while.
+fn fill(to: &mut UnixStream, noise: &mut Noise, sum: &mut Sha256, most: usize) -> usize {
+    to.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
+    let (mut piece, mut bytes) = (vec![0; 65_536], 0);
+    while bytes < most {
+        noise.next(&mut piece);
+        let mut rest = &piece[..];
+        while !rest.is_empty() {
+            match to.write(rest) {
+                Ok(count) => {
+                    sum.update(&rest[..count]);
+                    (rest, bytes) = (&rest[count..], bytes + count);
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return bytes,
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+    bytes
+}
+
+#[test]
+fn nothing_is_taken_that_is_not_taken_at_the_other_end() {
+    const MUCH: usize = 256 << 20;
+    let [a, b] = pair();
+    let [mut primary, standby] = protected(&a, &b);
+    let (mut noise, mut sum) = (Noise(3), Sha256::new());
+    let bytes = fill(&mut primary, &mut noise, &mut sum, MUCH);
+    eprintln!("{} KiB wait on the way", bytes >> 10);
+    // What the kernel keeps of a TCP connection, tcp_wmem and tcp_rmem, is the most of it.
+    assert!(bytes < 64 << 20, "{bytes} bytes were taken that nobody had read");
+    // And heartbeats are not kept waiting by it.
+    assert!(a.peer("b").round_trip_ms.unwrap() < 2000.0);
+    let reader = thread::spawn(move || receive(standby));
+    primary.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(reader.join().unwrap(), (bytes, sum.finalize().to_vec()));
+}
+
+#[test]
+fn an_end_of_one_direction_leaves_the_other() {
+    let [a, b] = pair();
+    let [mut primary, mut standby] = protected(&a, &b);
+    primary.write_all(b"all").unwrap();
+    primary.shutdown(Shutdown::Write).unwrap();
+    let mut said = String::new();
+    standby.read_to_string(&mut said).unwrap();
+    assert_eq!(said, "all");
+    // After that, and a while later.
+    for word in ["still", "here"] {
+        standby.write_all(word.as_bytes()).unwrap();
+        let mut heard = vec![0; word.len()];
+        primary.read_exact(&mut heard).unwrap();
+        assert_eq!(heard, word.as_bytes());
+    }
+    drop(standby);
+    assert_eq!(primary.read(&mut [0]).unwrap(), 0);
+}
+
+/// It ends, with or without an error: whichever, nothing more comes.
+fn ends(end: &mut UnixStream) -> Duration {
+    let since = Instant::now();
+    match end.read(&mut [0]) {
+        Ok(count) => assert_eq!(count, 0),
+        Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}"),
+    }
+    since.elapsed()
+}
+
+#[test]
+fn a_supervisor_that_dies_ends_the_stream_at_the_other_end() {
+    let [a, b] = pair();
+    let [primary, mut standby] = protected(&a, &b);
+    drop(primary);
+    eprintln!("the standby knows after {:?}", ends(&mut standby));
+    let [mut primary, standby] = protected(&a, &b);
+    primary.write_all(&[0; 1000]).unwrap();
+    drop(standby);
+    eprintln!("the primary knows after {:?}", ends(&mut primary));
+}
+
+/// A standby keeps its end for as long as it waits to be run: the primary's agent does not wait for that.
+#[test]
+fn a_primary_that_goes_is_carried_no_more_though_its_standby_stays() {
+    let [a, b] = pair();
+    let [mut primary, mut standby] = protected(&a, &b);
+    let is_carried = || a.cluster().vms.iter().any(|vm| vm.backup.is_some());
+    eventually("it is carried", &is_carried);
+    primary.write_all(&[1; 100_000]).unwrap();
+    drop(primary);
+    let mut bytes = Vec::new();
+    standby.read_to_end(&mut bytes).unwrap();
+    assert_eq!(bytes.len(), 100_000, "what was said before is heard");
+    eventually("it is over", || !is_carried());
+    let _ends = protected(&a, &b);
+    eventually("the next is carried", &is_carried);
+    drop(standby);
+    thread::sleep(Duration::from_millis(300));
+    assert!(is_carried(), "the end of the last one is none of the next");
+}
+
+#[test]
+fn an_agent_that_dies_ends_the_stream_at_both_ends() {
+    for dies in [0, 1] {
+        let mut hosts = pair();
+        let [mut primary, mut standby] = protected(&hosts[0], &hosts[1]);
+        hosts[dies].kill();
+        let took = [ends(&mut primary), ends(&mut standby)];
+        eprintln!("agent {dies} died: the ends know after {took:?}");
+    }
+}
+
+#[test]
+fn it_is_known_whom_a_vm_is_protected_by() {
+    let [a, b] = pair();
+    let _ends = protected(&a, &b);
+    eventually("it is known", || a.cluster().vms.iter().any(|vm| vm.backup == Some(name("b"))));
+    // Each is told what the other has.
+    let hosts: Vec<String> = a.cluster().vms.iter().map(|vm| vm.host.to_string()).collect();
+    assert_eq!(hosts, ["a", "b"]);
+}
+
+#[test]
+fn why_nobody_stands_by_is_told() {
+    let [a, mut b] = pair();
+    let failure = a.protect("refused", "b").unwrap_err();
+    assert!(
+        failure.to_string().contains("host b to stand by: there is a VM called that"),
+        "{failure}"
+    );
+    assert_eq!(failure.kind, firn_supervisor::FailureKind::Busy);
+    let failure = a.protect("web", "c").unwrap_err();
+    assert_eq!(failure.hint.as_deref(), Some("its peers are b"));
+    b.kill();
+    let failure = a.protect("web", "b").unwrap_err();
+    assert!(failure.to_string().contains("connecting to host b at 127.0.0.1"), "{failure}");
+    // And it can be tried again.
+    assert_eq!(a.protect("web", "b").unwrap_err().kind, failure.kind);
+}
