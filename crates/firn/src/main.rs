@@ -13,6 +13,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use firn_supervisor::Failure;
 
+mod agent;
 mod attach;
 mod bar;
 mod calls;
@@ -92,6 +93,7 @@ enum Verb {
     Release(release::Args),
     Standby(standby::Args),
     Failover(failover::Args),
+    Agent(agent::Args),
     Stop(stop::Args),
     Rm(rm::Args),
     Image(image::Args),
@@ -119,6 +121,7 @@ impl Verb {
             Self::Release(args) => args.run(out),
             Self::Standby(args) => args.run(out),
             Self::Failover(args) => args.run(out),
+            Self::Agent(args) => args.run(out),
             Self::Stop(args) => args.run(out),
             Self::Rm(args) => args.run(out),
             Self::Image(args) => args.run(out),

@@ -2,9 +2,14 @@
 
 use std::time::Duration;
 
-use clap::Args as ClapArgs;
+use clap::{ArgGroup, Args as ClapArgs};
+use firn_agent::api::Protect;
+use firn_agent::{HostName, client};
 use firn_epochs::endpoint::Endpoint;
-use firn_supervisor::{Failure, ProtectRequest, Request, VmName, ask};
+use firn_supervisor::{
+    Failure, FailureKind, OnProgress, ProtectRequest, Request, RuntimeDir, VmName, ask,
+};
+use serde_json::Value;
 
 use crate::bar::Bar;
 use crate::output::Output;
@@ -15,30 +20,36 @@ use crate::output::Output;
 /// is made to run goes on from the last but one of these moments. The command returns once there is something to go on from;
 /// the rest goes on until `firn release`, or until the connection ends. `firn status` shows how it does.
 ///
-/// All of it is sent as it is, to a socket on this host (see `firn standby --help`). A VM that can write to a disk is refused.
+/// With --backup, this host's agent has the other host's start a standby of the same name, and carries what is sent there by TLS
+/// (see `firn-agent --help`). `firn failover` there runs it. A standby of this VM that is there already, and gets nothing any
+/// more, is replaced. With --to, all is sent as it is, to a socket on this host (see `firn standby --help`). A VM that can write
+/// to a disk is refused.
 ///
 /// What the VM sends through a network card of Firn's (`firn run --help`) is held until no failover can undo it, which takes up to two
 /// intervals. By other cards others may see what a failover undoes. When the standby is lost, the VM runs on, but what it
 /// sends stays held: the standby may have been made to run. `firn release` lets it out.
 ///
 /// Examples:
-///   firn protect web --to unix:/run/web.standby
+///   firn protect web --backup host2
 ///   firn protect web --to unix:/run/web.standby --interval 50ms --json
 #[derive(Debug, ClapArgs)]
-#[command(verbatim_doc_comment)]
+#[command(verbatim_doc_comment, group = ArgGroup::new("where").required(true))]
 pub struct Args {
     /// The VM.
     name: VmName,
     /// Where the standby listens: unix:PATH.
-    #[arg(long, value_name = "ADDRESS")]
-    to: Endpoint,
+    #[arg(long, value_name = "ADDRESS", group = "where")]
+    to: Option<Endpoint>,
+    /// The host whose agent is to start a standby.
+    #[arg(long, value_name = "HOST", group = "where")]
+    backup: Option<HostName>,
     /// The time from one cut to the next, 50ms to 500ms.
     #[arg(long, default_value = "100ms", value_parser = interval)]
     interval: Duration,
     /// When the standby is lost, let out what was held and go on alone.
     ///
     /// Only where something makes sure that the standby does not run then: two of the same VM on one network do harm.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "backup")]
     go_on_alone: bool,
     /// Protect all that was written again each time, and let it fault.
     #[arg(long)]
@@ -49,25 +60,43 @@ impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let request = Request::Protect(ProtectRequest {
-            to: self.to.clone(),
-            interval_ms: self.interval.as_millis() as u64,
-            predicts: !self.no_prediction,
-            alone: self.go_on_alone,
-        });
         let mut bar = Bar::new();
-        let facts = ask(&base, &self.name, &request, &mut |progress| bar.show(progress))
+        let facts = self
+            .begin(&base, &mut |progress| bar.show(progress))
             .map_err(|failure| failure.while_doing(format!("can't protect {}", self.name)))?;
         out.facts(&facts, || self.describe(&facts))
     }
 
-    fn describe(&self, facts: &serde_json::Value) -> String {
-        let Self { name, to, .. } = self;
-        let ms = self.interval.as_millis();
+    fn describe(&self, facts: &Value) -> String {
+        let (name, ms) = (&self.name, self.interval.as_millis());
         let cards = facts["not_held"].as_array().into_iter().flatten();
         let not_held = cards.filter_map(|card| card.as_str());
         let not_held = not_held.map(|card| format!("what it sends by {card} is not held\n"));
-        format!("{name} is protected: every {ms} ms to {to}\n{}", not_held.collect::<String>())
+        let not_held = not_held.collect::<String>();
+        format!("{name} is protected: every {ms} ms to {}\n{not_held}", self.whither())
+    }
+
+    fn begin(&self, base: &RuntimeDir, on_progress: OnProgress<'_>) -> Result<Value, Failure> {
+        let interval_ms = self.interval.as_millis() as u64;
+        let predicts = !self.no_prediction;
+        match (&self.backup, &self.to) {
+            (Some(host), _) => {
+                let (vm, backup) = (self.name.clone(), host.clone());
+                let wanted = Protect { vm, backup, interval_ms, predicts };
+                client::protect(base, &wanted, on_progress)
+            }
+            (None, Some(to)) => {
+                let (to, alone) = (to.clone(), self.go_on_alone);
+                let request = Request::Protect(ProtectRequest { to, interval_ms, predicts, alone });
+                ask(base, &self.name, &request, on_progress)
+            }
+            (None, None) => Err(Failure::new(FailureKind::Usage, "give --backup or --to")),
+        }
+    }
+
+    fn whither(&self) -> String {
+        let host = self.backup.as_ref().map(HostName::to_string);
+        host.or_else(|| self.to.as_ref().map(Endpoint::to_string)).unwrap_or_default()
     }
 }
 

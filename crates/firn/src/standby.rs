@@ -13,8 +13,9 @@ use crate::output::Output;
 /// is brought up to date with each epoch, one behind the newest. `firn failover` has it run; `firn stop` ends it. Disks that
 /// the VM reads must be at the same places here, and the same.
 ///
-/// Whoever connects says how QEMU is to be started: the socket is for you alone. Where the VM runs on another host, have it
-/// carried by what knows who is there, such as ssh.
+/// Whoever connects says how QEMU is to be started: the socket is for you alone. Where the VM runs on another host, `firn protect
+/// NAME --backup HOST` does all this by the hosts' agents; without them, have the socket carried by what knows who is there,
+/// such as ssh.
 ///
 /// Examples:
 ///   firn standby web-2 --listen unix:/run/web.standby

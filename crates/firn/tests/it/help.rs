@@ -2,7 +2,7 @@
 
 use crate::session::Session;
 
-const VERBS: [&str; 17] = [
+const VERBS: [&str; 18] = [
     "run",
     "attach",
     "detach",
@@ -15,6 +15,7 @@ const VERBS: [&str; 17] = [
     "release",
     "standby",
     "failover",
+    "agent",
     "stop",
     "rm",
     "image",
@@ -30,7 +31,8 @@ fn every_verb_explains_itself() {
         assert!(all.contains(&format!("  {verb} ")), "{verb} is not in:\n{all}");
         let help = session.firn(&[verb, "--help"]).succeeds().out;
         assert!(help.contains(&format!("Usage: firn {verb}")), "{help}");
-        assert!(verb == "image" || help.contains("Example"), "{verb} has no example:\n{help}");
+        let has_verbs = ["image", "agent"].contains(&verb);
+        assert!(has_verbs || help.contains("Example"), "{verb} has no example:\n{help}");
     }
 }
 

@@ -140,3 +140,16 @@ fn a_reader_that_has_seen_enough() {
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty());
 }
+
+#[test]
+fn hosts_that_nobody_knows() {
+    let session = Session::new();
+    let protect = |how: &[&str]| session.firn(&[&["protect", "web"], how].concat());
+    protect(&[]).fails(2, "required arguments were not provided");
+    protect(&["--backup", "b", "--to", "unix:/x"]).fails(2, "cannot be used with");
+    protect(&["--backup", "B b"]).fails(2, "no name of a host");
+    protect(&["--backup", "b"]).fails(7, "no agent runs here");
+    session.firn(&["agent", "status"]).fails(7, "no agent runs here");
+    session.firn(&["agent"]).fails(2, "Usage: firn agent");
+    nothing_left(&session);
+}

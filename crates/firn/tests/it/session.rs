@@ -31,6 +31,13 @@ impl Session {
         Self { dir, fault: None }
     }
 
+    /// Another program, from where the command under test is.
+    pub fn program_beside(name: &str) -> PathBuf {
+        let path = Path::new(&program()).with_file_name(name);
+        assert!(path.exists(), "{} has to be built first", path.display());
+        path
+    }
+
     /// A file of this session.
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)

@@ -1,0 +1,113 @@
+//! `firn agent status`
+
+use std::fmt::Write as _;
+
+use clap::Args as ClapArgs;
+use firn_agent::api::{Cluster, PeerView, VmView};
+use firn_agent::client;
+use firn_supervisor::Failure;
+
+use crate::output::{Output, table};
+use crate::units;
+
+/// Show which hosts are there, and the VMs that each runs or stands by for.
+///
+/// A host that has not answered for two seconds is suspected, after five it is lost. Nothing is run elsewhere by itself: where a
+/// standby's primary seems to be gone, it is said what to do.
+///
+/// Examples:
+///   firn agent status
+///   firn agent status --json | jq -r '.peers[] | select(.health == "lost") | .name'
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let base = crate::hidden::runtime_dir()?;
+        let cluster = client::cluster(&base)
+            .map_err(|failure| failure.while_doing("can't ask this host's agent"))?;
+        out.facts(&cluster, || describe(&cluster))
+    }
+}
+
+fn describe(cluster: &Cluster) -> String {
+    let mut text = table(&hosts(cluster));
+    if !cluster.vms.is_empty() {
+        let _ = write!(text, "\n{}", table(&vms(&cluster.vms)));
+    }
+    for peer in &cluster.peers {
+        if let Some(trouble) = &peer.trouble {
+            let _ = write!(text, "\n{}: {trouble}\n", peer.name);
+        }
+    }
+    for vm in &cluster.vms {
+        if let Some(advice) = &vm.advice {
+            let _ = write!(text, "\n{} on {}: {advice}\n", vm.name, vm.host);
+        }
+    }
+    text
+}
+
+fn hosts(cluster: &Cluster) -> Vec<Vec<String>> {
+    let heading = ["HOST", "STATE", "SINCE", "ROUND TRIP", "ADDRESS"].map(str::to_owned).to_vec();
+    let (host, listen) = (cluster.host.to_string(), cluster.listen.to_string());
+    let own = vec![host, "this host".to_owned(), "-".to_owned(), "-".to_owned(), listen];
+    [heading, own].into_iter().chain(cluster.peers.iter().map(row)).collect()
+}
+
+fn row(peer: &PeerView) -> Vec<String> {
+    vec![
+        peer.name.to_string(),
+        peer.health.word().to_owned(),
+        units::seconds(peer.since_s as u64),
+        peer.round_trip_ms.map_or_else(|| "-".to_owned(), units::ms),
+        peer.address.clone(),
+    ]
+}
+
+fn vms(vms: &[VmView]) -> Vec<Vec<String>> {
+    let heading = ["VM", "HOST", "STATE", "EPOCHS"].map(str::to_owned).to_vec();
+    let row =
+        |vm: &VmView| vec![vm.name.to_string(), vm.host.to_string(), vm.state.clone(), epochs(vm)];
+    std::iter::once(heading).chain(vms.iter().map(row)).collect()
+}
+
+/// With whom, and how far.
+fn epochs(vm: &VmView) -> String {
+    let backup = vm.backup.as_ref().map(|host| format!("to {host}"));
+    let primary = vm.primary.as_ref().map(|host| format!("from {host}"));
+    let committed = vm.protection.as_ref().map(|it| it.committed).or(vm.committed);
+    let committed = committed.map(|epoch| format!("{epoch} committed"));
+    let words: Vec<String> = [backup, primary, committed].into_iter().flatten().collect();
+    match words.is_empty() {
+        true => "-".to_owned(),
+        false => words.join(", "),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_and_vms_are_lined_up_and_advice_follows() {
+        let cluster = serde_json::json!({
+            "host": "b", "listen": "10.0.0.2:7415", "refused": {},
+            "peers": [{ "name": "a", "address": "10.0.0.1:7415", "health": "lost", "since_s": 12.3,
+                "round_trip_ms": 0.31, "trouble": "no answer" }],
+            "vms": [{ "host": "b", "name": "web", "state": "standby", "primary": "a", "committed": 7,
+                "advice": "do it" }],
+        });
+        let text = describe(&serde_json::from_value(cluster).unwrap());
+        let wanted = "HOST  STATE      SINCE  ROUND TRIP  ADDRESS\n\
+            b     this host  -      -           10.0.0.2:7415\n\
+            a     lost       12 s   0.31 ms     10.0.0.1:7415\n\n\
+            VM   HOST  STATE    EPOCHS\n\
+            web  b     standby  from a, 7 committed\n\n\
+            a: no answer\n\n\
+            web on b: do it\n";
+        assert_eq!(text, wanted);
+    }
+}

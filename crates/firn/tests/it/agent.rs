@@ -1,0 +1,253 @@
+//! Two hosts with an agent each, in network namespaces of their own: a VM of one is protected by the other, and goes on there.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::fs::PermissionsExt as _;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+};
+use serde_json::Value;
+
+use crate::session::{Session, eventually, kill};
+use crate::vm::{Vm, writes};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The addresses of `a` and `b`, of a network that is reserved for tests: RFC 2544.
+const ADDRESSES: [&str; 2] = ["198.18.0.1", "198.18.0.2"];
+const PORT: u16 = 7415;
+
+/// Two network namespaces with a cable between them, if this machine lets us; else both hosts are on its loopback.
+struct Network {
+    namespaces: Option<[String; 2]>,
+}
+
+fn ip(args: &[&str]) -> Output {
+    Command::new("ip").args(args).output().unwrap()
+}
+
+impl Network {
+    fn new() -> Self {
+        let names = ["a", "b"].map(|side| format!("firn-{side}-{}", std::process::id()));
+        let network = Self { namespaces: Some(names.clone()) };
+        match network.cabled(&names) {
+            Ok(()) => network,
+            Err(why) => {
+                eprintln!("no network namespaces here, both hosts are on the loopback: {why}");
+                Self { namespaces: None }
+            }
+        }
+    }
+
+    fn cabled(&self, [a, b]: &[String; 2]) -> Result<(), String> {
+        let [at_a, at_b] = ADDRESSES.map(|address| format!("{address}/30"));
+        let steps: [&[&str]; 9] = [
+            &["netns", "add", a],
+            &["netns", "add", b],
+            &["-n", a, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", b],
+            &["-n", a, "address", "add", &at_a, "dev", "cable"],
+            &["-n", b, "address", "add", &at_b, "dev", "cable"],
+            &["-n", a, "link", "set", "cable", "up"],
+            &["-n", b, "link", "set", "cable", "up"],
+            &["-n", a, "link", "set", "lo", "up"],
+            &["-n", b, "link", "set", "lo", "up"],
+        ];
+        for step in steps {
+            let done = ip(step);
+            if !done.status.success() {
+                return Err(String::from_utf8_lossy(&done.stderr).trim().to_owned());
+            }
+        }
+        Ok(())
+    }
+
+    fn address(&self, side: usize) -> String {
+        match &self.namespaces {
+            Some(_) => format!("{}:{PORT}", ADDRESSES[side]),
+            None => format!("127.0.0.1:{}", usize::from(PORT) + side),
+        }
+    }
+
+    /// A command of one of the hosts.
+    fn command(&self, side: usize, program: &std::path::Path) -> Command {
+        match &self.namespaces {
+            Some(names) => {
+                let mut command = Command::new("ip");
+                command.args(["netns", "exec", &names[side]]).arg(program);
+                command
+            }
+            None => Command::new(program),
+        }
+    }
+
+    /// Nothing passes any more, and nobody is told.
+    fn cut(&self) -> bool {
+        let cut = |names: &[String; 2]| ip(&["-n", &names[1], "link", "set", "cable", "down"]);
+        self.namespaces.as_ref().is_some_and(|names| cut(names).status.success())
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        for name in self.namespaces.iter().flatten() {
+            ip(&["netns", "delete", name]);
+        }
+    }
+}
+
+/// An agent; it ends with this value.
+struct Agent(Child);
+
+impl Agent {
+    fn start(network: &Network, side: usize, session: &Session) -> Self {
+        let program = Session::program_beside("firn-agent");
+        let mut command = network.command(side, &program);
+        command.arg("run").arg(session.path("agent.toml")).stdout(Stdio::piped());
+        command.stderr(fs::File::create(session.path("agent.log")).unwrap());
+        command.env("FIRN_RUNTIME_DIR", session.runtime_dir()).env_remove("FIRN_FAULT");
+        let mut child = command.spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.contains("listens at"), "{line}");
+        Self(child)
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Writes what an agent needs for each host.
+fn configure(network: &Network, sessions: [&Session; 2]) {
+    let mut params = CertificateParams::new(Vec::new()).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    for (side, (name, peer)) in [("a", "b"), ("b", "a")].into_iter().enumerate() {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let certificate = params.signed_by(&key, &authority).unwrap();
+        let (own, other) = (network.address(side), network.address(1 - side));
+        let config = format!(
+            "name = \"{name}\"\nlisten = \"{own}\"\ncertificate = \"cert.pem\"\nkey = \"key.pem\"\n\
+             authority = \"ca.pem\"\n[peers]\n{peer} = \"{other}\"\n"
+        );
+        let path = |file| sessions[side].path(file);
+        fs::write(path("cert.pem"), certificate.pem()).unwrap();
+        fs::write(path("key.pem"), key.serialize_pem()).unwrap();
+        fs::set_permissions(path("key.pem"), fs::Permissions::from_mode(0o600)).unwrap();
+        fs::write(path("ca.pem"), authority.pem()).unwrap();
+        fs::write(path("agent.toml"), config).unwrap();
+    }
+}
+
+fn health(session: &Session) -> Value {
+    session.json(&["agent", "status"])["peers"][0]["health"].clone()
+}
+
+fn standby(session: &Session) -> Value {
+    session.status("web")["standby"].clone()
+}
+
+/// A VM on `a`, protected by `b`.
+struct Cluster {
+    vm: Vm,
+    b: Session,
+    agents: [Agent; 2],
+    network: Network,
+}
+
+impl Cluster {
+    fn start() -> Self {
+        let (vm, b, network) = (Vm::boot(), Session::new(), Network::new());
+        configure(&network, [&vm.session, &b]);
+        let agents = [Agent::start(&network, 0, &vm.session), Agent::start(&network, 1, &b)];
+        let cluster = Self { vm, b, agents, network };
+        for session in [&cluster.vm.session, &cluster.b] {
+            eventually("both are there", PATIENCE, || health(session) == "alive");
+        }
+        cluster
+    }
+
+    fn protect(&self) {
+        let said = self.vm.session.firn(&["protect", "web", "--backup", "b"]).succeeds().out;
+        assert!(said.contains("web is protected: every 100 ms to b"), "{said}");
+        let committed = || standby(&self.b)["committed"].as_u64().unwrap();
+        eventually("epochs", PATIENCE, || committed() >= 5);
+    }
+
+    /// The VM runs on `b`, from the newest epoch that is there.
+    fn fail_over(&self) {
+        let newest = standby(&self.b)["committed"].clone();
+        let run = self.b.json(&["failover", "web"]);
+        eprintln!("failover: {run}");
+        assert_eq!(run["epoch"], newest);
+        self.vm.is_well();
+        assert_eq!(self.b.status("web")["state"], "running");
+    }
+}
+
+#[test]
+fn a_vm_whose_host_dies_goes_on_at_its_backup() {
+    let mut cluster = Cluster::start();
+    cluster.protect();
+    let (a, b) = (&cluster.vm.session, &cluster.b);
+    let seen = a.json(&["agent", "status"]);
+    eprintln!("{}", a.firn(&["agent", "status"]).succeeds().out);
+    let vms = seen["vms"].as_array().unwrap();
+    assert_eq!((&vms[0]["host"], &vms[0]["backup"]), (&"a".into(), &"b".into()), "{seen}");
+    assert_eq!((&vms[1]["host"], &vms[1]["primary"]), (&"b".into(), &"a".into()), "{seen}");
+    a.firn(&["protect", "web", "--backup", "b"]).fails(4, "VM web is protected");
+    a.firn(&["protect", "web", "--backup", "c"]).fails(2, "host c is no peer of a");
+    // Released and protected again: the standby that was is replaced.
+    a.firn(&["release", "web"]).succeeds();
+    eventually("the end", PATIENCE, || standby(b)["ended"].is_string());
+    cluster.protect();
+    let since = Instant::now();
+    kill(cluster.vm.pid());
+    cluster.agents[0].kill();
+    let b = &cluster.b;
+    eventually("the standby knows", PATIENCE, || standby(b)["ended"].is_string());
+    eprintln!("the standby knows after {:?}", since.elapsed());
+    eventually("lost", PATIENCE, || health(b) == "lost");
+    eprintln!("a is lost after {:?}", since.elapsed());
+    let told = b.firn(&["agent", "status"]).succeeds().out;
+    eprintln!("{told}");
+    assert!(told.contains("`firn failover web` here goes on from epoch"), "{told}");
+    cluster.fail_over();
+    assert!(!b.firn(&["agent", "status"]).succeeds().out.contains("failover"));
+}
+
+/// The network is gone and comes back: both ends notice, the VM runs on, and can be protected again.
+#[test]
+fn a_vm_whose_backup_is_cut_off_runs_on_unprotected() {
+    let cluster = Cluster::start();
+    // The standby's QEMU has the same command line, and takes the name of this socket.
+    let mut control = cluster.vm.control();
+    cluster.protect();
+    if !cluster.network.cut() {
+        return eprintln!("skipped: there is no cable to cut");
+    }
+    let (a, b) = (&cluster.vm.session, &cluster.b);
+    let since = Instant::now();
+    eventually("unprotected", PATIENCE, || a.status("web")["state"] == "running");
+    eventually("the standby knows", PATIENCE, || standby(b)["ended"].is_string());
+    eprintln!("both know after {:?}", since.elapsed());
+    assert_eq!(health(a), "lost");
+    let before = writes(&mut control);
+    eventually("writers go on", PATIENCE, || writes(&mut control) > before);
+    a.firn(&["protect", "web", "--backup", "b"]).fails(1, "connecting to host b");
+    assert_eq!(a.status("web")["state"], "running");
+}
