@@ -79,4 +79,9 @@ pub const POINTS: &[&str] = &[
     "failover.loaded",
     "failover.started",
     "failover.running",
+    // A disk that is served.
+    "disk.read",
+    "disk.write",
+    "disk.sync",
+    "disk.changed",
 ];

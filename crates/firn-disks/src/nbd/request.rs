@@ -1,0 +1,206 @@
+//! Requests and replies of the transmission. Pure; numbers are big-endian.
+//!
+//! ```text
+//!   request    0x25609513 (4) flags (2) command (2) cookie (8) at (8) length (4)   data of a write
+//!   reply      0x67446698 (4) error (4) cookie (8)                                 data of a read
+//! ```
+
+use std::io;
+
+/// Bytes of a request, without data.
+pub const REQUEST_BYTES: usize = 28;
+/// Bytes of a reply, without data.
+pub const REPLY_BYTES: usize = 16;
+/// The longest read or write that is carried out, in bytes: what clients may send that were not told otherwise.
+pub const BYTES_MAX: u32 = 32 << 20;
+
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const REPLY_MAGIC: u32 = 0x6744_6698;
+
+const FLAG_FUA: u16 = 1;
+const FLAG_NO_HOLE: u16 = 2;
+
+const EIO: u32 = 5;
+const EINVAL: u32 = 22;
+const ENOSPC: u32 = 28;
+const ESHUTDOWN: u32 = 108;
+
+/// What a client wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Bytes.
+    Read,
+    /// To change bytes.
+    Write,
+    /// To end the connection.
+    Disconnect,
+    /// What was answered to survive a loss of power.
+    Flush,
+    /// To be rid of bytes.
+    Trim,
+    /// Zeros.
+    WriteZeroes,
+    /// Nothing that is known here.
+    Unknown(u16),
+}
+
+/// A request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// What for.
+    pub command: Command,
+    /// How.
+    pub flags: u16,
+    /// By which the client knows the reply.
+    pub cookie: u64,
+    /// The first byte it is about.
+    pub at: u64,
+    /// How many bytes.
+    pub length: u32,
+}
+
+impl Request {
+    /// Reads one; `None` if it isn't any.
+    pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
+        let number = |range: std::ops::Range<usize>| {
+            bytes[range].iter().fold(0_u64, |number, &byte| number << 8 | u64::from(byte))
+        };
+        let request = Self {
+            command: command(number(6..8) as u16),
+            flags: number(4..6) as u16,
+            cookie: number(8..16),
+            at: number(16..24),
+            length: number(24..28) as u32,
+        };
+        (number(0..4) == u64::from(REQUEST_MAGIC)).then_some(request)
+    }
+
+    /// What of it follows as data, in bytes.
+    pub fn data_bytes(&self) -> u32 {
+        if self.command == Command::Write { self.length } else { 0 }
+    }
+
+    /// It is answered when what it changed survives a loss of power.
+    pub fn is_durable(&self) -> bool {
+        self.flags & FLAG_FUA != 0
+    }
+
+    /// Zeros may be a hole.
+    pub fn may_be_hole(&self) -> bool {
+        self.flags & FLAG_NO_HOLE == 0
+    }
+
+    /// What is wrong with it on a disk of `size` bytes: the number of the error.
+    ///
+    /// # Errors
+    /// `EINVAL`; `ENOSPC` for a write beyond the end, as the protocol has it.
+    pub fn check(&self, size: u64) -> Result<(), u32> {
+        let allowed = match self.command {
+            Command::WriteZeroes => FLAG_FUA | FLAG_NO_HOLE,
+            _ => FLAG_FUA,
+        };
+        let moves = matches!(self.command, Command::Read | Command::Write);
+        let writes = matches!(self.command, Command::Write | Command::WriteZeroes);
+        let end = self.at.checked_add(self.length.into());
+        let is_within = self.command == Command::Flush || end.is_some_and(|end| end <= size);
+        match self.command {
+            Command::Unknown(_) => Err(EINVAL),
+            _ if self.flags & !allowed != 0 => Err(EINVAL),
+            _ if moves && self.length > BYTES_MAX => Err(EINVAL),
+            _ if !is_within => Err(if writes { ENOSPC } else { EINVAL }),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn command(number: u16) -> Command {
+    match number {
+        0 => Command::Read,
+        1 => Command::Write,
+        2 => Command::Disconnect,
+        3 => Command::Flush,
+        4 => Command::Trim,
+        6 => Command::WriteZeroes,
+        other => Command::Unknown(other),
+    }
+}
+
+/// The head of a reply; `error` is 0 if all went well.
+pub fn reply(cookie: u64, error: u32) -> [u8; REPLY_BYTES] {
+    let mut reply = [0; REPLY_BYTES];
+    reply[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());
+    reply[4..8].copy_from_slice(&error.to_be_bytes());
+    reply[8..].copy_from_slice(&cookie.to_be_bytes());
+    reply
+}
+
+/// An error of the system as one of those that the protocol has.
+pub fn error_number(error: &io::Error) -> u32 {
+    use rustix::io::Errno;
+    match Errno::from_io_error(error) {
+        Some(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => ENOSPC,
+        Some(Errno::SHUTDOWN) => ESHUTDOWN,
+        _ => EIO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZE: u64 = 1000;
+
+    fn request(command: Command, flags: u16, at: u64, length: u32) -> Request {
+        Request { command, flags, cookie: 1, at, length }
+    }
+
+    #[test]
+    fn a_request_is_read() {
+        let bytes = [
+            &REQUEST_MAGIC.to_be_bytes()[..],
+            &[0, 1, 0, 1],
+            &7_u64.to_be_bytes(),
+            &(1_u64 << 40).to_be_bytes(),
+            &512_u32.to_be_bytes(),
+        ];
+        let mut bytes: [u8; REQUEST_BYTES] = bytes.concat().try_into().unwrap();
+        let expected =
+            Request { command: Command::Write, flags: 1, cookie: 7, at: 1 << 40, length: 512 };
+        assert_eq!(Request::parse(&bytes), Some(expected));
+        assert!(expected.is_durable() && expected.data_bytes() == 512);
+        bytes[0] ^= 1;
+        assert_eq!(Request::parse(&bytes), None);
+    }
+
+    #[test]
+    fn what_is_wrong_has_the_error_of_the_protocol() {
+        use Command::*;
+        for (command, beyond) in [(Read, 22), (Write, 28), (Trim, 22), (WriteZeroes, 28)] {
+            assert_eq!(request(command, 1, 990, 10).check(SIZE), Ok(()));
+            assert_eq!(request(command, 0, 990, 11).check(SIZE), Err(beyond));
+            assert_eq!(request(command, 0, u64::MAX, 2).check(SIZE), Err(beyond));
+            assert_eq!(request(command, 4, 0, 1).check(SIZE), Err(EINVAL));
+        }
+        assert_eq!(request(WriteZeroes, 2, 0, 1).check(SIZE), Ok(()));
+        assert_eq!(request(Write, 2, 0, 1).check(SIZE), Err(EINVAL));
+        assert_eq!(request(Flush, 0, 0, 0).check(0), Ok(()));
+        assert_eq!(request(Unknown(7), 0, 0, 1).check(SIZE), Err(EINVAL));
+        assert_eq!(request(Read, 0, 0, BYTES_MAX + 1).check(u64::MAX), Err(EINVAL));
+        assert_eq!(request(Trim, 0, 0, u32::MAX).check(u64::MAX), Ok(()));
+    }
+
+    #[test]
+    fn errors_of_the_system_are_those_of_the_protocol() {
+        use rustix::io::Errno;
+        for (errno, expected) in [
+            (Errno::NOSPC, 28),
+            (Errno::DQUOT, 28),
+            (Errno::FBIG, 28),
+            (Errno::IO, 5),
+            (Errno::PERM, 5),
+            (Errno::SHUTDOWN, 108),
+        ] {
+            assert_eq!(error_number(&errno.into()), expected);
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! What a primary notes of a disk that changes. Pure: changes in, logs out.
+//!
+//! ```text
+//!                 protect              the copy is whole, cut          cut
+//!   unprotected ----------> seeding -------------------------> epoch 2 -----> epoch 3 ...
+//!        ^                     |                                  |
+//!        '---------------------+-------------- release -----------'
+//! ```
+//!
+//! While the disk is copied to the standby (*seeding*, epoch 0), a change matters as far as it lies where the copy has been
+//! already: the rest will be read later.
+//!
+//! ```text
+//!   0              copied         size
+//!   |###############|..............|
+//!        [ note ]
+//!              [ note |   no  ]         of a change across the place, the first part
+//! ```
+//!
+//! The place moves on *before* a piece is read, so what is written while it is read is noted. What is noted goes out after the
+//! pieces before it, so the standby ends up with the newest of both.
+
+use std::ops::Range;
+
+use firn_cluster::Epoch;
+use thiserror::Error;
+
+use crate::change::Change;
+
+/// Why there is no log to be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum PrimaryError {
+    /// Nothing is noted.
+    #[error("the disk is not protected any more: protect the VM anew")]
+    Unprotected,
+    /// The standby has no whole copy to put a log on.
+    #[error(
+        "the standby has {copied} of the disk's {size} bytes: an epoch can't end before it has all"
+    )]
+    Seeding {
+        /// How far the copy is.
+        copied: u64,
+        /// How far it has to come.
+        size: u64,
+    },
+    /// The copy belongs to epoch 0.
+    #[error("the disk is not copied any more: {0} has begun")]
+    Seeded(Epoch),
+}
+
+/// All changes of one epoch, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Log {
+    /// Which one.
+    pub epoch: Epoch,
+    /// What was changed.
+    pub changes: Vec<Change>,
+}
+
+/// A step of the copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// What changed since the step before, where the copy had been. To be sent before the piece.
+    pub changes: Vec<Change>,
+    /// What to read now.
+    pub piece: Option<Range<u64>>,
+    /// There is nothing left to read.
+    pub is_whole: bool,
+}
+
+#[derive(Debug)]
+struct Protected {
+    /// The running one; 0 until the first cut.
+    epoch: Epoch,
+    /// Everything before it has been read, or is being read.
+    copied: u64,
+    log: Vec<Change>,
+    /// Bytes of memory of the log.
+    cost: usize,
+    bound: usize,
+    is_draining: bool,
+}
+
+/// One disk.
+#[derive(Debug)]
+pub struct Primary {
+    size: u64,
+    protected: Option<Protected>,
+}
+
+impl Primary {
+    /// A disk of so many bytes, unprotected.
+    pub fn new(size: u64) -> Self {
+        Self { size, protected: None }
+    }
+
+    /// Begins anew: whatever changes where the standby has a copy is noted from now on, in logs of about `bound` bytes of memory.
+    pub fn protect(&mut self, bound: usize) {
+        let (log, cost) = (Vec::new(), 0);
+        let epoch = Epoch(0);
+        self.protected = Some(Protected { epoch, copied: 0, log, cost, bound, is_draining: false });
+    }
+
+    /// Nothing is noted any more.
+    pub fn release(&mut self) {
+        self.protected = None;
+    }
+
+    /// Whether a change may be made now. One that is larger than what is left may too.
+    pub fn has_room(&self) -> bool {
+        self.protected.as_ref().is_none_or(|it| it.is_draining || it.cost < it.bound)
+    }
+
+    /// Bytes of memory of the running log, and their bound.
+    pub fn bytes(&self) -> (usize, usize) {
+        self.protected.as_ref().map_or((0, 0), |it| (it.cost, it.bound))
+    }
+
+    /// The VM is about to be stopped, which takes the end of all that is on its way: there is room for it. Until the next cut, or
+    /// `false`.
+    pub fn set_draining(&mut self, is_draining: bool) {
+        if let Some(protected) = &mut self.protected {
+            protected.is_draining = is_draining;
+        }
+    }
+
+    /// Something has changed.
+    pub fn note(&mut self, change: Change) {
+        let Some(protected) = &mut self.protected else { return };
+        if let Some(change) = change.before(protected.copied) {
+            protected.cost += change.cost();
+            protected.log.push(change);
+        }
+    }
+
+    /// Where the copy goes on.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn copied(&self) -> Result<u64, PrimaryError> {
+        let protected = self.protected.as_ref().ok_or(PrimaryError::Unprotected)?;
+        match protected.epoch == Epoch(0) {
+            true => Ok(protected.copied),
+            false => Err(PrimaryError::Seeded(protected.epoch)),
+        }
+    }
+
+    /// The copy takes a step of at most `most` bytes. `data` are the first bytes from [`Primary::copied`] on that may be other than
+    /// zeros, and nothing has changed since that was found out.
+    ///
+    /// # Errors
+    /// If there is no copy.
+    pub fn step(&mut self, data: Option<Range<u64>>, most: u64) -> Result<Step, PrimaryError> {
+        let from = self.copied()?;
+        let protected = self.protected.as_mut().ok_or(PrimaryError::Unprotected)?;
+        let piece = data.map(|data| data.start.max(from)..data.end.min(self.size));
+        let piece = piece.map(|piece| piece.start..piece.end.min(piece.start.saturating_add(most)));
+        let piece = piece.filter(|piece| !piece.is_empty());
+        protected.copied = piece.as_ref().map_or(self.size, |piece| piece.end);
+        protected.cost = 0;
+        let is_whole = protected.copied == self.size;
+        Ok(Step { changes: std::mem::take(&mut protected.log), piece, is_whole })
+    }
+
+    /// The running epoch ends here: its log. The first is epoch 1, with what changed since the last step of the copy.
+    ///
+    /// # Errors
+    /// If the copy is not whole.
+    pub fn cut(&mut self) -> Result<Log, PrimaryError> {
+        let protected = self.protected.as_mut().ok_or(PrimaryError::Unprotected)?;
+        if protected.copied < self.size {
+            return Err(PrimaryError::Seeding { copied: protected.copied, size: self.size });
+        }
+        let epoch = protected.epoch.max(Epoch(1));
+        protected.epoch = epoch.next();
+        protected.cost = 0;
+        protected.is_draining = false;
+        Ok(Log { epoch, changes: std::mem::take(&mut protected.log) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn zero(at: u64, length: u64) -> Change {
+        Change::Zero { at, length, hole: false }
+    }
+
+    fn seeded(bound: usize) -> Primary {
+        let mut primary = Primary::new(100);
+        primary.protect(bound);
+        assert!(primary.step(None, 10).unwrap().is_whole);
+        primary
+    }
+
+    #[test]
+    fn a_change_is_noted_as_far_as_the_copy_has_been() {
+        let mut primary = Primary::new(100);
+        primary.note(zero(0, 1));
+        primary.protect(1000);
+        primary.note(zero(0, 5));
+        let step = primary.step(Some(20..90), 10).unwrap();
+        assert_eq!(step, Step { changes: vec![], piece: Some(20..30), is_whole: false });
+        for change in [zero(0, 5), zero(25, 20), zero(30, 5)] {
+            primary.note(change);
+        }
+        let seeding = Err(PrimaryError::Seeding { copied: 30, size: 100 });
+        assert_eq!(primary.cut(), seeding);
+        let step = primary.step(Some(30..90), 100).unwrap();
+        assert_eq!(step.changes, [zero(0, 5), zero(25, 5)]);
+        assert_eq!((step.piece, step.is_whole), (Some(30..90), false));
+        assert!(primary.step(None, 100).unwrap().is_whole);
+        primary.note(zero(90, 10));
+        assert_eq!(
+            primary.step(None, 100).unwrap().changes,
+            [zero(90, 10)],
+            "while memory is copied"
+        );
+        primary.note(zero(90, 9));
+        assert_eq!(primary.cut(), Ok(Log { epoch: Epoch(1), changes: vec![zero(90, 9)] }));
+        assert_eq!(primary.step(None, 100), Err(PrimaryError::Seeded(Epoch(2))));
+    }
+
+    #[test]
+    fn epochs_are_counted_and_their_logs_apart() {
+        let mut primary = seeded(1000);
+        for epoch in 1..4 {
+            primary.note(zero(epoch, 1));
+            let log = Log { epoch: Epoch(epoch), changes: vec![zero(epoch, 1)] };
+            assert_eq!(primary.cut(), Ok(log));
+        }
+        primary.release();
+        primary.note(zero(0, 1));
+        assert_eq!(primary.cut(), Err(PrimaryError::Unprotected));
+    }
+
+    #[test]
+    fn a_full_log_has_room_for_what_a_stop_waits_for() {
+        let mut primary = seeded(100);
+        primary.note(Change::Write { at: 0, bytes: vec![1; 100] });
+        assert!(!primary.has_room());
+        primary.set_draining(true);
+        assert!(primary.has_room());
+        primary.set_draining(false);
+        assert!(!primary.has_room());
+        primary.set_draining(true);
+        primary.cut().unwrap();
+        primary.note(Change::Write { at: 0, bytes: vec![1; 100] });
+        assert!(!primary.has_room(), "draining ends with the epoch");
+        primary.release();
+        assert!(primary.has_room());
+    }
+}

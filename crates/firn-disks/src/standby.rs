@@ -1,0 +1,301 @@
+//! What a standby has of a disk. Pure: changes in, and changes made to a [`Store`], in order.
+//!
+//! ```text
+//!     the store          kept apart
+//!   [ disk at 7 ]   [ 8 ][ 9 ]   [ 10 ]     [ 11 ..
+//!             |            |        |          \ arriving
+//!             folded       |        complete: dropped by a failure, for an error may be in it
+//!                          committed: folded soon, and by a failover at the latest
+//! ```
+//!
+//! What is complete and what is committed is decided elsewhere, with the VM's memory (`firn-cluster`, `epoch`). Folding is apart from
+//! committing, for a file system may take its time: what is committed and not yet folded is bounded ([`Standby::is_full`]), and the
+//! stream is not read on until there is room. What is not committed has no bound of its own: the next epoch has to arrive for it to
+//! be committed, and the primary bounds each.
+//!
+//! Until the copy is whole it is no disk. Changes of epoch 0 are made as they come.
+
+use std::collections::VecDeque;
+use std::io;
+
+use firn_cluster::Epoch;
+use thiserror::Error;
+
+use crate::change::Change;
+use crate::store::Store;
+
+/// Why a standby takes nothing more, or has nothing to give.
+#[derive(Debug, Error)]
+pub enum StandbyError {
+    /// An epoch whose turn it is not.
+    #[error(
+        "a disk's changes of {got} came where {expected} was expected; start protecting the VM anew"
+    )]
+    Order {
+        /// What came.
+        got: Epoch,
+        /// What should have come.
+        expected: Epoch,
+    },
+    /// More is committed than is complete.
+    #[error("{wanted} of a disk can't be committed: {complete} is the newest that is complete")]
+    Incomplete {
+        /// What was asked for.
+        wanted: Epoch,
+        /// The newest there is.
+        complete: Epoch,
+    },
+    /// A change that the disk has no place for.
+    #[error("{length} bytes at {at} are not within the disk, which has {size}")]
+    Place {
+        /// Where it begins.
+        at: u64,
+        /// How many bytes it changes.
+        length: u64,
+        /// How many the disk has.
+        size: u64,
+    },
+    /// A change could not be made: the copy is spoiled.
+    #[error("{epoch} could not be written to the disk here; the copy is of no use any more")]
+    Store {
+        /// Of which epoch.
+        epoch: Epoch,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// There is no disk.
+    #[error(
+        "no epoch of the disk is committed: the primary has to be protected for two intervals after the first whole copy"
+    )]
+    Nothing,
+}
+
+/// One disk's copy.
+#[derive(Debug)]
+pub struct Standby<S> {
+    size: u64,
+    store: S,
+    is_seeded: bool,
+    is_spoiled: bool,
+    arriving: Vec<Change>,
+    kept: VecDeque<(Epoch, Vec<Change>)>,
+    complete: Epoch,
+    committed: Epoch,
+    folded: Epoch,
+    bound: usize,
+}
+
+impl<S: Store> Standby<S> {
+    /// Of a disk of so many bytes, of which nothing is known: the store is all zeros. About `bound` bytes of memory are taken for what
+    /// is committed.
+    pub fn new(size: u64, store: S, bound: usize) -> Self {
+        Self {
+            size,
+            store,
+            is_seeded: false,
+            is_spoiled: false,
+            arriving: Vec::new(),
+            kept: VecDeque::new(),
+            complete: Epoch(0),
+            committed: Epoch(0),
+            folded: Epoch(0),
+            bound,
+        }
+    }
+
+    /// The newest epoch that is complete, the newest that is committed, and the newest that is in the store.
+    pub fn progress(&self) -> (Epoch, Epoch, Epoch) {
+        (self.complete, self.committed, self.folded)
+    }
+
+    /// Changes of an epoch, in order.
+    ///
+    /// # Errors
+    /// If it is another one's turn, they have no place, or, of epoch 0, can't be made.
+    pub fn receive(&mut self, epoch: Epoch, changes: Vec<Change>) -> Result<(), StandbyError> {
+        self.expect(epoch)?;
+        if let Some(change) = changes.iter().find(|change| !change.fits(self.size)) {
+            let (at, length) = (change.at(), change.length());
+            return Err(StandbyError::Place { at, length, size: self.size });
+        }
+        match self.is_seeded {
+            true => {
+                self.arriving.extend(changes);
+                Ok(())
+            }
+            false => self.make(epoch, &changes),
+        }
+    }
+
+    /// All of an epoch is there, and is what was sent.
+    ///
+    /// # Errors
+    /// If it is another one's turn.
+    pub fn complete(&mut self, epoch: Epoch) -> Result<(), StandbyError> {
+        self.expect(epoch)?;
+        if !self.is_seeded {
+            self.is_seeded = true;
+            return Ok(());
+        }
+        self.kept.push_back((epoch, std::mem::take(&mut self.arriving)));
+        self.complete = epoch;
+        Ok(())
+    }
+
+    /// Nothing undoes what is up to this epoch any more.
+    ///
+    /// # Errors
+    /// If it is not complete.
+    pub fn commit(&mut self, epoch: Epoch) -> Result<(), StandbyError> {
+        if epoch > self.complete {
+            return Err(StandbyError::Incomplete { wanted: epoch, complete: self.complete });
+        }
+        self.committed = self.committed.max(epoch);
+        Ok(())
+    }
+
+    /// Whether what is committed takes too much memory: fold before more is received.
+    pub fn is_full(&self) -> bool {
+        let committed = self.kept.iter().filter(|(epoch, _)| *epoch <= self.committed);
+        let cost: usize = committed.flat_map(|(_, changes)| changes).map(Change::cost).sum();
+        cost > self.bound
+    }
+
+    /// Brings the store one epoch further, and says which; `None` if it is that of the newest committed one.
+    ///
+    /// # Errors
+    /// If the store can't be written to. Then there is no disk here any more.
+    pub fn fold(&mut self) -> Result<Option<Epoch>, StandbyError> {
+        let is_next = self.kept.front().is_some_and(|(epoch, _)| *epoch <= self.committed);
+        let Some((epoch, changes)) = is_next.then(|| self.kept.pop_front()).flatten() else {
+            return Ok(None);
+        };
+        self.make(epoch, &changes)?;
+        self.folded = epoch;
+        Ok(Some(epoch))
+    }
+
+    /// The primary is gone: the disk at the end of the newest committed epoch, on storage that survives a loss of power. What came
+    /// later is dropped.
+    ///
+    /// # Errors
+    /// If nothing is committed, or it can't be written.
+    pub fn take_up(mut self) -> Result<(Epoch, S), StandbyError> {
+        while self.fold()?.is_some() {}
+        if self.committed == Epoch(0) || self.is_spoiled {
+            return Err(StandbyError::Nothing);
+        }
+        let epoch = self.committed;
+        self.store.sync().map_err(|source| StandbyError::Store { epoch, source })?;
+        Ok((epoch, self.store))
+    }
+
+    fn expect(&self, got: Epoch) -> Result<(), StandbyError> {
+        let expected = if self.is_seeded { self.complete.next() } else { Epoch(0) };
+        match got == expected {
+            true => Ok(()),
+            false => Err(StandbyError::Order { got, expected }),
+        }
+    }
+
+    fn make(&mut self, epoch: Epoch, changes: &[Change]) -> Result<(), StandbyError> {
+        let made = changes.iter().try_for_each(|change| change.apply(&self.store));
+        self.is_spoiled |= made.is_err();
+        made.map_err(|source| StandbyError::Store { epoch, source })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::Memory;
+
+    fn write(at: u64, fill: u8) -> Vec<Change> {
+        vec![Change::Write { at, bytes: vec![fill] }]
+    }
+
+    fn standby() -> Standby<Memory> {
+        Standby::new(4, Memory::default(), 100)
+    }
+
+    fn epoch(standby: &mut Standby<Memory>, number: u64, changes: Vec<Change>) {
+        standby.receive(Epoch(number), changes).unwrap();
+        standby.complete(Epoch(number)).unwrap();
+    }
+
+    #[test]
+    fn the_store_is_that_of_the_newest_folded_epoch() {
+        let mut standby = standby();
+        epoch(&mut standby, 0, write(0, 1));
+        epoch(&mut standby, 1, write(1, 2));
+        epoch(&mut standby, 2, write(1, 3));
+        assert_eq!(standby.store.bytes(4), [1, 0, 0, 0]);
+        assert_eq!(standby.fold().unwrap(), None);
+        standby.commit(Epoch(1)).unwrap();
+        assert_eq!(standby.store.bytes(4), [1, 0, 0, 0]);
+        assert_eq!(standby.fold().unwrap(), Some(Epoch(1)));
+        assert_eq!(standby.fold().unwrap(), None);
+        assert_eq!(standby.store.bytes(4), [1, 2, 0, 0]);
+        assert_eq!(standby.progress(), (Epoch(2), Epoch(1), Epoch(1)));
+    }
+
+    #[test]
+    fn a_failover_folds_what_is_committed_and_drops_the_rest() {
+        let mut standby = standby();
+        for number in 0..4 {
+            epoch(&mut standby, number, write(number, 9));
+        }
+        standby.receive(Epoch(4), write(0, 7)).unwrap();
+        standby.commit(Epoch(2)).unwrap();
+        let (epoch, store) = standby.take_up().unwrap();
+        assert_eq!((epoch, store.bytes(4)), (Epoch(2), vec![9, 9, 9, 0]));
+    }
+
+    #[test]
+    fn a_copy_that_is_not_whole_is_no_disk() {
+        let mut one = standby();
+        one.receive(Epoch(0), write(0, 1)).unwrap();
+        assert!(matches!(one.take_up(), Err(StandbyError::Nothing)));
+        let mut other = standby();
+        epoch(&mut other, 0, write(0, 1));
+        epoch(&mut other, 1, write(0, 2));
+        assert!(matches!(other.take_up(), Err(StandbyError::Nothing)), "1 is not committed");
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        let mut standby = standby();
+        let order = standby.receive(Epoch(1), write(0, 1)).unwrap_err();
+        assert!(matches!(order, StandbyError::Order { got: Epoch(1), expected: Epoch(0) }));
+        let place = standby.receive(Epoch(0), write(4, 1)).unwrap_err();
+        assert!(matches!(place, StandbyError::Place { at: 4, length: 1, size: 4 }), "{place}");
+        assert!(matches!(standby.complete(Epoch(1)), Err(StandbyError::Order { .. })));
+        assert!(matches!(standby.commit(Epoch(1)), Err(StandbyError::Incomplete { .. })));
+    }
+
+    #[test]
+    fn it_is_full_of_what_is_committed_until_that_is_folded() {
+        let mut standby = standby();
+        epoch(&mut standby, 0, vec![]);
+        for number in 1..4 {
+            epoch(&mut standby, number, [write(0, 1), write(1, 1)].concat());
+        }
+        assert!(!standby.is_full(), "what is not committed does not count");
+        standby.commit(Epoch(3)).unwrap();
+        assert!(standby.is_full());
+        while standby.fold().unwrap().is_some() {}
+        assert!(!standby.is_full());
+    }
+
+    #[test]
+    fn a_copy_that_could_not_be_written_is_no_disk() {
+        let mut standby = standby();
+        epoch(&mut standby, 0, vec![]);
+        epoch(&mut standby, 1, write(0, 1));
+        standby.commit(Epoch(1)).unwrap();
+        standby.store.fail_from(0);
+        assert!(matches!(standby.fold(), Err(StandbyError::Store { epoch: Epoch(1), .. })));
+        standby.store.fail_from(usize::MAX);
+        assert!(matches!(standby.take_up(), Err(StandbyError::Nothing)));
+    }
+}

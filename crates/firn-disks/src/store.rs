@@ -1,0 +1,282 @@
+//! Where a disk's bytes are: a regular file, locked against everybody else.
+//!
+//! What lies between the file's end and the disk's reads as zeros, and a write there lengthens the file. That is how a qcow2 file
+//! grows under QEMU's own driver, for which the disk is larger than the file.
+//!
+//! The lock is an exclusive one of the open file description (fcntl(2), `F_OFD_SETLK`), over all of it. QEMU locks bytes of its
+//! images in the same way, so neither opens what the other has. It goes with the process, however that ends.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
+use thiserror::Error;
+
+/// How long to wait for a lock: whoever was killed may take a moment to be gone.
+const LOCK_WAIT: Duration = Duration::from_secs(5);
+/// How often to try meanwhile.
+const LOCK_EVERY: Duration = Duration::from_millis(5);
+/// Zeros written at a time where the file system can't make them by itself.
+const ZEROS_AT_A_TIME: usize = 64 << 10;
+
+/// The bytes of a disk.
+pub trait Store: Send + Sync {
+    /// Reads. What was never written is zeros.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
+
+    /// Writes.
+    ///
+    /// # Errors
+    /// What the system says. Some of it may be written.
+    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()>;
+
+    /// Makes zeros, which take no room if they may be a `hole` and it can be had.
+    ///
+    /// # Errors
+    /// What the system says. Some of them may be there.
+    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()>;
+
+    /// Makes a hole, which reads as zeros. Says `false`, with nothing done, if holes can't be had.
+    ///
+    /// # Errors
+    /// What the system says. Some of it may be there.
+    fn discard(&self, at: u64, length: u64) -> io::Result<bool>;
+
+    /// What was written before survives a loss of power.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn sync(&self) -> io::Result<()>;
+
+    /// The first bytes, from there on, that may be other than zeros. `None` if there are none.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>>;
+}
+
+/// Why a file can't be a disk.
+#[derive(Debug, Error)]
+pub enum StoreError {
+    /// It can't be opened or made.
+    #[error("{path} can't be opened for reading and writing")]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A directory, a device.
+    #[error("{path} is no regular file: give the disk as a file, raw or qcow2")]
+    Kind {
+        /// What it is instead.
+        path: PathBuf,
+    },
+    /// Somebody has it open.
+    #[error("{path} is in use by another process: stop the VM, or the Firn, that has it open")]
+    InUse {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+/// A file.
+#[derive(Debug)]
+pub struct FileStore {
+    file: File,
+}
+
+impl FileStore {
+    /// Opens a disk's file and locks it.
+    ///
+    /// # Errors
+    /// If it is no regular file, can't be had, or is in use.
+    pub fn open(path: &Path) -> Result<Self, StoreError> {
+        Self::with(OpenOptions::new().read(true).write(true), path)
+    }
+
+    /// Makes a file of `length` bytes, all of it a hole, for its owner alone: where a standby begins.
+    ///
+    /// # Errors
+    /// If there is one already, or it can't be made.
+    pub fn create(path: &Path, length: u64) -> Result<Self, StoreError> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create_new(true).mode(0o600);
+        let store = Self::with(&options, path)?;
+        let opened = |source| StoreError::Open { path: path.to_owned(), source };
+        store.file.set_len(length).map_err(opened)?;
+        Ok(store)
+    }
+
+    /// The length of the file in bytes.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn length(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+
+    fn with(options: &OpenOptions, path: &Path) -> Result<Self, StoreError> {
+        let opened = |source| StoreError::Open { path: path.to_owned(), source };
+        // What is no file may make opening wait, or do something.
+        if path.exists() && !path.metadata().map_err(opened)?.is_file() {
+            return Err(StoreError::Kind { path: path.to_owned() });
+        }
+        let file = options.open(path).map_err(opened)?;
+        match lock(&file).map_err(opened)? {
+            true => Ok(Self { file }),
+            false => Err(StoreError::InUse { path: path.to_owned() }),
+        }
+    }
+
+    fn write_zeros(&self, at: u64, length: u64) -> io::Result<()> {
+        let zeros = [0; ZEROS_AT_A_TIME];
+        for from in (at..at + length).step_by(ZEROS_AT_A_TIME) {
+            let count = (at + length - from).min(ZEROS_AT_A_TIME as u64);
+            self.file.write_all_at(&zeros[..count as usize], from)?;
+        }
+        Ok(())
+    }
+}
+
+impl Store for FileStore {
+    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        firn_fault::io("disk.read")?;
+        let mut done = 0;
+        while done < into.len() {
+            match self.file.read_at(&mut into[done..], at + done as u64) {
+                Ok(0) => break,
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        into[done..].fill(0);
+        Ok(())
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        firn_fault::io("disk.write")?;
+        self.file.write_all_at(bytes, at)
+    }
+
+    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
+        if hole && self.discard(at, length)? {
+            return Ok(());
+        }
+        match supported(fallocate(&self.file, FallocateFlags::ZERO_RANGE, at, length))? {
+            true => Ok(()),
+            false => self.write_zeros(at, length),
+        }
+    }
+
+    fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        supported(fallocate(&self.file, hole, at, length))
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        firn_fault::io("disk.sync")?;
+        self.file.sync_data()
+    }
+
+    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        // Nothing else goes by the position in the file, which this moves.
+        match seek(&self.file, SeekFrom::Data(from)) {
+            Ok(start) => Ok(Some(start..seek(&self.file, SeekFrom::Hole(start))?)),
+            Err(rustix::io::Errno::NXIO) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+/// Whether the file system knows how to do it at all.
+fn supported(done: rustix::io::Result<()>) -> io::Result<bool> {
+    match done {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::OPNOTSUPP) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn lock(file: &File) -> io::Result<bool> {
+    let all = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    let since = Instant::now();
+    loop {
+        match fcntl(file, FcntlArg::F_OFD_SETLK(&all)) {
+            Ok(_) => return Ok(true),
+            Err(Errno::EAGAIN | Errno::EACCES) if since.elapsed() < LOCK_WAIT => {
+                thread::sleep(LOCK_EVERY);
+            }
+            Err(Errno::EAGAIN | Errno::EACCES) => return Ok(false),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_reads_as_zeros_beyond_its_end_and_grows() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = FileStore::create(&dir.path().join("disk"), 10).unwrap();
+        let mut bytes = [7; 8];
+        store.read(6, &mut bytes).unwrap();
+        assert_eq!(bytes, [0; 8]);
+        store.write(100, b"abc").unwrap();
+        store.read(98, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"\0\0abc\0\0\0");
+        assert_eq!(store.length().unwrap(), 103);
+        store.zero(100, 50, true).unwrap();
+        assert_eq!(store.length().unwrap(), 103);
+        store.zero(100, 50, false).unwrap();
+        store.read(98, &mut bytes).unwrap();
+        assert_eq!(bytes, [0; 8]);
+    }
+
+    #[test]
+    fn holes_are_known_and_made() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = FileStore::create(&dir.path().join("disk"), 4 << 20).unwrap();
+        assert_eq!(store.data(0).unwrap(), None);
+        store.write(1 << 20, &[1; 1 << 20]).unwrap();
+        assert_eq!(store.data(0).unwrap(), Some(1 << 20..2 << 20));
+        assert_eq!(store.data((1 << 20) + 4096).unwrap(), Some((1 << 20) + 4096..2 << 20));
+        assert!(store.discard(1 << 20, 1 << 19).unwrap());
+        assert_eq!(store.data(0).unwrap(), Some((1 << 20) + (1 << 19)..2 << 20));
+        store.write_zeros(1 << 20, 100_000).unwrap();
+        let mut bytes = vec![1; 1 << 19];
+        store.read(1 << 20, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn what_is_no_file_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let refused = FileStore::open(dir.path()).unwrap_err();
+        assert!(matches!(refused, StoreError::Kind { .. }), "{refused}");
+        let device = FileStore::open(Path::new("/dev/null")).unwrap_err();
+        assert!(matches!(device, StoreError::Kind { .. }), "{device}");
+        let none = FileStore::open(&dir.path().join("none")).unwrap_err();
+        assert!(matches!(none, StoreError::Open { .. }), "{none}");
+    }
+}

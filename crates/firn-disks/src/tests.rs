@@ -1,0 +1,334 @@
+//! Random histories of a disk, against a model that keeps what it was at each cut.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+
+use firn_cluster::Epoch;
+use proptest::prelude::*;
+
+use crate::change::Change;
+use crate::disk::{Disk, DiskError};
+use crate::standby::Standby;
+use crate::store::Store;
+use crate::wire;
+
+const SIZE: u64 = 5 << 10;
+/// Of the copy.
+const PIECE_BYTES: u64 = 1 << 10;
+const PLENTY: usize = usize::MAX;
+
+/// A disk in memory, which can fail half-way. Clones are the same one.
+#[derive(Clone, Debug, Default)]
+pub struct Memory {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    /// How many changes are made before they fail, having been made by half.
+    changes_left: Arc<AtomicUsize>,
+    fails: Arc<Mutex<bool>>,
+}
+
+impl Memory {
+    /// What is there, with the zeros that nobody wrote.
+    pub fn bytes(&self, size: usize) -> Vec<u8> {
+        let mut bytes = self.bytes.lock().unwrap().clone();
+        assert!(bytes.len() <= size);
+        bytes.resize(size, 0);
+        bytes
+    }
+
+    /// The change after so many fails half-way, as do all later ones.
+    pub fn fail_from(&self, changes: usize) {
+        self.changes_left.store(changes, Ordering::Relaxed);
+        *self.fails.lock().unwrap() = changes < usize::MAX;
+    }
+
+    fn put(&self, at: u64, new: &mut dyn Iterator<Item = u8>, length: usize) -> io::Result<()> {
+        let is_failing = *self.fails.lock().unwrap()
+            && self
+                .changes_left
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
+                .is_err();
+        let made = if is_failing { length / 2 } else { length };
+        let at = at as usize;
+        let mut bytes = self.bytes.lock().unwrap();
+        let end = bytes.len().max(at + made);
+        bytes.resize(end, 0);
+        bytes[at..at + made].iter_mut().zip(new).for_each(|(byte, new)| *byte = new);
+        match is_failing {
+            true => Err(io::ErrorKind::StorageFull.into()),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Store for Memory {
+    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        let bytes = self.bytes.lock().unwrap();
+        let there = bytes.get(at as usize..).unwrap_or_default();
+        let count = there.len().min(into.len());
+        into[..count].copy_from_slice(&there[..count]);
+        into[count..].fill(0);
+        Ok(())
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.put(at, &mut bytes.iter().copied(), bytes.len())
+    }
+
+    fn zero(&self, at: u64, length: u64, _: bool) -> io::Result<()> {
+        self.put(at, &mut std::iter::repeat(0), length as usize)
+    }
+
+    fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
+        // As a file system does that has holes of whole blocks only here and there.
+        match at % 3 == 0 {
+            true => self.zero(at, length, true).map(|()| true),
+            false => Ok(false),
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        let bytes = self.bytes.lock().unwrap();
+        let there = bytes.get(from as usize..).unwrap_or_default();
+        let first = there.iter().position(|&byte| byte != 0);
+        Ok(first.map(|first| from + first as u64..bytes.len() as u64))
+    }
+}
+
+/// What happens to a disk that is protected.
+#[derive(Clone, Debug)]
+enum Event {
+    Write {
+        at: u64,
+        length: usize,
+        fill: u8,
+    },
+    Zero {
+        at: u64,
+        length: u64,
+        hole: bool,
+    },
+    Trim {
+        at: u64,
+        length: u64,
+    },
+    /// The next change fails half-way.
+    Fault,
+    Seed,
+    Cut,
+    /// The newest epoch but one is committed.
+    Commit,
+    Fold,
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let place = || (0..SIZE).prop_flat_map(|at| (Just(at), 1..=(SIZE - at).min(PIECE_BYTES)));
+    let write = (place(), any::<u8>());
+    prop_oneof![
+        8 => write.prop_map(|((at, length), fill)| Event::Write { at, length: length as usize, fill }),
+        2 => (place(), any::<bool>()).prop_map(|((at, length), hole)| Event::Zero { at, length, hole }),
+        2 => place().prop_map(|(at, length)| Event::Trim { at, length }),
+        1 => Just(Event::Fault),
+        6 => Just(Event::Seed),
+        4 => Just(Event::Cut),
+        3 => Just(Event::Commit),
+        3 => Just(Event::Fold),
+    ]
+}
+
+/// A primary, its standby, and what the disk was at each cut.
+struct World {
+    file: Memory,
+    disk: Disk,
+    standby: Standby<Memory>,
+    at_cut: BTreeMap<Epoch, Vec<u8>>,
+    is_seeded: bool,
+    complete: Epoch,
+}
+
+impl World {
+    fn new(before: &[Event]) -> Self {
+        let file = Memory::default();
+        let disk = Disk::new(Box::new(file.clone()), SIZE).in_pieces_of(PIECE_BYTES);
+        let standby = Standby::new(SIZE, Memory::default(), 1 << 10);
+        let (at_cut, complete) = (BTreeMap::new(), Epoch(0));
+        let mut world = Self { file, disk, standby, at_cut, is_seeded: false, complete };
+        before.iter().for_each(|event| world.change(event));
+        world.disk.protect(PLENTY);
+        world
+    }
+
+    /// What the guest does. An error is the guest's affair.
+    fn change(&mut self, event: &Event) {
+        let done = match event {
+            Event::Write { at, length, fill } => {
+                // No two bytes in a row are alike, so that misplaced ones show.
+                let bytes = (0..*length).map(|index| fill.wrapping_add(index as u8)).collect();
+                self.disk.write(*at, bytes)
+            }
+            Event::Zero { at, length, hole } => self.disk.zero(*at, *length, *hole),
+            Event::Trim { at, length } => self.disk.trim(*at, *length),
+            Event::Fault => return self.file.fail_from(0),
+            _ => return,
+        };
+        if done.is_err() {
+            self.file.fail_from(usize::MAX);
+        }
+    }
+
+    /// By way of the wire.
+    fn send(&mut self, epoch: Epoch, changes: &[Change]) {
+        for message in wire::encode(0, changes) {
+            self.standby.receive(epoch, wire::decode(&message).unwrap().1).unwrap();
+        }
+    }
+
+    fn seed(&mut self) {
+        let Ok(seed) = self.disk.seed() else { return };
+        self.send(Epoch(0), &seed.changes);
+        self.is_seeded = seed.is_whole;
+    }
+
+    fn cut(&mut self) {
+        self.disk.drain();
+        let log = match self.disk.cut() {
+            Ok(log) => log,
+            Err(DiskError::Primary(_)) if !self.is_seeded => return,
+            Err(error) => panic!("{error}"),
+        };
+        assert!(self.is_seeded);
+        if log.epoch == Epoch(1) {
+            self.standby.complete(Epoch(0)).unwrap();
+        }
+        self.at_cut.insert(log.epoch, self.file.bytes(SIZE as usize));
+        self.send(log.epoch, &log.changes);
+        self.standby.complete(log.epoch).unwrap();
+        self.complete = log.epoch;
+    }
+
+    fn happen(&mut self, event: &Event) {
+        match event {
+            Event::Seed => self.seed(),
+            Event::Cut => self.cut(),
+            Event::Commit => self.standby.commit(Epoch(self.complete.0.saturating_sub(1))).unwrap(),
+            Event::Fold => drop(self.standby.fold().unwrap()),
+            change => self.change(change),
+        }
+    }
+
+    /// The primary is lost here.
+    fn fail_over(self) {
+        let committed = self.standby.progress().1;
+        match self.standby.take_up() {
+            Ok((epoch, copy)) => {
+                assert_eq!(epoch, committed);
+                let differs = self.at_cut[&epoch]
+                    .iter()
+                    .zip(copy.bytes(SIZE as usize))
+                    .position(|(a, b)| *a != b);
+                assert_eq!(differs, None, "the copy of {epoch} differs there");
+            }
+            Err(_) => assert_eq!(committed, Epoch(0)),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn the_copy_is_the_disk_at_the_cut_of_the_committed_epoch(
+        before in prop::collection::vec(event(), 0..6),
+        events in prop::collection::vec(event(), 0..80),
+    ) {
+        let mut world = World::new(&before);
+        events.iter().for_each(|event| world.happen(event));
+        world.fail_over();
+    }
+
+    #[test]
+    fn the_copy_is_the_disk_also_where_epochs_are_short(
+        before in prop::collection::vec(event(), 0..6),
+        events in prop::collection::vec(event(), 0..40),
+    ) {
+        let mut world = World::new(&before);
+        while !world.is_seeded {
+            world.seed();
+        }
+        for event in &events {
+            world.happen(event);
+            world.happen(&Event::Cut);
+            world.happen(&Event::Commit);
+        }
+        prop_assert!(events.len() < 2 || world.standby.progress().1 > Epoch(0));
+        world.fail_over();
+    }
+}
+
+#[test]
+fn a_change_that_failed_by_half_is_on_both_sides_by_half() {
+    let mut world = World::new(&[]);
+    world.seed();
+    world.file.fail_from(0);
+    world.disk.write(0, vec![1; 100]).unwrap_err();
+    world.file.fail_from(usize::MAX);
+    world.cut();
+    world.cut();
+    world.standby.commit(Epoch(1)).unwrap();
+    let (_, copy) = world.standby.take_up().unwrap();
+    let bytes = copy.bytes(SIZE as usize);
+    assert!(bytes[..50] == [1; 50] && bytes[50..100] == [0; 50]);
+}
+
+/// Many threads write to the same few places while the disk is copied and cut. At a cut they stand still, as a VM does.
+#[test]
+fn threads_that_write_to_one_place_leave_the_same_on_both_sides() {
+    let mut world = World::new(&[]);
+    world.disk.protect(1 << 10);
+    let disk =
+        Arc::new(std::mem::replace(&mut world.disk, Disk::new(Box::new(Memory::default()), 0)));
+    let (running, is_over) = (RwLock::new(()), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        for thread in 0..4_u8 {
+            let (disk, running, is_over) = (&disk, &running, &is_over);
+            scope.spawn(move || {
+                for round in 0_u64.. {
+                    if is_over.load(Ordering::Relaxed) > 0 {
+                        return;
+                    }
+                    let _running = running.read().unwrap();
+                    let at = (round * 7919) % 16 * 300;
+                    disk.write(at, vec![thread * 60 + (round % 60) as u8; 500]).unwrap();
+                }
+            });
+        }
+        // As long as they are there, somebody always waits for room or writes.
+        for _ in 0..30 {
+            let seed = disk.seed().unwrap();
+            world.send(Epoch(0), &seed.changes);
+        }
+        world.standby.complete(Epoch(0)).unwrap();
+        for _ in 0..20 {
+            while disk.pressure().waiting == 0 {
+                std::thread::yield_now();
+            }
+            disk.drain();
+            let stopped = running.write().unwrap();
+            let log = disk.cut().unwrap();
+            world.at_cut.insert(log.epoch, world.file.bytes(SIZE as usize));
+            drop(stopped);
+            world.send(log.epoch, &log.changes);
+            world.standby.complete(log.epoch).unwrap();
+            world.standby.commit(log.epoch).unwrap();
+        }
+        is_over.store(1, Ordering::Relaxed);
+        disk.release();
+    });
+    world.fail_over();
+}

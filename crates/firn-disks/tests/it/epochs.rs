@@ -1,0 +1,237 @@
+//! Logs and copies of a disk that real clients write to.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use firn_cluster::Epoch;
+use firn_disks::{Change, Disk, FileStore, Standby, wire};
+
+use crate::client::{Client, READ, WRITE};
+use crate::served::{Place, ok};
+
+const MIB: u64 = 1 << 20;
+const BOUND: usize = 4 << 20;
+
+/// A standby whose copy is a file beside the primary's.
+struct Copy {
+    standby: Standby<FileStore>,
+}
+
+impl Copy {
+    fn new(place: &Place, disk: &Disk) -> Self {
+        let length = place.file().metadata().unwrap().len();
+        let store = FileStore::create(&place.dir.path().join("copy"), length).unwrap();
+        Self { standby: Standby::new(disk.size(), store, BOUND) }
+    }
+
+    fn receive(&mut self, epoch: Epoch, changes: &[Change]) {
+        for message in wire::encode(3, changes) {
+            let (disk, changes) = wire::decode(&message).unwrap();
+            assert_eq!(disk, 3);
+            self.standby.receive(epoch, changes).unwrap();
+        }
+    }
+
+    fn seed(&mut self, disk: &Disk) -> bool {
+        let seed = disk.seed().unwrap();
+        self.receive(Epoch(0), &seed.changes);
+        seed.is_whole
+    }
+
+    /// The guest stands still.
+    fn cut(&mut self, disk: &Disk) -> Epoch {
+        let log = disk.cut().unwrap();
+        if log.epoch == Epoch(1) {
+            self.standby.complete(Epoch(0)).unwrap();
+        }
+        self.receive(log.epoch, &log.changes);
+        self.standby.complete(log.epoch).unwrap();
+        log.epoch
+    }
+
+    /// The copy's bytes, with what QEMU may have added at the end.
+    fn take_up(self, place: &Place, committed: Epoch) -> Vec<u8> {
+        let mut standby = self.standby;
+        standby.commit(committed).unwrap();
+        assert_eq!(standby.take_up().unwrap().0, committed);
+        std::fs::read(place.dir.path().join("copy")).unwrap()
+    }
+}
+
+fn differ(one: &[u8], other: &[u8]) -> Option<usize> {
+    assert_eq!(one.len(), other.len());
+    one.iter().zip(other).position(|(one, other)| one != other)
+}
+
+#[test]
+fn a_disk_is_copied_while_qemu_writes_to_it() {
+    let place = Place::raw(64 * MIB);
+    let disk = place.disk();
+    let _server = place.serve(&disk);
+    place.io_ok("raw", &["write -P 7 3M 20M", "write -P 8 50M 1M"]);
+    disk.protect(BOUND);
+    let mut copy = Copy::new(&place, &disk);
+    let mut bench = Command::new("qemu-img")
+        .args([
+            "bench",
+            "-w",
+            "-q",
+            "--pattern=90",
+            "-c",
+            "3000",
+            "-d",
+            "8",
+            "-s",
+            "12k",
+            "-S",
+            "20k",
+        ])
+        .args(["--image-opts", &place.options("raw")])
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    // More is written than the log may hold, so that this ends only if what is noted is fetched.
+    while bench.try_wait().unwrap().is_none() {
+        copy.seed(&disk);
+    }
+    assert!(bench.wait().unwrap().success());
+    while !copy.seed(&disk) {}
+    assert_eq!(copy.cut(&disk), Epoch(1));
+    let at_cut = place.bytes();
+    assert!(at_cut.iter().filter(|&&byte| byte == 90).count() > 20 << 20, "it was written to");
+    place.io_ok("raw", &["write -P 1 0 1M", "discard 2M 1M", "write -z 50M 1M"]);
+    assert_eq!(copy.cut(&disk), Epoch(2));
+    assert_eq!(differ(&copy.take_up(&place, Epoch(1)), &at_cut), None);
+}
+
+#[test]
+fn holes_stay_holes() {
+    let place = Place::raw(1 << 30);
+    let disk = place.disk();
+    let _server = place.serve(&disk);
+    place.io_ok("raw", &["write -P 7 1000M 1M", "write -P 7 5M 4M"]);
+    disk.protect(BOUND);
+    let mut copy = Copy::new(&place, &disk);
+    let mut steps = 1;
+    while !copy.seed(&disk) {
+        steps += 1;
+    }
+    assert!(steps < 10, "{steps} steps for 5 MiB");
+    copy.cut(&disk);
+    place.io_ok("raw", &["discard 6M 1M", "write -z -u 7M 1M"]);
+    copy.cut(&disk);
+    copy.cut(&disk);
+    let copied = copy.take_up(&place, Epoch(2));
+    assert_eq!(differ(&copied, &place.bytes()), None);
+    let room = place.dir.path().join("copy").metadata().unwrap().blocks() * 512;
+    assert!(room < 4 * MIB, "{room} bytes are taken");
+}
+
+#[test]
+fn a_qcow2_file_that_grew_is_sound_on_the_standby() {
+    let place = Place::qcow2(64 * MIB, 80 * MIB);
+    let disk = place.disk();
+    let _server = place.serve(&disk);
+    disk.protect(64 << 20);
+    let mut copy = Copy::new(&place, &disk);
+    copy.seed(&disk);
+    place.io_ok("qcow2", &["write -P 1 0 10M", "flush"]);
+    while !copy.seed(&disk) {}
+    copy.cut(&disk);
+    place.io_ok("qcow2", &["write -P 2 20M 10M", "flush"]);
+    let second = copy.cut(&disk);
+    place.io_ok("qcow2", &["write -P 3 0 40M", "flush"]);
+    copy.cut(&disk);
+    copy.take_up(&place, second);
+    let path = place.dir.path().join("copy");
+    let path = path.to_str().unwrap();
+    assert!(ok("qemu-img", &["check", "-f", "qcow2", path]).contains("No errors were found"));
+    for read in ["read -P 1 0 10M", "read -P 2 20M 10M", "read -P 0 30M 20M"] {
+        let words = ok("qemu-io", &["-f", "qcow2", "-c", read, path]);
+        assert!(words.contains("read ") && !words.contains("failed"), "{read}: {words}");
+    }
+}
+
+/// Sends writes without looking at the answers, until some wait.
+fn fill(client: &mut Client, disk: &Disk) -> u64 {
+    let data = vec![5; 256 << 10];
+    let mut sent = 0;
+    while disk.pressure().waiting == 0 {
+        // One at a time, so that what waits is in the server and not in the socket.
+        client.request(WRITE, 0, sent * data.len() as u64, data.len() as u32, &data);
+        sent += 1;
+        while disk.pressure().waiting == 0 && disk.pressure().bytes < (sent as usize) * data.len() {
+            std::thread::yield_now();
+        }
+    }
+    sent
+}
+
+fn protected(place: &Place, disk: &Disk) {
+    disk.protect(1 << 20);
+    while !disk.seed().unwrap().is_whole {}
+    assert_eq!(place.bytes().len() as u64, disk.size());
+}
+
+fn answered(client: &mut Client, count: u64) {
+    let mut replies: Vec<_> = (0..count)
+        .map(|_| {
+            let head = client.take(16);
+            assert_eq!(head[4..8], [0; 4], "nothing fails");
+            u64::from_be_bytes(head[8..].try_into().unwrap())
+        })
+        .collect();
+    replies.sort_unstable();
+    assert!(replies.iter().copied().eq((0..count).map(|index| index * (256 << 10))));
+}
+
+#[test]
+fn writes_wait_for_the_cut_where_the_log_is_full() {
+    let place = Place::raw(64 * MIB);
+    let disk = place.disk();
+    let _server = place.serve(&disk);
+    protected(&place, &disk);
+    let mut client = Client::ready(&place.socket());
+    let sent = fill(&mut client, &disk);
+    assert_eq!(sent, 5, "four fill the log");
+    let mut other = Client::ready(&place.socket());
+    other.request(READ, 0, 0, 4, b"");
+    assert_eq!((other.reply(0), other.take(4)), (0, vec![5; 4]), "reads go on");
+    let log = disk.cut().unwrap();
+    assert_eq!(log.changes.len(), 4);
+    answered(&mut client, sent);
+    assert_eq!(disk.cut().unwrap().changes.len(), 1);
+}
+
+#[test]
+fn a_vm_that_is_stopped_does_not_wait_for_a_cut_that_waits_for_it() {
+    let place = Place::raw(64 * MIB);
+    let disk = place.disk();
+    let _server = place.serve(&disk);
+    protected(&place, &disk);
+    let mut client = Client::ready(&place.socket());
+    let sent = fill(&mut client, &disk);
+    disk.drain();
+    answered(&mut client, sent);
+    assert_eq!(disk.cut().unwrap().changes.len() as u64, sent, "all belong to the epoch");
+    assert_eq!(fill(&mut client, &disk), 5, "the bound is back");
+    disk.release();
+    answered(&mut client, 5);
+}
+
+#[test]
+fn a_server_that_is_dropped_does_not_wait_for_a_cut() {
+    let place = Place::raw(64 * MIB);
+    let disk = place.disk();
+    let server = place.serve(&disk);
+    protected(&place, &disk);
+    let mut client = Client::ready(&place.socket());
+    fill(&mut client, &disk);
+    drop(server);
+    drop(disk);
+    let disk = place.disk();
+    let _server = place.serve(&disk);
+    place.io_ok("raw", &["read -P 5 0 1M", "read -P 0 1M 1M", "write -P 6 1M 256k"]);
+    assert!(Path::exists(&place.socket()));
+}

@@ -1,0 +1,154 @@
+//! A disk's file, served by this process or by a child that can be killed.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
+
+use firn_disks::Disk;
+use firn_disks::nbd::{Exports, Server};
+use tempfile::TempDir;
+
+/// Tells a child what to serve.
+const CHILD: &str = "FIRN_DISKS_CHILD";
+
+/// A directory with a file, and the socket that its disk is served on.
+pub struct Place {
+    pub dir: TempDir,
+    size: Option<u64>,
+}
+
+impl Place {
+    /// With a raw file of `length` bytes, all a hole.
+    pub fn raw(length: u64) -> Self {
+        let place = Self { dir: tempfile::tempdir().unwrap(), size: None };
+        std::fs::File::create(place.file()).unwrap().set_len(length).unwrap();
+        place
+    }
+
+    /// With a qcow2 file of so many bytes, whose disk may be as large as `size`.
+    pub fn qcow2(bytes: u64, size: u64) -> Self {
+        let place = Self { dir: tempfile::tempdir().unwrap(), size: Some(size) };
+        let file = place.file();
+        ok(
+            "qemu-img",
+            &["create", "-q", "-f", "qcow2", file.to_str().unwrap(), &bytes.to_string()],
+        );
+        place
+    }
+
+    pub fn file(&self) -> PathBuf {
+        self.dir.path().join("disk")
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.dir.path().join("nbd")
+    }
+
+    pub fn disk(&self) -> Arc<Disk> {
+        Arc::new(Disk::open(&self.file(), self.size).unwrap())
+    }
+
+    /// By this process.
+    pub fn serve(&self, disk: &Arc<Disk>) -> Server {
+        let exports: Exports = [("vda".to_owned(), Arc::clone(disk))].into_iter().collect();
+        Server::start(&self.socket(), exports).unwrap()
+    }
+
+    /// By a child, with a fault armed.
+    pub fn child(&self, fault: Option<&str>) -> Served {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "served::child", "--nocapture", "--test-threads=1"]);
+        command.env(CHILD, self.dir.path()).stdout(Stdio::piped());
+        command.env_remove(firn_fault::VARIABLE);
+        if let Some(fault) = fault {
+            command.env(firn_fault::VARIABLE, fault);
+        }
+        let mut child = command.spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap().ends_with("serving")), "the child can't serve");
+        // Whoever writes to it afterwards must not be stopped.
+        std::thread::spawn(move || lines.for_each(drop));
+        Served(child)
+    }
+
+    /// What QEMU calls the disk, read as `format`.
+    pub fn options(&self, format: &str) -> String {
+        let socket = self.socket();
+        format!(
+            "driver={format},file.driver=nbd,file.server.type=unix,file.server.path={},file.export=vda,file.reconnect-delay=60",
+            socket.display()
+        )
+    }
+
+    /// Runs commands of qemu-io on the disk.
+    pub fn io(&self, format: &str, commands: &[&str]) -> Output {
+        let mut command = Command::new("qemu-io");
+        command.args(["-t", "writeback", "--image-opts", &self.options(format)]);
+        for it in commands {
+            command.args(["-c", it]);
+        }
+        command.output().unwrap()
+    }
+
+    /// The same, and it has to go well.
+    pub fn io_ok(&self, format: &str, commands: &[&str]) -> String {
+        let output = self.io(format, commands);
+        let words = words(&output);
+        assert!(output.status.success() && !words.contains("failed"), "{commands:?}: {words}");
+        words
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        std::fs::read(self.file()).unwrap()
+    }
+}
+
+/// A child that serves until it is killed.
+pub struct Served(Child);
+
+impl Served {
+    /// With SIGKILL; the same for one that has killed itself.
+    pub fn kill(&mut self) {
+        let _ = self.0.kill();
+        self.0.wait().unwrap();
+    }
+
+    /// Waits until it has killed itself.
+    pub fn wait(&mut self) {
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// The child. Without orders it is an empty test.
+#[test]
+fn child() {
+    let Some(dir) = std::env::var_os(CHILD) else { return };
+    let dir = Path::new(&dir);
+    let disk = Arc::new(Disk::open(&dir.join("disk"), None).unwrap());
+    let exports: Exports = [("vda".to_owned(), disk)].into_iter().collect();
+    let _server = Server::start(&dir.join("nbd"), exports).unwrap();
+    println!("\nserving");
+    loop {
+        std::thread::park();
+    }
+}
+
+/// Runs a program that has to succeed.
+pub fn ok(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    let words = words(&output);
+    assert!(output.status.success(), "{program} {arguments:?}: {words}");
+    words
+}
+
+pub fn words(output: &Output) -> String {
+    let (out, err) = (&output.stdout, &output.stderr);
+    format!("{}{}", String::from_utf8_lossy(out), String::from_utf8_lossy(err))
+}
