@@ -113,6 +113,27 @@ fn a_request_that_was_carried_out_but_not_answered_comes_again() {
 }
 
 #[test]
+fn a_request_that_was_not_carried_out_was_not_answered() {
+    let place = Place::raw((BLOCK * BLOCKS) as u64);
+    let held = place.dir.path().join("held");
+    let mut served = place.child(Some(&format!("disk.write@3=WAIT:{}", held.display())));
+    let mut io = Io::start(&place);
+    for block in 0..2 {
+        io.write(block, block + 1);
+        io.wrote(block);
+    }
+    io.write(2, 3);
+    while !held.exists() {
+        std::thread::yield_now();
+    }
+    served.kill();
+    let _successor = place.child(None);
+    io.wrote(2);
+    io.end();
+    assert!(place.bytes()[2 * BLOCK..3 * BLOCK].iter().all(|&byte| byte == 3), "it was answered");
+}
+
+#[test]
 fn a_successor_waits_for_the_file_of_a_predecessor_that_lives_and_then_gives_up() {
     let place = Place::raw(BLOCK as u64);
     let _served = place.child(None);
