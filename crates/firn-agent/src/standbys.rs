@@ -79,11 +79,17 @@ async fn begin(
     Ok((vm, near))
 }
 
-/// A standby of the same peer's VM that gets no more epochs gives way: its primary is asking.
+/// A standby of the same peer's VM that was released, and so never runs, gives way. One that may be all that is left of a VM, or that is
+/// just made to run, is not for a peer to end.
 fn make_room(agent: &Agent, peer: &HostName, vm: &VmName) -> Result<(), Failure> {
-    let Ok(status) = agent.vms.status(vm) else { return Ok(()) };
-    let is_over = status.standby.is_some_and(|standby| standby.ended.is_some());
-    match is_over && agent.place.origin(vm).as_ref() == Some(peer) {
+    let standby = agent.vms.status(vm).ok().and_then(|status| status.standby);
+    let Some(standby) = standby else { return Ok(()) };
+    if !standby.released {
+        let text = format!("{vm} has a standby already, which may be made to run");
+        let failure = Failure::new(FailureKind::Busy, text);
+        return Err(failure.hint(format!("`firn stop {vm}` there ends it, if it is not needed")));
+    }
+    match agent.place.origin(vm).as_ref() == Some(peer) {
         true => {
             agent.vms.stop(vm).map_err(|failure| failure.while_doing("ending the last standby"))
         }

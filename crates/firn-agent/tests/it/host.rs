@@ -87,8 +87,12 @@ impl Vms for Fake {
     }
 
     fn status(&self, vm: &VmName) -> Result<Status, Failure> {
-        let status = json!({ "name": vm, "state": "running", "launched": true, "memory_bytes": 0,
+        let mut status = json!({ "name": vm, "state": "running", "launched": true, "memory_bytes": 0,
             "vcpus": 1, "qemu": "", "accel": "tcg", "since": 0, "recoveries": 0 });
+        if vm.as_str() == "kept" {
+            status["standby"] =
+                json!({ "complete": 5, "committed": 4, "ended": "its host is gone" });
+        }
         Ok(serde_json::from_value(status).unwrap())
     }
 
@@ -113,8 +117,8 @@ impl Vms for Fake {
         Ok(near)
     }
 
-    fn stop(&self, _: &VmName) -> Result<(), Failure> {
-        Ok(())
+    fn stop(&self, vm: &VmName) -> Result<(), Failure> {
+        panic!("{vm} is not to be stopped");
     }
 }
 

@@ -192,6 +192,9 @@ fn why_nobody_stands_by_is_told() {
         "{failure}"
     );
     assert_eq!(failure.kind, firn_supervisor::FailureKind::Busy);
+    // It may be all that is left of the VM.
+    let failure = a.protect("kept", "b").unwrap_err();
+    assert!(failure.to_string().contains("which may be made to run"), "{failure}");
     let failure = a.protect("web", "c").unwrap_err();
     assert_eq!(failure.hint.as_deref(), Some("its peers are b"));
     b.kill();
