@@ -18,7 +18,8 @@ struct Own {
 impl Own {
     fn new(plan: &AreaPlan) -> Self {
         let bytes = vec![0; plan.len + 3 * 4096];
-        let to_page = bytes.as_ptr().align_offset(4096);
+        // Not the first page: there is to be something before the area.
+        let to_page = bytes.as_ptr().align_offset(4096) + 4096;
         Self { bytes, start: to_page + plan.misaligned, len: plan.len }
     }
 
