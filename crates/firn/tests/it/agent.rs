@@ -171,7 +171,7 @@ struct Cluster {
 
 impl Cluster {
     fn start() -> Self {
-        let (vm, b, network) = (Vm::boot(), Session::new(), Network::new());
+        let (vm, b, network) = (Vm::alone().booted_with(&[]), Session::new(), Network::new());
         configure(&network, [&vm.session, &b]);
         let agents = [Agent::start(&network, 0, &vm.session), Agent::start(&network, 1, &b)];
         let cluster = Self { vm, b, agents, network };

@@ -22,7 +22,7 @@ fn contents(files: &[PathBuf]) -> Vec<Vec<u8>> {
 
 /// Long enough for the guest to look at some hundred blocks of each disk.
 fn let_it_work() {
-    std::thread::sleep(Duration::from_secs(4));
+    std::thread::sleep(Duration::from_secs(2));
 }
 
 #[test]

@@ -71,7 +71,7 @@ fn killed_anywhere_in_a_save() {
             }
         }
         assert_eq!(vm.session.files(".new.firn"), Vec::<String>::new(), "{point}");
-        vm.session.firn(&["checkpoint", "web", "-o", "after.firn"]).succeeds();
+        vm.session.firn(&["checkpoint", "web", "-o", "after.firn", "--strategy", "cow"]).succeeds();
         vm.session.firn(&["stop", "web"]).succeeds();
     }
     assert!(untouched.is_empty(), "never reached: {untouched:?}");

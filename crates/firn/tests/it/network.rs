@@ -13,7 +13,7 @@ const ROUNDS: &str = "FIRN_ROUNDS";
 
 /// A guest with a card, in which a program counts the questions that it answers.
 fn booted(outside: &Outside) -> Vm {
-    let vm = Vm::new();
+    let vm = Vm::alone();
     let uplink = vm.session.path("uplink");
     outside.listen(&uplink);
     let netdev = format!("firn,id=net,uplink={}", text(&uplink));

@@ -32,7 +32,7 @@ fn firn_killed_while_qemu_waits() {
         assert_eq!(vm.session.status("web")["state"], "running", "{point}");
         vm.is_well();
         assert_eq!(vm.session.files("new.firn"), Vec::<String>::new(), "{point}");
-        vm.session.firn(&["checkpoint", "web", "-o", "after.firn"]).succeeds();
+        vm.session.firn(&["checkpoint", "web", "-o", "after.firn", "--strategy", "cow"]).succeeds();
         vm.session.firn(&["stop", "web"]).succeeds();
     }
 }

@@ -1,7 +1,7 @@
 //! Real guests: whole sessions with them.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use firn_lab::guest::{Control, Disk, GuestImage, JobState, QemuArgs, accel};
@@ -21,13 +21,36 @@ pub struct Vm {
     file_system: Option<PathBuf>,
     /// More words for QEMU's command line.
     more: Vec<String>,
-    _alone: MutexGuard<'static, ()>,
+    _machine: Machine,
+}
+
+/// What a test has of the machine while its VM is there.
+enum Machine {
+    /// Others may have VMs as well: as many as tests run at once.
+    Shared { _guard: RwLockReadGuard<'static, ()> },
+    /// It looks at how long something takes, or at how much a guest gets done in between.
+    Alone { _guard: RwLockWriteGuard<'static, ()> },
+}
+
+impl Machine {
+    fn shared() -> Self {
+        Self::Shared { _guard: Self::lock().read().unwrap_or_else(PoisonError::into_inner) }
+    }
+
+    fn alone() -> Self {
+        Self::Alone { _guard: Self::lock().write().unwrap_or_else(PoisonError::into_inner) }
+    }
+
+    fn lock() -> &'static RwLock<()> {
+        static MACHINE: RwLock<()> = RwLock::new(());
+        &MACHINE
+    }
 }
 
 impl Vm {
     /// Boots a guest and lets it work.
     pub fn boot() -> Self {
-        Self::boot_writing(&["--mib", "48", "--rate", "2000"])
+        Self::new().booted(&["--mib", "48", "--rate", "2000"])
     }
 
     /// Boots a guest that also writes to two disks, and checks them.
@@ -41,7 +64,7 @@ impl Vm {
         let vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
         let mut control = vm.control();
         for (number, device) in ["/dev/vda", "/dev/vdb"].iter().enumerate() {
-            let write = ["firn-guest", "disk-dma", "write", "--rate", "60", "--device", device];
+            let write = ["firn-guest", "disk-dma", "write", "--rate", "120", "--device", device];
             let job = format!("disk{number}");
             control.spawn(&job, &write).unwrap();
             control.wait_output(&job, "progress", PATIENCE).unwrap();
@@ -59,11 +82,6 @@ impl Vm {
         assert!(made.unwrap().status.success());
         vm.file_system = Some(path);
         vm.booted(&["--mib", "48", "--rate", "2000"])
-    }
-
-    /// Boots a guest whose writers are given these words.
-    pub fn boot_writing(how: &[&str]) -> Self {
-        Self::new().booted(how)
     }
 
     /// Boots a guest whose saves stay half done for a while, so that a test can look at them.
@@ -94,7 +112,8 @@ impl Vm {
         self
     }
 
-    fn booted(self, how: &[&str]) -> Self {
+    /// Boots a guest whose writers are given these words.
+    pub fn booted(self, how: &[&str]) -> Self {
         self.run(&[]);
         self.writing(how)
     }
@@ -116,10 +135,17 @@ impl Vm {
 
     /// A session without a guest.
     pub fn new() -> Self {
-        static ALONE: Mutex<()> = Mutex::new(());
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        Self::on(Machine::shared())
+    }
+
+    /// A session without a guest, beside which there is no other.
+    pub fn alone() -> Self {
+        Self::on(Machine::alone())
+    }
+
+    fn on(machine: Machine) -> Self {
         let (disks, file_system, more) = Default::default();
-        Self { session: Session::new(), disks, file_system, more, _alone: alone }
+        Self { session: Session::new(), disks, file_system, more, _machine: machine }
     }
 
     pub fn qemu_args(&self) -> Vec<String> {
@@ -517,7 +543,7 @@ fn what_does_not_fit_is_refused_unless_forced() {
 
 #[test]
 fn the_guest_hardly_notices_a_checkpoint() {
-    let vm = Vm::boot();
+    let vm = Vm::alone().booted_with(&[]);
     vm.control().spawn("heartbeat", &["firn-guest", "heartbeat"]).unwrap();
     let prober = Prober::start(Heartbeats::new(&vm.session.path("heart")), 0.0);
     eventually("a heartbeat", PATIENCE, || !prober.timeline().replies().is_empty());
