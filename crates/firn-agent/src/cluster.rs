@@ -77,8 +77,18 @@ fn view(agent: &Agent, status: Status) -> VmView {
 fn advice(status: &Status, standby: &Readiness, host: &HostName, health: Health) -> Option<String> {
     let name = &status.name;
     let gone = match (health, &standby.ended) {
-        (Health::Lost, _) => format!("its primary's host {host} is lost"),
+        _ if standby.released => {
+            return Some(format!(
+                "{name} goes on alone on host {host}: `firn stop {name}` here ends this standby"
+            ));
+        }
+        (Health::Lost, Some(_)) => format!("its primary's host {host} is lost"),
         (_, Some(why)) => format!("no more epochs come from host {host}, which answers ({why})"),
+        (Health::Lost, None) => {
+            return Some(format!(
+                "its primary's host {host} does not answer, but its epochs have not ended: {name} may well run there"
+            ));
+        }
         (_, None) => return None,
     };
     Some(match standby.committed {
@@ -106,22 +116,37 @@ mod tests {
     }
 
     fn told(committed: u64, ended: Option<&str>, health: Health) -> String {
-        let status = status(committed, ended);
+        told_of(&status(committed, ended), health)
+    }
+
+    fn told_of(status: &Status, health: Health) -> String {
         let host = HostName::new("a").unwrap();
         let standby = status.standby.clone().unwrap();
-        advice(&status, &standby, &host, health).unwrap_or_default()
+        advice(status, &standby, &host, health).unwrap_or_default()
     }
 
     #[test]
     fn a_standby_whose_primary_is_gone_says_what_to_do() {
         assert_eq!(told(7, None, Health::Alive), "");
         assert_eq!(told(7, None, Health::Suspected), "");
-        let lost = told(7, None, Health::Lost);
+        let lost = told(7, Some("the connection failed"), Health::Lost);
         assert!(lost.contains("a is lost") && lost.contains("`firn failover web`"), "{lost}");
         assert!(lost.contains("epoch 7"), "{lost}");
         let ended = told(7, Some("the connection failed"), Health::Alive);
         assert!(ended.contains("the connection failed") && ended.contains("failover"), "{ended}");
         let nothing = told(0, Some("x"), Health::Lost);
         assert!(nothing.contains("`firn stop web`") && !nothing.contains("failover"), "{nothing}");
+    }
+
+    #[test]
+    fn nobody_is_told_to_run_a_vm_that_may_run_elsewhere() {
+        let still = told(7, None, Health::Lost);
+        assert!(still.contains("may well run there") && !still.contains("failover"), "{still}");
+        let mut released = status(7, Some("its primary has released it"));
+        released.standby.as_mut().unwrap().released = true;
+        for health in [Health::Alive, Health::Suspected, Health::Lost] {
+            let told = told_of(&released, health);
+            assert!(told.contains("`firn stop web`") && !told.contains("failover"), "{told}");
+        }
     }
 }

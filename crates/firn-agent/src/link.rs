@@ -24,8 +24,8 @@ use crate::tunnel;
 /// How long a peer may take to be connected to.
 const CONNECT_WAIT: Duration = Duration::from_secs(3);
 
-/// How long a standby may take to be started. An older one of that name may have to be stopped first.
-const STANDBY_WAIT: Duration = Duration::from_secs(60);
+/// How long a standby may take to be started, up to the last byte of the answer. An older one of that name may have to be stopped first.
+const STANDBY_WAIT: Duration = Duration::from_secs(30);
 
 /// A connection that can be asked.
 #[derive(Debug)]
@@ -70,19 +70,27 @@ impl Link {
     ///
     /// # Errors
     /// Why it does not.
-    pub async fn stand_by(mut self, vm: &VmName) -> Result<TokioIo<Upgraded>, Failure> {
+    pub async fn stand_by(self, vm: &VmName) -> Result<TokioIo<Upgraded>, Failure> {
+        let doing = format!("asking host {} to stand by", self.name);
+        let late = |_| {
+            let text = format!("it has not answered within {} s", STANDBY_WAIT.as_secs());
+            Err(Failure::new(FailureKind::Other, text))
+        };
+        let answered = timeout(STANDBY_WAIT, self.ask_to_stand_by(vm)).await;
+        answered.unwrap_or_else(late).map_err(|failure| failure.while_doing(doing))
+    }
+
+    async fn ask_to_stand_by(mut self, vm: &VmName) -> Result<TokioIo<Upgraded>, Failure> {
         let path = format!("{STANDBYS}{vm}");
         let mut request = http::request(Method::POST, self.name.as_str(), &path, None::<&()>)?;
         let headers = request.headers_mut();
         headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
         headers.insert(UPGRADE, HeaderValue::from_static(EPOCHS));
-        let doing = format!("asking host {} to stand by", self.name);
-        let asked = timeout(STANDBY_WAIT, self.sender.send_request(request)).await;
-        let answer = asked.doing(&doing)?.doing(&doing)?;
+        let answer = self.sender.send_request(request).await.doing("hearing its answer")?;
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
-            return Err(http::told_failure(answer).await.while_doing(doing));
+            return Err(http::told_failure(answer).await);
         }
-        let upgraded = hyper::upgrade::on(answer).await.doing(doing)?;
+        let upgraded = hyper::upgrade::on(answer).await.doing("taking the stream over")?;
         Ok(TokioIo::new(upgraded))
     }
 }

@@ -9,12 +9,12 @@
 //!     primary.json                 of a standby: which host its primary runs on
 //! ```
 
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use firn_supervisor::{Context as _, Failure, FailureKind, RuntimeDir, VmName};
+use firn_supervisor::{Context as _, Failure, FailureKind, RuntimeDir, VmName, make_private};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixListener;
@@ -90,12 +90,11 @@ impl Place {
     /// # Errors
     /// If they can't be had, or another agent has them.
     pub fn take<'a>(&self, peers: impl Iterator<Item = &'a HostName>) -> Result<Sole, Failure> {
-        make_private(self.base.path())
-            .doing_or(FailureKind::Host, "making the runtime directory")?;
+        self.base.create().doing_or(FailureKind::Host, "making the runtime directory")?;
         let directory = self.directory();
         let of_peers = peers.map(|peer| directory.join(peer.as_str()));
         for path in [directory.clone()].into_iter().chain(of_peers) {
-            make_private(&path).doing("making the agent's directory")?;
+            make_private(&path).doing_or(FailureKind::Host, "making the agent's directory")?;
         }
         lock(&directory.join("lock"))
     }
@@ -177,20 +176,11 @@ pub fn clear(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether those that are there are private was checked when they were made; the outermost is checked with each VM.
-fn make_private(path: &Path) -> io::Result<()> {
-    DirBuilder::new().mode(0o700).recursive(true).create(path)?;
-    match fs::symlink_metadata(path)?.permissions().mode() & 0o077 {
-        0 => Ok(()),
-        _ => Err(io::Error::other(format!(
-            "others can enter {}: it must have mode 0700",
-            path.display()
-        ))),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::DirBuilder;
+    use std::os::unix::fs::DirBuilderExt;
+
     use super::*;
 
     fn host(name: &str) -> HostName {
@@ -217,7 +207,27 @@ mod tests {
         fs::create_dir(&run).unwrap();
         fs::set_permissions(&run, Permissions::from_mode(0o755)).unwrap();
         let refused = Place::new(RuntimeDir::at(&run)).take([].iter()).unwrap_err();
-        assert!(refused.to_string().contains("others can enter"), "{refused}");
+        assert!(refused.to_string().contains("mode 0755: it must be yours"), "{refused}");
+    }
+
+    /// Whoever made it could put something else in the place of each socket.
+    #[test]
+    fn a_directory_of_somebody_elses_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let [run, own] = ["run", "own"].map(|name| dir.path().join(name));
+        for path in [&run, &own, &own.join(".agent")] {
+            DirBuilder::new().mode(0o700).create(path).unwrap();
+        }
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("skipped: only root can give a directory away");
+        }
+        for path in [&run, &own.join(".agent")] {
+            std::os::unix::fs::chown(path, Some(65_534), None).unwrap();
+        }
+        for run in [run, own] {
+            let refused = Place::new(RuntimeDir::at(&run)).take([].iter()).unwrap_err();
+            assert!(refused.to_string().contains("is owned by user 65534"), "{refused}");
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Protecting a VM of this host by a peer: a standby there, a tunnel to it, and the VM's supervisor at the near end.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use firn_supervisor::{
     Context as _, Failure, FailureKind, Progress, ProtectRequest, Status, VmName,
@@ -8,14 +9,20 @@ use firn_supervisor::{
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
+use tokio::sync::{oneshot, watch};
+use tokio::time::timeout;
 
 use crate::agent::Agent;
 use crate::api::Protect;
+use crate::detect::Health;
 use crate::host::HostName;
 use crate::link::Link;
 use crate::place::Socket;
 use crate::standbys::tell;
 use crate::tunnel;
+
+/// How long the VM's supervisor may take to connect. It looks at all of the VM's memory before.
+const SUPERVISOR_WAIT: Duration = Duration::from_secs(60);
 
 /// Returns when there is something to fail over to.
 pub(crate) async fn protect(
@@ -31,14 +38,52 @@ pub(crate) async fn protect(
     let to = format!("unix:{}", path.display());
     let to = to.parse().doing_or(FailureKind::Usage, "naming the VM's socket")?;
     let socket = agent.place.listen(path)?;
-    let far = Link::open(&agent.identity, &backup, address).await?.stand_by(&vm).await?;
-    let sending = tokio::spawn(send(Arc::clone(agent), backup, vm.clone(), socket, far));
+    // From here on: what is set up with a host that is lost meanwhile comes to nothing.
+    let health = agent.health(&backup)?;
+    let far = standing_by(agent, &backup, address, &vm, health.clone()).await?;
+    let (tell, connected) = oneshot::channel();
+    let stream = Stream { agent: Arc::clone(agent), backup, vm: vm.clone(), socket, far, health };
+    let sending = tokio::spawn(stream.send(tell));
     let how = ProtectRequest { to, interval_ms, predicts, alone: false };
-    let begun = agent.blocking(move |vms| vms.protect(&vm, how, &mut on_progress)).await;
+    let begun = tokio::select! {
+        begun = agent.blocking(move |vms| vms.protect(&vm, how, &mut on_progress)) => begun,
+        () = too_late(connected) => Err(silent()),
+    };
     if begun.is_err() {
         sending.abort();
     }
     begun
+}
+
+/// A connection to a standby that waits for its primary.
+async fn standing_by(
+    agent: &Agent,
+    backup: &HostName,
+    address: &str,
+    vm: &VmName,
+    health: watch::Receiver<Health>,
+) -> Result<TokioIo<Upgraded>, Failure> {
+    let asked = async { Link::open(&agent.identity, backup, address).await?.stand_by(vm).await };
+    tokio::select! {
+        answer = asked => answer,
+        () = tunnel::loss(health) => {
+            let text = format!("host {backup} was lost before it stood by");
+            Err(Failure::new(FailureKind::Other, text))
+        }
+    }
+}
+
+/// Returns if the supervisor has not connected in time.
+async fn too_late(connected: oneshot::Receiver<()>) {
+    if timeout(SUPERVISOR_WAIT, connected).await.is_ok() {
+        std::future::pending().await
+    }
+}
+
+fn silent() -> Failure {
+    let text =
+        format!("the VM's supervisor has not begun to send within {} s", SUPERVISOR_WAIT.as_secs());
+    Failure::new(FailureKind::Other, text).hint("the VM's log may say what it is doing")
 }
 
 /// Nobody is asked to stand by for a VM that can't be protected now. Its supervisor looks again.
@@ -54,17 +99,25 @@ async fn is_free(agent: &Agent, vm: &VmName) -> Result<(), Failure> {
     }
 }
 
-/// Carries what the supervisor sends, from when it connects.
-async fn send(
+/// A standby's stream that nobody sends to yet.
+struct Stream {
     agent: Arc<Agent>,
     backup: HostName,
     vm: VmName,
     socket: Socket,
     far: TokioIo<Upgraded>,
-) {
-    let Ok((near, _)) = socket.listener.accept().await else { return };
-    drop(socket);
-    let Ok(health) = agent.health(&backup) else { return };
-    let _noted = agent.note_carried(&vm, &backup);
-    tell(&vm, &backup, &tunnel::carry(near, far, health).await);
+    health: watch::Receiver<Health>,
+}
+
+impl Stream {
+    /// Carries what the supervisor sends, from when it connects; `connected` hears that.
+    async fn send(self, connected: oneshot::Sender<()>) {
+        let Self { agent, backup, vm, socket, far, health } = self;
+        let Ok((near, _)) = socket.listener.accept().await else { return };
+        // Nobody waits any more if it has come too late.
+        let _ = connected.send(());
+        drop(socket);
+        let _noted = agent.note_carried(&vm, &backup);
+        tell(&vm, &backup, &tunnel::carry(near, far, health).await);
+    }
 }

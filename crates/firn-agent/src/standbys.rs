@@ -10,9 +10,12 @@ use hyper::header::{CONNECTION, HeaderValue, UPGRADE};
 use hyper::{Request, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::time::timeout;
 
 use crate::agent::Agent;
 use crate::api::EPOCHS;
+use crate::detect::Health;
 use crate::host::HostName;
 use crate::http::{self, Answer};
 use crate::place;
@@ -25,13 +28,14 @@ pub(crate) async fn start(
     vm: &str,
     request: Request<Incoming>,
 ) -> Answer {
-    let begun = match wanted(vm, &request) {
-        Ok(vm) => begin(agent, &peer, vm).await,
-        Err(failure) => Err(failure),
+    // From here on: a standby that is set up for a host which is lost meanwhile is for nobody.
+    let begun = match (wanted(vm, &request), agent.health(&peer)) {
+        (Ok(vm), Ok(health)) => begin(agent, &peer, vm).await.map(|begun| (begun, health)),
+        (Err(failure), _) | (_, Err(failure)) => Err(failure),
     };
     match begun {
-        Ok((vm, near)) => {
-            tokio::spawn(receive(Arc::clone(agent), peer, vm, near, request));
+        Ok(((vm, near), health)) => {
+            tokio::spawn(receive(peer, vm, near, request, health));
             switching()
         }
         Err(failure) => {
@@ -115,16 +119,16 @@ fn switching() -> Answer {
 
 /// A connection that does not become a stream is dropped, and the standby with it.
 async fn receive(
-    agent: Arc<Agent>,
     peer: HostName,
     vm: VmName,
     near: UnixStream,
     request: Request<Incoming>,
+    health: watch::Receiver<Health>,
 ) {
-    let (Ok(far), Ok(health)) = (hyper::upgrade::on(request).await, agent.health(&peer)) else {
-        return;
-    };
-    tell(&vm, &peer, &tunnel::carry(near, TokioIo::new(far), health).await);
+    let upgraded = timeout(http::REQUEST_WAIT, hyper::upgrade::on(request)).await;
+    if let Ok(Ok(far)) = upgraded {
+        tell(&vm, &peer, &tunnel::carry(near, TokioIo::new(far), health).await);
+    }
 }
 
 /// Tells how a stream of epochs ended.

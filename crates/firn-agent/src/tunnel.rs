@@ -8,8 +8,17 @@
 //! ```
 //!
 //! What is not taken at one end is not read at the other: no more than one buffer for each direction waits in an agent. An end of one
-//! direction is passed on as such, and the other direction goes on as long as its own side is there. Anything else, also a
-//! connection that ends without saying so, ends both at once: a supervisor sees what it would see if its own connection had broken.
+//! direction is passed on as such, and the other direction goes on as long as its own side is there.
+//!
+//! | what happens | what follows |
+//! |---|---|
+//! | a supervisor ends, also with bytes unread | what it said is carried on to its end, what comes for it is taken and dropped |
+//! | its socket takes no more, and it still speaks | the same: its last words get through |
+//! | nothing can be written to the other host | what comes from there is still given to the supervisor |
+//! | the connection ends without saying so, or its host is lost | both sides end at once |
+//!
+//! A connection that is closed with something unread is reset, and what is still on its way may be lost by that (RFC 2525, 2.17; the
+//! kernel does so, tcp_close). So it is read to its end, or until it has been silent for [`LINGER`].
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,12 +29,15 @@ use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, split};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Notify, watch};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use crate::detect::Health;
 
 /// What is read at once, and waits at most, in each direction.
 const BUFFER_BYTES: usize = 256 << 10;
+
+/// How long the other host may be silent before a connection is closed that nobody listens to any more here.
+const LINGER: Duration = Duration::from_secs(5);
 
 /// How often it is looked whether a supervisor that has said all is still there to hear.
 const GONE_EVERY: Duration = Duration::from_millis(100);
@@ -46,7 +58,9 @@ pub enum End {
     Lost,
 }
 
-/// Carries until one of the ends has ended, or the peer is lost. Then both are closed.
+/// Carries until both ends have ended, the connection has broken, or the peer is lost. Then both are closed.
+///
+/// `peer` is to be had before the connection is made: a loss since then counts.
 pub async fn carry(
     near: UnixStream,
     far: impl AsyncRead + AsyncWrite,
@@ -57,36 +71,57 @@ pub async fn carry(
         Err(error) => return End::Broken(error),
     };
     let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), split(far));
-    let said = Notify::new();
+    let (said, heard) = (Notify::new(), Notify::new());
     let forth = async {
-        pass(near_in, far_out).await?;
+        let carried = send(near_in, far_out).await;
         said.notify_one();
-        io::Result::Ok(())
+        Ok(carried)
+    };
+    let both = async {
+        let (carried, ()) = tokio::try_join!(forth, receive(far_in, near_out, &heard))?;
+        carried
     };
     let has_left = async {
         said.notified().await;
-        gone(&socket).await
+        gone(&socket).await;
+        while timeout(LINGER, heard.notified()).await.is_ok() {}
     };
     tokio::select! {
-        done = async { tokio::try_join!(forth, pass(far_in, near_out)) } => match done {
-            Ok(_) => End::Said,
-            Err(error) => End::Broken(error),
-        },
+        done = both => done.map_or_else(End::Broken, |()| End::Said),
         () = has_left => End::Said,
         () = loss(peer) => End::Lost,
     }
 }
 
-/// One direction, up to its end, which is passed on.
-async fn pass(mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin) -> io::Result<()> {
+/// What the supervisor says, up to its end, however that comes: all that it had said before is read first.
+async fn send(
+    mut near: impl AsyncRead + Unpin,
+    mut far: impl AsyncWrite + Unpin,
+) -> io::Result<()> {
     let mut buffer = vec![0; BUFFER_BYTES];
+    while let Ok(count @ 1..) = near.read(&mut buffer).await {
+        far.write_all(&buffer[..count]).await?;
+        far.flush().await?;
+    }
+    far.shutdown().await
+}
+
+/// What the other host says, up to its end. What the supervisor does not take is dropped.
+async fn receive(
+    mut far: impl AsyncRead + Unpin,
+    mut near: impl AsyncWrite + Unpin,
+    heard: &Notify,
+) -> io::Result<()> {
+    let (mut buffer, mut is_taken) = (vec![0; BUFFER_BYTES], true);
     loop {
-        let count = from.read(&mut buffer).await?;
+        let count = far.read(&mut buffer).await?;
+        heard.notify_one();
         if count == 0 {
-            return to.shutdown().await;
+            // It may have gone.
+            let _ = near.shutdown().await;
+            return Ok(());
         }
-        to.write_all(&buffer[..count]).await?;
-        to.flush().await?;
+        is_taken = is_taken && near.write_all(&buffer[..count]).await.is_ok();
     }
 }
 
@@ -102,9 +137,8 @@ async fn gone(socket: &OwnedFd) {
     }
 }
 
-/// Returns when the peer becomes lost. What was believed before does not count: it has just been reached.
-async fn loss(mut peer: watch::Receiver<Health>) {
-    peer.mark_unchanged();
+/// Returns when the peer becomes lost, or has since this was to be watched. What was believed before does not count.
+pub async fn loss(mut peer: watch::Receiver<Health>) {
     while peer.changed().await.is_ok() {
         if *peer.borrow_and_update() == Health::Lost {
             return;

@@ -3,13 +3,12 @@
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_supervisor::{
     Context as _, Failure, FailureKind, OnProgress, Plan, ProtectRequest, Request, RuntimeDir,
-    Starting, Status, StopRequest, VmName, ask, glance,
+    Starting, Status, StopRequest, VmName, ask, glance, glances,
 };
 use serde_json::Value;
 
@@ -48,7 +47,7 @@ pub trait Vms: Send + Sync + 'static {
     ) -> Result<Value, Failure>;
 
     /// Starts a standby that listens there, and connects to it. It ends with that connection if no primary introduces itself;
-    /// `on_ready` hears what becomes of it.
+    /// `on_ready` hears what becomes of it; it is dropped if nothing does.
     ///
     /// # Errors
     /// Why it was not started.
@@ -72,9 +71,7 @@ pub struct Supervised(pub RuntimeDir);
 
 impl Vms for Supervised {
     fn list(&self) -> Result<Vec<Status>, Failure> {
-        let vms = self.0.vms().doing("looking for VMs")?;
-        // One that goes away meanwhile is left out.
-        Ok(vms.iter().filter_map(|vm| glance(vm).ok()).collect())
+        Ok(glances(&self.0.vms().doing("looking for VMs")?))
     }
 
     fn status(&self, vm: &VmName) -> Result<Status, Failure> {
@@ -101,15 +98,18 @@ impl Vms for Supervised {
             address.parse().doing_or(FailureKind::Usage, "naming the standby's socket")?;
         let plan = Plan::Standby { listen: listens, uplinks: Default::default() };
         let starting = Starting::begin(&self.0, vm, &plan)?;
-        let (tell, told) = mpsc::channel();
-        let finish = move || {
-            let result = starting.finish(&mut |_| ());
-            // Nobody waits any more if it has been connected to.
-            let _ = tell.send(result.as_ref().err().cloned());
-            on_ready(result);
-        };
-        thread::Builder::new().name("standby".into()).spawn(finish).doing("starting a standby")?;
-        connect(listen, &told)
+        match connect(listen, &starting) {
+            Ok(Some(stream)) => {
+                let finish = move || on_ready(starting.finish(&mut |_| ()));
+                let builder = thread::Builder::new().name("standby".into());
+                builder.spawn(finish).doing("starting a standby")?;
+                Ok(stream)
+            }
+            // It has said why.
+            Ok(None) => Err(starting.finish(&mut |_| ()).err().unwrap_or_else(silent)),
+            // Nobody waits for it any more: it ends by that.
+            Err(failure) => Err(failure),
+        }
     }
 
     fn stop(&self, vm: &VmName) -> Result<(), Failure> {
@@ -117,20 +117,19 @@ impl Vms for Supervised {
     }
 }
 
-/// Connects as soon as somebody listens. Who has ended by then says why.
-fn connect(listen: &Path, told: &mpsc::Receiver<Option<Failure>>) -> Result<UnixStream, Failure> {
+/// Connects as soon as somebody listens. `None` if the standby has ended.
+fn connect(listen: &Path, starting: &Starting) -> Result<Option<UnixStream>, Failure> {
     let deadline = Instant::now() + LISTEN_WAIT;
-    loop {
+    while Instant::now() < deadline {
         if let Ok(stream) = UnixStream::connect(listen) {
-            return Ok(stream);
+            return Ok(Some(stream));
         }
-        match told.recv_timeout(RETRY) {
-            Ok(Some(failure)) => return Err(failure),
-            Ok(None) | Err(RecvTimeoutError::Disconnected) => return Err(silent()),
-            Err(RecvTimeoutError::Timeout) if Instant::now() >= deadline => return Err(silent()),
-            Err(RecvTimeoutError::Timeout) => {}
+        if starting.is_over() {
+            return Ok(None);
         }
+        thread::sleep(RETRY);
     }
+    Err(silent())
 }
 
 fn silent() -> Failure {

@@ -75,6 +75,8 @@ pub const POINTS: &[&str] = &[
     // What a protected VM sends is held, unless this fails.
     "net.hold",
     // A standby's.
+    "standby.listen",
+    "standby.stopped",
     "standby.ready",
     "failover.loaded",
     "failover.started",

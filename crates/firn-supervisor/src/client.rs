@@ -10,6 +10,9 @@ use std::process::ChildStdout;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+
 use crate::failure::{Context, Failure, FailureKind};
 use crate::guard;
 use crate::journal::{Journal, Note, Phase};
@@ -70,6 +73,14 @@ impl Starting {
             let _ = protocol::write(&mut to, plan);
         }
         Ok(Self { base: base.clone(), vm, from: child.stdout.take() })
+    }
+
+    /// Whether it has said all, and [`Self::finish`] does not wait: the other end of its pipe is closed.
+    pub fn is_over(&self) -> bool {
+        let Some(from) = &self.from else { return true };
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut polled = [PollFd::new(from, PollFlags::empty())];
+        poll(&mut polled, Some(&now)).is_ok() && polled[0].revents().contains(PollFlags::HUP)
     }
 
     /// Returns what the supervisor says once the VM runs.
@@ -259,12 +270,35 @@ pub fn glance(vm: &VmDir) -> Result<Status, Failure> {
     Ok(told_at_once(vm).unwrap_or_else(|| Status::of(&journal)))
 }
 
+/// The status of each, as [`glance`] has it. All are asked at once, so that those that don't answer keep nobody waiting for the others.
+/// One that goes away meanwhile is left out.
+pub fn glances(vms: &[VmDir]) -> Vec<Status> {
+    thread::scope(|scope| {
+        let ask = |vm| {
+            let asked = thread::Builder::new().name("glance".into());
+            asked.spawn_scoped(scope, move || glance(vm).ok()).ok()
+        };
+        let asked: Vec<_> = vms.iter().map(ask).collect();
+        asked.into_iter().flatten().filter_map(|told| told.join().ok().flatten()).collect()
+    })
+}
+
 fn told_at_once(vm: &VmDir) -> Option<Status> {
-    let stream = UnixStream::connect(vm.control()).ok()?;
+    let stream = connect_at_once(&vm.control()).ok()?;
     stream.set_read_timeout(Some(GLANCE_WAIT)).ok()?;
     protocol::write(&mut &stream, &Request::Status).ok()?;
     let facts = read_replies(&mut BufReader::new(&stream), &mut |_| ()).ok()??.ok()?;
     serde_json::from_value(facts).ok()
+}
+
+/// A supervisor that stands still takes no more connections some time, and connecting to it would wait for ever.
+fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 /// Forgets a VM that is over.
@@ -478,6 +512,32 @@ mod tests {
         let asked = |request| ask(&base, vm.name(), &request, &mut |_| ()).unwrap_err();
         assert_eq!(asked(Request::Watch), damaged);
         assert_eq!(asked(Request::Detach).kind, FailureKind::NoSuchVm);
+    }
+
+    /// Some don't answer, and one does not even take connections any more: they are told of all the same, from their journals.
+    #[test]
+    fn supervisors_that_stand_still_hide_nobody() {
+        let (_dir, base, _) = dir();
+        let vms: Vec<VmDir> =
+            (0..8).map(|n| base.vm(&VmName::new(format!("vm{n}")).unwrap())).collect();
+        let stands_still = |vm: &VmDir| {
+            vm.create().unwrap();
+            let mut journal = Journal::new(vm.name().clone(), None);
+            journal.phase = Phase::Running;
+            journal.store(&vm.journal()).unwrap();
+            crate::server::bind(&vm.control()).unwrap()
+        };
+        let sockets: Vec<_> = vms.iter().map(stands_still).collect();
+        let mut crowd = Vec::new();
+        while let Ok(stream) = connect_at_once(&vms[0].control()) {
+            crowd.push(stream);
+        }
+        let since = Instant::now();
+        let told = glances(&vms);
+        assert!(since.elapsed() < 2 * GLANCE_WAIT, "{:?}", since.elapsed());
+        let names: Vec<&str> = told.iter().map(|status| status.name.as_str()).collect();
+        assert_eq!(names, ["vm0", "vm1", "vm2", "vm3", "vm4", "vm5", "vm6", "vm7"]);
+        drop((crowd, sockets));
     }
 
     #[test]

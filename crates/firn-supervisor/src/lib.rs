@@ -59,7 +59,9 @@ mod testing;
 mod usage;
 mod watch;
 
-pub use client::{OnProgress, Starting, absolute, ask, forget, glance, look_after, start, status};
+pub use client::{
+    OnProgress, Starting, absolute, ask, forget, glance, glances, look_after, start, status,
+};
 pub use failure::{Context, Failure, FailureKind, image_failure};
 pub use guard::guard;
 pub use identity::{ProcessHandle, ProcessIdentity};
@@ -74,7 +76,7 @@ pub use protocol::{
     SaveDisks, SaveRequest, StopRequest,
 };
 pub use restore::Timings;
-pub use runtime::{RuntimeDir, RuntimeError, VmDir};
+pub use runtime::{RuntimeDir, RuntimeError, VmDir, make_private};
 pub use spawn::{GUARD, RECOVER, SUPERVISE};
 pub use standby::Readiness;
 pub use status::Status;

@@ -98,6 +98,14 @@ impl RuntimeDir {
         &self.path
     }
 
+    /// Makes it, if it isn't there.
+    ///
+    /// # Errors
+    /// If it can't be made, or is not its owner's alone.
+    pub fn create(&self) -> Result<(), RuntimeError> {
+        make_private_all(&self.path)
+    }
+
     /// A VM's subdirectory, which need not exist.
     pub fn vm(&self, name: &VmName) -> VmDir {
         VmDir { path: self.path.join(name.as_str()), name: name.clone() }
@@ -190,9 +198,9 @@ impl VmDir {
     /// Makes the directory, and the one around it, if they aren't there; checks that both are private.
     pub fn create(&self) -> Result<(), RuntimeError> {
         if let Some(base) = self.path.parent() {
-            make_private(base, true)?;
+            make_private_all(base)?;
         }
-        make_private(&self.path, false)?;
+        make_private(&self.path)?;
         match self.control().as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             true => Err(RuntimeError::TooLong(self.control())),
             false => Ok(()),
@@ -217,8 +225,12 @@ impl VmDir {
     }
 
     /// Removes the directory with all that is in it. That it is gone already is no error.
+    ///
+    /// Its name is free at once, so that nothing of another VM that takes it is removed with it.
     pub fn remove(&self) -> Result<(), RuntimeError> {
-        match fs::remove_dir_all(&self.path) {
+        let gone = self.path.with_file_name(format!(".{}.{}", self.name, std::process::id()));
+        let removed = fs::rename(&self.path, &gone).and_then(|()| fs::remove_dir_all(&gone));
+        match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 Err(RuntimeError::Io { path: self.path.clone(), source: error })
             }
@@ -231,8 +243,20 @@ fn absolute(path: &Path) -> Result<PathBuf, RuntimeError> {
     std::path::absolute(path).map_err(|source| RuntimeError::Io { path: path.to_owned(), source })
 }
 
-fn make_private(path: &Path, parents: bool) -> Result<(), RuntimeError> {
-    let made = DirBuilder::new().mode(0o700).recursive(parents).create(path);
+/// Makes a directory for its owner alone, unless there is one.
+///
+/// # Errors
+/// If it can't be made, or somebody else can enter it or has made it.
+pub fn make_private(path: &Path) -> Result<(), RuntimeError> {
+    settle(path, DirBuilder::new().mode(0o700).create(path))
+}
+
+/// With those around it.
+fn make_private_all(path: &Path) -> Result<(), RuntimeError> {
+    settle(path, DirBuilder::new().mode(0o700).recursive(true).create(path))
+}
+
+fn settle(path: &Path, made: io::Result<()>) -> Result<(), RuntimeError> {
     match made {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
             Err(RuntimeError::Io { path: path.to_owned(), source: error })

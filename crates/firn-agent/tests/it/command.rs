@@ -60,6 +60,36 @@ fn documented_certificates_are_good_ones() {
     }
 }
 
+/// Where the authority's key is missing, or is none, nothing is left that the next run would take for a certificate.
+#[test]
+fn certificates_that_cannot_be_made_leave_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/certificates");
+    let make = |name: &str| Command::new(&script).arg(dir.path()).arg(name).output().unwrap();
+    let files = || {
+        let entries = std::fs::read_dir(dir.path()).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    assert!(make("a").status.success());
+    let (key, hidden) = (dir.path().join("ca.key"), dir.path().join("kept"));
+    std::fs::rename(&key, &hidden).unwrap();
+    let before = files();
+    let missing = make("b");
+    let said = String::from_utf8_lossy(&missing.stderr).into_owned();
+    assert!(!missing.status.success() && said.contains("ca.key is not there"), "{said}");
+    assert_eq!(files(), before);
+    std::fs::write(&key, "no key").unwrap();
+    let broken = make("b");
+    assert!(!broken.status.success() && !broken.stderr.is_empty());
+    std::fs::remove_file(&key).unwrap();
+    assert_eq!(files(), before);
+    std::fs::rename(&hidden, &key).unwrap();
+    assert!(make("b").status.success());
+    assert!(dir.path().join("b.pem").metadata().unwrap().len() > 0);
+}
+
 #[test]
 fn it_ends_when_it_is_told_to_and_leaves_nothing_behind() {
     let dir = tempfile::tempdir().unwrap();

@@ -78,6 +78,9 @@ pub fn free_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
+/// A VM whose supervisor connects only when it is let go.
+pub const LATE: &str = "late";
+
 /// VMs that are sockets: what a test gets of each is the end that the supervisor would have.
 struct Fake(Sender<UnixStream>);
 
@@ -98,12 +101,18 @@ impl Vms for Fake {
 
     fn protect(
         &self,
-        _: &VmName,
+        vm: &VmName,
         how: ProtectRequest,
         _: OnProgress<'_>,
     ) -> Result<Value, Failure> {
-        let path = how.to.to_string();
-        let near = UnixStream::connect(path.strip_prefix("unix:").unwrap()).unwrap();
+        let address = how.to.to_string();
+        let path = Path::new(address.strip_prefix("unix:").unwrap());
+        if vm.as_str() == LATE {
+            let base = path.ancestors().nth(3).unwrap();
+            fs::write(base.join("asked"), "").unwrap();
+            eventually("it is let go", || base.join("go").exists());
+        }
+        let near = UnixStream::connect(path).unwrap();
         self.0.send(near).unwrap();
         Ok(json!({}))
     }
@@ -169,6 +178,16 @@ impl Host {
     /// Ends it as SIGKILL would: all of its sockets are closed, and nothing is said.
     pub fn kill(&mut self) {
         self.runtime.take().unwrap().shutdown_background();
+    }
+
+    /// Whether a supervisor waits for that.
+    pub fn has_a_late_one(&self) -> bool {
+        self.base.path().join("asked").exists()
+    }
+
+    /// Lets supervisors connect that waited for it.
+    pub fn let_late_ones_go(&self) {
+        fs::write(self.base.path().join("go"), "").unwrap();
     }
 
     pub fn cluster(&self) -> Cluster {

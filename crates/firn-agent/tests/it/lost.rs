@@ -1,12 +1,15 @@
 //! Hosts that go, and come back.
 
 use std::io::{Read, Write};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_agent::Times;
+use firn_agent::api::Protect;
 use firn_agent::detect::Health;
+use firn_agent::{Times, client};
+use firn_supervisor::VmName;
 
-use crate::host::{Authority, Host, PATIENCE, eventually, free_address, pair};
+use crate::host::{Authority, Host, LATE, PATIENCE, eventually, free_address, name, pair};
 use crate::relay::Relay;
 
 #[test]
@@ -65,4 +68,33 @@ fn a_host_behind_a_dead_network_is_lost_with_its_streams() {
     let (mut primary, mut standby) = (a.end(), b.end());
     primary.write_all(b"y").unwrap();
     standby.read_exact(&mut [0]).unwrap();
+}
+
+/// A host that is lost before the VM's supervisor has connected: what is set up ends as soon as it begins.
+#[test]
+fn a_host_that_is_lost_while_a_stream_is_set_up_ends_it() {
+    let authority = Authority::new();
+    let [at_a, at_b] = [free_address(), free_address()];
+    let [to_a, to_b] = [Relay::to(at_a), Relay::to(at_b)];
+    let a = Host::start(&authority, "a", at_a, &[("b", to_b.address)], Times::default());
+    let b = Host::start(&authority, "b", at_b, &[("a", to_a.address)], Times::default());
+    eventually("there", || a.peer("b").health == Health::Alive);
+    let base = a.base.clone();
+    let asked = thread::spawn(move || {
+        let vm = VmName::new(LATE).unwrap();
+        let wanted = Protect { vm, backup: name("b"), interval_ms: 100, predicts: true };
+        client::protect(&base, &wanted, &mut |_| ())
+    });
+    let _standby = b.end();
+    eventually("it is asked", || a.has_a_late_one());
+    for relay in [&to_a, &to_b] {
+        relay.cut(true);
+    }
+    eventually("lost", || a.peer("b").health == Health::Lost);
+    a.let_late_ones_go();
+    asked.join().unwrap().unwrap();
+    let mut primary = a.end();
+    primary.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let read = primary.read(&mut [0]);
+    assert!(matches!(&read, Ok(0)), "it does not know that nobody hears it: {read:?}");
 }

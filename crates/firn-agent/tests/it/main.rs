@@ -4,6 +4,7 @@
 
 mod command;
 mod door;
+mod half;
 mod host;
 mod lost;
 mod relay;

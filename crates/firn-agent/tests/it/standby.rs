@@ -3,7 +3,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
 use crate::command::agent;
@@ -20,12 +20,18 @@ struct Backup {
 
 impl Backup {
     fn start() -> Self {
+        Self::with(|_| None)
+    }
+
+    /// Begins one whose supervisors have a fault point armed, by a text that may name files of a directory.
+    fn with(fault: impl FnOnce(&Path) -> Option<String>) -> Self {
         let authority = Authority::new();
         let dir = tempfile::Builder::new().prefix("firn-agent-").tempdir().unwrap();
         let identity = authority.issue(&["b"], |_| ());
         let (listen, peers) = (free_address(), [("a", free_address())]);
         let file = write_config(dir.path(), &authority.pem(), identity, "b", listen, &peers);
         let mut command = agent(&["run", file.to_str().unwrap()]);
+        command.envs(fault(dir.path()).map(|fault| ("FIRN_FAULT", fault)));
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -100,4 +106,23 @@ fn a_standby_without_a_primary_goes_with_the_agent() {
     backup.child.kill().unwrap();
     backup.child.wait().unwrap();
     backup.is_gone();
+}
+
+/// A host so slow that a standby does not listen in time: it is given up, and its name is free as soon as it knows.
+#[test]
+fn a_standby_that_does_not_listen_in_time_is_given_up() {
+    let backup =
+        Backup::with(|dir| Some(format!("standby.listen=WAIT:{}", dir.join("wait").display())));
+    let wait = backup.dir.path().join("wait");
+    let (_, answer) = backup.asks();
+    assert!(answer.starts_with("HTTP/1.1 500"), "{answer}");
+    assert!(wait.exists());
+    std::fs::remove_file(&wait).unwrap();
+    backup.is_gone();
+    let goes_on = std::thread::spawn(move || {
+        eventually("it waits", || wait.exists());
+        std::fs::remove_file(&wait).unwrap();
+    });
+    let _stream = backup.stream();
+    goes_on.join().unwrap();
 }

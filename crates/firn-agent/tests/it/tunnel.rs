@@ -120,6 +120,68 @@ fn an_end_of_one_direction_leaves_the_other() {
     assert_eq!(primary.read(&mut [0]).unwrap(), 0);
 }
 
+/// A standby that takes nothing more says why, and goes: its primary hears that, though it was just sending.
+#[test]
+fn last_words_are_heard_though_the_stream_is_busy() {
+    let [a, b] = pair();
+    let words = vec![7; 300_000];
+    for _ in 0..10 {
+        let [mut primary, mut standby] = protected(&a, &b);
+        let mut to = primary.try_clone().unwrap();
+        let busy = thread::spawn(move || while to.write_all(&[1; 65_536]).is_ok() {});
+        standby.read_exact(&mut vec![0; 1 << 20]).unwrap();
+        standby.write_all(&words).unwrap();
+        drop(standby);
+        let mut heard = Vec::new();
+        // It ends, and with much unread by the standby that may be an error.
+        let _ = primary.read_to_end(&mut heard);
+        assert_eq!((heard.len(), heard == words), (words.len(), true));
+        primary.shutdown(Shutdown::Both).unwrap();
+        busy.join().unwrap();
+    }
+}
+
+/// A standby that reads no more still has something to say.
+#[test]
+fn who_does_not_listen_may_speak() {
+    let [a, b] = pair();
+    let [mut primary, mut standby] = protected(&a, &b);
+    standby.shutdown(Shutdown::Read).unwrap();
+    for _ in 0..100 {
+        primary.write_all(&[1; 10_000]).unwrap();
+    }
+    standby.write_all(b"the VM is about to run here").unwrap();
+    drop(standby);
+    let mut heard = String::new();
+    let _ = primary.read_to_string(&mut heard);
+    assert_eq!(heard, "the VM is about to run here");
+}
+
+/// What a primary had said when it died reaches its standby, though that is slow, and has answered what nobody heard.
+#[test]
+fn what_is_on_its_way_when_a_primary_dies_arrives() {
+    let [a, b] = pair();
+    for round in 0..4 {
+        let [mut primary, standby] = protected(&a, &b);
+        let (mut noise, mut sum) = (Noise(round), Sha256::new());
+        let mut answers = standby.try_clone().unwrap();
+        answers.write_all(&[1; 1000]).unwrap();
+        let bytes = fill(&mut primary, &mut noise, &mut sum, 64 << 20);
+        drop(primary);
+        let answering = thread::spawn(move || {
+            // As the standby answers each epoch.
+            while answers.write_all(&[1; 1000]).is_ok() {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        thread::sleep(Duration::from_millis(300));
+        let copy = standby.try_clone().unwrap();
+        assert_eq!(receive(standby), (bytes, sum.finalize().to_vec()));
+        copy.shutdown(Shutdown::Both).unwrap();
+        answering.join().unwrap();
+    }
+}
+
 /// It ends, with or without an error: whichever, nothing more comes.
 fn ends(end: &mut UnixStream) -> Duration {
     let since = Instant::now();

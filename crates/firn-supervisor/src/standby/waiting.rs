@@ -35,6 +35,7 @@ enum Turn {
 
 /// One connection of a primary, within the time, while the command waits that wants it, and unless another stops it.
 pub(super) fn accept(place: &Place<'_>, listen: &Endpoint) -> Result<Stream, Failure> {
+    firn_fault::point("standby.listen");
     let listener = listen.listen().doing(format!("listening at {listen}"))?;
     let control = server::bind(&place.vm.control()).doing("opening the control socket")?;
     let deadline = Instant::now() + CONNECT_WAIT;
@@ -91,6 +92,9 @@ fn answer(place: &Place<'_>, control: &UnixListener) -> Result<(), Failure> {
     };
     // It may have gone.
     let _ = protocol::write(&mut &stream, &reply);
+    if is_stop {
+        firn_fault::point("standby.stopped");
+    }
     match is_stop {
         true => Err(Failure::new(FailureKind::Interrupted, "it was stopped")),
         false => Ok(()),
