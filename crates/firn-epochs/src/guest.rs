@@ -16,8 +16,11 @@
 //!
 //! **Who stopped it.** Its user may stop the VM at any time, and it then stays stopped. So Firn has it stand still by one command that
 //! the hypervisor begins and ends by itself: nobody else's `stop` comes in between, and one that came before is respected. A
-//! hypervisor that can't do that is stopped and started by two commands, if it ran before; a `stop` between them is lost.
+//! hypervisor that can't do that is stopped and started by two commands, if it ran before; a `stop` between them is lost. Whoever comes
+//! after a death between them is told by what a [`Witness`] wrote down.
 
+use std::fmt;
+use std::io;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -56,9 +59,28 @@ pub enum GuestError {
     /// The hypervisor is out of reach.
     #[error("the hypervisor is out of reach")]
     Process(#[from] ProcessError),
+    /// A VM is not stopped by a command without somebody knowing that it has to be started again.
+    #[error("that the VM is to stand still could not be written down")]
+    Witness(#[source] io::Error),
     /// Whoever was to have what was copied has gone.
     #[error("nobody takes what is copied any more")]
     NobodyTakes,
+}
+
+/// Somebody who outlives this process, and lets a VM go on that it left standing still.
+pub trait Witness: fmt::Debug + Send {
+    /// The VM is about to be stopped by a command, or goes on again.
+    ///
+    /// # Errors
+    /// If that is not known now to whoever comes after. Then the VM is not stopped.
+    fn note(&mut self, is_stopped: bool) -> io::Result<()>;
+}
+
+/// Nobody comes after.
+impl Witness for () {
+    fn note(&mut self, _: bool) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// What a pause gave beside memory.
@@ -114,6 +136,7 @@ pub struct Guest {
     aux: Vec<AuxRam>,
     vcpus: Vec<Tid>,
     scan: PageScan,
+    witness: Box<dyn Witness>,
     /// Nothing is left in the hypervisor.
     is_let_go: bool,
 }
@@ -128,6 +151,7 @@ impl Guest {
         process: Arc<Process>,
         memory: Arc<GuestMemory>,
         aux: Vec<AuxRam>,
+        witness: Box<dyn Witness>,
     ) -> Result<Self, GuestError> {
         check(&mut vm, &memory)?;
         let aux: Vec<AuxRam> = aux.into_iter().filter(|aux| !aux.rom).collect();
@@ -135,7 +159,7 @@ impl Guest {
         let mut tracee = Tracee::seize(&process, &vcpus)?;
         let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?;
         drop(tracee);
-        let mut guest = Self { vm, process, memory, aux, vcpus, scan, is_let_go: false };
+        let mut guest = Self { vm, process, memory, aux, vcpus, scan, witness, is_let_go: false };
         guest.begin()?;
         Ok(guest)
     }
@@ -189,12 +213,28 @@ impl Guest {
             held.release()?;
             return Ok(());
         }
-        if self.vm.status()?.running {
-            self.vm.stop()?;
-            thread::sleep(time);
-            self.vm.cont()?;
+        match self.vm.status()?.running {
+            true => self.until_cont(|guest| {
+                guest.vm.stop()?;
+                thread::sleep(time);
+                Ok(())
+            }),
+            false => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Does what stops a VM that runs, and starts it, whatever came of that.
+    fn until_cont<T>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<T, GuestError>,
+    ) -> Result<T, GuestError> {
+        self.witness.note(true).map_err(GuestError::Witness)?;
+        let done = work(self);
+        self.vm.cont()?;
+        if let Err(error) = self.witness.note(false) {
+            tracing::warn!("that the VM goes on could not be written down: {error}");
+        }
+        done
     }
 
     /// Makes the hypervisor ready for [`Self::pause`], which is shorter for it.
@@ -235,10 +275,10 @@ impl Guest {
         self.vm.prepare_save()?;
         let is_to_run = self.vm.status()?.running;
         let started = Instant::now();
-        let done = self.stopped(&mut inside);
-        let continued = if is_to_run { self.vm.cont() } else { Ok(()) };
-        let (value, pause) = done?;
-        continued?;
+        let (value, pause) = match is_to_run {
+            true => self.until_cont(|guest| guest.stopped(&mut inside))?,
+            false => self.stopped(&mut inside)?,
+        };
         let downtime = self.vm.stood_still().unwrap_or_else(|| started.elapsed());
         Ok((value, Pause { downtime, ..pause }))
     }

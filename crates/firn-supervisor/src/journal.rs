@@ -174,8 +174,12 @@ pub enum Phase {
         /// The device state is in place and the guest may run. Before that there is nothing worth keeping.
         started: bool,
     },
-    /// The VM's epochs go to a backup; it may stand still by Firn's doing.
-    Protecting,
+    /// The VM's epochs go to a backup; it may be held for a moment, which ends by itself whoever dies.
+    Protecting {
+        /// Its hypervisor can't be held: it has been stopped by a command, or is about to be, and has to be started by another.
+        #[serde(default)]
+        paused_by_us: bool,
+    },
     /// A hypervisor waits for the VM of a primary, whose epochs come here. What came is in the supervisor and lost with it.
     Standby {
         /// A failover has put the VM's whole state in place: it runs, or is about to. It needs nothing of this supervisor any more.
@@ -252,7 +256,7 @@ impl Phase {
             Self::Saving { then_stop: false, .. } => "saving",
             Self::Saving { then_stop: true, .. } => "suspending",
             Self::Restoring { .. } => "restoring",
-            Self::Protecting => "protected",
+            Self::Protecting { .. } => "protected",
             Self::Standby { .. } => "standby",
             Self::Ended { .. } => "ended",
             Self::Detached => "detached",
@@ -446,6 +450,13 @@ mod tests {
             assert_eq!(Journal::load(&path).unwrap(), Some(written));
         }
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no file is left behind");
+    }
+
+    /// As it was written before there was more to say.
+    #[test]
+    fn a_protection_of_which_nothing_is_said_has_stopped_nothing() {
+        let phase: Phase = serde_json::from_str(r#"{"phase":"protecting"}"#).unwrap();
+        assert_eq!(phase, Phase::Protecting { paused_by_us: false });
     }
 
     #[test]

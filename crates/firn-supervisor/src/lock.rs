@@ -34,7 +34,8 @@ impl Role {
 /// A role, held until the value is dropped or the process ends.
 #[derive(Debug)]
 pub struct RoleLock {
-    _file: File,
+    file: File,
+    path: PathBuf,
 }
 
 impl RoleLock {
@@ -43,10 +44,15 @@ impl RoleLock {
         let path = role.file(dir);
         let file = open(&path)?;
         match fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(still_there(&file, &path).then_some(Self { _file: file })),
+            Ok(()) => Ok(still_there(&file, &path).then_some(Self { file, path })),
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) => Ok(None),
             Err(errno) => Err(errno.into()),
         }
+    }
+
+    /// Whether the directory is still the one in which it was taken: another of that name is another VM's.
+    pub fn is_current(&self) -> bool {
+        still_there(&self.file, &self.path)
     }
 }
 
@@ -91,5 +97,19 @@ mod tests {
         assert!(RoleLock::try_take(dir.path(), Role::Guard).unwrap().is_some());
         drop(supervisor);
         assert!(RoleLock::try_take(dir.path(), Role::Supervisor).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_role_is_of_one_directory_whatever_has_its_name_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let web = dir.path().join("web");
+        std::fs::create_dir(&web).unwrap();
+        let role = RoleLock::try_take(&web, Role::Supervisor).unwrap().unwrap();
+        assert!(role.is_current());
+        std::fs::remove_dir_all(&web).unwrap();
+        assert!(!role.is_current());
+        std::fs::create_dir(&web).unwrap();
+        let other = RoleLock::try_take(&web, Role::Supervisor).unwrap().unwrap();
+        assert!(!role.is_current() && other.is_current());
     }
 }

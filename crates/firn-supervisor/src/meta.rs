@@ -15,10 +15,13 @@ pub const VERSION: u32 = 1;
 /// The version of one with drives: who does not know of them would have the VM write to them.
 pub const VERSION_WITH_DRIVES: u32 = 2;
 
+/// The version of one whose network cards let nothing out: who does not know of that would let them.
+pub const VERSION_HELD: u32 = 3;
+
 /// Where an image comes from.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Meta {
-    /// `VERSION` or `VERSION_WITH_DRIVES`.
+    /// `VERSION`, `VERSION_WITH_DRIVES` or `VERSION_HELD`.
     pub version: u32,
     /// The VM's name.
     pub name: String,
@@ -46,6 +49,9 @@ pub struct Meta {
     /// more, the more was missed. Not there where the working set is from elsewhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub found_late: Option<f64>,
+    /// A standby may run the VM: what it sends is held until it is released, wherever it is restored.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub held: bool,
 }
 
 /// A drive as it was.
@@ -114,8 +120,22 @@ impl fmt::Display for Mismatch {
 impl Meta {
     /// The same with these drives.
     pub(crate) fn with(self, drives: Vec<FrozenDrive>) -> Self {
-        let version = if drives.is_empty() { VERSION } else { VERSION_WITH_DRIVES };
-        Self { version, drives, ..self }
+        Self { drives, ..self }.versioned()
+    }
+
+    /// The same of a VM whose network cards let nothing out, or do.
+    pub(crate) fn held(self, held: bool) -> Self {
+        Self { held, ..self }.versioned()
+    }
+
+    /// With the oldest version that says all there is to say.
+    fn versioned(self) -> Self {
+        let version = match (self.held, self.drives.is_empty()) {
+            (true, _) => VERSION_HELD,
+            (false, false) => VERSION_WITH_DRIVES,
+            (false, true) => VERSION,
+        };
+        Self { version, ..self }
     }
 
     /// Compares the disks. `look` tells what a file is now; `None` if it isn't there.
@@ -192,6 +212,23 @@ mod tests {
         ];
         let qemu = Qemu { version: "7.2.22".into(), ..Qemu::default() };
         Meta { qemu, disks, ..Meta::default() }
+    }
+
+    /// A Firn that does not know of what is held must not take such an image up.
+    #[test]
+    fn the_version_says_who_can_take_an_image_up() {
+        let drive = FrozenDrive {
+            named: "d".into(),
+            file: "/d".into(),
+            format: "raw".into(),
+            bytes: 1,
+            identity: FileIdentity { dev: 1, inode: 2, size: 3, mtime_ns: 4 },
+            is_clone: false,
+        };
+        assert_eq!(Meta::default().with(Vec::new()).version, VERSION);
+        assert_eq!(Meta::default().with(vec![drive.clone()]).version, VERSION_WITH_DRIVES);
+        assert_eq!(Meta::default().held(true).with(vec![drive]).version, VERSION_HELD);
+        assert_eq!(Meta::default().held(true).held(false).version, VERSION);
     }
 
     #[test]

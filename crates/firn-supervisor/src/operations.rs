@@ -57,6 +57,8 @@ impl Operations for Qemu {
         refuse_blocked(blockers)?;
         let open = |path: &PathBuf| open_parent(path, &layout);
         let parent = request.choices.parent.as_ref().map(open).transpose()?;
+        let held = self.journal.read().shut || self.network.is_shut();
+        let machine = Machine { meta: machine.meta.clone().held(held), ..machine };
         let meta = machine.meta.clone();
         let mut cutting =
             Cutting::plan(&mut vm, &meta, &request.choices, then_stop).map_err(|failure| {
@@ -105,9 +107,10 @@ impl Operations for Qemu {
         // One descriptor at a time can have the guest's memory.
         self.usage.finish();
         self.changes.finish();
-        self.enter(Phase::Protecting, |_| ())?;
+        self.enter(Phase::Protecting { paused_by_us: false }, |_| ())?;
         let network = &self.network;
-        let ended = self.protecting.run(&machine, request, network, ending, begun, progress);
+        let of = (&machine, &self.journal);
+        let ended = self.protecting.run(of, request, network, ending, begun, progress);
         let ended = ended.map_err(|failure| self.unless_ended(failure));
         let shut = network.is_shut();
         let held = if shut { HELD } else { "" };

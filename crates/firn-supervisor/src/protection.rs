@@ -1,17 +1,18 @@
 //! Protecting a VM: its epochs to a backup, and what there is to say about them.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use firn_cluster::Epoch;
-use firn_epochs::guest::{Guest, GuestError};
+use firn_epochs::guest::{Guest, GuestError, Witness};
 use firn_epochs::primary::{self, CutNumbers, Ending, Options, PrimaryError, Told};
 use firn_epochs::wire::{self, Hello};
 use firn_vmm::command_line;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Context, Failure, FailureKind};
-use crate::journal::Machine;
+use crate::journal::{Journal, JournalFile, Machine, Phase};
 use crate::network::Network;
 use crate::percentiles::{Newest, Percentiles};
 use crate::protocol::{Progress, ProtectRequest};
@@ -101,7 +102,7 @@ impl Protecting {
     /// Protects until `ending` says so. `begun` hears once that there is something to fail over to.
     pub(crate) fn run(
         &self,
-        machine: &Machine,
+        (machine, journal): (&Machine, &Arc<JournalFile>),
         request: &ProtectRequest,
         network: &Network,
         ending: &Ending,
@@ -111,7 +112,7 @@ impl Protecting {
         let to = request.to.to_string();
         let meta = serde_json::to_value(&machine.meta).doing("describing the VM")?;
         // A VM that is refused leaves the backup waiting for another.
-        let guest = attach(machine)?;
+        let guest = attach(machine, Stopped(Arc::clone(journal)))?;
         let connected = request.to.connect().doing(format!("connecting to the backup at {to}"));
         let (guest, stream) = match connected {
             Ok(stream) => (guest, stream),
@@ -165,11 +166,26 @@ impl Protecting {
     }
 }
 
-fn attach(machine: &Machine) -> Result<Guest, Failure> {
+/// A successor learns from the journal that the VM stands still by Firn's doing.
+#[derive(Debug)]
+struct Stopped(Arc<JournalFile>);
+
+impl Witness for Stopped {
+    fn note(&mut self, is_stopped: bool) -> io::Result<()> {
+        let change = |journal: &mut Journal| {
+            if let Phase::Protecting { paused_by_us } = &mut journal.phase {
+                *paused_by_us = is_stopped;
+            }
+        };
+        self.0.update(change).map_err(io::Error::other)
+    }
+}
+
+fn attach(machine: &Machine, witness: Stopped) -> Result<Guest, Failure> {
     let mut vm = qemu::connect(&machine.qmp)?;
     let layout = qemu::layout(&mut vm, &machine.meta.qemu.user_args)?;
     let memory = qemu::open_memory(machine.process.pid, &layout)?;
-    Guest::attach(vm, memory.process, memory.guest, layout.aux)
+    Guest::attach(vm, memory.process, memory.guest, layout.aux, Box::new(witness))
         .map_err(|error| failure(&error.into()))
 }
 

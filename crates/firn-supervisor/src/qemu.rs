@@ -179,6 +179,7 @@ pub(crate) fn describe(
         disks: vm.disks().doing(ASKING)?,
         drives: known.drives,
         found_late: None,
+        held: false,
     };
     Ok(Machine {
         process: known.process,

@@ -75,8 +75,8 @@ impl Recoverer<'_> {
                 self.abort_save(cont, &unfinished)?;
                 self.go_on(hypervisor)
             }
-            (Recovery::EndProtection, Some(hypervisor)) => {
-                self.end_protection()?;
+            (Recovery::EndProtection { cont }, Some(hypervisor)) => {
+                self.end_protection(cont)?;
                 self.go_on(hypervisor)
             }
             (Recovery::FinishFailover, Some(hypervisor)) => {
@@ -187,11 +187,12 @@ impl Recoverer<'_> {
         self.running(|journal| journal.note_failure(text))
     }
 
-    /// A hypervisor that was held for an epoch goes on by itself. One that stands still for another reason was stopped by its
-    /// user, as far as can be told.
-    fn end_protection(&self) -> Result<(), Failure> {
+    /// A hypervisor that was held for an epoch goes on by itself, and what was stopped by a command is started by one (`cont`). One
+    /// that stands still for another reason was stopped by its user, as far as can be told.
+    fn end_protection(&self, cont: bool) -> Result<(), Failure> {
         let machine = self.machine()?;
         let_go_of_memory(&machine)?;
+        resume(&machine, cont)?;
         let state = qemu::connect(&machine.qmp)?.status().doing("asking whether the VM runs")?;
         let how = if state.running { "the VM runs on" } else { "the VM stands still" };
         // Of what it had, the standby may run any epoch but the newest.

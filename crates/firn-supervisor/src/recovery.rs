@@ -12,7 +12,8 @@
 //!                                suspend: end it, as was asked
 //!   restoring, not started       kill it, forget the VM                  forget the VM
 //!   restoring, started           take its memory over, go on serving     record that it ended
-//!   protecting                   let go of its memory, note that it is   record that it ended
+//!   protecting                   let go of its memory, `cont` if it was  record that it ended
+//!                                stopped by us, note that it is
 //!                                protected no longer
 //!   standby, not started         kill it, forget the VM                  forget the VM
 //!   standby, started             `cont`, go on                           record that it ended
@@ -71,7 +72,10 @@ pub enum Recovery {
         image: PathBuf,
     },
     /// The VM is protected no longer. It runs on.
-    EndProtection,
+    EndProtection {
+        /// The guest stands still by our doing and has to run on.
+        cont: bool,
+    },
     /// All that a failover had to bring is in place: let the VM run.
     FinishFailover,
     /// Take the guest's memory over and go on serving its page faults.
@@ -106,7 +110,7 @@ pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
         }
         _ if !lives => Recovery::RecordEnd { unfinished: None },
         Phase::Running => Recovery::GoOn,
-        Phase::Protecting => Recovery::EndProtection,
+        Phase::Protecting { paused_by_us: cont } => Recovery::EndProtection { cont: *cont },
         Phase::Standby { started: true } => Recovery::FinishFailover,
         Phase::Saving { image, paused_by_us, then_stop, .. } => {
             recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
@@ -207,9 +211,13 @@ mod tests {
 
     #[test]
     fn a_protected_vm_runs_on_and_a_standby_goes() {
-        assert_eq!(decide(&journal(Phase::Protecting), LIVES), Recovery::EndProtection);
+        for cont in [false, true] {
+            let protecting = journal(Phase::Protecting { paused_by_us: cont });
+            assert_eq!(decide(&protecting, LIVES), Recovery::EndProtection { cont });
+        }
         let ended = Recovery::RecordEnd { unfinished: None };
-        assert_eq!(decide(&journal(Phase::Protecting), GONE), ended.clone());
+        let protecting = journal(Phase::Protecting { paused_by_us: true });
+        assert_eq!(decide(&protecting, GONE), ended.clone());
         let standby = |started| journal(Phase::Standby { started });
         assert_eq!(decide(&standby(false), LIVES), Recovery::Forget { kill: true });
         assert_eq!(decide(&standby(true), LIVES), Recovery::FinishFailover);

@@ -37,7 +37,7 @@ use crate::journal::{Journal, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
 use crate::learned::{self, Learning};
 use crate::meta::{self, Meta, Mismatch};
-use crate::network::Sockets;
+use crate::network::{HELD, Sockets};
 use crate::protocol::{Progress, RestoreDisks, RestoreNow};
 use crate::qemu::{self, Known, Memory};
 use crate::runtime::VmDir;
@@ -125,6 +125,7 @@ pub(crate) fn restore(
     mismatches.extend(meta.drive_mismatches(|drive| look(&meta, &drive.file)));
     timings.image_open = watch.lap();
     refuse(&mismatches, wanted.force)?;
+    keep_held(place, meta.held)?;
     let learning = Learning::about(&image, wanted.mode).filter(|_| wanted.learn);
     let storage = place.vm.path().parent().and_then(|runtime| Storage::of(image.chain(), runtime));
     let options = RestoreOptions {
@@ -151,6 +152,18 @@ pub(crate) fn restore(
     own.keep();
     let (standby, network, guard) = (None, None, None);
     Ok(Started { hypervisor, restoring, standby, network, facts, guard })
+}
+
+/// What a VM said when it was saved waits still for `firn release`, wherever it goes on.
+fn keep_held(place: &Place<'_>, held: bool) -> Result<(), Failure> {
+    let change = |journal: &mut Journal| {
+        journal.shut = true;
+        journal.note_success(format!("restored{HELD}"));
+    };
+    match held {
+        true => place.journal.update(change).doing("writing the journal"),
+        false => Ok(()),
+    }
 }
 
 /// Whether applications of this VM can call, and who may.
@@ -297,11 +310,11 @@ fn open(path: &Path) -> Result<(Arc<Image>, Meta), Failure> {
     let meta: Meta = serde_json::from_value(image.meta().clone())
         .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
     match meta.version {
-        meta::VERSION | meta::VERSION_WITH_DRIVES => Ok((Arc::new(image), meta)),
+        meta::VERSION..=meta::VERSION_HELD => Ok((Arc::new(image), meta)),
         other => {
             let text = format!(
                 "the image describes its VM in version {other}, not {}",
-                meta::VERSION_WITH_DRIVES
+                meta::VERSION_HELD
             );
             Err(Failure::new(FailureKind::Refused, text).hint("use the Firn that wrote it"))
         }

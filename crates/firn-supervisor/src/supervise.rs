@@ -85,7 +85,7 @@ struct Begun {
     journal: Arc<JournalFile>,
     /// The journal of a VM that Firn had let go of and is now to take up again.
     before: Option<Journal>,
-    _role: RoleLock,
+    role: RoleLock,
 }
 
 impl Begun {
@@ -109,7 +109,7 @@ impl Begun {
         let journal =
             Journal { machine, overlays, shut, ..Journal::new(vm.name().clone(), launching) };
         let journal = JournalFile::create(vm.journal(), journal).doing("writing the journal")?;
-        Ok(Self { vm: vm.clone(), journal: Arc::new(journal), before, _role: role })
+        Ok(Self { vm: vm.clone(), journal: Arc::new(journal), before, role })
     }
 
     fn start(
@@ -165,9 +165,10 @@ impl Begun {
         }
     }
 
-    /// Leaves things as they were.
+    /// Leaves things as they were. Of a VM that was forgotten already nothing is left: what has its name now is another's.
     fn undo(self) -> io::Result<()> {
         match self.before {
+            _ if !self.role.is_current() => Ok(()),
             Some(journal) => journal.store(&self.vm.journal()).map_err(io::Error::other),
             None => self.vm.remove().map_err(io::Error::other),
         }

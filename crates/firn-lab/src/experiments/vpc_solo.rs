@@ -218,7 +218,7 @@ impl<'a> Guest<'a> {
         let layout = vm.layout()?;
         let process = Arc::new(Process::open(self.pid)?);
         let memory = open_memory(&process, &layout)?;
-        Ok(Followed::attach(vm, process, memory, layout.aux)?)
+        Ok(Followed::attach(vm, process, memory, layout.aux, Box::new(()))?)
     }
 
     /// Firn's own.

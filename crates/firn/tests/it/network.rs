@@ -143,6 +143,37 @@ fn what_is_held_leaves_when_somebody_says_so() {
     outside.is_answered(20);
 }
 
+/// A VM whose standby may run is not heard either when it is saved and goes on elsewhere, until somebody says so.
+#[test]
+fn what_is_held_is_held_after_a_restore_too() {
+    let outside = Outside::start();
+    let vm = booted(&outside);
+    let session = &vm.session;
+    protect(&vm, "web", standby_called(&vm, "twin"), &[]);
+    session.firn(&["stop", "twin"]).succeeds();
+    eventually("the end", PATIENCE, || session.status("web")["state"] == "running");
+    session.firn(&["checkpoint", "web", "-o", "running.firn"]).succeeds();
+    session.firn(&["suspend", "web", "-o", "web.firn"]).succeeds();
+    for image in ["web.firn", "running.firn"] {
+        session.firn(&["restore", image, "--name", "web", "--mode", "eager", "--wait"]).succeeds();
+        assert_eq!(card(&vm, "web")["open"], false, "{image}");
+        outside.hears_nothing();
+        let last = session.status("web")["last"]["text"].to_string();
+        assert!(last.contains("firn release"), "{last}");
+        kill(session.status("web")["supervisor_pid"].as_i64().unwrap());
+        eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 1);
+        outside.hears_nothing();
+        session.firn(&["release", "web"]).succeeds();
+        outside.is_answered(20);
+        session.firn(&["checkpoint", "web", "-o", "released.firn"]).succeeds();
+        session.firn(&["stop", "web"]).succeeds();
+        session.firn(&["restore", "released.firn", "--name", "web"]).succeeds();
+        outside.is_answered(20);
+        session.firn(&["stop", "web"]).succeeds();
+        std::fs::remove_file(vm.image("released.firn")).unwrap();
+    }
+}
+
 #[test]
 fn an_uplink_that_is_not_there_is_an_error() {
     let vm = Vm::new();

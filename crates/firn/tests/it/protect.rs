@@ -182,6 +182,51 @@ fn a_standby_that_waits_says_so_and_can_be_stopped() {
     assert!(!vm.session.path("standby").exists());
 }
 
+/// Its name is free as soon as that is said, and who has it then keeps it, however long the first one takes to end.
+#[test]
+fn a_standby_that_was_stopped_leaves_its_successor_alone() {
+    let mut vm = Vm::new();
+    let stop = Stop::arm(&mut vm, "standby.stopped");
+    let mut first = standby(&vm);
+    vm.session.arm(None);
+    vm.session.firn(&["stop", "twin"]).succeeds();
+    assert!(stop.is_reached(&mut first));
+    let elsewhere = vm.session.path("elsewhere");
+    let address = format!("unix:{}", text(&elsewhere));
+    let second = start(&vm, &["standby", "twin", "--listen", &address]);
+    eventually("the second listens", PATIENCE, || elsewhere.exists());
+    stop.go_on();
+    answer(first).fails(8, "it was stopped");
+    assert_eq!(vm.session.status("twin")["state"], "starting");
+    vm.session.firn(&["stop", "twin"]).succeeds();
+    answer(second).fails(8, "it was stopped");
+    assert_eq!(vm.session.ls(), []);
+}
+
+/// A QEMU that can't open a pipe of Firn's is stopped and started by commands. Whoever dies in between, it goes on.
+#[test]
+fn a_vm_that_cannot_be_held_goes_on_after_a_death_in_its_pause() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: only root can keep a QEMU from opening files");
+    }
+    let mut vm = Vm::new();
+    let cell = vm.session.path("cell");
+    std::fs::create_dir(&cell).unwrap();
+    vm.session.arm(Some("protect.copied@3"));
+    let vm = vm.with(&["-chroot", text(&cell)]).booted_with(&[]);
+    let mut control = vm.control();
+    let standby = standby(&vm);
+    let protect = ["protect", "web", "--to", &address(&vm)];
+    vm.session.firn(&protect).fails(8, "the supervisor died");
+    drop(standby);
+    eventually("a successor", PATIENCE, || vm.session.status("web")["recoveries"] == 1);
+    eventually("it runs", PATIENCE, || vm.session.status("web")["state"] == "running");
+    let last = vm.session.status("web")["last"]["text"].to_string();
+    assert!(last.contains("the VM runs on"), "{last}");
+    let before = writes(&mut control);
+    eventually("writers go on", PATIENCE, || writes(&mut control) > before);
+}
+
 /// A failover whose supervisor dies: once the VM's state is in place a successor runs it, before that it is said to be lost.
 #[test]
 fn a_failover_goes_on_where_its_supervisor_died() {
