@@ -182,6 +182,9 @@ fn garbage_is_refused_and_the_peers_stay() {
         let _ = stream.read_to_end(&mut Vec::new());
         eventually("it is counted", || b.refused("protocol") == before + 1);
     }
+    // Asked after all that.
+    let since = Instant::now();
+    eventually("it answers", || a.peer("b").heard_s.unwrap() < since.elapsed().as_secs_f64());
     assert_eq!(a.peer("b").health, Health::Alive);
 }
 
