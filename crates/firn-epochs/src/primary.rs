@@ -31,7 +31,7 @@ mod pause;
 mod seed;
 
 pub use options::{CutNumbers, Ending, Options, Told};
-use pause::Inside;
+use pause::{Inside, Stopping};
 use seed::Seed;
 
 /// Jobs that wait for the sender: parts of a large epoch among them.
@@ -280,7 +280,10 @@ impl Protection<'_> {
                 (self.told)(Told::Counts(self.predictor.counts()));
             }
             Event::Compared { .. } => {}
-            Event::Sent { epoch, pages, bytes } => (self.told)(Told::Sent(epoch, pages, bytes)),
+            Event::Sent { epoch, pages, bytes } => {
+                tracing::trace!("{epoch} is sent: {pages} pages, {bytes} bytes");
+                (self.told)(Told::Sent(epoch, pages, bytes));
+            }
             Event::Spare(bytes) => self.spares.push(bytes),
             Event::Progress(progress) => {
                 // What is believed here lets out what the VM has sent.
@@ -288,6 +291,11 @@ impl Protection<'_> {
                 if !is_cut || progress.committed > progress.complete {
                     return Err(PrimaryError::Confused);
                 }
+                tracing::trace!(
+                    "{} is complete, {} committed",
+                    progress.complete,
+                    progress.committed
+                );
                 (self.told)(Told::Progress(progress));
                 self.heard = self.now();
                 let actions = self.epochs.acknowledged(self.now(), progress);
@@ -315,9 +323,14 @@ impl Protection<'_> {
         self.perform(actions)?;
         match self.pace {
             Pace::Free => Ok(()),
-            Pace::Slowed => Ok(self.guest.stand_still(NO_ROOM)?),
-            Pace::Stopped => Ok(self.guest.stand_still(STOPPED)?),
+            Pace::Slowed => self.stand_still(NO_ROOM),
+            Pace::Stopped => self.stand_still(STOPPED),
         }
+    }
+
+    fn stand_still(&mut self, time: Duration) -> Result<(), PrimaryError> {
+        let _stopping = Stopping::tell(self.told);
+        Ok(self.guest.stand_still(time)?)
     }
 
     fn perform(&mut self, actions: Vec<Action>) -> Result<(), PrimaryError> {
@@ -340,7 +353,10 @@ impl Protection<'_> {
         if bytes.len() < room {
             bytes.resize(room, 0);
         }
+        tracing::trace!("{epoch} is to be cut");
+        let stopping = Stopping::tell(self.told);
         self.guest.prepare()?;
+        tracing::trace!("{epoch} is being cut");
         let mut inside = Inside {
             epoch,
             predictor: &mut self.predictor,
@@ -352,12 +368,14 @@ impl Protection<'_> {
             numbers: CutNumbers { epoch, ..CutNumbers::default() },
         };
         let ((plan, pages, numbers), pause) = self.guest.pause(|still| inside.run(still))?;
+        drop(stopping);
         firn_fault::point("protect.cut");
         let numbers = CutNumbers {
             downtime_ms: ms(pause.downtime),
             device_bytes: pause.devices.len() as u64,
             ..numbers
         };
+        tracing::trace!("{epoch} is cut, with {} pages", pages.len());
         self.copied = pages.len();
         let copied = plan.copy.len() as u64;
         let (devices, aux) = (pause.devices, pause.aux);

@@ -29,7 +29,8 @@
 //! # The bound
 //!
 //! What is held takes no more than [`port::BYTES_MAX`] and one frame. At the bound the card's socket isn't read until half of it is
-//! free: QEMU waits, then the guest's ring fills, and the guest sees a slow network. Nothing is dropped for it.
+//! free: QEMU waits, then the guest's ring fills, and the guest sees a slow network. Nothing is dropped for it. A VM that is about to be
+//! stopped may send a little more, for QEMU drops what still waits for room then.
 //!
 //! # What is lost
 //!

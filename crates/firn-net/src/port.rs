@@ -112,6 +112,20 @@ impl Port {
         self.shared.output().gate.begin();
     }
 
+    /// The VM is about to be stopped: its socket is empty when this returns, and kept so, until it goes on. See [`Gate::flow`].
+    pub fn stopping(&self) {
+        let mut output = self.shared.output();
+        output.gate.stopping(true);
+        while self.shared.take(&mut output) {}
+        drop(output);
+        self.shared.wake();
+    }
+
+    /// The VM was not stopped, or goes on.
+    pub fn goes_on(&self) {
+        self.shared.output().gate.stopping(false);
+    }
+
     /// The VM stands still at the end of an epoch: see [`Gate::cut`].
     pub fn cut(&self, epoch: Epoch) {
         let mut output = self.shared.output();

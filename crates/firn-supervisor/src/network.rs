@@ -167,6 +167,16 @@ impl Network {
         self.ports().for_each(Port::begin);
     }
 
+    /// The VM is about to be stopped: what it sends has room.
+    pub(crate) fn stopping(&self) {
+        self.ports().for_each(Port::stopping);
+    }
+
+    /// It was not, or goes on.
+    pub(crate) fn goes_on(&self) {
+        self.ports().for_each(Port::goes_on);
+    }
+
     /// The VM stands still at the end of an epoch.
     pub(crate) fn cut(&self, epoch: Epoch) {
         self.ports().for_each(|port| port.cut(epoch));

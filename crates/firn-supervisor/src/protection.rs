@@ -61,7 +61,11 @@ struct Tally {
 impl Tally {
     fn hear(&mut self, told: Told) {
         match told {
-            Told::Seeding(_) | Told::Still(_) | Told::Committed(_) => {}
+            Told::Seeding(_)
+            | Told::Stopping
+            | Told::Still(_)
+            | Told::GoesOn
+            | Told::Committed(_) => {}
             Told::Cut(CutNumbers { epoch, downtime_ms, copied, .. }) => {
                 self.now.epoch = epoch.0;
                 self.downtime_ms.push(downtime_ms);
@@ -136,7 +140,9 @@ impl Protecting {
                     let bytes = pages * firn_types::PAGE_SIZE as u64;
                     progress(Progress::new("copying all memory", bytes, total));
                 }
+                Told::Stopping => network.stopping(),
                 Told::Still(epoch) => network.cut(epoch),
+                Told::GoesOn => network.goes_on(),
                 Told::Committed(epoch) => network.committed(epoch),
                 _ => {}
             }

@@ -98,9 +98,13 @@ pub struct CutNumbers {
 pub enum Told {
     /// So many pages of the seed are sent.
     Seeding(u64),
+    /// The VM is about to be stopped. Whoever hears this is waited for.
+    Stopping,
     /// The VM stands still at the end of an epoch: nothing that it sends from now on is part of it. Whoever hears this is waited
     /// for, and so is the VM.
     Still(Epoch),
+    /// The VM goes on, or was not stopped after all.
+    GoesOn,
     /// An epoch was cut.
     Cut(CutNumbers),
     /// An epoch was sent: so many pages, in so many bytes.

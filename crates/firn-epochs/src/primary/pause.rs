@@ -15,6 +15,22 @@ use crate::wire::{PAGES_MAX, Pages};
 /// How long the VM may stand still for an epoch that is sent from within its pause.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 
+/// The VM is about to be stopped, until this is dropped.
+pub(super) struct Stopping<'a>(&'a dyn Fn(Told));
+
+impl<'a> Stopping<'a> {
+    pub(super) fn tell(told: &'a dyn Fn(Told)) -> Self {
+        told(Told::Stopping);
+        Self(told)
+    }
+}
+
+impl Drop for Stopping<'_> {
+    fn drop(&mut self) {
+        (self.0)(Told::GoesOn);
+    }
+}
+
 /// What is done while the VM stands still.
 pub(super) struct Inside<'a> {
     pub(super) epoch: Epoch,

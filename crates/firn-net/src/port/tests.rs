@@ -154,3 +154,36 @@ fn what_makes_no_sense_ends_the_connection_and_not_the_port() {
     scene.vm.send(b"still here").unwrap();
     assert_eq!(frame(&mut outside), b"still here");
 }
+
+/// QEMU drops what waits for room when it stops the VM: so there is room, also at the bound.
+#[test]
+fn a_vm_that_is_about_to_be_stopped_has_room() {
+    let scene = Scene::new();
+    scene.port.begin();
+    scene.port.cut(Epoch(1));
+    scene.vm.set_nonblocking(true).unwrap();
+    let large = vec![7; 60_000];
+    let mut fill = || {
+        let (mut sent, mut since) = (0, Instant::now());
+        while since.elapsed() < Duration::from_millis(300) {
+            match scene.vm.send(&large) {
+                Ok(_) => (sent, since) = (sent + 1, Instant::now()),
+                Err(_) => thread::sleep(Duration::from_millis(1)),
+            }
+        }
+        sent
+    };
+    assert!(fill() * large.len() > BYTES_MAX, "it is at the bound");
+    assert_eq!(fill(), 0);
+    let held = scene.port.now().held.frames;
+    for _ in 0..3 {
+        scene.port.stopping();
+        scene.vm.send(b"the last one").unwrap();
+        scene.port.cut(Epoch(2));
+        scene.port.goes_on();
+    }
+    let more = scene.port.now().held.frames - held;
+    assert!(more > 3, "{more}: what waited in the socket is taken too");
+    fill();
+    assert_eq!(fill(), 0, "it is at the bound again");
+}
