@@ -7,7 +7,7 @@
 //!                               +---+ a frame from it through another port: it has moved
 //! ```
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::Mac;
@@ -16,6 +16,17 @@ use super::Mac;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Port(pub u16);
 
+/// What a port leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Side {
+    /// A VM of this host.
+    Near,
+    /// The switch of another host, which is linked to those of all others itself.
+    Peer,
+    /// A network that the switches of other hosts may be linked to as well.
+    World,
+}
+
 /// What the table may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rules {
@@ -23,11 +34,14 @@ pub struct Rules {
     pub age_max: Duration,
     /// Addresses known behind one port at most.
     pub per_port_max: usize,
+    /// So long after a frame from it, an address of the cluster isn't believed to be in the world.
+    pub ours_for: Duration,
 }
 
 impl Default for Rules {
     fn default() -> Self {
-        Self { age_max: Duration::from_secs(300), per_port_max: 1024 }
+        let seconds = Duration::from_secs;
+        Self { age_max: seconds(300), per_port_max: 1024, ours_for: seconds(10) }
     }
 }
 
@@ -41,19 +55,19 @@ struct Known {
 #[derive(Clone, Debug)]
 pub struct Switch {
     rules: Rules,
-    ports: BTreeSet<Port>,
+    ports: BTreeMap<Port, Side>,
     known: BTreeMap<Mac, Known>,
 }
 
 impl Switch {
     /// A switch without ports.
     pub fn new(rules: Rules) -> Self {
-        Self { rules, ports: BTreeSet::new(), known: BTreeMap::new() }
+        Self { rules, ports: BTreeMap::new(), known: BTreeMap::new() }
     }
 
     /// A port is connected.
-    pub fn plug(&mut self, port: Port) {
-        self.ports.insert(port);
+    pub fn plug(&mut self, port: Port, side: Side) {
+        self.ports.insert(port, side);
     }
 
     /// A port is gone, and so is what was behind it.
@@ -62,18 +76,29 @@ impl Switch {
         self.known.retain(|_, known| known.port != port);
     }
 
-    /// A frame has come in through a port: the ports to send it out of. Never the one it came through.
+    /// A frame has come in through a port: the ports to send it out of. Never the one it came through, and never from one that is
+    /// not [`Side::Near`] to another such.
     pub fn arrived(&mut self, port: Port, frame: &[u8], now: Duration) -> Vec<Port> {
         let Some((to, from)) = Mac::ends(frame) else { return Vec::new() };
-        if !self.ports.contains(&port) || from.is_group() {
+        let Some(&side) = self.ports.get(&port) else { return Vec::new() };
+        if from.is_group() || (side == Side::World && self.is_ours(from, now)) {
             return Vec::new();
         }
         self.learn(from, port, now);
-        match self.behind(to, now) {
-            Some(known) if known == port => Vec::new(),
-            Some(known) => vec![known],
-            None => self.ports.iter().copied().filter(|other| *other != port).collect(),
-        }
+        let known = self.behind(to, now);
+        let is_meant = |other: &Port| *other != port && known.is_none_or(|known| known == *other);
+        let may_pass = |other: Side| side == Side::Near || other == Side::Near;
+        let passes =
+            |(other, to): (&Port, &Side)| (is_meant(other) && may_pass(*to)).then_some(*other);
+        self.ports.iter().filter_map(passes).collect()
+    }
+
+    /// Whether an address was heard of within the cluster just now.
+    fn is_ours(&self, mac: Mac, now: Duration) -> bool {
+        self.known.get(&mac).is_some_and(|known| {
+            let is_inside = self.ports.get(&known.port).is_some_and(|side| *side != Side::World);
+            is_inside && now.saturating_sub(known.seen) <= self.rules.ours_for
+        })
     }
 
     /// The port that an address is behind, if that is known.

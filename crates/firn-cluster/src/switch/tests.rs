@@ -7,15 +7,52 @@ use super::*;
 const S: Duration = Duration::from_secs(1);
 const A: Mac = Mac([2, 0, 0, 0, 0, 0xa]);
 const B: Mac = Mac([2, 0, 0, 0, 0, 0xb]);
+const C: Mac = Mac([2, 0, 0, 0, 0, 0xc]);
+const D: Mac = Mac([2, 0, 0, 0, 0, 0xd]);
 
 fn frame(to: Mac, from: Mac) -> Vec<u8> {
     [&to.0[..], &from.0, &[8, 0], b"payload"].concat()
 }
 
 fn switch() -> Switch {
-    let mut switch = Switch::new(Rules { age_max: 300 * S, per_port_max: 3 });
-    (1..=3).for_each(|port| switch.plug(Port(port)));
+    let mut switch = Switch::new(Rules { age_max: 300 * S, per_port_max: 3, ours_for: 10 * S });
+    (1..=3).for_each(|port| switch.plug(Port(port), Side::Near));
     switch
+}
+
+/// With two links to other hosts, 4 and 5, and an uplink, 6.
+fn linked() -> Switch {
+    let mut switch = switch();
+    (4..=5).for_each(|port| switch.plug(Port(port), Side::Peer));
+    switch.plug(Port(6), Side::World);
+    switch
+}
+
+#[test]
+fn what_comes_from_another_host_goes_to_vms_only() {
+    let mut switch = linked();
+    let near = [1, 2, 3].map(Port);
+    assert_eq!(switch.arrived(Port(4), &frame(Mac::BROADCAST, A), S), near);
+    assert_eq!(switch.arrived(Port(6), &frame(Mac::BROADCAST, B), S), near);
+    assert_eq!(switch.arrived(Port(5), &frame(A, C), S), [], "that host is linked to A's itself");
+    assert_eq!(switch.arrived(Port(5), &frame(B, C), S), [], "and has its own uplink");
+    assert_eq!(switch.arrived(Port(6), &frame(A, B), S), []);
+    assert_eq!(switch.arrived(Port(1), &frame(A, D), S), [Port(4)]);
+    assert_eq!(switch.arrived(Port(1), &frame(B, D), S), [Port(6)]);
+    let everywhere = [2, 3, 4, 5, 6].map(Port);
+    assert_eq!(switch.arrived(Port(1), &frame(Mac::BROADCAST, D), S), everywhere);
+}
+
+#[test]
+fn what_comes_round_by_the_world_is_dropped() {
+    let mut switch = linked();
+    switch.arrived(Port(4), &frame(Mac::BROADCAST, A), S);
+    assert_eq!(switch.arrived(Port(6), &frame(Mac::BROADCAST, A), 2 * S), []);
+    assert_eq!(switch.behind(A, 2 * S), Some(Port(4)));
+    assert_eq!(switch.arrived(Port(6), &frame(B, A), 12 * S), [1, 2, 3].map(Port), "it has left");
+    assert_eq!(switch.behind(A, 12 * S), Some(Port(6)));
+    switch.arrived(Port(5), &frame(B, A), 13 * S);
+    assert_eq!(switch.behind(A, 13 * S), Some(Port(5)), "and is back at once");
 }
 
 #[test]
@@ -118,5 +155,80 @@ proptest! {
             if result.is_err() { break; }
         }
         prop_assert!(switch.len() <= 3);
+    }
+}
+
+/// Hosts that are all linked, each with an uplink to one network outside, as [`Side`] has it.
+struct World {
+    switches: Vec<Switch>,
+}
+
+impl World {
+    /// The ports of each host: two VMs, the uplink, then a link to each host.
+    fn new(hosts: u16) -> Self {
+        let host = |own| {
+            let mut switch = Switch::new(Rules::default());
+            (0..2).for_each(|port| switch.plug(Port(port), Side::Near));
+            switch.plug(Port(2), Side::World);
+            let others = (0..hosts).filter(|other| *other != own);
+            others.for_each(|other| switch.plug(Port(3 + other), Side::Peer));
+            switch
+        };
+        Self { switches: (0..hosts).map(host).collect() }
+    }
+
+    /// Who of the VMs gets a frame of one of them, in the order of time; `worldly` if the world's copies arrive first.
+    fn send(
+        &mut self,
+        from: (u16, u16),
+        frame: &[u8],
+        worldly: bool,
+        now: Duration,
+    ) -> Vec<(u16, u16)> {
+        let (mut under_way, mut got) = (vec![(from.0, Port(from.1))], Vec::new());
+        let hosts = self.switches.len() as u16;
+        for step in 0.. {
+            assert!(step < 1000, "it goes round and round");
+            if under_way.is_empty() {
+                break;
+            }
+            let (host, port) = under_way.remove(0);
+            for out in self.switches[usize::from(host)].arrived(port, frame, now) {
+                match out {
+                    Port(vm @ 0..=1) => got.push((host, vm)),
+                    Port(2) => {
+                        let copies =
+                            (0..hosts).filter(|other| *other != host).map(|it| (it, Port(2)));
+                        let at = if worldly { 0 } else { under_way.len() };
+                        under_way.splice(at..at, copies);
+                    }
+                    Port(link) => under_way.push((link - 3, Port(3 + host))),
+                }
+            }
+        }
+        got
+    }
+}
+
+proptest! {
+    /// Whoever sends what to whom in what order: nothing goes round, nobody gets a frame of their own, and once an address was
+    /// heard of, everybody gets each frame once.
+    #[test]
+    fn a_frame_to_all_reaches_each_once(
+        sends in prop::collection::vec((0..4_u16, 0..2_u16, any::<bool>()), 1..40),
+    ) {
+        let mut world = World::new(4);
+        let mac = |(host, vm): (u16, u16)| Mac([2, 0, 0, 0, host as u8, vm as u8]);
+        let mut known = Vec::new();
+        for (at, (host, vm, worldly)) in sends.into_iter().enumerate() {
+            let now = Duration::from_millis(at as u64 * 10);
+            let mut got = world.send((host, vm), &frame(Mac::BROADCAST, mac((host, vm))), worldly, now);
+            got.sort_unstable();
+            prop_assert!(!got.contains(&(host, vm)));
+            let is_known = known.contains(&(host, vm));
+            got.dedup_by(|one, other| one == other && !is_known);
+            prop_assert_eq!(got.len(), 7, "{:?}", got);
+            known.push((host, vm));
+        }
     }
 }
