@@ -67,7 +67,7 @@ pub use guard::guard;
 pub use identity::{ProcessHandle, ProcessIdentity};
 pub use journal::{Exit, Journal, JournalError, Note, Phase};
 pub use meta::{FrozenDrive, Meta, Mismatch, Qemu};
-pub use name::{NAME_BYTES_MAX, VmName, VmNameError};
+pub use name::{NAME_BYTES_MAX, NetworkName, NetworkNameError, VmName, VmNameError};
 pub use network::{Card, CardStatus};
 pub use percentiles::Percentiles;
 pub use protection::Protection;

@@ -1,4 +1,4 @@
-//! Names of VMs: what a user calls one, and the name of its runtime directory.
+//! Names of VMs: what a user calls one, and the name of its runtime directory. Names of networks between them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -80,6 +80,58 @@ impl fmt::Display for VmName {
     }
 }
 
+/// A network's name, with the characters of a VM's. It is the same on all hosts, and becomes the name of a socket.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct NetworkName(String);
+
+/// A network's name that is not one.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error(
+    "{0:?} is no name of a network: give a letter or digit, then letters, digits, '.', '_' and '-', at most {NAME_BYTES_MAX}"
+)]
+pub struct NetworkNameError(String);
+
+impl NetworkName {
+    /// Checks a name.
+    ///
+    /// # Errors
+    /// If it could not be a file's, or is too long.
+    pub fn new(name: impl Into<String>) -> Result<Self, NetworkNameError> {
+        match VmName::new(name) {
+            Ok(VmName(name)) => Ok(Self(name)),
+            Err(VmNameError::Length(name) | VmNameError::Character(name, _)) => {
+                Err(NetworkNameError(name))
+            }
+        }
+    }
+
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for NetworkName {
+    type Error = NetworkNameError;
+
+    fn try_from(name: String) -> Result<Self, NetworkNameError> {
+        Self::new(name)
+    }
+}
+
+impl From<NetworkName> for String {
+    fn from(name: NetworkName) -> Self {
+        name.0
+    }
+}
+
+impl fmt::Display for NetworkName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -98,6 +150,15 @@ mod tests {
         }
         assert!(matches!(VmName::new(""), Err(VmNameError::Length(_))));
         assert!(matches!(VmName::new("x".repeat(49)), Err(VmNameError::Length(_))));
+    }
+
+    #[test]
+    fn a_network_has_a_name_like_a_vms() {
+        assert_eq!(NetworkName::new("lan").unwrap().as_str(), "lan");
+        for name in ["", "../lan", ".lan", &"x".repeat(49)] {
+            let error = NetworkName::new(name).unwrap_err().to_string();
+            assert!(error.contains("no name of a network"), "{error}");
+        }
     }
 
     #[test]

@@ -19,11 +19,13 @@ use firn_cluster::Epoch;
 use firn_memory::Process;
 use firn_net::port::{self, Port};
 use firn_net::uplink::Uplink;
-use firn_vmm::command_line::CardPlan;
+use firn_vmm::command_line::{CardPlan, Uplink as Named};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Context, Failure, FailureKind};
+use crate::name::NetworkName;
 use crate::percentiles::Percentiles;
+use crate::runtime::VmDir;
 
 /// What a user is told of a VM whose cards let nothing out.
 pub(crate) const HELD: &str =
@@ -80,11 +82,11 @@ struct Pair {
 }
 
 impl Sockets {
-    /// A pair for each card. Uplinks are named from `directory` on.
-    pub(crate) fn make(plans: &[CardPlan], directory: &Path) -> Result<Self, Failure> {
+    /// A pair for each card of a VM. Sockets are named from `directory` on.
+    pub(crate) fn make(plans: &[CardPlan], directory: &Path, vm: &VmDir) -> Result<Self, Failure> {
         let pair = |plan: &CardPlan| {
             let (theirs, ours) = port::pair().doing("making sockets for a network card")?;
-            let (id, uplink) = (plan.id.clone(), directory.join(&plan.uplink));
+            let (id, uplink) = (plan.id.clone(), path(&plan.uplink, directory, vm)?);
             Ok(Pair { id, uplink, theirs, ours, first: None })
         };
         Ok(Self(plans.iter().map(pair).collect::<Result<_, Failure>>()?))
@@ -95,8 +97,8 @@ impl Sockets {
         for Pair { id, uplink, first, .. } in &mut self.0 {
             let connected = Uplink::connect(uplink)
                 .doing_or(FailureKind::Usage, format!("connecting {id} to {}", uplink.display()));
-            let hint =
-                "who takes the VM's frames listens there first, as `passt --socket PATH` does";
+            let hint = "who takes the VM's frames listens there first, as `passt --socket PATH` does, and `firn-agent` for \
+                its networks";
             *first = Some(connected.map_err(|failure| failure.hint(hint))?);
         }
         Ok(())
@@ -124,6 +126,17 @@ impl Sockets {
     /// Connections that were made.
     pub(crate) fn connections(self) -> Vec<Option<Uplink>> {
         self.0.into_iter().map(|pair| pair.first).collect()
+    }
+}
+
+/// The socket that leads to where a card's frames go.
+fn path(uplink: &Named, directory: &Path, vm: &VmDir) -> Result<PathBuf, Failure> {
+    match uplink {
+        Named::Socket(path) => Ok(directory.join(path)),
+        Named::Network(name) => {
+            let name = NetworkName::new(name).doing_or(FailureKind::Usage, "naming a network")?;
+            Ok(vm.base().network(&name))
+        }
     }
 }
 

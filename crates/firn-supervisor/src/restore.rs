@@ -353,7 +353,7 @@ fn launch(
         .and_then(|plan| plan.with_drives(own.files()))
         .map_err(start::refused)?;
     let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
-    let sockets = Sockets::make(plan.cards(), &meta.qemu.directory)?;
+    let sockets = Sockets::make(plan.cards(), &meta.qemu.directory, place.vm)?;
     let paths = start::paths(place, &ram, &sockets);
     let augmented = plan.for_restore(&paths).map_err(start::refused)?;
     start::enter(&meta.qemu.directory);

@@ -4,6 +4,7 @@
 //!   /run/firn/                 0700   (or $FIRN_RUNTIME_DIR, or $XDG_RUNTIME_DIR/firn)
 //!     .storage/                0700   how far storage is, by earlier restores (storage.rs)
 //!     .agent/                  0700   sockets of this host's agent (firn-agent, place.rs)
+//!     .network/                0700   a socket for each network that the agent has a switch for
 //!     web/                     0700   one VM
 //!       supervisor.lock               who serves it   (lock.rs)
 //!       guard.lock                    who restarts that one
@@ -28,7 +29,7 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-use crate::name::VmName;
+use crate::name::{NetworkName, VmName};
 
 /// The environment variable that moves the runtime directory.
 pub const VARIABLE: &str = "FIRN_RUNTIME_DIR";
@@ -106,6 +107,11 @@ impl RuntimeDir {
         make_private_all(&self.path)
     }
 
+    /// The socket that leads to a network, if this host's agent has a switch for it.
+    pub fn network(&self, name: &NetworkName) -> PathBuf {
+        self.path.join(".network").join(format!("{name}.sock"))
+    }
+
     /// A VM's subdirectory, which need not exist.
     pub fn vm(&self, name: &VmName) -> VmDir {
         VmDir { path: self.path.join(name.as_str()), name: name.clone() }
@@ -143,6 +149,11 @@ impl VmDir {
     /// The directory itself.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The directory that it is in.
+    pub fn base(&self) -> RuntimeDir {
+        RuntimeDir::at(self.path.parent().unwrap_or(Path::new("/")))
     }
 
     /// The socket for requests of `firn` commands.

@@ -179,7 +179,7 @@ impl Prepared {
                 command_line::with_uplink(&args, id, path).map_err(start::refused)
             })?;
         let plan = command_line::plan(&user_args).map_err(start::refused)?;
-        let sockets = Sockets::make(plan.cards(), &meta.qemu.directory)?;
+        let sockets = Sockets::make(plan.cards(), &meta.qemu.directory, place.vm)?;
         let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
         let paths = start::paths(place, &ram, &sockets);
         let augmented = plan.for_restore(&paths).map_err(start::refused)?;

@@ -119,7 +119,7 @@ pub(crate) fn run(
     };
     let plan = command_line::plan(args).map_err(refused)?;
     let ram = ram_files(plan.ram()).doing("making the VM's memory")?;
-    let mut sockets = Sockets::make(plan.cards(), &place.directory)?;
+    let mut sockets = Sockets::make(plan.cards(), &place.directory, place.vm)?;
     sockets.connect()?;
     let augmented = plan.augment(&paths(place, &ram, &sockets)).map_err(refused)?;
     let child = launch(place.vm, &augmented, ram, &sockets)?;

@@ -17,7 +17,8 @@ use crate::working_set::WorkingSetArgs;
 /// `-serial stdio`) goes to qemu.log in the VM's runtime directory, for you alone. `firn status` shows where that is.
 ///
 /// A network card that ends in `-netdev firn,id=ID,uplink=PATH` has its frames pass through Firn, to a socket that speaks QEMU's
-/// stream framing, such as passt's; `firn protect` can then hold back what the VM sends.
+/// stream framing, such as passt's; `firn protect` can then hold back what the VM sends. With `network=NAME` instead they go to that
+/// network of this host's agent, and so do those of a standby to the one of its own host.
 ///
 /// Examples:
 ///   firn run web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2

@@ -1,14 +1,16 @@
 //! Network cards whose frames pass through Firn.
 //!
 //! ```text
-//!   -netdev firn,id=net0,uplink=/run/passt.sock        as given
+//!   -netdev firn,id=net0,uplink=/run/passt.sock        as given; or network=lan, of this host's agent
 //!   -netdev dgram,id=net0,local.type=fd,local.str=7    descriptor 7: one end of a pair of sockets, the other end is Firn's
 //! ```
 //!
-//! What the user gives is kept with the VM, so that a restored VM and a standby have the same card and the same uplink.
+//! What the user gives is kept with the VM, so that a restored VM and a standby have the same card and the same uplink. A network
+//! has one name on all hosts, a socket has a path on one.
 //!
 //! Source: QEMU `qapi/net.json`, `NetdevDgramOptions` (7.2 and later).
 
+use std::fmt;
 use std::path::PathBuf;
 
 use super::arguments::{self, Argument};
@@ -17,16 +19,34 @@ use super::properties::Properties;
 
 /// The type of such a card's back end.
 const KIND: &str = "firn";
-const HOW: &str =
-    "give it as -netdev firn,id=ID,uplink=PATH, with the socket that its frames go to";
+const HOW: &str = "give it as -netdev firn,id=ID,uplink=PATH, with the socket that its frames go to, \
+    or as -netdev firn,id=ID,network=NAME, with a network of this host's agent";
+
+/// Where a card's frames go to and come from, as the command line names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Uplink {
+    /// A socket.
+    Socket(PathBuf),
+    /// A network that each host's agent has a switch for.
+    Network(String),
+}
+
+impl fmt::Display for Uplink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Socket(path) => path.display().fmt(f),
+            Self::Network(name) => write!(f, "the network {name}"),
+        }
+    }
+}
 
 /// A network card's back end that a command line asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CardPlan {
     /// The back end's id, by which a device names it.
     pub id: String,
-    /// The socket that its frames go to and come from, as the command line names it.
-    pub uplink: PathBuf,
+    /// Where its frames go to and come from.
+    pub uplink: Uplink,
 }
 
 /// The cards of a command line, in its order.
@@ -36,12 +56,14 @@ pub(super) fn find(arguments: &[Argument]) -> Result<Vec<CardPlan>, CommandLineE
 
 fn read(argument: &Argument) -> Result<Option<CardPlan>, CommandLineError> {
     let Some(properties) = properties(argument) else { return Ok(None) };
-    match (properties.get("id"), properties.get("uplink")) {
-        (Some(id), Some(uplink)) if !id.is_empty() && !uplink.is_empty() => {
-            Ok(Some(CardPlan { id: id.into(), uplink: PathBuf::from(&*uplink) }))
-        }
-        _ => Err(CommandLineError::refused(argument, HOW)),
-    }
+    let given = |key| properties.get(key).filter(|value| !value.is_empty());
+    let uplink = match (given("uplink"), given("network")) {
+        (Some(path), None) => Uplink::Socket(PathBuf::from(&*path)),
+        (None, Some(name)) => Uplink::Network(name.into()),
+        _ => return Err(CommandLineError::refused(argument, HOW)),
+    };
+    let id = given("id").ok_or_else(|| CommandLineError::refused(argument, HOW))?;
+    Ok(Some(CardPlan { id: id.into(), uplink }))
 }
 
 /// What the option says, if it is such a back end.
@@ -93,6 +115,7 @@ pub fn with_uplink(
     let Some((argument, mut properties)) = card else {
         return Err(CommandLineError::NoCard { id: id.to_owned() });
     };
+    properties.remove("network");
     properties.set("uplink", uplink);
     *argument = Argument::new("netdev", properties.to_text("type"));
     Ok([vec![program.clone()], arguments::join(&arguments)].concat())

@@ -36,7 +36,7 @@ mod properties;
 mod size;
 
 pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
-pub use cards::{CardPlan, with_uplink};
+pub use cards::{CardPlan, Uplink, with_uplink};
 pub use drives::DriveFile;
 pub use error::CommandLineError;
 pub use plan::{Augmented, MONITOR_ID, Paths, Plan, Plugin, RAM_ID, RamPlan, plan};

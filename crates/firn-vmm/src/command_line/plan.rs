@@ -343,7 +343,7 @@ impl Line {
     fn put_card(&mut self, card: &CardPlan, socket: i32) {
         for argument in &mut self.arguments {
             if let Some(new) = cards::over(argument, card, socket) {
-                let uplink = card.uplink.display();
+                let uplink = &card.uplink;
                 self.notes
                     .push(format!("{argument} is now {new}: Firn hands its frames on to {uplink}"));
                 *argument = new;

@@ -300,7 +300,8 @@ fn a_plugin_notes_stores_in_the_memory_for_calls() {
 fn a_card_of_firns_gets_a_socket() {
     let given = "-netdev user,id=a -netdev firn,id=b,uplink=/run/u,,1 -device e1000,netdev=b";
     let plan = plan(&command(given)).unwrap();
-    assert_eq!(plan.cards(), [CardPlan { id: "b".into(), uplink: "/run/u,1".into() }]);
+    let uplink = cards::Uplink::Socket("/run/u,1".into());
+    assert_eq!(plan.cards(), [CardPlan { id: "b".into(), uplink }]);
     let with = Paths { cards: vec![7], ..paths(1) };
     for line in [plan.augment(&with).unwrap(), plan.for_restore(&with).unwrap()] {
         let words = line.args.join(" ");
@@ -332,10 +333,27 @@ fn a_card_needs_an_id_and_an_uplink() {
 }
 
 #[test]
+fn a_card_goes_to_a_socket_or_to_a_network() {
+    let of = |line: &str| plan(&command(line)).map(|plan| plan.cards().to_vec());
+    let uplink = cards::Uplink::Network("lan".into());
+    assert_eq!(
+        of("-m 1G -netdev firn,id=b,network=lan"),
+        Ok(vec![CardPlan { id: "b".into(), uplink }])
+    );
+    for nothing in ["", ",uplink=/u,network=lan", ",network=", ",uplink="] {
+        let error = of(&format!("-m 1G -netdev firn,id=b{nothing}")).unwrap_err().to_string();
+        assert!(error.contains("network=NAME"), "{error}");
+    }
+}
+
+#[test]
 fn a_card_can_have_another_uplink_elsewhere() {
     let given = command("-netdev firn,id=b,uplink=/here -m 1G");
     let there = cards::with_uplink(&given, "b", "/there,1").unwrap();
     assert_eq!(there, command("-netdev firn,id=b,uplink=/there,,1 -m 1G"));
+    let network = command("-netdev firn,id=b,network=lan -m 1G");
+    let there = cards::with_uplink(&network, "b", "/there").unwrap();
+    assert_eq!(there, command("-netdev firn,id=b,uplink=/there -m 1G"));
     let none = cards::with_uplink(&given, "c", "/there").unwrap_err();
     assert_eq!(none, CommandLineError::NoCard { id: "c".into() });
 }
