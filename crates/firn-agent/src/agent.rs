@@ -5,7 +5,7 @@
 //!                                 |          |
 //!                                 v          v
 //!                     protect: a tunnel     standbys: a tunnel      heartbeat <-> detect (pure)
-//!                     to a peer's           from a peer's
+//!                     to a peer's           from a peer's           switch: frames of VMs, here and to peers
 //!                                 \          /
 //!                                  supervisors of the VMs (vms)
 //! ```
@@ -26,6 +26,7 @@ use crate::host::HostName;
 use crate::identity::Identity;
 use crate::place::{Place, Socket, Sole};
 use crate::refused::Refused;
+use crate::switch::{self, Networks};
 use crate::vms::Vms;
 use crate::{door, heartbeat, local};
 
@@ -39,6 +40,7 @@ pub struct Agent {
     pub(crate) place: Place,
     pub(crate) vms: Arc<dyn Vms>,
     pub(crate) peers: Peers,
+    pub(crate) networks: Networks,
     pub(crate) refused: Refused,
     /// VMs of this host whose epochs are carried to a peer.
     carried: Mutex<Vec<(VmName, HostName)>>,
@@ -51,6 +53,7 @@ pub struct Ready {
     agent: Arc<Agent>,
     peers: TcpListener,
     local: Socket,
+    networks: Vec<Socket>,
     metrics: Option<TcpListener>,
     _sole: Sole,
 }
@@ -76,8 +79,11 @@ impl Ready {
             None => None,
         };
         let local = place.listen(place.control())?;
-        let agent = Arc::new(Agent::new(config, at, identity, place, vms, times));
-        Ok(Self { agent, peers, local, metrics, _sole: sole })
+        let (switches, networks) = Networks::open(&config, &place)?;
+        let mut agent = Agent::new(config, at, identity, place, vms, times);
+        agent.networks = switches;
+        let agent = Arc::new(agent);
+        Ok(Self { agent, peers, local, networks, metrics, _sole: sole })
     }
 
     /// The agent.
@@ -95,6 +101,7 @@ impl Ready {
         if let Some(listener) = self.metrics {
             parts.spawn(local::serve_metrics(Arc::clone(&agent), listener));
         }
+        parts.spawn(switch::serve(Arc::clone(&agent), self.networks));
         parts.spawn(heartbeat::run(agent));
         // None of them ends but by a panic, which is told already.
         parts.join_next().await;
@@ -117,7 +124,8 @@ impl Agent {
         let peers = Peers::new(times, config.peers.clone());
         let refused = Refused::default();
         let (carried, claimed) = (Mutex::default(), Mutex::default());
-        Self { config, listen, identity, place, vms, peers, refused, carried, claimed }
+        let networks = Networks::default();
+        Self { config, listen, identity, place, vms, peers, networks, refused, carried, claimed }
     }
 
     /// A peer's address.

@@ -5,6 +5,7 @@
 //!     GET  /v1/status     -> Cluster                                   GET  /v1/heartbeat       -> Heartbeat
 //!     POST /v1/protect    Protect -> replies, a line of JSON each      GET  /v1/vms             -> [VmView]
 //!     GET  /metrics       -> text for Prometheus                       POST /v1/standbys/NAME   Upgrade: firn-epochs
+//!                                                                      POST /v1/networks/NAME   Upgrade: firn-frames
 //! ```
 //!
 //! Whatever fails is answered by a status of 400 or more and a [`Failure`] as JSON. `protect` takes long: it answers 200 at once,
@@ -13,6 +14,9 @@
 //! `standbys` starts a standby of that name. It answers 101 once that waits for its primary; from then on the connection is the
 //! stream of epochs (`firn-epochs`, `wire`), and nothing of the standby is left if it ends before the primary has introduced itself.
 //!
+//! `networks` links the networks of that name of the two hosts. It answers 101, and then frames go both ways, each behind its length (u32, big
+//! endian).
+//!
 //! [`Reply::Progress`]: firn_supervisor::Reply::Progress
 //! [`Reply::Done`]: firn_supervisor::Reply::Done
 //! [`Reply::Failed`]: firn_supervisor::Reply::Failed
@@ -20,8 +24,9 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
-use firn_supervisor::{Protection, VmName};
+use firn_supervisor::{NetworkName, Protection, VmName};
 use serde::{Deserialize, Serialize};
 
 use crate::detect::Health;
@@ -29,6 +34,9 @@ use crate::host::HostName;
 
 /// What a connection becomes that carries epochs.
 pub const EPOCHS: &str = "firn-epochs";
+
+/// What a connection becomes that carries frames.
+pub const FRAMES: &str = "firn-frames";
 
 /// Where the status can be had.
 pub const STATUS: &str = "/v1/status";
@@ -42,6 +50,9 @@ pub const HEARTBEAT: &str = "/v1/heartbeat";
 pub const VMS: &str = "/v1/vms";
 /// Where standbys are started; the name follows.
 pub const STANDBYS: &str = "/v1/standbys/";
+
+/// Where networks are linked; the name follows.
+pub const NETWORKS: &str = "/v1/networks/";
 
 /// A VM is to be protected.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,6 +86,9 @@ pub struct Cluster {
     pub peers: Vec<PeerView>,
     /// The VMs of all hosts that answer.
     pub vms: Vec<VmView>,
+    /// The networks of the host that tells it.
+    #[serde(default)]
+    pub networks: Vec<NetworkView>,
     /// Connections that were refused since the agent began, by why.
     pub refused: BTreeMap<String, u64>,
 }
@@ -125,4 +139,38 @@ pub struct VmView {
     /// What its owner should know.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
+}
+
+/// A network, as its switch at this host has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetworkView {
+    /// Its name, the same on all hosts.
+    pub name: NetworkName,
+    /// Where VMs connect.
+    pub socket: PathBuf,
+    /// The way out, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uplink: Option<String>,
+    /// Ethernet addresses that are known.
+    pub addresses: usize,
+    /// Where frames come from and go to: VMs of this host, each other host, the uplink.
+    pub lanes: Vec<LaneView>,
+}
+
+/// One of those; counted since the agent began.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LaneView {
+    /// `VMs`, `host NAME` or `uplink`.
+    pub to: String,
+    /// How many are connected now.
+    pub connected: u64,
+    /// Frames that have come from there.
+    pub frames_in: u64,
+    /// Frames that have gone there.
+    pub frames_out: u64,
+    /// Frames that were to go there and had no room, or were still waiting when the connection ended.
+    pub dropped: u64,
+    /// Why nobody is connected, where somebody should be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
 }

@@ -33,7 +33,8 @@ pub(crate) async fn cluster(agent: &Arc<Agent>) -> Result<Cluster, Failure> {
     }
     vms.sort_by(|one, other| (&one.name, &one.host).cmp(&(&other.name, &other.host)));
     let (host, listen) = (agent.config.name.clone(), agent.listen);
-    Ok(Cluster { host, listen, peers, vms, refused: agent.refused.counts() })
+    let (networks, refused) = (agent.networks.views(), agent.refused.counts());
+    Ok(Cluster { host, listen, peers, vms, networks, refused })
 }
 
 async fn vms_of(agent: Arc<Agent>, peer: HostName) -> Result<Vec<VmView>, Failure> {

@@ -11,6 +11,9 @@
 //!
 //! [peers]
 //! b = "10.0.0.2:7415"              # its certificate has to be for "b", whatever its address
+//!
+//! [networks.lan]                   # may be left out: a network between VMs of all hosts that have one of this name
+//! uplink = "/run/passt.sock"       # may be left out: a way out, by a socket with QEMU's stream framing, or tap = "tap0"
 //! ```
 //!
 //! There is no other state: what an agent knows is found out anew when it starts, and who stands by for whom is kept with the VM
@@ -23,10 +26,12 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use firn_supervisor::NetworkName;
 use serde::Deserialize;
 use thiserror::Error;
 
 use crate::host::{HostName, HostNameError};
+use crate::switch::{FileNetwork, NETWORKS_MAX, NetworkConfig, NetworkError};
 
 /// Most peers: each is asked twice a second.
 const PEERS_MAX: usize = 64;
@@ -84,6 +89,9 @@ pub enum ConfigError {
     /// A host is no peer of itself.
     #[error("peers: {0} is this host")]
     Oneself(HostName),
+    /// A network is none.
+    #[error(transparent)]
+    Network(#[from] NetworkError),
     /// Too many.
     #[error("peers: there are {0}, of at most {PEERS_MAX}")]
     Many(usize),
@@ -116,6 +124,8 @@ pub struct Config {
     pub runtime_dir: Option<PathBuf>,
     /// The other hosts, with their addresses.
     pub peers: BTreeMap<HostName, String>,
+    /// The networks that VMs of this host can be connected to.
+    pub networks: BTreeMap<NetworkName, NetworkConfig>,
 }
 
 #[derive(Deserialize)]
@@ -130,6 +140,8 @@ struct File {
     runtime_dir: Option<PathBuf>,
     #[serde(default)]
     peers: BTreeMap<String, String>,
+    #[serde(default)]
+    networks: BTreeMap<NetworkName, FileNetwork>,
 }
 
 impl Config {
@@ -159,6 +171,12 @@ impl Config {
         if peers.len() > PEERS_MAX {
             return Err(ConfigError::Many(peers.len()));
         }
+        if file.networks.len() > NETWORKS_MAX {
+            return Err(NetworkError::Many(file.networks.len()).into());
+        }
+        let network = |(name, network): (NetworkName, FileNetwork)| {
+            network.read(&name, directory).map(|network| (name, network))
+        };
         Ok(Self {
             name,
             listen: socket("listen", &file.listen)?,
@@ -168,6 +186,7 @@ impl Config {
             metrics: file.metrics.as_deref().map(loopback).transpose()?,
             runtime_dir: file.runtime_dir.map(|path| directory.join(path)),
             peers,
+            networks: file.networks.into_iter().map(network).collect::<Result<_, _>>()?,
         })
     }
 }
@@ -226,6 +245,7 @@ mod tests {
     use std::error::Error;
 
     use super::*;
+    use crate::switch::Uplink;
 
     const GOOD: &str = "name = \"a\"\nlisten = \"10.0.0.1:7415\"\ncertificate = \"a.pem\"\n\
         key = \"a.key\"\nauthority = \"/etc/ca.pem\"\n[peers]\nb = \"10.0.0.2:7415\"\n";
@@ -250,8 +270,14 @@ mod tests {
         assert!(config.certificate.is_absolute() && config.metrics.is_none());
         let b = HostName::new("b").unwrap();
         assert_eq!(config.peers, BTreeMap::from([(b, "10.0.0.2:7415".to_owned())]));
-        let more = format!("metrics = \"[::1]:9\"\nruntime-dir = \"run\"\n{GOOD}");
+        assert!(config.networks.is_empty());
+        let networks =
+            "[networks.lan]\n[networks.dmz]\ntap = \"tap0\"\n[networks.x]\nuplink = \"/u\"\n";
+        let more = format!("metrics = \"[::1]:9\"\nruntime-dir = \"run\"\n{GOOD}{networks}");
         let config = load(&more, 0o400).unwrap();
+        let uplinks: Vec<_> = config.networks.values().map(|it| it.uplink.clone()).collect();
+        let tap = Uplink::Tap("tap0".into());
+        assert_eq!(uplinks, [Some(tap), None, Some(Uplink::Socket("/u".into()))]);
         assert!(config.metrics.is_some() && config.runtime_dir.unwrap().is_absolute());
     }
 
@@ -273,6 +299,13 @@ mod tests {
             (with("\nb = ", "\n\"B\" = "), "\"B\" is no name of a host"),
             (with("key", "metrics = \"10.0.0.1:9\"\nkey"), "can be reached from elsewhere"),
             (with("\"a.key\"", "\"none\""), "can't read"),
+            (format!("{GOOD}[networks.\"../x\"]\n"), "line 8: \"../x\" is no name of a network"),
+            (format!("{GOOD}[networks.x]\nup = 1\n"), "line 9: unknown field `up`"),
+            (
+                format!("{GOOD}[networks.x]\nuplink = \"/u\"\ntap = \"t\"\n"),
+                "uplink or tap, not both",
+            ),
+            (format!("{GOOD}[networks.x]\ntap = \"a/b\"\n"), "networks.x: tap: \"a/b\" is no name"),
         ];
         for (text, said) in mistakes {
             let error = load(&text, 0o600).unwrap_err();
@@ -283,6 +316,9 @@ mod tests {
         }
         let many: String = (0..65).map(|n| format!("c{n} = \"h:1\"\n")).collect();
         assert!(matches!(load(&format!("{GOOD}{many}"), 0o600), Err(ConfigError::Many(66))));
+        let many: String = (0..17).map(|n| format!("[networks.n{n}]\n")).collect();
+        let many = load(&format!("{GOOD}{many}"), 0o600).unwrap_err();
+        assert!(many.to_string().contains("there are 17, of at most 16"), "{many}");
     }
 
     #[test]

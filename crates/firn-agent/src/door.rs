@@ -19,12 +19,12 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use crate::agent::Agent;
-use crate::api::{HEARTBEAT, Heartbeat, STANDBYS, VMS};
+use crate::api::{HEARTBEAT, Heartbeat, NETWORKS, STANDBYS, VMS};
 use crate::host::HostName;
 use crate::http::{self, Answer};
 use crate::identity::peer_of;
 use crate::refused::Refusal;
-use crate::{cluster, standbys, tunnel};
+use crate::{cluster, standbys, switch, tunnel};
 
 /// How long a greeting may take.
 const GREETING_WAIT: Duration = Duration::from_secs(5);
@@ -126,6 +126,9 @@ async fn see_off(mut stream: TcpStream) {
 async fn answer(agent: Arc<Agent>, peer: HostName, request: Request<Incoming>) -> Answer {
     let path = request.uri().path().to_owned();
     let standby = path.strip_prefix(STANDBYS);
+    if let (&Method::POST, Some(network)) = (request.method(), path.strip_prefix(NETWORKS)) {
+        return switch::accept(&agent, peer, network, request);
+    }
     match (request.method(), path.as_str(), standby) {
         (&Method::GET, HEARTBEAT, _) => http::json(&Heartbeat { host: agent.config.name.clone() }),
         (&Method::GET, VMS, _) => match cluster::vms(&agent).await {

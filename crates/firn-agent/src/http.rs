@@ -15,7 +15,7 @@ use firn_supervisor::{Context as _, Failure, FailureKind};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::{Body as HttpBody, Incoming};
-use hyper::header::{CONTENT_TYPE, HOST};
+use hyper::header::{CONNECTION, CONTENT_TYPE, HOST, HeaderValue, UPGRADE};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -149,6 +149,16 @@ pub fn refusal(failure: &Failure) -> Answer {
     answer(status, "application/json", serde_json::to_vec(failure).unwrap_or_default())
 }
 
+/// An answer after which the connection is a stream of something else.
+pub fn switching(protocol: &'static str) -> Answer {
+    let kind = "application/octet-stream";
+    let mut answer = answer(StatusCode::SWITCHING_PROTOCOLS, kind, Vec::new());
+    let headers = answer.headers_mut();
+    headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+    headers.insert(UPGRADE, HeaderValue::from_static(protocol));
+    answer
+}
+
 /// An answer to what nobody knows.
 pub fn unknown(request: &Request<Incoming>) -> Answer {
     let text = format!("there is no {} {}", request.method(), request.uri().path());
@@ -167,6 +177,6 @@ where
 {
     let mut answer = Response::new(body.boxed());
     *answer.status_mut() = status;
-    answer.headers_mut().insert(CONTENT_TYPE, hyper::header::HeaderValue::from_static(kind));
+    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     answer
 }

@@ -23,6 +23,7 @@
 //! | [`api`] | what agents and commands say to each other |
 //! | [`client`] | how commands reach the agent |
 //! | [`tunnel`] | carrying a stream of epochs |
+//! | [`switch`] | the network between VMs |
 //! | [`vms`] | the VMs of this host |
 //! | [`place`] | where the sockets are |
 //!
@@ -49,6 +50,7 @@ pub mod place;
 mod protect;
 mod refused;
 mod standbys;
+pub mod switch;
 pub mod tunnel;
 pub mod vms;
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use firn_supervisor::{Context as _, Failure, FailureKind, VmName};
+use firn_supervisor::{Context as _, Failure, FailureKind, NetworkName, VmName};
 use http_body_util::Full;
 use hyper::client::conn::http1::{SendRequest, handshake};
 use hyper::header::{CONNECTION, HeaderValue, UPGRADE};
@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-use crate::api::{EPOCHS, STANDBYS};
+use crate::api::{EPOCHS, FRAMES, NETWORKS, STANDBYS};
 use crate::host::HostName;
 use crate::http;
 use crate::identity::Identity;
@@ -72,20 +72,42 @@ impl Link {
     /// Why it does not.
     pub async fn stand_by(self, vm: &VmName) -> Result<TokioIo<Upgraded>, Failure> {
         let doing = format!("asking host {} to stand by", self.name);
+        self.upgrade(&format!("{STANDBYS}{vm}"), EPOCHS, STANDBY_WAIT, doing).await
+    }
+
+    /// Links a network of this host to the peer's; the connection carries frames from then on.
+    ///
+    /// # Errors
+    /// Why it does not.
+    pub async fn network(self, network: &NetworkName) -> Result<TokioIo<Upgraded>, Failure> {
+        let doing = format!("asking host {} for a link of network {network}", self.name);
+        self.upgrade(&format!("{NETWORKS}{network}"), FRAMES, CONNECT_WAIT, doing).await
+    }
+
+    async fn upgrade(
+        self,
+        path: &str,
+        protocol: &'static str,
+        wait: Duration,
+        doing: String,
+    ) -> Result<TokioIo<Upgraded>, Failure> {
         let late = |_| {
-            let text = format!("it has not answered within {} s", STANDBY_WAIT.as_secs());
+            let text = format!("it has not answered within {} s", wait.as_secs());
             Err(Failure::new(FailureKind::Other, text))
         };
-        let answered = timeout(STANDBY_WAIT, self.ask_to_stand_by(vm)).await;
+        let answered = timeout(wait, self.ask_to_upgrade(path, protocol)).await;
         answered.unwrap_or_else(late).map_err(|failure| failure.while_doing(doing))
     }
 
-    async fn ask_to_stand_by(mut self, vm: &VmName) -> Result<TokioIo<Upgraded>, Failure> {
-        let path = format!("{STANDBYS}{vm}");
-        let mut request = http::request(Method::POST, self.name.as_str(), &path, None::<&()>)?;
+    async fn ask_to_upgrade(
+        mut self,
+        path: &str,
+        protocol: &'static str,
+    ) -> Result<TokioIo<Upgraded>, Failure> {
+        let mut request = http::request(Method::POST, self.name.as_str(), path, None::<&()>)?;
         let headers = request.headers_mut();
         headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
-        headers.insert(UPGRADE, HeaderValue::from_static(EPOCHS));
+        headers.insert(UPGRADE, HeaderValue::from_static(protocol));
         let answer = self.sender.send_request(request).await.doing("hearing its answer")?;
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
             return Err(http::told_failure(answer).await);

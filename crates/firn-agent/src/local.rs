@@ -81,7 +81,8 @@ async fn answer_metrics(agent: Arc<Agent>, request: Request<Incoming>) -> Answer
         return http::unknown(&request);
     }
     let vms = cluster::vms(&agent).await.unwrap_or_default();
-    let text = metrics::text(&vms, &agent.peers.views(), agent.refused.counts().iter());
+    let (peers, networks) = (agent.peers.views(), agent.networks.views());
+    let text = metrics::text(&vms, &peers, &networks, agent.refused.counts().iter());
     match text {
         Ok(text) => http::answer(StatusCode::OK, metrics::KIND, text.into_bytes()),
         Err(error) => http::refusal(&Failure::from_error(FailureKind::Other, &error)),

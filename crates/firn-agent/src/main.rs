@@ -41,6 +41,9 @@ const LOG: &str = "FIRN_LOG";
 ///   [peers]
 ///   b = "10.0.0.2:7415"              # its certificate has to be for "b"
 ///
+///   [networks.lan]                   # may be left out: a network between VMs, of all hosts that have one of this name
+///   uplink = "/run/passt.sock"       # may be left out: a way out of it, by a socket such as passt's, or tap = "tap0"
+///
 /// Exit codes are those of firn(1). It ends by SIGTERM or SIGINT with 0; VMs that are protected run on unprotected then, and
 /// standbys wait.
 ///

@@ -8,6 +8,9 @@
 //! | `firn_standby_committed` | vm | epochs |
 //! | `firn_peer_up`, `firn_peer_lost` | peer | 1 or 0 |
 //! | `firn_peer_round_trip_seconds` | peer | seconds, of the newest answer |
+//! | `firn_network_ports` | network, to | connections now; `to` is VMs, host NAME or uplink |
+//! | `firn_network_frames_total` | network, to, direction in or out | frames since the agent began |
+//! | `firn_network_dropped_total` | network, to | frames since the agent began |
 //! | `firn_refused_total` | reason | connections since the agent began |
 
 use std::fmt;
@@ -19,7 +22,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use crate::api::{PeerView, VmView};
+use crate::api::{NetworkView, PeerView, VmView};
 use crate::detect::Health;
 
 /// The kind of text that [`text`] gives.
@@ -36,11 +39,13 @@ type Counts = Family<Labels, Counter>;
 pub fn text<'a>(
     vms: &[VmView],
     peers: &[PeerView],
+    networks: &[NetworkView],
     refused: impl Iterator<Item = (&'a String, &'a u64)>,
 ) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("firn");
     of_vms(&mut registry, vms);
     of_peers(&mut registry, peers);
+    of_networks(&mut registry, networks);
     let counts = Counts::default();
     registry.register("refused", "Connections that were not let in", counts.clone());
     for (reason, count) in refused {
@@ -103,6 +108,24 @@ fn of_peers(registry: &mut Registry, peers: &[PeerView]) {
     }
 }
 
+fn of_networks(registry: &mut Registry, networks: &[NetworkView]) {
+    let ports = numbers(registry, "network_ports", "Who is connected to a network");
+    let (frames, dropped) = (Counts::default(), Counts::default());
+    registry.register("network_frames", "Frames of a network", frames.clone());
+    registry.register("network_dropped", "Frames that had no room", dropped.clone());
+    for network in networks {
+        for lane in &network.lanes {
+            let labels = vec![("network", network.name.to_string()), ("to", lane.to.clone())];
+            set(&ports, labels.clone(), lane.connected as f64);
+            dropped.get_or_create(&labels).inc_by(lane.dropped);
+            for (direction, count) in [("in", lane.frames_in), ("out", lane.frames_out)] {
+                let labels = [&labels[..], &[("direction", direction.to_owned())]].concat();
+                frames.get_or_create(&labels).inc_by(count);
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -130,7 +153,11 @@ mod tests {
         let (vms, peers): (Vec<VmView>, Vec<PeerView>) =
             (serde_json::from_value(vms).unwrap(), serde_json::from_value(peers).unwrap());
         let refused = BTreeMap::from([("time".to_owned(), 3)]);
-        let text = text(&vms, &peers, refused.iter()).unwrap();
+        let lanes = json!([{ "name": "lan", "socket": "/s", "addresses": 2, "lanes": [
+            { "to": "host b", "connected": 1, "frames_in": 7, "frames_out": 8, "dropped": 9 },
+        ] }]);
+        let networks: Vec<NetworkView> = serde_json::from_value(lanes).unwrap();
+        let text = text(&vms, &peers, &networks, refused.iter()).unwrap();
         let lines = [
             "firn_epoch{vm=\"web\"} 12.0",
             "firn_epoch_committed{vm=\"web\"} 10.0",
@@ -141,6 +168,10 @@ mod tests {
             "firn_peer_up{peer=\"b\"} 1.0",
             "firn_peer_lost{peer=\"c\"} 1.0",
             "firn_peer_round_trip_seconds{peer=\"b\"} 0.00025",
+            "firn_network_ports{network=\"lan\",to=\"host b\"} 1.0",
+            "firn_network_frames_total{network=\"lan\",to=\"host b\",direction=\"in\"} 7",
+            "firn_network_frames_total{network=\"lan\",to=\"host b\",direction=\"out\"} 8",
+            "firn_network_dropped_total{network=\"lan\",to=\"host b\"} 9",
             "firn_refused_total{reason=\"time\"} 3",
             "# EOF",
         ];

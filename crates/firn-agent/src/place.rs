@@ -5,6 +5,8 @@
 //!     lock                         whose agent this is
 //!     agent.sock            0600   requests of `firn` commands (local.rs)
 //!     b/web.sock            0600   the epochs of web, to or from host b, while nobody has connected
+//!   /run/firn/.network/     0700
+//!     lan.sock              0600   VMs' network cards (switch.rs)
 //!   /run/firn/web/
 //!     primary.json                 of a standby: which host its primary runs on
 //! ```
@@ -14,7 +16,9 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use firn_supervisor::{Context as _, Failure, FailureKind, RuntimeDir, VmName, make_private};
+use firn_supervisor::{
+    Context as _, Failure, FailureKind, NetworkName, RuntimeDir, VmName, make_private,
+};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixListener;
@@ -79,6 +83,16 @@ impl Place {
     /// Where a VM's epochs go to a peer, or come from it.
     pub fn epochs(&self, peer: &HostName, vm: &VmName) -> PathBuf {
         self.directory().join(peer.as_str()).join(format!("{vm}.sock"))
+    }
+
+    /// Where VMs connect to a network, in a directory that is there now.
+    ///
+    /// # Errors
+    /// If that can't be made.
+    pub fn network(&self, name: &NetworkName) -> Result<PathBuf, Failure> {
+        let path = self.base.network(name);
+        path.parent().map_or(Ok(()), make_private).doing("making the directory of networks")?;
+        Ok(path)
     }
 
     fn directory(&self) -> PathBuf {

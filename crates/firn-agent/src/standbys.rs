@@ -5,9 +5,9 @@
 use std::sync::Arc;
 
 use firn_supervisor::{Context as _, Failure, FailureKind, VmName};
+use hyper::Request;
 use hyper::body::Incoming;
-use hyper::header::{CONNECTION, HeaderValue, UPGRADE};
-use hyper::{Request, StatusCode};
+use hyper::header::UPGRADE;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tokio::sync::watch;
@@ -36,7 +36,7 @@ pub(crate) async fn start(
     match begun {
         Ok(((vm, near), health)) => {
             tokio::spawn(receive(peer, vm, near, request, health));
-            switching()
+            http::switching(EPOCHS)
         }
         Err(failure) => {
             tracing::warn!("no standby of {vm} for host {peer}: {failure}");
@@ -106,15 +106,6 @@ fn note_origin(place: &place::Place, vm: &VmName, peer: &HostName) {
     if let Err(error) = place.set_origin(vm, peer) {
         tracing::warn!("it will not be known whom {vm} stands by for: {error}");
     }
-}
-
-fn switching() -> Answer {
-    let mut answer =
-        http::answer(StatusCode::SWITCHING_PROTOCOLS, "application/octet-stream", Vec::new());
-    let headers = answer.headers_mut();
-    headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
-    headers.insert(UPGRADE, HeaderValue::from_static(EPOCHS));
-    answer
 }
 
 /// A connection that does not become a stream is dropped, and the standby with it.

@@ -138,7 +138,7 @@ async fn gone(socket: &OwnedFd) {
 }
 
 /// Returns when the peer becomes lost, or has since this was to be watched. What was believed before does not count.
-pub async fn loss(mut peer: watch::Receiver<Health>) {
+pub(crate) async fn loss(mut peer: watch::Receiver<Health>) {
     while peer.changed().await.is_ok() {
         if *peer.borrow_and_update() == Health::Lost {
             return;

@@ -164,7 +164,27 @@ impl Host {
     ) -> Self {
         let dir = tempfile::Builder::new().prefix("firn-agent-").tempdir().unwrap();
         let file = write_config(dir.path(), authority, identity, who, listen, peers);
-        let config = Config::load(&file).unwrap();
+        Self::begin(dir, &file, times)
+    }
+
+    /// Begins one with more in its configuration.
+    pub fn start_with(
+        authority: &Authority,
+        who: &str,
+        listen: SocketAddr,
+        peers: &[(&str, SocketAddr)],
+        more: &str,
+    ) -> Self {
+        let dir = tempfile::Builder::new().prefix("firn-agent-").tempdir().unwrap();
+        let identity = authority.issue(&[who], |_| ());
+        let file = write_config(dir.path(), &authority.pem(), identity, who, listen, peers);
+        let text = fs::read_to_string(&file).unwrap();
+        fs::write(&file, text + more).unwrap();
+        Self::begin(dir, &file, Times::default())
+    }
+
+    fn begin(dir: tempfile::TempDir, file: &Path, times: Times) -> Self {
+        let config = Config::load(file).unwrap();
         let base = RuntimeDir::at(dir.path().join("run"));
         let (send, ends) = channel();
         let runtime = Runtime::new().unwrap();

@@ -9,4 +9,6 @@ mod host;
 mod lost;
 mod relay;
 mod standby;
+mod switch;
+mod tap;
 mod tunnel;

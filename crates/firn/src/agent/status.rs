@@ -3,14 +3,14 @@
 use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{Cluster, PeerView, VmView};
+use firn_agent::api::{Cluster, LaneView, NetworkView, PeerView, VmView};
 use firn_agent::client;
 use firn_supervisor::Failure;
 
 use crate::output::{Output, table};
 use crate::units;
 
-/// Show which hosts are there, and the VMs that each runs or stands by for.
+/// Show which hosts are there, the VMs that each runs or stands by for, and this host's networks.
 ///
 /// A host that has not answered for two seconds is suspected, after five it is lost. Nothing is run elsewhere by itself: where a
 /// standby's primary seems to be gone, it is said what to do.
@@ -37,9 +37,18 @@ fn describe(cluster: &Cluster) -> String {
     if !cluster.vms.is_empty() {
         let _ = write!(text, "\n{}", table(&vms(&cluster.vms)));
     }
+    if !cluster.networks.is_empty() {
+        let _ = write!(text, "\n{}", table(&networks(&cluster.networks)));
+    }
     for peer in &cluster.peers {
         if let Some(trouble) = &peer.trouble {
             let _ = write!(text, "\n{}: {trouble}\n", peer.name);
+        }
+    }
+    for network in &cluster.networks {
+        let lanes = network.lanes.iter().filter_map(|lane| Some((lane, lane.trouble.as_ref()?)));
+        for (lane, trouble) in lanes {
+            let _ = write!(text, "\n{}, {}: {trouble}\n", network.name, lane.to);
         }
     }
     for vm in &cluster.vms {
@@ -74,6 +83,18 @@ fn vms(vms: &[VmView]) -> Vec<Vec<String>> {
     std::iter::once(heading).chain(vms.iter().map(row)).collect()
 }
 
+fn networks(networks: &[NetworkView]) -> Vec<Vec<String>> {
+    let heading = ["NETWORK", "TO", "CONNECTED", "FRAMES IN", "FRAMES OUT", "DROPPED"];
+    let row = |network: &NetworkView, lane: &LaneView| {
+        let counts = [lane.connected, lane.frames_in, lane.frames_out, lane.dropped];
+        let names = [network.name.to_string(), lane.to.clone()];
+        names.into_iter().chain(counts.map(|count| count.to_string())).collect()
+    };
+    let rows =
+        networks.iter().flat_map(|network| network.lanes.iter().map(move |it| row(network, it)));
+    [heading.map(str::to_owned).to_vec()].into_iter().chain(rows).collect()
+}
+
 /// With whom, and how far.
 fn epochs(vm: &VmView) -> String {
     let backup = vm.backup.as_ref().map(|host| format!("to {host}"));
@@ -99,6 +120,11 @@ mod tests {
                 "round_trip_ms": 0.31, "trouble": "no answer" }],
             "vms": [{ "host": "b", "name": "web", "state": "standby", "primary": "a", "committed": 7,
                 "advice": "do it" }],
+            "networks": [{ "name": "lan", "socket": "/s", "addresses": 2, "lanes": [
+                { "to": "VMs", "connected": 2, "frames_in": 30, "frames_out": 4, "dropped": 0 },
+                { "to": "host a", "connected": 0, "frames_in": 0, "frames_out": 0, "dropped": 1,
+                    "trouble": "gone" },
+            ] }],
         });
         let text = describe(&serde_json::from_value(cluster).unwrap());
         let wanted = "HOST  STATE      SINCE  ROUND TRIP  ADDRESS\n\
@@ -106,7 +132,11 @@ mod tests {
             a     lost       12 s   0.31 ms     10.0.0.1:7415\n\n\
             VM   HOST  STATE    EPOCHS\n\
             web  b     standby  from a, 7 committed\n\n\
+            NETWORK  TO      CONNECTED  FRAMES IN  FRAMES OUT  DROPPED\n\
+            lan      VMs     2          30         4           0\n\
+            lan      host a  0          0          0           1\n\n\
             a: no answer\n\n\
+            lan, host a: gone\n\n\
             web on b: do it\n";
         assert_eq!(text, wanted);
     }

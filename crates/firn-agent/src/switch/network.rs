@@ -1,0 +1,175 @@
+//! One network at this host: who is connected, and where a frame goes.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use bytes::Bytes;
+use firn_cluster::switch::{Port, Rules, Switch};
+use firn_supervisor::NetworkName;
+use tokio::task::AbortHandle;
+
+use super::config::{NetworkConfig, Uplink};
+use super::lane::{Lane, To};
+use super::queue::Queue;
+use crate::api::NetworkView;
+use crate::config::Config;
+use crate::host::HostName;
+
+/// Most VMs that may be connected at once.
+const VMS_MAX: u64 = 256;
+
+/// A switch.
+#[derive(Debug)]
+pub(crate) struct Network {
+    /// What it is called on all hosts.
+    pub(super) name: NetworkName,
+    socket: PathBuf,
+    uplink: Option<Uplink>,
+    table: Mutex<Table>,
+    lanes: BTreeMap<To, Arc<Lane>>,
+    /// The newest connection of each peer that has connected to this host.
+    links: Mutex<BTreeMap<HostName, AbortHandle>>,
+    began: Instant,
+}
+
+#[derive(Debug)]
+struct Table {
+    switch: Switch,
+    ports: BTreeMap<Port, Member>,
+}
+
+#[derive(Clone, Debug)]
+struct Member {
+    queue: Arc<Queue>,
+    lane: Arc<Lane>,
+}
+
+impl Network {
+    /// A switch that nobody is connected to.
+    pub(super) fn new(
+        name: NetworkName,
+        socket: PathBuf,
+        config: &Config,
+        settings: &NetworkConfig,
+    ) -> Self {
+        let world = settings.uplink.iter().map(|_| To::World);
+        let hosts = config.peers.keys().cloned().map(To::Host);
+        let all = [To::Vms].into_iter().chain(hosts).chain(world);
+        Self {
+            name,
+            socket,
+            uplink: settings.uplink.clone(),
+            table: Mutex::new(Table {
+                switch: Switch::new(Rules::default()),
+                ports: BTreeMap::new(),
+            }),
+            lanes: all.map(|to| (to, Arc::default())).collect(),
+            links: Mutex::default(),
+            began: Instant::now(),
+        }
+    }
+
+    /// Connects somebody, until the value is dropped. Nothing if there are too many, or nobody of the kind is to be connected.
+    pub(super) fn join(self: &Arc<Self>, to: &To) -> Option<Joined> {
+        let lane = Arc::clone(self.lanes.get(to)?);
+        let mut table = self.table();
+        if *to == To::Vms && lane.ports() >= VMS_MAX {
+            return None;
+        }
+        let member = Member { queue: Arc::default(), lane };
+        let port = (0..).map(Port).find(|port| !table.ports.contains_key(port))?;
+        table.ports.insert(port, member.clone());
+        table.switch.plug(port, to.side());
+        member.lane.joined();
+        Some(Joined { network: Arc::clone(self), port, member })
+    }
+
+    /// The latest connection of a peer ends the one before, which is not known to be dead.
+    pub(super) fn replace(&self, peer: &HostName, link: AbortHandle) {
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(before) = links.insert(peer.clone(), link) {
+            before.abort();
+        }
+    }
+
+    /// Forgets addresses that have not been heard of for long.
+    pub(super) fn age(&self) {
+        let now = self.began.elapsed();
+        self.table().switch.age(now);
+    }
+
+    /// Notes why somebody is not connected.
+    pub(super) fn trouble(&self, to: &To, why: &str) {
+        if self.lanes.get(to).is_some_and(|lane| lane.trouble(why)) {
+            tracing::warn!("network {}: {to} is not connected: {why}", self.name);
+        }
+    }
+
+    /// What there is to say about it.
+    pub(super) fn view(&self) -> NetworkView {
+        NetworkView {
+            name: self.name.clone(),
+            socket: self.socket.clone(),
+            uplink: self.uplink.as_ref().map(ToString::to_string),
+            addresses: self.table().switch.len(),
+            lanes: self.lanes.iter().map(|(to, lane)| lane.view(to)).collect(),
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A port of a network, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Joined {
+    network: Arc<Network>,
+    port: Port,
+    member: Member,
+}
+
+impl Joined {
+    /// A frame has come from whoever is connected here.
+    pub(super) fn came(&self, frame: &[u8]) {
+        self.member.lane.came();
+        let now = self.network.began.elapsed();
+        let mut table = self.network.table();
+        let out = table.switch.arrived(self.port, frame, now);
+        if out.is_empty() {
+            return;
+        }
+        let frame = Bytes::copy_from_slice(frame);
+        for member in out.iter().filter_map(|port| table.ports.get(port)) {
+            if !member.queue.push(frame.clone()) {
+                member.lane.dropped();
+            }
+        }
+    }
+
+    /// The next frames for whoever is connected here; see [`Queue::take`].
+    pub(super) async fn next(&self, bytes: usize) -> Vec<Bytes> {
+        self.member.queue.take(bytes).await
+    }
+
+    /// So many of them have been given to it.
+    pub(super) fn left(&self, frames: usize) {
+        self.member.lane.left(frames);
+    }
+
+    /// Some of them can't be.
+    pub(super) fn lost(&self) {
+        self.member.lane.dropped();
+    }
+}
+
+impl Drop for Joined {
+    fn drop(&mut self) {
+        let mut table = self.network.table();
+        table.switch.unplug(self.port);
+        table.ports.remove(&self.port);
+        self.member.lane.parted(self.member.queue.len());
+    }
+}

@@ -1,0 +1,50 @@
+//! VMs of this host: whoever connects to a network's socket, which its owner alone can.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::UnixStream;
+use tokio::time::{MissedTickBehavior, interval, sleep};
+
+use super::carry;
+use super::lane::To;
+use super::network::Network;
+use crate::place::Socket;
+
+/// How long to wait where the system has no more descriptors.
+const EXHAUSTED_WAIT: Duration = Duration::from_millis(100);
+
+/// How often old addresses are forgotten.
+const AGE_EVERY: Duration = Duration::from_secs(60);
+
+/// Connects them, for ever.
+pub(super) async fn serve(network: Arc<Network>, socket: Socket) {
+    let Socket { listener, file: _file } = socket;
+    let mut ages = interval(AGE_EVERY);
+    ages.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            _ = ages.tick() => network.age(),
+            came = listener.accept() => match came {
+                Ok((stream, _)) => drop(tokio::spawn(connect(Arc::clone(&network), stream))),
+                Err(error) => {
+                    tracing::warn!("network {}: can't take a connection: {error}", network.name);
+                    sleep(EXHAUSTED_WAIT).await;
+                }
+            },
+        }
+    }
+}
+
+async fn connect(network: Arc<Network>, stream: UnixStream) {
+    let name = &network.name;
+    let pid = stream.peer_cred().ok().and_then(|who| who.pid()).unwrap_or_default();
+    let Some(port) = network.join(&To::Vms) else {
+        return tracing::warn!("network {name}: process {pid} is sent away: there are too many");
+    };
+    tracing::info!("network {name}: process {pid} is connected");
+    match carry::stream(stream, &port).await {
+        Ok(()) => tracing::info!("network {name}: process {pid} has left"),
+        Err(error) => tracing::warn!("network {name}: process {pid} is disconnected: {error}"),
+    }
+}
