@@ -130,7 +130,7 @@ impl Link {
 }
 
 /// The message of a number; big endian, so that later messages are greater.
-fn message(sequence: u64, bytes: usize) -> Vec<u8> {
+pub(super) fn message(sequence: u64, bytes: usize) -> Vec<u8> {
     let mut message = sequence.to_be_bytes().to_vec();
     let mut state = mix(sequence);
     while message.len() < bytes {

@@ -7,6 +7,7 @@
 mod count;
 mod echo;
 pub mod load;
+mod talk;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -42,6 +43,17 @@ enum Role {
         #[arg(long, default_value_t = COUNT_PORT)]
         port: u16,
     },
+    /// Sends messages over one TCP connection and checks their echoes, for as long as it lasts.
+    Talk {
+        /// Where to.
+        to: SocketAddr,
+        /// Bytes of each message.
+        #[arg(long, default_value_t = 1200)]
+        bytes: usize,
+        /// Messages per second at most.
+        #[arg(long, default_value_t = 50.0)]
+        rate: f64,
+    },
     /// Sends messages and checks their echoes.
     Send {
         /// Where to.
@@ -66,6 +78,7 @@ pub fn run(args: &NetDma) -> Result<bool> {
     match &args.role {
         Role::Echo { port } => echo::serve(*port).map(|()| true),
         Role::Count { port } => count::serve(*port).map(|()| true),
+        Role::Talk { to, bytes, rate } => talk::talk(*to, *bytes, *rate),
         Role::Send { to, udp, bytes, rate, seconds } => {
             let mut load = load::EchoLoad::new(*to, *udp, *bytes);
             let report = load.run_for(Duration::from_secs_f64(*seconds), *rate);

@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use rcgen::{
@@ -21,7 +22,7 @@ const ADDRESSES: [&str; 2] = ["198.18.0.1", "198.18.0.2"];
 const PORT: u16 = 7415;
 
 /// Two network namespaces with a cable between them, if this machine lets us; else both hosts are on its loopback.
-struct Network {
+pub struct Network {
     namespaces: Option<[String; 2]>,
 }
 
@@ -30,8 +31,11 @@ fn ip(args: &[&str]) -> Output {
 }
 
 impl Network {
-    fn new() -> Self {
-        let names = ["a", "b"].map(|side| format!("firn-{side}-{}", std::process::id()));
+    pub fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        // The one before may not be gone yet.
+        let (pid, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let names = ["a", "b"].map(|side| format!("firn-{side}-{pid}-{number}"));
         let network = Self { namespaces: Some(names.clone()) };
         match network.cabled(&names) {
             Ok(()) => network,
@@ -99,10 +103,10 @@ impl Drop for Network {
 }
 
 /// An agent; it ends with this value.
-struct Agent(Child);
+pub struct Agent(Child);
 
 impl Agent {
-    fn start(network: &Network, side: usize, session: &Session) -> Self {
+    pub fn start(network: &Network, side: usize, session: &Session) -> Self {
         let program = Session::program_beside("firn-agent");
         let mut command = network.command(side, &program);
         command.arg("run").arg(session.path("agent.toml")).stdout(Stdio::piped());
@@ -115,7 +119,7 @@ impl Agent {
         Self(child)
     }
 
-    fn kill(&mut self) {
+    pub fn kill(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
     }
@@ -129,7 +133,7 @@ impl Drop for Agent {
 }
 
 /// Writes what an agent needs for each host.
-fn configure(network: &Network, sessions: [&Session; 2]) {
+pub fn configure(network: &Network, sessions: [&Session; 2]) {
     let mut params = CertificateParams::new(Vec::new()).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
@@ -153,7 +157,7 @@ fn configure(network: &Network, sessions: [&Session; 2]) {
     }
 }
 
-fn health(session: &Session) -> Value {
+pub fn health(session: &Session) -> Value {
     session.json(&["agent", "status"])["peers"][0]["health"].clone()
 }
 

@@ -22,5 +22,6 @@ mod outside;
 mod pause;
 mod protect;
 mod session;
+mod switch;
 mod vm;
 mod working_set;

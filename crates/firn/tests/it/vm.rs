@@ -217,7 +217,7 @@ pub fn writes(control: &mut Control) -> u64 {
     report["writes"].as_u64().unwrap()
 }
 
-fn image() -> &'static GuestImage {
+pub fn image() -> &'static GuestImage {
     static IMAGE: OnceLock<GuestImage> = OnceLock::new();
     IMAGE.get_or_init(|| GuestImage::small().unwrap())
 }

@@ -1,0 +1,80 @@
+//! One TCP connection, for as long as it lasts.
+//!
+//! Who sends otherwise ([`super::load`]) gives a late echo up and connects again. Here a message waits for its echo, however long that
+//! takes: so it can be seen that a connection outlives what happens to the other end.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use serde_json::json;
+
+use super::load::message;
+use crate::pace::Pace;
+
+/// How often it is told how far it has come.
+const TELL_EVERY: Duration = Duration::from_millis(200);
+
+/// Exchanges messages until the connection breaks. False if an echo was wrong.
+pub(super) fn talk(to: SocketAddr, bytes: usize, rate: f64) -> Result<bool> {
+    let mut stream = TcpStream::connect(to).with_context(|| format!("cannot connect to {to}"))?;
+    stream.set_nodelay(true)?;
+    let (mut pace, mut echo) = (Pace::new(rate), vec![0; bytes]);
+    let (mut told, mut longest) = (Instant::now(), Duration::ZERO);
+    for echoed in 0_u64.. {
+        let (message, since) = (message(echoed, bytes), Instant::now());
+        stream
+            .write_all(&message)
+            .and_then(|()| stream.read_exact(&mut echo))
+            .with_context(|| format!("the connection broke after {echoed} echoes"))?;
+        if echo != message {
+            println!("{}", json!({ "wrong": echoed }));
+            return Ok(false);
+        }
+        longest = longest.max(since.elapsed());
+        if told.elapsed() >= TELL_EVERY {
+            println!("{}", json!({ "progress": echoed + 1, "longest_ms": longest.as_millis() }));
+            told = Instant::now();
+        }
+        pace.wait(1);
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::thread;
+
+    use super::*;
+
+    /// An echo that is good for so many messages, and then changes one or goes away.
+    fn echo(messages: usize, then: impl Fn(&mut [u8]) -> bool + Send + 'static) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut message = [0; 100];
+            for number in 0.. {
+                stream.read_exact(&mut message).unwrap();
+                if number == messages && !then(&mut message) {
+                    return;
+                }
+                stream.write_all(&message).unwrap();
+            }
+        });
+        address
+    }
+
+    #[test]
+    fn a_wrong_echo_and_a_broken_connection_are_told() {
+        let changed = echo(3, |message| {
+            message[50] ^= 1;
+            true
+        });
+        assert!(!talk(changed, 100, 0.0).unwrap());
+        let broken = talk(echo(3, |_| false), 100, 0.0).unwrap_err();
+        assert!(broken.to_string().contains("broke after 3 echoes"), "{broken}");
+    }
+}
