@@ -20,6 +20,7 @@
 //! - [`output`]: frames are held until nothing can undo them; those in flight belong to the checkpoint.
 //! - [`switch`]: where frames go.
 //! - [`cut`]: one consistent cut from epochs that are not synchronized.
+//! - [`member`]: a VM's network card as part of the cut, over a network that loses frames.
 //! - [`failover`]: who may run and send.
 //!
 //! Each takes events and returns actions. None does I/O, starts a thread or looks at a clock: time arrives with the
@@ -31,6 +32,7 @@
 pub mod cut;
 pub mod epoch;
 pub mod failover;
+pub mod member;
 pub mod output;
 pub mod predict;
 pub mod switch;

@@ -53,6 +53,11 @@ impl Inbox {
         self.cuts.insert(epoch, self.received.clone());
     }
 
+    /// The same at the backup, which hears how far the VM had come.
+    pub fn cut_with(&mut self, epoch: Epoch, received: impl IntoIterator<Item = (Vm, Seq)>) {
+        self.cuts.insert(epoch, received.into_iter().collect());
+    }
+
     /// A global checkpoint has this VM at `epoch`: tell each sender that it need not keep what is included.
     pub fn globally(&mut self, epoch: Epoch) -> Vec<(Vm, Seq)> {
         self.cuts = self.cuts.split_off(&epoch);

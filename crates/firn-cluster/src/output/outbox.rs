@@ -136,11 +136,25 @@ impl<F: Clone> Outbox<F> {
         lane.map(|lane| lane.release(To::Outside, epoch)).unwrap_or_default()
     }
 
-    /// Everything released to a destination after `after`, again: the connection broke, or the VM there is another now.
-    pub fn again(&self, to: To, after: Seq) -> Vec<Sent<F>> {
+    /// What was released to a destination after `after`, `most` frames of it, again: some were lost, or the VM there is another now.
+    pub fn again(&self, to: To, after: Seq, most: usize) -> Vec<Sent<F>> {
         let Some(lane) = self.lanes.get(&to) else { return Vec::new() };
-        let out = lane.after(after).take_while(|(seq, _)| *seq <= lane.released);
+        let out = lane.after(after).take_while(|(seq, _)| *seq <= lane.released).take(most);
         out.map(|(seq, entry)| Sent { to, seq, frame: entry.frame.clone() }).collect()
+    }
+
+    /// The newest that was released to a destination.
+    pub fn released(&self, to: To) -> Seq {
+        self.lanes.get(&to).map_or(Seq(0), |lane| lane.released)
+    }
+
+    /// As [`Self::trim`], at the backup: its copy releases nothing, but knows that the primary had.
+    pub fn trim_to(&mut self, to: To, seq: Seq) {
+        if let Some(lane) = self.lanes.get_mut(&to) {
+            let newest = Seq(lane.trimmed.0 + lane.entries.len() as u64);
+            lane.released = lane.released.max(seq.min(newest));
+        }
+        self.trim(to, seq);
     }
 
     /// Frames up to `seq` need not be kept: a global checkpoint includes their arrival, or the uplink has sent them.

@@ -38,7 +38,7 @@ fn what_was_in_flight_is_sent_again_after_a_rollback() {
     outbox.roll_back(Epoch(3));
     assert_eq!(seqs(&outbox.committed(Epoch(3))), [2, 3]);
     assert_eq!(outbox.push(Epoch(4), B, 44, 1), Seq(4), "numbers are used again");
-    assert_eq!(seqs(&outbox.again(B, Seq(2))), [3]);
+    assert_eq!(seqs(&outbox.again(B, Seq(2), 9)), [3]);
     assert_eq!(outbox.frames_of(Epoch(4)), [Sent { to: B, seq: Seq(4), frame: 44 }]);
 }
 

@@ -345,7 +345,7 @@ impl Node {
         for (vm, to) in vms.iter().flat_map(|vm| peers.iter().map(move |to| (*vm, *to))) {
             let Some(running) = self.vms.get(&vm) else { continue };
             let after = running.acknowledged.get(&to).copied().unwrap_or_default();
-            let mut again = running.live.outbox.again(To::Vm(to), after);
+            let mut again = running.live.outbox.again(To::Vm(to), after, usize::MAX);
             again.truncate(8);
             self.let_out(vm, again, around);
         }

@@ -1,0 +1,290 @@
+//! The gate of a member that runs.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::kept::{Kept, OfEpoch};
+use super::wire::{CARRIED_BYTES_MAX, Ends, Message, Says, is_wrapped};
+use crate::cut::{Answer, Arriving, Marker};
+use crate::output::{Accept, Flow, Inbox, Outbox, Sent, To};
+use crate::switch::Mac;
+use crate::{Epoch, Generation, RequestNumber, Seq, Vm};
+
+/// What is counted for a frame besides its bytes.
+const FRAME_COST: usize = 64;
+/// Frames that are sent again at once; the receiver asks for more.
+const AGAIN_MAX: usize = 256;
+
+/// A frame that is held or kept.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(from = "Vec<u8>", into = "Vec<u8>")]
+pub struct Frame(Arc<[u8]>);
+
+impl Frame {
+    pub(super) fn cost(&self) -> usize {
+        self.0.len() + FRAME_COST
+    }
+}
+
+impl From<Vec<u8>> for Frame {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self(bytes.into())
+    }
+}
+
+impl From<Frame> for Vec<u8> {
+    fn from(frame: Frame) -> Self {
+        frame.0.to_vec()
+    }
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Give it to the switch.
+    Send(Vec<u8>),
+    /// Give it to the VM.
+    Deliver(Vec<u8>),
+    /// Tell the initiator, whose request has not come yet.
+    Answer(Answer),
+}
+
+/// How long things take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Times {
+    /// A receiver that has not said that it has everything is asked so often.
+    pub ask: Duration,
+    /// A hole is told no more often.
+    pub complain: Duration,
+}
+
+impl Default for Times {
+    fn default() -> Self {
+        Self { ask: Duration::from_millis(100), complain: Duration::from_millis(10) }
+    }
+}
+
+/// What is known of another member.
+#[derive(Clone, Debug)]
+struct Other {
+    mac: Mac,
+    /// It has told that it has so many.
+    has: Seq,
+    asked: Duration,
+    /// The hole that it was told of, and when.
+    complained: Option<(Seq, Duration)>,
+}
+
+/// The card of one VM.
+#[derive(Clone, Debug)]
+pub struct Member {
+    cluster: u32,
+    own: (Vm, Mac),
+    others: BTreeMap<Vm, Other>,
+    times: Times,
+    outbox: Outbox<Frame>,
+    inbox: Inbox,
+    marker: Marker,
+    running: Epoch,
+    trimmed: BTreeMap<To, Seq>,
+}
+
+impl Member {
+    /// The VM runs from the end of `base`, in a timeline that begins. `members` are all, with itself. Follow with
+    /// [`committed`](Self::committed) and [`globally`](Self::globally) of `base`: that lets out what may still be missing somewhere.
+    pub fn new(
+        cluster: u32,
+        own: Vm,
+        members: &BTreeMap<Vm, Mac>,
+        times: Times,
+        (generation, layout): (Generation, u64),
+        base: Epoch,
+        mut kept: Kept,
+    ) -> Self {
+        kept.roll_back(base);
+        let other = |mac| Other { mac, has: Seq(0), asked: Duration::ZERO, complained: None };
+        let others = members.iter().filter(|(vm, _)| **vm != own);
+        Self {
+            cluster,
+            own: (own, members.get(&own).copied().unwrap_or(Mac::BROADCAST)),
+            others: others.map(|(&vm, &mac)| (vm, other(mac))).collect(),
+            times,
+            outbox: kept.outbox,
+            inbox: kept.inbox,
+            marker: Marker::new(generation, layout, [(own, base)]),
+            running: base.next(),
+            trimmed: BTreeMap::new(),
+        }
+    }
+
+    /// The VM has sent a frame. One that can't be wrapped goes nowhere.
+    pub fn sent(&mut self, frame: &[u8]) {
+        let Some((to, _)) = Mac::ends(frame).filter(|_| frame.len() <= CARRIED_BYTES_MAX) else {
+            return;
+        };
+        let meant = |other: &Other| to.is_group() || other.mac == to;
+        let members =
+            self.others.iter().filter(|(_, other)| meant(other)).map(|(&vm, _)| To::Vm(vm));
+        let mut ways: Vec<To> = members.collect();
+        if ways.is_empty() || to.is_group() {
+            ways.push(To::Outside);
+        }
+        let frame = Frame(frame.into());
+        for way in ways {
+            let cost = frame.cost();
+            self.outbox.push(self.running, way, frame.clone(), cost);
+        }
+    }
+
+    /// The VM stands still at the end of its epoch, everything that it sent has been read, and it has read everything that it was
+    /// given. What goes with that epoch.
+    pub fn cut(&mut self) -> OfEpoch {
+        let epoch = self.running;
+        self.inbox.cut(epoch);
+        self.running = epoch.next();
+        OfEpoch {
+            sent: self.outbox.frames_of(epoch),
+            received: self.others.keys().map(|&vm| (vm, self.inbox.received(vm))).collect(),
+            trimmed: std::mem::take(&mut self.trimmed).into_iter().collect(),
+        }
+    }
+
+    /// An epoch is in the non-volatile copy: what it sent to other members leaves.
+    pub fn committed(&mut self, epoch: Epoch) -> Vec<Action> {
+        self.marker.committed(self.own.0, epoch);
+        let sent = self.outbox.committed(epoch);
+        sent.iter().filter_map(|sent| self.wrapped(sent)).collect()
+    }
+
+    /// A global checkpoint with this VM at that epoch is on record: what it sent outside leaves, and others hear what they need not
+    /// keep.
+    pub fn globally(&mut self, epoch: Epoch) -> Vec<Action> {
+        let mut included = self.inbox.globally(epoch);
+        included.retain(|(_, seq)| *seq > Seq(0));
+        let told = included.into_iter().filter_map(|(vm, seq)| self.say(vm, Says::Included(seq)));
+        let mut actions: Vec<Action> = told.collect();
+        for Sent { to, seq, frame } in self.outbox.globally(epoch) {
+            actions.push(Action::Send(frame.into()));
+            self.trim(to, seq);
+        }
+        actions
+    }
+
+    /// The initiator asks for a mark.
+    pub fn requested(&mut self, generation: Generation, request: RequestNumber) -> Option<Answer> {
+        self.marker.requested(generation, request)
+    }
+
+    /// A frame has come from the switch. The VM must not stand still.
+    pub fn arrived(&mut self, frame: &[u8], now: Duration) -> Vec<Action> {
+        if is_wrapped(frame) {
+            return self.unwrapped(frame, now).unwrap_or_default();
+        }
+        let from = Mac::ends(frame).map(|(_, from)| from);
+        match self.others.values().any(|other| Some(other.mac) == from) {
+            true => Vec::new(),
+            false => vec![Action::Deliver(frame.to_vec())],
+        }
+    }
+
+    /// Time has passed: others are asked whether they have everything.
+    pub fn tick(&mut self, now: Duration) -> Vec<Action> {
+        let is_due = |(vm, other): &(&Vm, &mut Other)| {
+            other.has < self.outbox.released(To::Vm(**vm))
+                && now.saturating_sub(other.asked) >= self.times.ask
+        };
+        let due = self.others.iter_mut().filter(is_due);
+        let due: Vec<Vm> = due
+            .map(|(&vm, other)| {
+                other.asked = now;
+                vm
+            })
+            .collect();
+        let ask = |vm| self.say(vm, Says::Newest(self.outbox.released(To::Vm(vm))));
+        due.into_iter().filter_map(ask).collect()
+    }
+
+    /// Whether to go on reading from the VM's socket.
+    pub fn flow(&self) -> Flow {
+        self.outbox.flow()
+    }
+
+    /// Bytes that are held or kept, and what it takes to keep them.
+    pub fn held(&self) -> usize {
+        self.outbox.bytes()
+    }
+
+    /// What a frame that leaves has to say of its sender.
+    fn say(&self, to: Vm, says: Says<'_>) -> Option<Action> {
+        let mac = self.others.get(&to)?.mac;
+        let ends = Ends { cluster: self.cluster, from: self.own, to: (to, mac) };
+        let message = Message { ends, stamp: self.marker.stamp(), says };
+        Some(Action::Send(message.to_frame()))
+    }
+
+    fn wrapped(&self, sent: &Sent<Frame>) -> Option<Action> {
+        match sent.to {
+            To::Vm(vm) => self.say(vm, Says::Frame(sent.seq, &sent.frame.0)),
+            To::Outside => None,
+        }
+    }
+
+    fn unwrapped(&mut self, frame: &[u8], now: Duration) -> Option<Vec<Action>> {
+        let Message { ends, stamp, says } = Message::of(frame)?;
+        let (from, mac) = ends.from;
+        let is_known = self.others.get(&from)?.mac == mac;
+        if !is_known || ends.cluster != self.cluster || ends.to != self.own {
+            return None;
+        }
+        // First the mark, whatever is said: then what is marked is without it.
+        let mut actions = match self.marker.arriving(stamp) {
+            Arriving::Undone | Arriving::Early => return None,
+            Arriving::Deliver => Vec::new(),
+            Arriving::DeliverMarked(answer) => vec![Action::Answer(answer)],
+        };
+        match says {
+            Says::Frame(seq, frame) => match self.inbox.accept(from, seq) {
+                Accept::Deliver => actions.push(Action::Deliver(frame.to_vec())),
+                Accept::Known => {}
+                Accept::Missing(next) => actions.extend(self.complain(from, next, now)),
+            },
+            Says::Newest(_) => {
+                actions.extend(self.say(from, Says::Expects(self.inbox.received(from).next())))
+            }
+            Says::Expects(next) => actions.extend(self.again(from, next)),
+            Says::Included(seq) => self.trim(To::Vm(from), seq),
+        }
+        Some(actions)
+    }
+
+    fn complain(&mut self, from: Vm, next: Seq, now: Duration) -> Option<Action> {
+        let other = self.others.get_mut(&from)?;
+        let is_told = other
+            .complained
+            .is_some_and(|(seq, at)| seq == next && now.saturating_sub(at) < self.times.complain);
+        if is_told {
+            return None;
+        }
+        other.complained = Some((next, now));
+        self.say(from, Says::Expects(next))
+    }
+
+    /// What a receiver that expects this one has not got.
+    fn again(&mut self, to: Vm, next: Seq) -> Vec<Action> {
+        let before = Seq(next.0.saturating_sub(1));
+        if let Some(other) = self.others.get_mut(&to) {
+            other.has = before;
+        }
+        let again = self.outbox.again(To::Vm(to), before, AGAIN_MAX);
+        again.iter().filter_map(|sent| self.wrapped(sent)).collect()
+    }
+
+    fn trim(&mut self, to: To, seq: Seq) {
+        self.outbox.trim(to, seq);
+        let trimmed = self.trimmed.entry(to).or_default();
+        *trimmed = seq.max(*trimmed);
+    }
+}

@@ -1,0 +1,32 @@
+//! A VM's network card as a member of a cluster: what its gate does with each frame, so that one cut of the cluster is consistent and
+//! nothing between its VMs is lost or doubled (VPC IV; `docs/design/014-switch.md`).
+//!
+//! ```text
+//!            sent                          committed                          arrived
+//!    VM a --------> Outbox, held ------------------------> switches ... --------------> Marker: mark first
+//!                     |   stamped with a's newest mark    (may drop, double, reorder)      |
+//!                     |                                                                 Inbox: once, in order
+//!                     |  <------------ "from 7 on, please" ---------------------------    |
+//!                     '-- goes with the epoch to the backup: Kept                         '--> VM b
+//! ```
+//!
+//! Here [`crate::output`] and [`crate::cut`] come together for one VM, with what they need of a network that may lose frames: the
+//! receiver says where it has a hole, and the sender asks from time to time how far the receiver has come.
+//!
+//! - [`wire`]: what goes between two gates.
+//! - [`Member`]: the gate of a VM that runs.
+//! - [`Kept`]: what its backup has of it, from which another [`Member`] begins after a failover.
+//!
+//! Whoever is no member is outside, also at the same switch. Frames to the outside go as they are, once a global checkpoint is on
+//! record. A frame to all goes to each member by itself, and outside; what comes from a member's address without being
+//! wrapped is that copy, and is dropped.
+
+mod gate;
+mod kept;
+pub mod wire;
+
+pub use gate::{Action, Frame, Member, Times};
+pub use kept::{Kept, OfEpoch};
+
+#[cfg(test)]
+mod tests;
