@@ -1,0 +1,87 @@
+//! Raft's messages to the other servers.
+
+use std::sync::Arc;
+
+use openraft::BasicNode;
+use openraft::error::{
+    InstallSnapshotError, NetworkError, RPCError, RaftError, RemoteError, Unreachable,
+};
+use openraft::network::{RPCOption, RaftNetwork, RaftNetworkFactory};
+use openraft::raft::{
+    AppendEntriesRequest, AppendEntriesResponse, InstallSnapshotRequest, InstallSnapshotResponse,
+    VoteRequest, VoteResponse,
+};
+use serde::de::DeserializeOwned;
+use tokio::time::timeout;
+
+use super::message::{self, Message};
+use super::{Types, Wire};
+use crate::Trouble;
+
+/// Makes connections.
+pub struct Network(pub Arc<dyn Wire>);
+
+/// To one server.
+pub struct Peer {
+    wire: Arc<dyn Wire>,
+    id: u64,
+    name: String,
+}
+
+type Failed<E> = RPCError<u64, BasicNode, E>;
+
+impl RaftNetworkFactory<Types> for Network {
+    type Network = Peer;
+
+    async fn new_client(&mut self, id: u64, node: &BasicNode) -> Peer {
+        Peer { wire: Arc::clone(&self.0), id, name: node.addr.clone() }
+    }
+}
+
+impl Peer {
+    async fn call<T, E>(&self, message: Message, option: RPCOption) -> Result<T, Failed<E>>
+    where
+        Result<T, E>: DeserializeOwned,
+        E: std::error::Error,
+    {
+        let bytes = message::encode(&message).map_err(|error| NetworkError::new(&error))?;
+        let called = timeout(option.hard_ttl(), self.wire.call(&self.name, bytes)).await;
+        let answer = match called {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(Trouble::Unreachable(why))) => {
+                return Err(Unreachable::new(&Trouble::Unreachable(why)).into());
+            }
+            Ok(Err(error)) => return Err(NetworkError::new(&error).into()),
+            Err(late) => return Err(NetworkError::new(&late).into()),
+        };
+        let told: Result<T, E> =
+            message::decode(&answer).map_err(|error| NetworkError::new(&error))?;
+        told.map_err(|error| RemoteError::new(self.id, error).into())
+    }
+}
+
+impl RaftNetwork<Types> for Peer {
+    async fn append_entries(
+        &mut self,
+        rpc: AppendEntriesRequest<Types>,
+        option: RPCOption,
+    ) -> Result<AppendEntriesResponse<u64>, Failed<RaftError<u64>>> {
+        self.call(Message::Append(rpc), option).await
+    }
+
+    async fn install_snapshot(
+        &mut self,
+        rpc: InstallSnapshotRequest<Types>,
+        option: RPCOption,
+    ) -> Result<InstallSnapshotResponse<u64>, Failed<RaftError<u64, InstallSnapshotError>>> {
+        self.call(Message::Snapshot(rpc), option).await
+    }
+
+    async fn vote(
+        &mut self,
+        rpc: VoteRequest<u64>,
+        option: RPCOption,
+    ) -> Result<VoteResponse<u64>, Failed<RaftError<u64>>> {
+        self.call(Message::Vote(rpc), option).await
+    }
+}

@@ -1,0 +1,368 @@
+//! One of the servers: raft, and what is asked of its leader.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use firn_cluster::Host;
+use firn_cluster::failover::Terms;
+use openraft::error::{CheckIsLeaderError, ClientWriteError, ForwardToLeader, RaftError};
+use openraft::{BasicNode, Config, Raft, SnapshotPolicy};
+use serde::Serialize;
+use sha2::{Digest as _, Sha256};
+use tokio::time::{sleep, timeout};
+
+use super::machine::Machine;
+use super::message::{self, Ask, Message, Told};
+use super::network::Network;
+use super::offices::Offices;
+use super::state::{Done, Op};
+use super::store::Store;
+use super::{Types, Wire};
+use crate::{Cluster, Leased, Trouble, View, now};
+
+/// How long a server takes for an answer at most: an election, and a disk that is busy.
+pub(super) const ANSWER_WAIT: Duration = Duration::from_secs(3);
+
+/// How often it is looked whether raft goes on, and how long it is waited before a store that failed is opened again.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+const AGAIN_AFTER: Duration = Duration::from_secs(2);
+
+/// Entries of the log from one snapshot to the next, and those that are kept before it.
+const SNAPSHOT_EVERY: u64 = 1000;
+const KEPT_MAX: u64 = 200;
+
+/// How large a message gets: so many entries of the largest size, or such a piece of a snapshot.
+const ENTRIES_MAX: u64 = 3;
+const PIECE_BYTES: u64 = 32 << 10;
+
+/// A server.
+pub struct Server {
+    me: String,
+    directory: PathBuf,
+    wire: Arc<dyn Wire>,
+    offices: Mutex<Offices>,
+    running: Mutex<Result<Running, Trouble>>,
+}
+
+#[derive(Clone)]
+struct Running {
+    raft: Raft<Types>,
+    machine: Machine,
+    servers: BTreeMap<u64, String>,
+}
+
+/// The number by which raft knows the server of that host. It must not change when others come or go.
+fn number(name: &str) -> u64 {
+    let mut first = [0; 8];
+    first.copy_from_slice(&Sha256::digest(name)[..8]);
+    u64::from_le_bytes(first)
+}
+
+/// Prepares this host to be one of these servers, of a cluster of hosts that is new.
+///
+/// # Errors
+/// If it is one already, isn't one of them, or they are too few for a majority to be left when one is lost.
+pub fn found(directory: &Path, me: &str, servers: &[String]) -> Result<(), Trouble> {
+    let numbered: BTreeMap<u64, String> =
+        servers.iter().map(|name| (number(name), name.clone())).collect();
+    if !servers.iter().any(|name| name == me) {
+        return Err(Trouble::Refused(format!(
+            "{me} is not one of the servers: {}",
+            servers.join(", ")
+        )));
+    }
+    if numbered.len() < 3 {
+        return Err(Trouble::Refused(format!(
+            "{} servers are too few: of two, none is a majority when the other is lost, and nobody can tell a host that is lost from a \
+             network that is cut. Give three; the third needs no VMs",
+            numbered.len()
+        )));
+    }
+    Store::found(directory, &numbered)
+}
+
+impl Server {
+    /// Begins. The runtime must be multi-threaded.
+    ///
+    /// # Errors
+    /// If this host was not [prepared](found), or its store can't be used.
+    pub async fn begin(
+        directory: &Path,
+        me: &str,
+        terms: Terms,
+        wire: Arc<dyn Wire>,
+    ) -> Result<Arc<Self>, Trouble> {
+        let running = run(directory, me, &wire).await?;
+        let server = Arc::new(Self {
+            me: me.to_owned(),
+            directory: directory.to_owned(),
+            wire,
+            offices: Mutex::new(Offices::new(terms)),
+            running: Mutex::new(Ok(running)),
+        });
+        tokio::spawn(keep_running(Arc::downgrade(&server)));
+        Ok(server)
+    }
+
+    /// The names of all servers.
+    ///
+    /// # Errors
+    /// If it can't use its store.
+    pub fn servers(&self) -> Result<Vec<String>, Trouble> {
+        Ok(self.running()?.servers.into_values().collect())
+    }
+
+    /// Answers a message of the host of that name, or of this process.
+    pub async fn answer(&self, from: Option<&str>, bytes: &[u8]) -> Vec<u8> {
+        let answered = match message::decode(bytes) {
+            Ok(Message::Ask(ask)) => encoded(&self.asked(from, ask).await),
+            Ok(message) => self.told_by_raft(from, message).await,
+            Err(trouble) => encoded(&Told::Trouble(trouble)),
+        };
+        // Nobody can read an empty answer: that is trouble at the other end.
+        answered.unwrap_or_default()
+    }
+
+    async fn told_by_raft(&self, from: Option<&str>, message: Message) -> Result<Vec<u8>, Trouble> {
+        let Running { raft, servers, .. } = self.running()?;
+        if from.is_some_and(|from| !servers.contains_key(&number(from))) {
+            return Err(Trouble::Refused("it is none of the servers".to_owned()));
+        }
+        match message {
+            Message::Append(rpc) => message::encode(&raft.append_entries(rpc).await),
+            Message::Vote(rpc) => message::encode(&raft.vote(rpc).await),
+            Message::Snapshot(rpc) => message::encode(&raft.install_snapshot(rpc).await),
+            Message::Ask(_) => Err(Trouble::Refused("that is no message of raft".to_owned())),
+        }
+    }
+
+    async fn asked(&self, from: Option<&str>, ask: Ask) -> Told {
+        let patient = timeout(ANSWER_WAIT, self.decide(from, ask)).await;
+        patient
+            .unwrap_or_else(|_| {
+                let text = format!(
+                    "{} does not reach a majority within {} s",
+                    self.me,
+                    ANSWER_WAIT.as_secs()
+                );
+                Err(Told::Trouble(Trouble::Unknown(text)))
+            })
+            .unwrap_or_else(|told| told)
+    }
+
+    async fn decide(&self, from: Option<&str>, ask: Ask) -> Result<Told, Told> {
+        let running = self.running().map_err(Told::Trouble)?;
+        match ask {
+            Ask::Join(name) => {
+                self.check(from.is_none_or(|from| from == name), "joins for another host")?;
+                match running.write(Op::Join(name)).await? {
+                    Done::Joined(Some(host)) => Ok(Told::Joined(host)),
+                    _ => Err(refused("all numbers of hosts are taken: found the cluster anew")),
+                }
+            }
+            Ask::Change(cluster, from, to) => {
+                if let Some(record) = &to {
+                    record.to_json().map_err(Told::Trouble)?;
+                }
+                match running.write(Op::Change(cluster, from, to)).await? {
+                    Done::Changed(changed) => Ok(Told::Changed(changed)),
+                    _ => Err(refused("a change that changed nothing")),
+                }
+            }
+            Ask::Clusters => {
+                running.confirmed().await?;
+                Ok(Told::Clusters(running.machine.applied().state.clusters()))
+            }
+            Ask::Read(cluster) => {
+                running.confirmed().await?;
+                Ok(Told::Read(running.machine.applied().state.known(&cluster)))
+            }
+            Ask::Lease(cluster, host) => self.lease(&running, from, &cluster, host).await,
+            Ask::View(cluster) => self.view(&running, &cluster).await,
+            Ask::Lead => {
+                running.confirmed().await?;
+                Ok(Told::Leads(self.me.clone()))
+            }
+        }
+    }
+
+    async fn lease(
+        &self,
+        running: &Running,
+        from: Option<&str>,
+        cluster: &Cluster,
+        host: Host,
+    ) -> Result<Told, Told> {
+        let is_its = |name: &str| {
+            running.machine.applied().state.names().get(&host).is_none_or(|it| it == name)
+        };
+        self.check(from.is_none_or(is_its), "asks for another host's lease")?;
+        if let Some(refused) = fenced(running, cluster, host) {
+            running.confirmed().await?;
+            return Ok(Told::Leased(fenced(running, cluster, host).unwrap_or(refused)));
+        }
+        self.offices().note(cluster, host, now());
+        let term = running.confirmed().await?;
+        if let Some(refused) = fenced(running, cluster, host) {
+            return Ok(Told::Leased(refused));
+        }
+        let known = running.machine.applied().state.known(cluster);
+        match self.offices().enter(cluster, term, &known, now()) {
+            true => Ok(Told::Leased(Leased::Granted(known))),
+            false => Err(Told::Elsewhere(None)),
+        }
+    }
+
+    async fn view(&self, running: &Running, cluster: &Cluster) -> Result<Told, Told> {
+        let term = running.confirmed().await?;
+        let (known, names, there) = {
+            let applied = running.machine.applied();
+            let state = &applied.state;
+            (state.known(cluster), state.names().clone(), state.clusters())
+        };
+        let (mut offices, now) = (self.offices(), now());
+        offices.retain(|cluster| there.contains(cluster));
+        if !offices.enter(cluster, term, &known, now) {
+            return Err(Told::Elsewhere(None));
+        }
+        let leases = offices.not_over(cluster, now);
+        Ok(Told::View(View { known, leases, names }))
+    }
+
+    fn check(&self, holds: bool, why: &str) -> Result<(), Told> {
+        if holds { Ok(()) } else { Err(refused(why)) }
+    }
+
+    fn offices(&self) -> MutexGuard<'_, Offices> {
+        self.offices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn running(&self) -> Result<Running, Trouble> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_running(&self, running: Result<Running, Trouble>) {
+        *self.running.lock().unwrap_or_else(PoisonError::into_inner) = running;
+    }
+}
+
+impl Running {
+    /// Makes sure that this server leads, and has applied all that was agreed on before; tells its term.
+    async fn confirmed(&self) -> Result<u64, Told> {
+        match self.raft.ensure_linearizable().await {
+            // The newest entry is the leader's own: it begins its term with one.
+            Ok(last) => Ok(last.map_or(0, |last| last.leader_id.term)),
+            Err(RaftError::APIError(CheckIsLeaderError::ForwardToLeader(to))) => Err(elsewhere(to)),
+            Err(error) => Err(Told::Trouble(Trouble::Unreachable(error.to_string()))),
+        }
+    }
+
+    async fn write(&self, op: Op) -> Result<Done, Told> {
+        match self.raft.client_write(op).await {
+            Ok(written) => Ok(written.data),
+            Err(RaftError::APIError(ClientWriteError::ForwardToLeader(to))) => Err(elsewhere(to)),
+            Err(error) => Err(Told::Trouble(Trouble::Unknown(error.to_string()))),
+        }
+    }
+
+    fn has_failed(&self) -> Option<String> {
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow();
+        metrics.running_state.as_ref().err().map(ToString::to_string)
+    }
+}
+
+/// Why the host gets no lease, as far as this server knows.
+fn fenced(running: &Running, cluster: &Cluster, host: Host) -> Option<Leased> {
+    let known = running.machine.applied().state.known(cluster);
+    let may = known.record.as_ref().is_some_and(|record| !record.register.fence.contains(&host));
+    (!may).then_some(Leased::Refused(known))
+}
+
+fn elsewhere(to: ForwardToLeader<u64, BasicNode>) -> Told {
+    Told::Elsewhere(to.leader_node.map(|node| node.addr))
+}
+
+fn refused(why: &str) -> Told {
+    Told::Trouble(Trouble::Refused(why.to_owned()))
+}
+
+fn encoded(value: &impl Serialize) -> Result<Vec<u8>, Trouble> {
+    message::encode(value)
+}
+
+async fn run(directory: &Path, me: &str, wire: &Arc<dyn Wire>) -> Result<Running, Trouble> {
+    let (store, servers) = Store::open(directory, number(me))?;
+    let failed = |error: &dyn std::fmt::Display| {
+        Trouble::Unreachable(format!("raft does not begin: {error}"))
+    };
+    if !servers.contains_key(&number(me)) {
+        let names: Vec<&str> = servers.values().map(String::as_str).collect();
+        return Err(Trouble::Refused(format!(
+            "{me} is not one of the servers: {}",
+            names.join(", ")
+        )));
+    }
+    let machine = Machine::open(store.clone()).map_err(|error| failed(&error))?;
+    let network = Network(Arc::clone(wire));
+    let raft = Raft::new(number(me), Arc::new(config()?), network, store, machine.clone()).await;
+    let raft = raft.map_err(|error| failed(&error))?;
+    if !raft.is_initialized().await.map_err(|error| failed(&error))? {
+        let nodes = servers.iter().map(|(id, name)| (*id, BasicNode::new(name)));
+        let nodes: BTreeMap<u64, BasicNode> = nodes.collect();
+        // Every server says the same, so it does no harm if another one was quicker.
+        if let Err(error) = raft.initialize(nodes).await {
+            tracing::debug!("membership has begun already: {error}");
+        }
+    }
+    Ok(Running { raft, machine, servers })
+}
+
+fn config() -> Result<Config, Trouble> {
+    let config = Config {
+        cluster_name: "firn".to_owned(),
+        heartbeat_interval: 250,
+        election_timeout_min: 1000,
+        election_timeout_max: 2000,
+        install_snapshot_timeout: 1000,
+        max_payload_entries: ENTRIES_MAX,
+        snapshot_policy: SnapshotPolicy::LogsSinceLast(SNAPSHOT_EVERY),
+        snapshot_max_chunk_size: PIECE_BYTES,
+        max_in_snapshot_log_to_keep: KEPT_MAX,
+        ..Config::default()
+    };
+    config.validate().map_err(|error| Trouble::Refused(error.to_string()))
+}
+
+/// Raft ends when its store fails. It begins again with what is on disk, as after a crash, when that can be used again.
+async fn keep_running(server: std::sync::Weak<Server>) {
+    loop {
+        sleep(LOOK_EVERY).await;
+        let Some(server) = server.upgrade() else { return };
+        let why = match server.running() {
+            Ok(running) => match running.has_failed() {
+                None => continue,
+                Some(why) => {
+                    tracing::error!("this host is no server of the cluster for now: {why}");
+                    server.set_running(Err(Trouble::Unreachable(why.clone())));
+                    let _ = running.raft.shutdown().await;
+                    why
+                }
+            },
+            Err(trouble) => trouble.to_string(),
+        };
+        sleep(AGAIN_AFTER).await;
+        match run(&server.directory, &server.me, &server.wire).await {
+            Ok(running) => {
+                tracing::info!("this host is a server of the cluster again");
+                server.set_running(Ok(running));
+            }
+            Err(trouble) => {
+                tracing::debug!("still no server: {trouble} (first: {why})");
+                server.set_running(Err(trouble));
+            }
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! What a server must not forget: the log, and whom it voted for, in one file of redb.
+//!
+//! ```text
+//!   members.redb
+//!     log    index -> entry              raft's, consecutive; removed from its beginning once it is in a snapshot
+//!     meta   "founded"  -> who the servers are, as this one was told when the cluster was founded
+//!            "vote"     -> the newest term, and for whom
+//!            "purged"   -> the last entry that was removed
+//!            "snapshot" -> the state, and the last entry that is in it
+//! ```
+//!
+//! Each write is a transaction, on disk when it is answered. What the log makes of nothing is in memory, and made anew from the
+//! snapshot and the log.
+//!
+//! A server that has forgotten is worse than one that is gone: it could vote twice, or elect somebody who doesn't have what it
+//! acknowledged. So the file is made once ([`Store::found`]), and where it is gone, the server doesn't begin.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::fs;
+use std::io;
+use std::ops::RangeBounds;
+use std::path::Path;
+use std::sync::Arc;
+
+use openraft::storage::{LogFlushed, LogState, RaftLogStorage};
+use openraft::{Entry, LogId, OptionalSend, RaftLogReader, StorageError, StorageIOError, Vote};
+use redb::{Builder, Database, ReadableTable, TableDefinition, WriteTransaction};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::task::spawn_blocking;
+
+use super::Types;
+use crate::Trouble;
+
+const LOG: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("log");
+const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
+
+/// The file's name.
+const FILE: &str = "members.redb";
+
+/// Pages of the file that are kept in memory, in bytes.
+const CACHE_BYTES: usize = 4 << 20;
+
+pub(super) const SNAPSHOT: &str = "snapshot";
+const FOUNDED: &str = "founded";
+const VOTE: &str = "vote";
+const PURGED: &str = "purged";
+
+pub(super) type Stored<T> = Result<T, StorageError<u64>>;
+
+/// The file of one server.
+#[derive(Clone, Debug)]
+pub struct Store {
+    database: Arc<Database>,
+    me: u64,
+}
+
+impl Store {
+    /// Makes the file of a new cluster's server.
+    ///
+    /// # Errors
+    /// If there is one, or the system refuses; then there is none.
+    pub fn found(directory: &Path, servers: &BTreeMap<u64, String>) -> Result<(), Trouble> {
+        let (path, new) = (directory.join(FILE), directory.join("members.new"));
+        if path.exists() {
+            return Err(Trouble::Refused(format!(
+                "{} is there already: it is founded once",
+                path.display()
+            )));
+        }
+        let failed = |error: &dyn std::fmt::Display| {
+            Trouble::Refused(format!("can't make {}: {error}", path.display()))
+        };
+        fs::create_dir_all(directory).map_err(|error| failed(&error))?;
+        clear(&new).map_err(|error| failed(&error))?;
+        let database = Builder::new()
+            .set_cache_size(CACHE_BYTES)
+            .create(&new)
+            .map_err(|error| failed(&error))?;
+        let write = || {
+            let write = database.begin_write()?;
+            write.open_table(LOG)?;
+            put(&write, FOUNDED, servers)?;
+            Ok::<_, redb::Error>(write.commit()?)
+        };
+        write().map_err(|error| failed(&error))?;
+        drop(database);
+        fs::rename(&new, &path)
+            .and_then(|()| fs::File::open(directory)?.sync_all())
+            .map_err(|error| failed(&error))
+    }
+
+    /// Opens a server's file.
+    ///
+    /// # Errors
+    /// If it isn't there, or is damaged, or another process has it.
+    pub fn open(directory: &Path, me: u64) -> Result<(Self, BTreeMap<u64, String>), Trouble> {
+        let path = directory.join(FILE);
+        if !path.exists() {
+            return Err(Trouble::Refused(format!(
+                "{} is not there. Where the cluster is new, found it; where the file was lost, this host may not vote any more: \
+                 give it another name",
+                path.display()
+            )));
+        }
+        let opened = Builder::new().set_cache_size(CACHE_BYTES).open(&path);
+        let failed = |error: &dyn std::fmt::Display| {
+            Trouble::Unreachable(format!("can't use {}: {error}", path.display()))
+        };
+        let database = Arc::new(opened.map_err(|error| failed(&error))?);
+        let store = Self { database, me };
+        let founded = store.meta(FOUNDED).map_err(|error| failed(&error))?;
+        let founded = founded.ok_or_else(|| failed(&"it does not say who the servers are"))?;
+        Ok((store, founded))
+    }
+
+    /// A value of `meta`.
+    pub(super) fn meta<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>, redb::Error> {
+        let table = self.database.begin_read()?.open_table(META)?;
+        table.get(key)?.map(|value| of_bytes(value.value())).transpose()
+    }
+
+    /// Puts a value into `meta`.
+    pub(super) async fn set_meta(
+        &self,
+        key: &'static str,
+        value: impl Serialize + Send + 'static,
+    ) -> Result<(), redb::Error> {
+        self.write(move |write| put(write, key, &value)).await
+    }
+
+    /// A transaction, which is on disk when this returns.
+    async fn write(
+        &self,
+        change: impl FnOnce(&WriteTransaction) -> Result<(), redb::Error> + Send + 'static,
+    ) -> Result<(), redb::Error> {
+        let database = Arc::clone(&self.database);
+        let done = spawn_blocking(move || {
+            let write = database.begin_write()?;
+            change(&write)?;
+            Ok(write.commit()?)
+        });
+        done.await.map_err(|error| redb::Error::Io(io::Error::other(error)))?
+    }
+}
+
+impl RaftLogReader<Types> for Store {
+    async fn try_get_log_entries<R: RangeBounds<u64> + Clone + Debug + OptionalSend>(
+        &mut self,
+        range: R,
+    ) -> Stored<Vec<Entry<Types>>> {
+        let read = || {
+            let table = self.database.begin_read()?.open_table(LOG)?;
+            let entries = table.range(range)?.map(|pair| of_bytes(pair?.1.value()));
+            entries.collect::<Result<Vec<_>, redb::Error>>()
+        };
+        read().map_err(|error| StorageIOError::read_logs(&error).into())
+    }
+}
+
+impl RaftLogStorage<Types> for Store {
+    type LogReader = Self;
+
+    async fn get_log_state(&mut self) -> Stored<LogState<Types>> {
+        let read = || {
+            let purged: Option<LogId<u64>> = self.meta(PURGED)?;
+            let table = self.database.begin_read()?.open_table(LOG)?;
+            let last = table
+                .last()?
+                .map(|(_, entry)| of_bytes::<Entry<Types>>(entry.value()))
+                .transpose()?;
+            let last_log_id = last.map(|entry| entry.log_id).or(purged);
+            Ok::<_, redb::Error>(LogState { last_purged_log_id: purged, last_log_id })
+        };
+        read().map_err(|error| StorageIOError::read_logs(&error).into())
+    }
+
+    async fn get_log_reader(&mut self) -> Self {
+        self.clone()
+    }
+
+    async fn save_vote(&mut self, vote: &Vote<u64>) -> Stored<()> {
+        let saved = self.set_meta(VOTE, *vote).await;
+        saved.map_err(|error| StorageIOError::write_vote(&error).into())
+    }
+
+    /// A server that led, and begins again, has voted for itself, and no more: raft would have it lead on at once, in the same
+    /// term, where the first entry of that term is all it knows to be agreed on. It would read from a state that lacks the rest.
+    async fn read_vote(&mut self) -> Stored<Option<Vote<u64>>> {
+        let vote: Option<Vote<u64>> =
+            self.meta(VOTE).map_err(|error| StorageIOError::read_vote(&error))?;
+        let is_own = |vote: &Vote<u64>| vote.leader_id.node_id == self.me;
+        Ok(vote
+            .map(|vote| if is_own(&vote) { Vote::new(vote.leader_id.term, self.me) } else { vote }))
+    }
+
+    async fn append<I>(&mut self, entries: I, callback: LogFlushed<Types>) -> Stored<()>
+    where
+        I: IntoIterator<Item = Entry<Types>> + OptionalSend,
+        I::IntoIter: OptionalSend,
+    {
+        let entries: Vec<Entry<Types>> = entries.into_iter().collect();
+        let written = self.write(move |write| {
+            let mut log = write.open_table(LOG)?;
+            for entry in &entries {
+                log.insert(entry.log_id.index, to_bytes(entry)?.as_slice())?;
+            }
+            Ok(())
+        });
+        let written = written.await;
+        callback.log_io_completed(
+            written.as_ref().map(|()| ()).map_err(|error| io::Error::other(error.to_string())),
+        );
+        written.map_err(|error| StorageIOError::write_logs(&error).into())
+    }
+
+    async fn truncate(&mut self, from: LogId<u64>) -> Stored<()> {
+        let written = self.write(move |write| {
+            write.open_table(LOG)?.retain_in(from.index.., |_, _| false)?;
+            Ok(())
+        });
+        written.await.map_err(|error| StorageIOError::write_logs(&error).into())
+    }
+
+    async fn purge(&mut self, upto: LogId<u64>) -> Stored<()> {
+        let written = self.write(move |write| {
+            write.open_table(LOG)?.retain_in(..=upto.index, |_, _| false)?;
+            put(write, PURGED, &upto)
+        });
+        written.await.map_err(|error| StorageIOError::write_logs(&error).into())
+    }
+}
+
+fn put(write: &WriteTransaction, key: &str, value: &impl Serialize) -> Result<(), redb::Error> {
+    write.open_table(META)?.insert(key, to_bytes(value)?.as_slice())?;
+    Ok(())
+}
+
+fn to_bytes(value: &impl Serialize) -> Result<Vec<u8>, redb::Error> {
+    postcard::to_stdvec(value).map_err(|error| redb::Error::Io(io::Error::other(error)))
+}
+
+fn of_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, redb::Error> {
+    postcard::from_bytes(bytes).map_err(|error| redb::Error::Io(io::Error::other(error)))
+}
+
+fn clear(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}

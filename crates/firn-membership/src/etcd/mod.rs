@@ -1,0 +1,335 @@
+//! The user's etcd.
+//!
+//! ```text
+//!   firn/next                     the number of the next host
+//!   firn/hosts/7                  "b": the agent of host b is host 7
+//!   firn/leader                   "a", attached to an etcd lease
+//!   firn/clusters/web             the record, JSON
+//!   firn/leases/web/7             empty, attached to an etcd lease: there while host 7 may believe in its lease
+//! ```
+//!
+//! # Leases
+//!
+//! A lease of ours is a *new* etcd lease each time, and one transaction that attaches the host's key to it if the record is
+//! still the one that doesn't fence the host:
+//!
+//! ```text
+//!   host    asks |                 |=========== believes, counted from the asking ===========|
+//!                 \               /                                                          .
+//!   etcd           grant L2 ---- if the record is still of revision r: put leases/web/7, L2  .
+//!                  |=================== L2, and so the key, lasts ===========================.=====|
+//! ```
+//!
+//! Granting and putting go through etcd's log, so they happen after the asking. `LeaseKeepAlive` doesn't: a server that
+//! was the leader, and was stopped or cut off, answers it from memory, while its successor counts from before. Nor is a lease revoked:
+//! its key would be gone while its holder believes. Leases that were succeeded run out by themselves, and so does that of a
+//! fenced host, which gets no other one.
+//!
+//! etcd counts whole seconds, so its lease is the next whole second after ours and what clocks may differ. A new leader of etcd
+//! counts every lease from its beginning: later than need be, never earlier.
+
+mod keys;
+mod options;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use etcd_client::{
+    Client, Compare, CompareOp, Error, GetOptions, GetResponse, KeyValue, PutOptions, Txn, TxnOp,
+    TxnOpResponse, TxnResponse,
+};
+use firn_cluster::Host;
+use firn_cluster::failover::Terms;
+use tokio::time::timeout;
+
+use self::keys::Keys;
+pub use self::options::{Options, Tls};
+use crate::{Changed, Cluster, Known, Later, Leased, Members, Record, Revision, Trouble, View};
+
+/// How long etcd may take for one answer. An election takes it a second or two.
+const ANSWER_WAIT: Duration = Duration::from_secs(4);
+
+/// How often something is tried that somebody else may change meanwhile.
+const TRIES_MAX: usize = 8;
+
+/// Membership by etcd.
+#[derive(Clone)]
+pub struct Etcd {
+    client: Client,
+    keys: Keys,
+    ttl_s: i64,
+}
+
+impl Etcd {
+    /// Prepares to ask these servers. They need not be there yet.
+    ///
+    /// # Errors
+    /// If the options can't be used.
+    pub async fn connect(options: &Options, terms: Terms) -> Result<Self, Trouble> {
+        let connecting = Client::connect(&options.endpoints, Some(options.connect()?));
+        let client = within(connecting).await.map_err(|trouble| match trouble {
+            Trouble::Unknown(why) => Trouble::Unreachable(why),
+            other => other,
+        })?;
+        Ok(Self { client, keys: Keys::new(&options.prefix), ttl_s: whole_seconds(terms) })
+    }
+
+    async fn txn(&self, txn: Txn) -> Result<TxnResponse, Trouble> {
+        within(self.client.kv_client().txn(txn)).await
+    }
+
+    async fn get(
+        &self,
+        key: String,
+        options: Option<GetOptions>,
+    ) -> Result<Vec<KeyValue>, Trouble> {
+        let mut answer =
+            within(self.client.kv_client().get(key, options)).await.map_err(unchanged)?;
+        Ok(answer.take_kvs())
+    }
+
+    /// An etcd lease that is attached to nothing yet.
+    async fn grant(&self) -> Result<PutOptions, Trouble> {
+        let granted = within(self.client.lease_client().grant(self.ttl_s, None)).await;
+        Ok(PutOptions::new().with_lease(granted.map_err(unchanged)?.id()))
+    }
+
+    async fn join_as(&self, name: &str) -> Result<Host, Trouble> {
+        let next = self.keys.next();
+        for _ in 0..TRIES_MAX {
+            let known = self.get(next.clone(), None).await?.pop();
+            let number = known.as_ref().map_or(Ok(0), number)?;
+            let after = number.checked_add(1).ok_or_else(|| {
+                Trouble::Refused("all numbers of hosts are taken: begin with another prefix".into())
+            })?;
+            let txn = Txn::new().when([unmoved(&next, known.as_ref())]).and_then([
+                TxnOp::put(next.clone(), after.to_string(), None),
+                TxnOp::put(self.keys.host(Host(number)), name, None),
+            ]);
+            // Without an answer a number may be lost, and no more.
+            if self.txn(txn).await.map_err(unchanged)?.succeeded() {
+                return Ok(Host(number));
+            }
+        }
+        Err(contended())
+    }
+
+    async fn changed(
+        &self,
+        cluster: &Cluster,
+        from: Revision,
+        to: Option<&Record>,
+    ) -> Result<Changed, Trouble> {
+        let key = self.keys.cluster(cluster);
+        let change = match to {
+            Some(record) => TxnOp::put(key.clone(), record.to_json()?, None),
+            None => TxnOp::delete(key.clone(), None),
+        };
+        let txn = Txn::new()
+            .when([at(&key, from)?])
+            .and_then([change])
+            .or_else([TxnOp::get(key.clone(), None)]);
+        let answer = self.txn(txn).await?;
+        match answer.succeeded() {
+            true => Ok(Changed::Done(Revision(revision_of(&answer)?))),
+            false => Ok(Changed::Other(known(gets(&answer).next())?)),
+        }
+    }
+
+    async fn leased(&self, cluster: &Cluster, host: Host) -> Result<Leased, Trouble> {
+        let lease = self.grant().await?;
+        let (key, mine) = (self.keys.cluster(cluster), self.keys.lease(cluster, host));
+        let mut record = known(self.get(key.clone(), None).await?.first())?;
+        for _ in 0..TRIES_MAX {
+            let may = record.record.as_ref().is_some_and(|it| !it.register.fence.contains(&host));
+            if !may {
+                return Ok(Leased::Refused(record));
+            }
+            let txn = Txn::new()
+                .when([at(&key, record.revision)?])
+                .and_then([TxnOp::put(mine.clone(), "", Some(lease.clone()))])
+                .or_else([TxnOp::get(key.clone(), None)]);
+            let answer = self.txn(txn).await.map_err(unchanged)?;
+            if answer.succeeded() {
+                return Ok(Leased::Granted(record));
+            }
+            record = known(gets(&answer).next())?;
+        }
+        Err(contended())
+    }
+
+    async fn seen(&self, cluster: &Cluster) -> Result<View, Trouble> {
+        let all = || Some(GetOptions::new().with_prefix());
+        let [leases, hosts] = [self.keys.leases(cluster), self.keys.hosts()];
+        let txn = Txn::new().and_then([
+            TxnOp::get(self.keys.cluster(cluster), None),
+            TxnOp::get(leases.clone(), all()),
+            TxnOp::get(hosts.clone(), all()),
+        ]);
+        let answer = self.txn(txn).await.map_err(unchanged)?;
+        let [record, held, named] = &ranges(&answer)[..] else { return Err(strange("ranges")) };
+        let of_host = |prefix: &str, pair: &KeyValue| Keys::host_of(prefix, pair.key());
+        let leases = held.kvs().iter().filter_map(|pair| of_host(&leases, pair)).collect();
+        let name = |pair: &KeyValue| {
+            Some((of_host(&hosts, pair)?, String::from_utf8_lossy(pair.value()).into_owned()))
+        };
+        let names: BTreeMap<_, _> = named.kvs().iter().filter_map(name).collect();
+        Ok(View { known: known(record.kvs().first())?, leases, names })
+    }
+
+    /// Takes the key if nobody has it, or keeps it.
+    async fn led_by(&self, name: &str) -> Result<String, Trouble> {
+        let key = self.keys.leader();
+        let put = TxnOp::put(key.clone(), name, Some(self.grant().await?));
+        let keep = Txn::new()
+            .when([Compare::value(key.clone(), CompareOp::Equal, name)])
+            .and_then([put.clone()])
+            .or_else([TxnOp::get(key.clone(), None)]);
+        let take = Txn::new()
+            .when([Compare::create_revision(key.clone(), CompareOp::Equal, 0)])
+            .and_then([put])
+            .or_else([TxnOp::txn(keep)]);
+        let answer = self.txn(take).await.map_err(unchanged)?;
+        let other =
+            gets(&answer).next().map(|pair| String::from_utf8_lossy(pair.value()).into_owned());
+        Ok(other.unwrap_or_else(|| name.to_owned()))
+    }
+}
+
+impl Members for Etcd {
+    fn join<'a>(&'a self, name: &'a str) -> Later<'a, Host> {
+        Box::pin(self.join_as(name))
+    }
+
+    fn clusters(&self) -> Later<'_, Vec<Cluster>> {
+        Box::pin(async {
+            let prefix = self.keys.clusters();
+            let options = GetOptions::new().with_prefix().with_keys_only();
+            let pairs = self.get(prefix.clone(), Some(options)).await?;
+            let name =
+                |pair: &KeyValue| pair.key_str().ok()?.strip_prefix(&prefix).map(str::to_owned);
+            pairs.iter().filter_map(name).map(Cluster::new).collect()
+        })
+    }
+
+    fn read<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, Known> {
+        Box::pin(async { known(self.get(self.keys.cluster(cluster), None).await?.first()) })
+    }
+
+    fn change<'a>(
+        &'a self,
+        cluster: &'a Cluster,
+        from: Revision,
+        to: Option<&'a Record>,
+    ) -> Later<'a, Changed> {
+        Box::pin(self.changed(cluster, from, to))
+    }
+
+    fn lease<'a>(&'a self, cluster: &'a Cluster, host: Host) -> Later<'a, Leased> {
+        Box::pin(self.leased(cluster, host))
+    }
+
+    fn view<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, View> {
+        Box::pin(self.seen(cluster))
+    }
+
+    fn lead<'a>(&'a self, name: &'a str) -> Later<'a, String> {
+        Box::pin(self.led_by(name))
+    }
+}
+
+/// The next whole second after a lease and what clocks may differ.
+fn whole_seconds(terms: Terms) -> i64 {
+    let ppm = f64::from(terms.drift_ppm_max) / 1e6;
+    (terms.ttl.as_secs_f64() * (1.0 + ppm)).floor() as i64 + 1
+}
+
+/// That a key is still as it was when it was read.
+fn unmoved(key: &str, pair: Option<&KeyValue>) -> Compare {
+    Compare::mod_revision(key, CompareOp::Equal, pair.map_or(0, KeyValue::mod_revision))
+}
+
+/// That a record is of this revision.
+fn at(key: &str, revision: Revision) -> Result<Compare, Trouble> {
+    let revision = i64::try_from(revision.0).map_err(|_| strange("revision"))?;
+    Ok(Compare::mod_revision(key, CompareOp::Equal, revision))
+}
+
+fn known(pair: Option<&KeyValue>) -> Result<Known, Trouble> {
+    let Some(pair) = pair else { return Ok(Known::default()) };
+    let record = serde_json::from_slice(pair.value()).map_err(|error| {
+        let key = String::from_utf8_lossy(pair.key());
+        Trouble::Refused(format!(
+            "{key} in etcd holds no record: {error}; has somebody else changed it?"
+        ))
+    })?;
+    Ok(Known { revision: Revision(pair.mod_revision().unsigned_abs()), record: Some(record) })
+}
+
+fn number(pair: &KeyValue) -> Result<u16, Trouble> {
+    let number = pair.value_str().ok().and_then(|text| text.parse().ok());
+    number.ok_or_else(|| strange("number of a host"))
+}
+
+fn ranges(answer: &TxnResponse) -> Vec<GetResponse> {
+    let range = |response| match response {
+        TxnOpResponse::Get(range) => vec![range],
+        TxnOpResponse::Txn(inner) => ranges(&inner),
+        _ => Vec::new(),
+    };
+    answer.op_responses().into_iter().flat_map(range).collect()
+}
+
+fn gets(answer: &TxnResponse) -> Gets {
+    Gets(ranges(answer))
+}
+
+struct Gets(Vec<GetResponse>);
+
+impl Gets {
+    /// The pair that was got, if it is there.
+    fn next(&self) -> Option<&KeyValue> {
+        self.0.first()?.kvs().first()
+    }
+}
+
+fn revision_of(answer: &TxnResponse) -> Result<u64, Trouble> {
+    let header = answer.header().ok_or_else(|| strange("header"))?;
+    Ok(header.revision().unsigned_abs())
+}
+
+async fn within<T>(asked: impl Future<Output = Result<T, Error>>) -> Result<T, Trouble> {
+    match timeout(ANSWER_WAIT, asked).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(error)) => Err(trouble(&error)),
+        Err(_) => {
+            let text = format!("etcd does not answer within {} s", ANSWER_WAIT.as_secs());
+            Err(Trouble::Unknown(text))
+        }
+    }
+}
+
+/// Whether anything was done, only its own answers say.
+fn trouble(error: &Error) -> Trouble {
+    let text = format!("etcd: {error}");
+    match error {
+        Error::InvalidArgs(_) | Error::InvalidUri(_) => Trouble::Refused(text),
+        _ => Trouble::Unknown(text),
+    }
+}
+
+/// Of what does no harm if it was done.
+fn unchanged(trouble: Trouble) -> Trouble {
+    match trouble {
+        Trouble::Unknown(text) => Trouble::Unreachable(text),
+        other => other,
+    }
+}
+
+fn strange(what: &str) -> Trouble {
+    Trouble::Refused(format!("etcd answers without a {what} that can be used"))
+}
+
+fn contended() -> Trouble {
+    Trouble::Unreachable("others changed it at the same time, again and again".to_owned())
+}

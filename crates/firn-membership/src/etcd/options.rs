@@ -1,0 +1,67 @@
+//! How etcd is reached.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use etcd_client::{Certificate, ConnectOptions, Identity, TlsOptions};
+
+use crate::Trouble;
+
+/// How long a server may take to be connected to, and a connection to be silent.
+const CONNECT_WAIT: Duration = Duration::from_secs(1);
+const SILENCE: Duration = Duration::from_secs(1);
+
+/// Which servers, and how.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Addresses, as `https://10.0.0.1:2379`.
+    pub endpoints: Vec<String>,
+    /// What all keys begin with.
+    pub prefix: String,
+    /// Certificates, where the endpoints are `https`.
+    pub tls: Option<Tls>,
+}
+
+/// Files in PEM format.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tls {
+    /// Who has issued the servers' certificates.
+    pub authority: PathBuf,
+    /// What this host shows, with its key, if the servers want that.
+    pub certificate: Option<(PathBuf, PathBuf)>,
+}
+
+impl Options {
+    /// # Errors
+    /// If a file can't be read.
+    pub(super) fn connect(&self) -> Result<ConnectOptions, Trouble> {
+        let options = ConnectOptions::new()
+            .with_connect_timeout(CONNECT_WAIT)
+            .with_keep_alive(SILENCE, SILENCE)
+            .with_keep_alive_while_idle(true)
+            .with_require_leader(true);
+        match &self.tls {
+            None => Ok(options),
+            Some(tls) => Ok(options.with_tls(tls.load()?)),
+        }
+    }
+}
+
+impl Tls {
+    fn load(&self) -> Result<TlsOptions, Trouble> {
+        let options =
+            TlsOptions::new().ca_certificate(Certificate::from_pem(read(&self.authority)?));
+        match &self.certificate {
+            None => Ok(options),
+            Some((certificate, key)) => {
+                Ok(options.identity(Identity::from_pem(read(certificate)?, read(key)?)))
+            }
+        }
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, Trouble> {
+    fs::read(path)
+        .map_err(|error| Trouble::Refused(format!("can't read {}: {error}", path.display())))
+}

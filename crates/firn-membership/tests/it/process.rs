@@ -1,0 +1,117 @@
+//! Processes of a test: this program again, as something else.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_cluster::Host;
+use firn_cluster::failover::Guard;
+use firn_membership::embedded::Server;
+use firn_membership::{Cluster, Leased, now};
+use rustix::process::{Pid, Signal};
+use tokio::net::TcpListener;
+use tokio::time::sleep;
+
+use crate::servers::{Kind, TERMS, members};
+use crate::site::{HOSTS, Site};
+use crate::wire::{self, Tcp};
+
+/// Ports: between servers, and of etcd for those who ask.
+pub const RAFT: u16 = 7415;
+pub const CLIENTS: u16 = 7416;
+
+pub fn signal(id: u32, signal: Signal) {
+    rustix::process::kill_process(Pid::from_raw(id as i32).unwrap(), signal).unwrap();
+}
+
+fn again(mut command: Command, what: &str) -> Command {
+    command.args([what, "--exact", "--ignored", "--nocapture"]);
+    command
+}
+
+fn addresses(site: &Site) -> String {
+    let all: Vec<String> = (0..HOSTS.len()).map(|host| site.address(host)).collect();
+    all.join(",")
+}
+
+fn addresses_of_env() -> Vec<String> {
+    std::env::var("FIRN_MEMBERS").unwrap().split(',').map(str::to_owned).collect()
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+/// A server of the embedded kind at a host.
+pub fn node(site: &Site, host: usize) -> Command {
+    let this = std::env::current_exe().unwrap();
+    let mut command = again(site.command(host, &this), "process::serve");
+    command.env("FIRN_MEMBERS", addresses(site)).env("FIRN_HOST", host.to_string());
+    command.env("FIRN_STATE", site.disk(host).join("state"));
+    command
+}
+
+#[test]
+#[ignore = "a part of other tests"]
+fn serve() {
+    let host: usize = std::env::var("FIRN_HOST").unwrap().parse().unwrap();
+    let all = addresses_of_env();
+    let at = |(host, address): (&&str, &String)| (host.to_string(), format!("{address}:{RAFT}"));
+    let addresses = HOSTS.iter().zip(&all).map(at).collect();
+    let own = format!("{}:{RAFT}", all[host]);
+    runtime().block_on(async {
+        let listener = TcpListener::bind(own).await.unwrap();
+        let wire = Arc::new(Tcp { me: HOSTS[host].to_owned(), addresses });
+        let state = std::env::var("FIRN_STATE").unwrap();
+        let server = Server::begin(Path::new(&state), HOSTS[host], TERMS, wire).await.unwrap();
+        wire::serve(server, listener).await;
+    });
+}
+
+/// Host 1: asks for its lease again and again, and sends whatever it may, which is a line with the moment at which it looked.
+pub fn holder(site: &Site, kind: Kind, cluster: &Cluster, sent: &Path) -> Command {
+    let mut command = again(Command::new(std::env::current_exe().unwrap()), "process::hold");
+    command.env("FIRN_MEMBERS", addresses(site)).env("FIRN_KIND", format!("{kind:?}"));
+    command.env("FIRN_CLUSTER", cluster.as_str()).env("FIRN_SENT", sent);
+    command
+}
+
+#[test]
+#[ignore = "a part of other tests"]
+fn hold() {
+    let kind =
+        if std::env::var("FIRN_KIND").unwrap() == "Etcd" { Kind::Etcd } else { Kind::Embedded };
+    let cluster = Cluster::new(std::env::var("FIRN_CLUSTER").unwrap()).unwrap();
+    let sent = std::env::var("FIRN_SENT").unwrap();
+    let guard = Arc::new(std::sync::Mutex::new(Guard::new(Host(1), TERMS)));
+    runtime().block_on(async {
+        tokio::spawn(renew(kind, cluster, Arc::clone(&guard)));
+        let mut file = std::fs::File::options().create(true).append(true).open(sent).unwrap();
+        loop {
+            let looked = now();
+            if guard.lock().unwrap().may_send(looked) {
+                writeln!(file, "{}", looked.as_nanos()).unwrap();
+            }
+            sleep(Duration::from_millis(1)).await;
+        }
+    });
+}
+
+async fn renew(kind: Kind, cluster: Cluster, guard: Arc<std::sync::Mutex<Guard>>) {
+    let members = members(kind, addresses_of_env()).await;
+    loop {
+        let asked = now();
+        if let Ok(answer) = members.lease(&cluster, Host(1)).await {
+            let mut guard = guard.lock().unwrap();
+            match answer {
+                Leased::Granted(known) => {
+                    drop(guard.granted(asked, &known.record.unwrap().register))
+                }
+                Leased::Refused(known) => drop(guard.learned(&known.record.unwrap().register)),
+            }
+        }
+        sleep(Duration::from_millis(500)).await;
+    }
+}
