@@ -24,6 +24,7 @@ use crate::detect::{Health, Times};
 use crate::heartbeat::Peers;
 use crate::host::HostName;
 use crate::identity::Identity;
+use crate::membership::Membership;
 use crate::place::{Place, Socket, Sole};
 use crate::refused::Refused;
 use crate::switch::{self, Networks};
@@ -42,6 +43,7 @@ pub struct Agent {
     pub(crate) peers: Peers,
     pub(crate) networks: Networks,
     pub(crate) refused: Refused,
+    pub(crate) membership: Membership,
     /// VMs of this host whose epochs are carried to a peer.
     carried: Mutex<Vec<(VmName, HostName)>>,
     /// VMs that are about to be protected, or stood by for.
@@ -80,7 +82,8 @@ impl Ready {
         };
         let local = place.listen(place.control())?;
         let (switches, networks) = Networks::open(&config, &place)?;
-        let mut agent = Agent::new(config, at, identity, place, vms, times);
+        let membership = Membership::begin(&config, &identity).await?;
+        let mut agent = Agent::new(config, at, identity, place, vms, times, membership);
         agent.networks = switches;
         let agent = Arc::new(agent);
         Ok(Self { agent, peers, local, networks, metrics, _sole: sole })
@@ -120,12 +123,25 @@ impl Agent {
         place: Place,
         vms: Arc<dyn Vms>,
         times: Times,
+        membership: Membership,
     ) -> Self {
         let peers = Peers::new(times, config.peers.clone());
         let refused = Refused::default();
         let (carried, claimed) = (Mutex::default(), Mutex::default());
         let networks = Networks::default();
-        Self { config, listen, identity, place, vms, peers, networks, refused, carried, claimed }
+        Self {
+            config,
+            listen,
+            identity,
+            place,
+            vms,
+            peers,
+            networks,
+            refused,
+            membership,
+            carried,
+            claimed,
+        }
     }
 
     /// A peer's address.

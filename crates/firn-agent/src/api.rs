@@ -6,6 +6,7 @@
 //!     POST /v1/protect    Protect -> replies, a line of JSON each      GET  /v1/vms             -> [VmView]
 //!     GET  /metrics       -> text for Prometheus                       POST /v1/standbys/NAME   Upgrade: firn-epochs
 //!                                                                      POST /v1/networks/NAME   Upgrade: firn-frames
+//!     GET  /v1/members    -> MembershipView                            POST /v1/members         bytes -> bytes (firn-membership)
 //! ```
 //!
 //! Whatever fails is answered by a status of 400 or more and a [`Failure`] as JSON. `protect` takes long: it answers 200 at once,
@@ -46,6 +47,8 @@ pub const PROTECT: &str = "/v1/protect";
 pub const METRICS: &str = "/metrics";
 /// Where peers are asked whether they are there.
 pub const HEARTBEAT: &str = "/v1/heartbeat";
+/// Where what hosts agree on can be had, and where its servers are asked.
+pub const MEMBERS: &str = "/v1/members";
 /// Where a peer's VMs can be had.
 pub const VMS: &str = "/v1/vms";
 /// Where standbys are started; the name follows.
@@ -173,4 +176,54 @@ pub struct LaneView {
     /// Why nobody is connected, where somebody should be.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
+}
+
+/// What hosts agree on, and how.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MembershipView {
+    /// The host that tells it.
+    pub host: HostName,
+    /// `embedded` or `etcd`.
+    pub kind: String,
+    /// The hosts that are servers, or where etcd is asked.
+    pub servers: Vec<String>,
+    /// The host that leads, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leader: Option<String>,
+    /// Milliseconds that a lease lasts.
+    pub lease_ms: u64,
+    /// What was agreed on.
+    pub clusters: Vec<ClusterView>,
+    /// Why that is not known, if it is not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
+}
+
+/// VMs that fail over together. Hosts are told by their name and number, as `b (2)`: each start of an agent has another number.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ClusterView {
+    /// Its name.
+    pub name: String,
+    /// Counts the timelines: each failover begins another one.
+    pub generation: u32,
+    /// The number of the newest checkpoint that all its VMs can go back to.
+    pub checkpoint: u64,
+    /// Where its VMs are.
+    pub vms: Vec<PlaceView>,
+    /// Hosts that hold a lease, or may believe so.
+    pub leases: Vec<String>,
+    /// Hosts that may still send in an older timeline. While there are any, no VM runs.
+    pub fence: Vec<String>,
+}
+
+/// Where a VM is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PlaceView {
+    /// The VM.
+    pub vm: String,
+    /// Where it runs.
+    pub primary: String,
+    /// Where its copies go, if there is a host for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup: Option<String>,
 }

@@ -16,7 +16,7 @@ use serde_json::Value;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::api::{Cluster, PROTECT, Protect, STATUS};
+use crate::api::{Cluster, MEMBERS, MembershipView, PROTECT, Protect, STATUS};
 use crate::http;
 use crate::place::Place;
 
@@ -33,6 +33,18 @@ const LINE_BYTES_MAX: usize = 1 << 20;
 pub fn cluster(base: &RuntimeDir) -> Result<Cluster, Failure> {
     run(async {
         let asked = ask(base, Method::GET, STATUS, None::<&()>);
+        let answer = timeout(ANSWER_WAIT, async { http::told(asked.await?).await });
+        answer.await.map_err(|_| silent())?
+    })
+}
+
+/// What hosts agree on, as this host's agent is told.
+///
+/// # Errors
+/// If there is no agent, or it is in no cluster.
+pub fn membership(base: &RuntimeDir) -> Result<MembershipView, Failure> {
+    run(async {
+        let asked = ask(base, Method::GET, MEMBERS, None::<&()>);
         let answer = timeout(ANSWER_WAIT, async { http::told(asked.await?).await });
         answer.await.map_err(|_| silent())?
     })

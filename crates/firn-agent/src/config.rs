@@ -14,6 +14,10 @@
 //!
 //! [networks.lan]                   # may be left out: a network between VMs of all hosts that have one of this name
 //! uplink = "/run/passt.sock"       # may be left out: a way out, by a socket with QEMU's stream framing, or tap = "tap0"
+//!
+//! [membership]                     # may be left out; see `membership`
+//! servers = ["a", "b", "c"]
+//! state-dir = "/var/lib/firn"
 //! ```
 //!
 //! There is no other state: what an agent knows is found out anew when it starts, and who stands by for whom is kept with the VM
@@ -31,6 +35,7 @@ use serde::Deserialize;
 use thiserror::Error;
 
 use crate::host::{HostName, HostNameError};
+use crate::membership;
 use crate::switch::{FileNetwork, NETWORKS_MAX, NetworkConfig, NetworkError};
 
 /// Most peers: each is asked twice a second.
@@ -95,6 +100,9 @@ pub enum ConfigError {
     /// Too many.
     #[error("peers: there are {0}, of at most {PEERS_MAX}")]
     Many(usize),
+    /// Hosts could not agree by that.
+    #[error("membership: {0}")]
+    Membership(String),
     /// Others could take the host's place.
     #[error("key: others can read {path}, which has mode {mode:04o}: `chmod 600 {path}`", path = .path.display())]
     OpenKey {
@@ -126,6 +134,8 @@ pub struct Config {
     pub peers: BTreeMap<HostName, String>,
     /// The networks that VMs of this host can be connected to.
     pub networks: BTreeMap<NetworkName, NetworkConfig>,
+    /// How hosts agree, if they do.
+    pub membership: Option<membership::Options>,
 }
 
 #[derive(Deserialize)]
@@ -142,6 +152,7 @@ struct File {
     peers: BTreeMap<String, String>,
     #[serde(default)]
     networks: BTreeMap<NetworkName, FileNetwork>,
+    membership: Option<membership::Section>,
 }
 
 impl Config {
@@ -177,7 +188,9 @@ impl Config {
         let network = |(name, network): (NetworkName, FileNetwork)| {
             network.read(&name, directory).map(|network| (name, network))
         };
+        let membership = file.membership.map(|it| it.checked(&name, &peers, directory));
         Ok(Self {
+            membership: membership.transpose().map_err(ConfigError::Membership)?,
             name,
             listen: socket("listen", &file.listen)?,
             certificate: directory.join(file.certificate),

@@ -67,14 +67,22 @@ where
 /// # Errors
 /// If it is not that, too long, or too slow.
 pub async fn read<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T, Failure> {
+    let bytes = read_bytes(request).await?;
+    serde_json::from_slice(&bytes).doing_or(FailureKind::Usage, "reading the request")
+}
+
+/// What a request holds, whatever it is.
+///
+/// # Errors
+/// If it is too long, or too slow.
+pub async fn read_bytes(request: Request<Incoming>) -> Result<Bytes, Failure> {
     let body = Limited::new(request.into_body(), REQUEST_BYTES_MAX).collect();
     let slow = |_| Failure::new(FailureKind::Usage, "the request does not come to its end");
     let body = timeout(REQUEST_WAIT, body).await.map_err(slow)?;
     let long = |error: Box<dyn std::error::Error + Send + Sync>| {
         Failure::new(FailureKind::Usage, error.to_string()).while_doing("reading the request")
     };
-    let bytes = body.map_err(long)?.to_bytes();
-    serde_json::from_slice(&bytes).doing_or(FailureKind::Usage, "reading the request")
+    Ok(body.map_err(long)?.to_bytes())
 }
 
 /// A request, with JSON if there is anything to say.
@@ -98,10 +106,18 @@ pub fn request(
 /// # Errors
 /// That, or that it is neither.
 pub async fn told<T: DeserializeOwned>(answer: Response<Incoming>) -> Result<T, Failure> {
+    serde_json::from_slice(&told_bytes(answer).await?).doing("reading the answer")
+}
+
+/// What a good answer holds, whatever it is; else the failure that it tells.
+///
+/// # Errors
+/// That.
+pub async fn told_bytes(answer: Response<Incoming>) -> Result<Bytes, Failure> {
     let status = answer.status();
     let bytes = whole(answer).await?;
     match status.is_success() {
-        true => serde_json::from_slice(&bytes).doing("reading the answer"),
+        true => Ok(bytes),
         false => Err(failure(status, &bytes)),
     }
 }

@@ -20,6 +20,7 @@
 //! | [`detect`] | which hosts are there (pure) |
 //! | [`metrics`] | numbers for Prometheus (pure) |
 //! | [`identity`] | certificates: who is let in |
+//! | [`membership`] | what hosts agree on: this host's part of it |
 //! | [`api`] | what agents and commands say to each other |
 //! | [`client`] | how commands reach the agent |
 //! | [`tunnel`] | carrying a stream of epochs |
@@ -45,6 +46,7 @@ mod http;
 pub mod identity;
 mod link;
 mod local;
+pub mod membership;
 pub mod metrics;
 pub mod place;
 mod protect;

@@ -6,9 +6,9 @@ use bytes::Bytes;
 use firn_supervisor::{Context as _, Failure, FailureKind, NetworkName, VmName};
 use http_body_util::Full;
 use hyper::client::conn::http1::{SendRequest, handshake};
-use hyper::header::{CONNECTION, HeaderValue, UPGRADE};
+use hyper::header::{CONNECTION, HOST, HeaderValue, UPGRADE};
 use hyper::upgrade::Upgraded;
-use hyper::{Method, StatusCode};
+use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
@@ -64,6 +64,23 @@ impl Link {
         let doing = format!("asking host {}", self.name);
         let answer = self.sender.send_request(request).await.doing(&doing)?;
         http::told(answer).await.map_err(|failure| failure.while_doing(doing))
+    }
+
+    /// Whether it can't be asked any more.
+    pub fn is_closed(&self) -> bool {
+        self.sender.is_closed()
+    }
+
+    /// Sends bytes, and brings those that are answered.
+    ///
+    /// # Errors
+    /// What the peer tells instead, or that it tells nothing.
+    pub async fn post(&mut self, path: &str, bytes: Vec<u8>) -> Result<Bytes, Failure> {
+        let request = Request::post(path).header(HOST, self.name.as_str());
+        let request = request.body(Full::new(Bytes::from(bytes))).doing("writing a request")?;
+        let doing = format!("asking host {}", self.name);
+        let answer = self.sender.send_request(request).await.doing(&doing)?;
+        http::told_bytes(answer).await.map_err(|failure| failure.while_doing(doing))
     }
 
     /// Has the peer start a standby; the connection carries its epochs from then on.

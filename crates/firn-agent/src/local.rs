@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::time::sleep;
 
 use crate::agent::Agent;
-use crate::api::{METRICS, PROTECT, Protect, STATUS};
+use crate::api::{MEMBERS, METRICS, PROTECT, Protect, STATUS};
 use crate::http::{self, Answer};
 use crate::{cluster, metrics, protect};
 
@@ -66,6 +66,10 @@ async fn answer(agent: Arc<Agent>, request: Request<Incoming>) -> Answer {
     match (request.method(), request.uri().path()) {
         (&Method::GET, STATUS) => match cluster::cluster(&agent).await {
             Ok(cluster) => http::json(&cluster),
+            Err(failure) => http::refusal(&failure),
+        },
+        (&Method::GET, MEMBERS) => match agent.membership.view(&agent.config.name).await {
+            Ok(view) => http::json(&view),
             Err(failure) => http::refusal(&failure),
         },
         (&Method::POST, PROTECT) => match http::read(request).await {

@@ -44,6 +44,20 @@ const LOG: &str = "FIRN_LOG";
 ///   [networks.lan]                   # may be left out: a network between VMs, of all hosts that have one of this name
 ///   uplink = "/run/passt.sock"       # may be left out: a way out of it, by a socket such as passt's, or tap = "tap0"
 ///
+///   [membership]                     # may be left out; how hosts agree who may run what
+///   servers = ["a", "b", "c"]        # three hosts or more, this one or peers; `firn-agent found` on each, once
+///   state-dir = "/var/lib/firn"      # what a server must not forget
+///   lease-ms = 5000                  # may be left out
+///
+/// or, where there is an etcd:
+///
+///   [membership]
+///   etcd = ["https://10.0.0.9:2379"]
+///   prefix = "firn"                  # may be left out; what keys begin with
+///   authority = "etcd-ca.pem"        # for https; who has issued the servers' certificates
+///   certificate = "etcd.pem"         # may be left out, with key; what this host shows
+///   key = "etcd.key"
+///
 /// Exit codes are those of firn(1). It ends by SIGTERM or SIGINT with 0; VMs that are protected run on unprotected then, and
 /// standbys wait.
 ///
@@ -69,6 +83,15 @@ enum Verb {
         /// The configuration.
         file: PathBuf,
     },
+    /// Make this host a server of a new cluster.
+    ///
+    /// Once on each host that `servers` of `[membership]` names, before its agent is run. What is agreed on is kept in `state-dir` from then
+    /// on. A host that has lost it may not come back under the same name: it could forget what it has acknowledged.
+    #[command(verbatim_doc_comment)]
+    Found {
+        /// The configuration.
+        file: PathBuf,
+    },
     /// Print a shell's completion script.
     Completions {
         /// The shell.
@@ -84,6 +107,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().verb {
         Verb::Run { file } => run(&file),
         Verb::Check { file } => check(&file),
+        Verb::Found { file } => found(&file),
         Verb::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "firn-agent", &mut script);
@@ -133,6 +157,12 @@ fn check(file: &Path) -> Result<(), Failure> {
         .doing_or(FailureKind::Usage, format!("can't use {}", file.display()))?;
     let peers = config.peers.len();
     say(&format!("host {} with {peers} peers, at {}\n", config.name, config.listen))
+}
+
+fn found(file: &Path) -> Result<(), Failure> {
+    let config = load(file)?;
+    let servers = firn_agent::membership::found(&config)?;
+    say(&format!("host {} is one of the servers {}\n", config.name, servers.join(", ")))
 }
 
 fn run(file: &Path) -> Result<(), Failure> {

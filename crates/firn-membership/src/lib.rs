@@ -30,12 +30,14 @@ mod clock;
 pub mod embedded;
 pub mod etcd;
 mod members;
+mod post;
 mod words;
 
 pub use clock::now;
 pub use embedded::Embedded;
 pub use etcd::Etcd;
 pub use members::{Later, Members};
+pub use post::{Hosts, Post, Start, control};
 pub use words::{
     Changed, Cluster, Known, Leased, RECORD_BYTES_MAX, Record, Revision, Trouble, View,
 };

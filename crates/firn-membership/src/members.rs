@@ -38,4 +38,7 @@ pub trait Members: Send + Sync + 'static {
     /// Asks that the host of that name may lead, or go on leading; tells which one does. Who leads runs the controllers. That two believe it
     /// for a while does no harm.
     fn lead<'a>(&'a self, name: &'a str) -> Later<'a, String>;
+
+    /// Who leads, if anybody does.
+    fn leader(&self) -> Later<'_, Option<String>>;
 }

@@ -18,6 +18,7 @@ mod attach;
 mod bar;
 mod calls;
 mod checkpoint;
+mod cluster;
 mod completions;
 mod detach;
 mod doctor;
@@ -94,6 +95,7 @@ enum Verb {
     Standby(standby::Args),
     Failover(failover::Args),
     Agent(agent::Args),
+    Cluster(cluster::Args),
     Stop(stop::Args),
     Rm(rm::Args),
     Image(image::Args),
@@ -122,6 +124,7 @@ impl Verb {
             Self::Standby(args) => args.run(out),
             Self::Failover(args) => args.run(out),
             Self::Agent(args) => args.run(out),
+            Self::Cluster(args) => args.run(out),
             Self::Stop(args) => args.run(out),
             Self::Rm(args) => args.run(out),
             Self::Image(args) => args.run(out),

@@ -107,6 +107,13 @@ impl Embedded {
         }
     }
 
+    async fn led(&self) -> Result<String, Trouble> {
+        match self.ask(Ask::Lead).await? {
+            Told::Leads(name) => Ok(name),
+            other => Err(strange(&other)),
+        }
+    }
+
     fn servers(&self) -> Vec<String> {
         self.servers_mut().clone()
     }
@@ -186,12 +193,11 @@ impl Members for Embedded {
     }
 
     fn lead<'a>(&'a self, _name: &'a str) -> Later<'a, String> {
-        Box::pin(async {
-            match self.ask(Ask::Lead).await? {
-                Told::Leads(name) => Ok(name),
-                other => Err(strange(&other)),
-            }
-        })
+        Box::pin(self.led())
+    }
+
+    fn leader(&self) -> Later<'_, Option<String>> {
+        Box::pin(async { self.led().await.map(Some) })
     }
 }
 

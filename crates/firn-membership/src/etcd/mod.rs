@@ -121,19 +121,33 @@ impl Etcd {
         to: Option<&Record>,
     ) -> Result<Changed, Trouble> {
         let key = self.keys.cluster(cluster);
-        let change = match to {
-            Some(record) => TxnOp::put(key.clone(), record.to_json()?, None),
-            None => TxnOp::delete(key.clone(), None),
+        let mut changes = match to {
+            Some(record) => vec![TxnOp::put(key.clone(), record.to_json()?, None)],
+            None => vec![TxnOp::delete(key.clone(), None)],
         };
+        if let (Revision(0), Some(record)) = (from, to) {
+            changes.extend(self.first_leases(cluster, record).await?);
+        }
         let txn = Txn::new()
             .when([at(&key, from)?])
-            .and_then([change])
+            .and_then(changes)
             .or_else([TxnOp::get(key.clone(), None)]);
         let answer = self.txn(txn).await?;
         match answer.succeeded() {
             true => Ok(Changed::Done(Revision(revision_of(&answer)?))),
             false => Ok(Changed::Other(known(gets(&answer).next())?)),
         }
+    }
+
+    /// A cluster begins as if all its hosts had just been granted a lease: they have a while to ask.
+    async fn first_leases(
+        &self,
+        cluster: &Cluster,
+        record: &Record,
+    ) -> Result<Vec<TxnOp>, Trouble> {
+        let lease = self.grant().await?;
+        let put = |host| TxnOp::put(self.keys.lease(cluster, host), "", Some(lease.clone()));
+        Ok(record.hosts().into_iter().map(put).collect())
     }
 
     async fn leased(&self, cluster: &Cluster, host: Host) -> Result<Leased, Trouble> {
@@ -235,6 +249,13 @@ impl Members for Etcd {
 
     fn lead<'a>(&'a self, name: &'a str) -> Later<'a, String> {
         Box::pin(self.led_by(name))
+    }
+
+    fn leader(&self) -> Later<'_, Option<String>> {
+        Box::pin(async {
+            let pair = self.get(self.keys.leader(), None).await?.pop();
+            Ok(pair.map(|pair| String::from_utf8_lossy(pair.value()).into_owned()))
+        })
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod changes;
 mod etcd_tls;
+mod failover;
 mod leases;
 mod process;
 mod refusals;

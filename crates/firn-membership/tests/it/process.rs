@@ -6,15 +6,15 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_cluster::Host;
 use firn_cluster::failover::Guard;
+use firn_cluster::{Generation, Host};
 use firn_membership::embedded::Server;
-use firn_membership::{Cluster, Leased, now};
+use firn_membership::{Cluster, Hosts, Later, Leased, Post, Start, control, now};
 use rustix::process::{Pid, Signal};
 use tokio::net::TcpListener;
 use tokio::time::sleep;
 
-use crate::servers::{Kind, TERMS, members};
+use crate::servers::{Kind, TERMS, eventually, members};
 use crate::site::{HOSTS, Site};
 use crate::wire::{self, Tcp};
 
@@ -114,4 +114,58 @@ async fn renew(kind: Kind, cluster: Cluster, guard: Arc<std::sync::Mutex<Guard>>
         }
         sleep(Duration::from_millis(500)).await;
     }
+}
+
+/// An agent, with a VM that is a file: each line is something that it sent, with the timeline and the moment at which it looked.
+pub fn agent(site: &Site, kind: Kind, name: &str, cluster: &Cluster, dir: &Path) -> Command {
+    let mut command = again(Command::new(std::env::current_exe().unwrap()), "process::live");
+    command.env("FIRN_MEMBERS", addresses(site)).env("FIRN_KIND", format!("{kind:?}"));
+    command.env("FIRN_CLUSTER", cluster.as_str()).env("FIRN_NAME", name).env("FIRN_DIR", dir);
+    command
+}
+
+/// What runs here: which timeline.
+struct Runs(std::sync::Mutex<Option<Generation>>);
+
+impl Hosts for Runs {
+    fn stop<'a>(&'a self, _: &'a Cluster, generation: Generation) -> Later<'a, ()> {
+        let ended = self.0.lock().unwrap().take();
+        assert_eq!(ended, Some(generation));
+        Box::pin(async { Ok(()) })
+    }
+
+    fn run<'a>(&'a self, _: &'a Cluster, start: &'a Start) -> Later<'a, ()> {
+        assert_eq!(self.0.lock().unwrap().replace(start.generation), None, "two run at once");
+        Box::pin(async { Ok(()) })
+    }
+}
+
+#[test]
+#[ignore = "a part of other tests"]
+fn live() {
+    let env = |name| std::env::var(name).unwrap();
+    let kind = if env("FIRN_KIND") == "Etcd" { Kind::Etcd } else { Kind::Embedded };
+    let (cluster, name, dir) =
+        (Cluster::new(env("FIRN_CLUSTER")).unwrap(), env("FIRN_NAME"), env("FIRN_DIR"));
+    runtime().block_on(async {
+        let members = members(kind, addresses_of_env()).await;
+        let host = eventually("it joins", async || members.join(&name).await.ok()).await;
+        std::fs::write(format!("{dir}/{name}.host"), host.0.to_string()).unwrap();
+        let runs = Arc::new(Runs(std::sync::Mutex::default()));
+        let hosts: Arc<dyn Hosts> = runs.clone();
+        let post = Arc::new(Post::new(Arc::clone(&members), hosts, cluster, host, TERMS));
+        let kept = Arc::clone(&post);
+        tokio::spawn(async move { kept.keep().await });
+        tokio::spawn(async move { control(members, &name, TERMS).await });
+        let mut file =
+            std::fs::File::options().create(true).append(true).open(format!("{dir}/sent")).unwrap();
+        loop {
+            let (looked, generation) = (now(), *runs.0.lock().unwrap());
+            if let (Some(generation), true) = (generation, post.may_send()) {
+                let line = format!("{} {} {}\n", host.0, generation.0, looked.as_nanos());
+                file.write_all(line.as_bytes()).unwrap();
+            }
+            sleep(Duration::from_millis(1)).await;
+        }
+    });
 }

@@ -1,0 +1,206 @@
+//! The part of the configuration that says how hosts agree.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_cluster::failover::Terms;
+use firn_membership::etcd;
+use serde::Deserialize;
+
+use crate::host::HostName;
+
+/// How long a lease lasts, in milliseconds: longer than an election takes; and what makes sense.
+const LEASE_MS: u64 = 5000;
+const LEASE_MS_MIN: u64 = 3000;
+const LEASE_MS_MAX: u64 = 60_000;
+
+/// How much faster or slower than true a clock may go. Quartz has 100 at most, while a clock is being corrected 500 more.
+const DRIFT_PPM_MAX: u32 = 1000;
+
+/// How hosts agree.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Behind what.
+    pub kind: Kind,
+    /// What a lease is.
+    pub terms: Terms,
+}
+
+/// Who keeps what is agreed on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Some of the agents.
+    Embedded {
+        /// Their hosts.
+        servers: Vec<HostName>,
+        /// Where this host keeps its part of it, if it is one of them.
+        state: Option<PathBuf>,
+    },
+    /// The user's etcd.
+    Etcd(etcd::Options),
+}
+
+/// As it is written.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Section {
+    servers: Option<Vec<String>>,
+    state_dir: Option<PathBuf>,
+    etcd: Option<Vec<String>>,
+    prefix: Option<String>,
+    authority: Option<PathBuf>,
+    certificate: Option<PathBuf>,
+    key: Option<PathBuf>,
+    lease_ms: Option<u64>,
+}
+
+impl Section {
+    /// What it says, for a host of that name with these peers. Files are looked for in the directory.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn checked(
+        self,
+        me: &HostName,
+        peers: &BTreeMap<HostName, String>,
+        directory: &Path,
+    ) -> Result<Options, String> {
+        let terms = self.terms()?;
+        let kind = match (&self.servers, &self.etcd) {
+            (Some(_), None) => self.embedded(me, peers, directory)?,
+            (None, Some(_)) => Kind::Etcd(self.etcd(directory)?),
+            _ => {
+                return Err(
+                    "give either servers, which are hosts, or etcd, which are addresses".into()
+                );
+            }
+        };
+        Ok(Options { kind, terms })
+    }
+
+    fn terms(&self) -> Result<Terms, String> {
+        let ms = self.lease_ms.unwrap_or(LEASE_MS);
+        match (LEASE_MS_MIN..=LEASE_MS_MAX).contains(&ms) {
+            true => Ok(Terms { ttl: Duration::from_millis(ms), drift_ppm_max: DRIFT_PPM_MAX }),
+            false => Err(format!("lease-ms: give {LEASE_MS_MIN} to {LEASE_MS_MAX}, not {ms}")),
+        }
+    }
+
+    fn embedded(
+        self,
+        me: &HostName,
+        peers: &BTreeMap<HostName, String>,
+        directory: &Path,
+    ) -> Result<Kind, String> {
+        if [&self.authority, &self.certificate, &self.key].iter().any(|it| it.is_some())
+            || self.prefix.is_some()
+        {
+            return Err("authority, certificate, key and prefix are for etcd".into());
+        }
+        let name = |name: String| {
+            let name = HostName::new(name).map_err(|error| format!("servers: {error}"))?;
+            match name == *me || peers.contains_key(&name) {
+                true => Ok(name),
+                false => Err(format!("servers: {name} is neither this host nor one of its peers")),
+            }
+        };
+        let servers: Vec<HostName> =
+            self.servers.into_iter().flatten().map(name).collect::<Result<_, _>>()?;
+        let state = self.state_dir.map(|path| directory.join(path));
+        if servers.contains(me) && state.is_none() {
+            return Err(
+                "this host is a server: say by state-dir where it keeps what it must not forget"
+                    .into(),
+            );
+        }
+        Ok(Kind::Embedded { servers, state })
+    }
+
+    fn etcd(self, directory: &Path) -> Result<etcd::Options, String> {
+        if self.state_dir.is_some() {
+            return Err("state-dir is for servers that are hosts".into());
+        }
+        let endpoints = self.etcd.unwrap_or_default();
+        let is_address = |it: &&String| it.starts_with("http://") || it.starts_with("https://");
+        if let Some(other) = endpoints.iter().find(|it| !is_address(it)) {
+            return Err(format!(
+                "etcd: {other:?} is no address: give one such as https://10.0.0.9:2379"
+            ));
+        }
+        if endpoints.is_empty() {
+            return Err("etcd: give at least one address".into());
+        }
+        let certificate = match (self.certificate, self.key) {
+            (Some(certificate), Some(key)) => {
+                Some((directory.join(certificate), directory.join(key)))
+            }
+            (None, None) => None,
+            _ => return Err("certificate and key belong together".into()),
+        };
+        let authority = self.authority.map(|path| directory.join(path));
+        let tls = match (authority, certificate) {
+            (Some(authority), certificate) => Some(etcd::Tls { authority, certificate }),
+            (None, None) if endpoints.iter().all(|it| it.starts_with("http://")) => None,
+            _ => {
+                return Err(
+                    "https needs authority: who has issued the servers' certificates".into()
+                );
+            }
+        };
+        Ok(etcd::Options { endpoints, prefix: self.prefix.unwrap_or_else(|| "firn".into()), tls })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checked(text: &str) -> Result<Options, String> {
+        let name = |name| HostName::new(name).unwrap();
+        let peers = ["b", "c"].map(|it| (name(it), "h:1".to_owned())).into();
+        let section: Section = toml::from_str(text).map_err(|error| error.message().to_owned())?;
+        section.checked(&name("a"), &peers, Path::new("/etc/firn"))
+    }
+
+    #[test]
+    fn hosts_agree_by_servers_or_by_etcd() {
+        let options =
+            checked("servers = [\"a\", \"b\", \"c\"]\nstate-dir = \"s\"\nlease-ms = 4000").unwrap();
+        assert_eq!(options.terms.ttl, Duration::from_secs(4));
+        let Kind::Embedded { servers, state } = options.kind else { panic!() };
+        assert_eq!((servers.len(), state.unwrap().as_path()), (3, Path::new("/etc/firn/s")));
+        let etcd =
+            "etcd = [\"https://h:1\"]\nauthority = \"ca.pem\"\ncertificate = \"c\"\nkey = \"k\"";
+        let Kind::Etcd(options) = checked(etcd).unwrap().kind else { panic!() };
+        assert_eq!(options.prefix, "firn");
+        assert_eq!(options.tls.unwrap().authority, Path::new("/etc/firn/ca.pem"));
+        assert!(checked("etcd = [\"http://h:1\"]").is_ok());
+    }
+
+    #[test]
+    fn each_mistake_is_named() {
+        let mistakes = [
+            ("", "give either servers"),
+            ("servers = [\"a\"]\netcd = [\"http://h:1\"]", "give either servers"),
+            (
+                "servers = [\"a\", \"d\"]\nstate-dir = \"s\"",
+                "d is neither this host nor one of its peers",
+            ),
+            ("servers = [\"A\"]\nstate-dir = \"s\"", "no name of a host"),
+            ("servers = [\"a\", \"b\", \"c\"]", "state-dir"),
+            ("servers = [\"b\"]\nkey = \"k\"", "are for etcd"),
+            ("etcd = []", "at least one"),
+            ("etcd = [\"h:1\"]", "\"h:1\" is no address"),
+            ("etcd = [\"https://h:1\"]", "https needs authority"),
+            ("etcd = [\"http://h:1\"]\nkey = \"k\"", "belong together"),
+            ("etcd = [\"http://h:1\"]\nstate-dir = \"s\"", "state-dir is for"),
+            ("etcd = [\"http://h:1\"]\nlease-ms = 10", "3000 to 60000, not 10"),
+            ("etdc = []", "unknown field"),
+        ];
+        for (text, said) in mistakes {
+            let error = checked(text).unwrap_err();
+            assert!(error.contains(said), "{error:?} does not say {said:?}");
+        }
+    }
+}
