@@ -148,7 +148,7 @@ async fn look(
     let next = Controller::new(record.register.clone(), view.leases).next();
     let is_backup = matches!(&next, Next::Propose(register) if register.layout != record.register.layout
         && register.generation == record.register.generation);
-    if !missing.is_time(cluster, is_backup, terms) {
+    if !missing.is_time(cluster, is_backup, terms, now()) {
         return Ok(());
     }
     match next {
@@ -172,13 +172,13 @@ struct Missing(BTreeMap<Cluster, Duration>);
 
 impl Missing {
     /// Whether it is time to do what is next: at once, or if that is to take another backup, when it was next for as long as two leases.
-    fn is_time(&mut self, cluster: &Cluster, is_backup: bool, terms: Terms) -> bool {
+    fn is_time(&mut self, cluster: &Cluster, is_backup: bool, terms: Terms, now: Duration) -> bool {
         if !is_backup {
             self.0.remove(cluster);
             return true;
         }
-        let since = *self.0.entry(cluster.clone()).or_insert_with(now);
-        now() - since > 2 * terms.ttl
+        let since = *self.0.entry(cluster.clone()).or_insert(now);
+        now - since > 2 * terms.ttl
     }
 }
 
@@ -215,5 +215,24 @@ impl Troubles {
             Some(trouble) => drop(self.0.insert(cluster.clone(), trouble)),
             None => drop(self.0.remove(cluster)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const S: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_backup_that_is_missing_for_a_moment_is_kept() {
+        let (mut missing, terms) = (Missing::default(), Terms { ttl: 3 * S, drift_ppm_max: 0 });
+        let web = Cluster::new("web").unwrap();
+        assert!(missing.is_time(&web, false, terms, 9 * S), "anything else is done at once");
+        assert!(!missing.is_time(&web, true, terms, 10 * S));
+        assert!(!missing.is_time(&web, true, terms, 16 * S));
+        assert!(missing.is_time(&web, true, terms, 17 * S));
+        missing.is_time(&web, false, terms, 18 * S);
+        assert!(!missing.is_time(&web, true, terms, 19 * S), "it was there again");
     }
 }

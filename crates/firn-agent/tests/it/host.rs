@@ -164,7 +164,7 @@ impl Host {
     ) -> Self {
         let dir = tempfile::Builder::new().prefix("firn-agent-").tempdir().unwrap();
         let file = write_config(dir.path(), authority, identity, who, listen, peers);
-        Self::begin(dir, &file, times)
+        Self::with_config(dir, Config::load(&file).unwrap(), times).unwrap()
     }
 
     /// Begins one with more in its configuration.
@@ -180,19 +180,23 @@ impl Host {
         let file = write_config(dir.path(), &authority.pem(), identity, who, listen, peers);
         let text = fs::read_to_string(&file).unwrap();
         fs::write(&file, text + more).unwrap();
-        Self::begin(dir, &file, Times::default())
+        Self::with_config(dir, Config::load(&file).unwrap(), Times::default()).unwrap()
     }
 
-    fn begin(dir: tempfile::TempDir, file: &Path, times: Times) -> Self {
-        let config = Config::load(file).unwrap();
+    /// Begins one that is configured like this.
+    pub fn with_config(
+        dir: tempfile::TempDir,
+        config: Config,
+        times: Times,
+    ) -> Result<Self, Failure> {
         let base = RuntimeDir::at(dir.path().join("run"));
         let (send, ends) = channel();
         let runtime = Runtime::new().unwrap();
         let ready = Ready::new(config, Place::new(base.clone()), Arc::new(Fake(send)), times);
-        let ready = runtime.block_on(ready).unwrap();
+        let ready = runtime.block_on(ready)?;
         let listen = ready.agent().listen;
         runtime.spawn(ready.serve());
-        Self { dir, base, listen, ends, runtime: Some(runtime) }
+        Ok(Self { dir, base, listen, ends, runtime: Some(runtime) })
     }
 
     /// Ends it as SIGKILL would: all of its sockets are closed, and nothing is said.

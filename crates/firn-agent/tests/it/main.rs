@@ -7,6 +7,7 @@ mod door;
 mod half;
 mod host;
 mod lost;
+mod membership;
 mod relay;
 mod standby;
 mod switch;

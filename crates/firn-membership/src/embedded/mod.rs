@@ -18,6 +18,7 @@ mod machine;
 mod message;
 mod network;
 mod offices;
+mod running;
 mod server;
 mod state;
 mod store;

@@ -7,19 +7,14 @@ use std::time::Duration;
 
 use firn_cluster::Host;
 use firn_cluster::failover::Terms;
-use openraft::error::{CheckIsLeaderError, ClientWriteError, ForwardToLeader, RaftError};
-use openraft::{BasicNode, Config, Raft, SnapshotPolicy};
-use serde::Serialize;
-use sha2::{Digest as _, Sha256};
 use tokio::time::{sleep, timeout};
 
-use super::machine::Machine;
+use super::Wire;
 use super::message::{self, Ask, Message, Told};
-use super::network::Network;
 use super::offices::Offices;
+use super::running::{Running, number, run};
 use super::state::{Done, Op};
 use super::store::Store;
-use super::{Types, Wire};
 use crate::{Cluster, Leased, Trouble, View, now};
 
 /// How long a server takes for an answer at most: an election, and a disk that is busy.
@@ -29,14 +24,6 @@ pub(super) const ANSWER_WAIT: Duration = Duration::from_secs(3);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 const AGAIN_AFTER: Duration = Duration::from_secs(2);
 
-/// Entries of the log from one snapshot to the next, and those that are kept before it.
-const SNAPSHOT_EVERY: u64 = 1000;
-const KEPT_MAX: u64 = 200;
-
-/// How large a message gets: so many entries of the largest size, or such a piece of a snapshot.
-const ENTRIES_MAX: u64 = 3;
-const PIECE_BYTES: u64 = 32 << 10;
-
 /// A server.
 pub struct Server {
     me: String,
@@ -44,20 +31,6 @@ pub struct Server {
     wire: Arc<dyn Wire>,
     offices: Mutex<Offices>,
     running: Mutex<Result<Running, Trouble>>,
-}
-
-#[derive(Clone)]
-struct Running {
-    raft: Raft<Types>,
-    machine: Machine,
-    servers: BTreeMap<u64, String>,
-}
-
-/// The number by which raft knows the server of that host. It must not change when others come or go.
-fn number(name: &str) -> u64 {
-    let mut first = [0; 8];
-    first.copy_from_slice(&Sha256::digest(name)[..8]);
-    u64::from_le_bytes(first)
 }
 
 /// Prepares this host to be one of these servers, of a cluster of hosts that is new.
@@ -117,9 +90,9 @@ impl Server {
     /// Answers a message of the host of that name, or of this process.
     pub async fn answer(&self, from: Option<&str>, bytes: &[u8]) -> Vec<u8> {
         let answered = match message::decode(bytes) {
-            Ok(Message::Ask(ask)) => encoded(&self.asked(from, ask).await),
+            Ok(Message::Ask(ask)) => message::encode(&self.asked(from, ask).await),
             Ok(message) => self.told_by_raft(from, message).await,
-            Err(trouble) => encoded(&Told::Trouble(trouble)),
+            Err(trouble) => message::encode(&Told::Trouble(trouble)),
         };
         // Nobody can read an empty answer: that is trouble at the other end.
         answered.unwrap_or_default()
@@ -139,17 +112,14 @@ impl Server {
     }
 
     async fn asked(&self, from: Option<&str>, ask: Ask) -> Told {
-        let patient = timeout(ANSWER_WAIT, self.decide(from, ask)).await;
-        patient
-            .unwrap_or_else(|_| {
-                let text = format!(
-                    "{} does not reach a majority within {} s",
-                    self.me,
-                    ANSWER_WAIT.as_secs()
-                );
-                Err(Told::Trouble(Trouble::Unknown(text)))
-            })
-            .unwrap_or_else(|told| told)
+        match timeout(ANSWER_WAIT, self.decide(from, ask)).await {
+            Ok(Ok(told) | Err(told)) => told,
+            Err(_) => {
+                let wait = ANSWER_WAIT.as_secs();
+                let text = format!("{} does not reach a majority within {wait} s", self.me);
+                Told::Trouble(Trouble::Unknown(text))
+            }
+        }
     }
 
     async fn decide(&self, from: Option<&str>, ask: Ask) -> Result<Told, Told> {
@@ -248,32 +218,6 @@ impl Server {
     }
 }
 
-impl Running {
-    /// Makes sure that this server leads, and has applied all that was agreed on before; tells its term.
-    async fn confirmed(&self) -> Result<u64, Told> {
-        match self.raft.ensure_linearizable().await {
-            // The newest entry is the leader's own: it begins its term with one.
-            Ok(last) => Ok(last.map_or(0, |last| last.leader_id.term)),
-            Err(RaftError::APIError(CheckIsLeaderError::ForwardToLeader(to))) => Err(elsewhere(to)),
-            Err(error) => Err(Told::Trouble(Trouble::Unreachable(error.to_string()))),
-        }
-    }
-
-    async fn write(&self, op: Op) -> Result<Done, Told> {
-        match self.raft.client_write(op).await {
-            Ok(written) => Ok(written.data),
-            Err(RaftError::APIError(ClientWriteError::ForwardToLeader(to))) => Err(elsewhere(to)),
-            Err(error) => Err(Told::Trouble(Trouble::Unknown(error.to_string()))),
-        }
-    }
-
-    fn has_failed(&self) -> Option<String> {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow();
-        metrics.running_state.as_ref().err().map(ToString::to_string)
-    }
-}
-
 /// Why the host gets no lease, as far as this server knows.
 fn fenced(running: &Running, cluster: &Cluster, host: Host) -> Option<Leased> {
     let known = running.machine.applied().state.known(cluster);
@@ -281,59 +225,8 @@ fn fenced(running: &Running, cluster: &Cluster, host: Host) -> Option<Leased> {
     (!may).then_some(Leased::Refused(known))
 }
 
-fn elsewhere(to: ForwardToLeader<u64, BasicNode>) -> Told {
-    Told::Elsewhere(to.leader_node.map(|node| node.addr))
-}
-
 fn refused(why: &str) -> Told {
     Told::Trouble(Trouble::Refused(why.to_owned()))
-}
-
-fn encoded(value: &impl Serialize) -> Result<Vec<u8>, Trouble> {
-    message::encode(value)
-}
-
-async fn run(directory: &Path, me: &str, wire: &Arc<dyn Wire>) -> Result<Running, Trouble> {
-    let (store, servers) = Store::open(directory, number(me))?;
-    let failed = |error: &dyn std::fmt::Display| {
-        Trouble::Unreachable(format!("raft does not begin: {error}"))
-    };
-    if !servers.contains_key(&number(me)) {
-        let names: Vec<&str> = servers.values().map(String::as_str).collect();
-        return Err(Trouble::Refused(format!(
-            "{me} is not one of the servers: {}",
-            names.join(", ")
-        )));
-    }
-    let machine = Machine::open(store.clone()).map_err(|error| failed(&error))?;
-    let network = Network(Arc::clone(wire));
-    let raft = Raft::new(number(me), Arc::new(config()?), network, store, machine.clone()).await;
-    let raft = raft.map_err(|error| failed(&error))?;
-    if !raft.is_initialized().await.map_err(|error| failed(&error))? {
-        let nodes = servers.iter().map(|(id, name)| (*id, BasicNode::new(name)));
-        let nodes: BTreeMap<u64, BasicNode> = nodes.collect();
-        // Every server says the same, so it does no harm if another one was quicker.
-        if let Err(error) = raft.initialize(nodes).await {
-            tracing::debug!("membership has begun already: {error}");
-        }
-    }
-    Ok(Running { raft, machine, servers })
-}
-
-fn config() -> Result<Config, Trouble> {
-    let config = Config {
-        cluster_name: "firn".to_owned(),
-        heartbeat_interval: 250,
-        election_timeout_min: 1000,
-        election_timeout_max: 2000,
-        install_snapshot_timeout: 1000,
-        max_payload_entries: ENTRIES_MAX,
-        snapshot_policy: SnapshotPolicy::LogsSinceLast(SNAPSHOT_EVERY),
-        snapshot_max_chunk_size: PIECE_BYTES,
-        max_in_snapshot_log_to_keep: KEPT_MAX,
-        ..Config::default()
-    };
-    config.validate().map_err(|error| Trouble::Refused(error.to_string()))
 }
 
 /// Raft ends when its store fails. It begins again with what is on disk, as after a crash, when that can be used again.

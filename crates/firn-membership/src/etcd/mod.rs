@@ -20,34 +20,31 @@
 //!                  |=================== L2, and so the key, lasts ===========================.=====|
 //! ```
 //!
-//! Granting and putting go through etcd's log, so they happen after the asking. `LeaseKeepAlive` doesn't: a server that
-//! was the leader, and was stopped or cut off, answers it from memory, while its successor counts from before. Nor is a lease revoked:
-//! its key would be gone while its holder believes. Leases that were succeeded run out by themselves, and so does that of a
-//! fenced host, which gets no other one.
+//! Granting and putting go through etcd's log, so they happen after the asking. `LeaseKeepAlive` doesn't: a server that was the
+//! leader, and was stopped or cut off, answers it from memory, while its successor counts from before; and when it is back, it revokes
+//! what others have made longer. A lease that nobody makes longer is revoked by nobody too early. We revoke none either: its key would be
+//! gone while its holder believes. Leases that were succeeded run out by themselves, and so does that of a fenced host, which
+//! gets no other one.
 //!
 //! etcd counts whole seconds, so its lease is the next whole second after ours and what clocks may differ. A new leader of etcd
 //! counts every lease from its beginning: later than need be, never earlier.
 
 mod keys;
 mod options;
+mod servers;
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use etcd_client::{
-    Client, Compare, CompareOp, Error, GetOptions, GetResponse, KeyValue, PutOptions, Txn, TxnOp,
-    TxnOpResponse, TxnResponse,
+    Compare, CompareOp, GetOptions, GetResponse, KeyValue, Txn, TxnOp, TxnOpResponse, TxnResponse,
 };
 use firn_cluster::Host;
 use firn_cluster::failover::Terms;
-use tokio::time::timeout;
 
 use self::keys::Keys;
 pub use self::options::{Options, Tls};
+use self::servers::Servers;
 use crate::{Changed, Cluster, Known, Later, Leased, Members, Record, Revision, Trouble, View};
-
-/// How long etcd may take for one answer. An election takes it a second or two.
-const ANSWER_WAIT: Duration = Duration::from_secs(4);
 
 /// How often something is tried that somebody else may change meanwhile.
 const TRIES_MAX: usize = 8;
@@ -55,7 +52,7 @@ const TRIES_MAX: usize = 8;
 /// Membership by etcd.
 #[derive(Clone)]
 pub struct Etcd {
-    client: Client,
+    servers: Servers,
     keys: Keys,
     ttl_s: i64,
 }
@@ -66,38 +63,17 @@ impl Etcd {
     /// # Errors
     /// If the options can't be used.
     pub async fn connect(options: &Options, terms: Terms) -> Result<Self, Trouble> {
-        let connecting = Client::connect(&options.endpoints, Some(options.connect()?));
-        let client = within(connecting).await.map_err(|trouble| match trouble {
-            Trouble::Unknown(why) => Trouble::Unreachable(why),
-            other => other,
-        })?;
-        Ok(Self { client, keys: Keys::new(&options.prefix), ttl_s: whole_seconds(terms) })
-    }
-
-    async fn txn(&self, txn: Txn) -> Result<TxnResponse, Trouble> {
-        within(self.client.kv_client().txn(txn)).await
-    }
-
-    async fn get(
-        &self,
-        key: String,
-        options: Option<GetOptions>,
-    ) -> Result<Vec<KeyValue>, Trouble> {
-        let mut answer =
-            within(self.client.kv_client().get(key, options)).await.map_err(unchanged)?;
-        Ok(answer.take_kvs())
-    }
-
-    /// An etcd lease that is attached to nothing yet.
-    async fn grant(&self) -> Result<PutOptions, Trouble> {
-        let granted = within(self.client.lease_client().grant(self.ttl_s, None)).await;
-        Ok(PutOptions::new().with_lease(granted.map_err(unchanged)?.id()))
+        if options.endpoints.is_empty() {
+            return Err(Trouble::Refused("etcd has no address".to_owned()));
+        }
+        let (servers, keys) = (Servers::connect(options).await?, Keys::new(&options.prefix));
+        Ok(Self { servers, keys, ttl_s: whole_seconds(terms) })
     }
 
     async fn join_as(&self, name: &str) -> Result<Host, Trouble> {
         let next = self.keys.next();
         for _ in 0..TRIES_MAX {
-            let known = self.get(next.clone(), None).await?.pop();
+            let known = self.servers.get(next.clone(), None).await?.pop();
             let number = known.as_ref().map_or(Ok(0), number)?;
             let after = number.checked_add(1).ok_or_else(|| {
                 Trouble::Refused("all numbers of hosts are taken: begin with another prefix".into())
@@ -107,7 +83,7 @@ impl Etcd {
                 TxnOp::put(self.keys.host(Host(number)), name, None),
             ]);
             // Without an answer a number may be lost, and no more.
-            if self.txn(txn).await.map_err(unchanged)?.succeeded() {
+            if self.servers.txn(txn).await?.succeeded() {
                 return Ok(Host(number));
             }
         }
@@ -132,7 +108,7 @@ impl Etcd {
             .when([at(&key, from)?])
             .and_then(changes)
             .or_else([TxnOp::get(key.clone(), None)]);
-        let answer = self.txn(txn).await?;
+        let answer = self.servers.change(txn).await?;
         match answer.succeeded() {
             true => Ok(Changed::Done(Revision(revision_of(&answer)?))),
             false => Ok(Changed::Other(known(gets(&answer).next())?)),
@@ -145,15 +121,15 @@ impl Etcd {
         cluster: &Cluster,
         record: &Record,
     ) -> Result<Vec<TxnOp>, Trouble> {
-        let lease = self.grant().await?;
+        let lease = self.servers.grant(self.ttl_s).await?;
         let put = |host| TxnOp::put(self.keys.lease(cluster, host), "", Some(lease.clone()));
         Ok(record.hosts().into_iter().map(put).collect())
     }
 
     async fn leased(&self, cluster: &Cluster, host: Host) -> Result<Leased, Trouble> {
-        let lease = self.grant().await?;
+        let lease = self.servers.grant(self.ttl_s).await?;
         let (key, mine) = (self.keys.cluster(cluster), self.keys.lease(cluster, host));
-        let mut record = known(self.get(key.clone(), None).await?.first())?;
+        let mut record = known(self.servers.get(key.clone(), None).await?.first())?;
         for _ in 0..TRIES_MAX {
             let may = record.record.as_ref().is_some_and(|it| !it.register.fence.contains(&host));
             if !may {
@@ -163,7 +139,7 @@ impl Etcd {
                 .when([at(&key, record.revision)?])
                 .and_then([TxnOp::put(mine.clone(), "", Some(lease.clone()))])
                 .or_else([TxnOp::get(key.clone(), None)]);
-            let answer = self.txn(txn).await.map_err(unchanged)?;
+            let answer = self.servers.txn(txn).await?;
             if answer.succeeded() {
                 return Ok(Leased::Granted(record));
             }
@@ -180,7 +156,7 @@ impl Etcd {
             TxnOp::get(leases.clone(), all()),
             TxnOp::get(hosts.clone(), all()),
         ]);
-        let answer = self.txn(txn).await.map_err(unchanged)?;
+        let answer = self.servers.txn(txn).await?;
         let [record, held, named] = &ranges(&answer)[..] else { return Err(strange("ranges")) };
         let of_host = |prefix: &str, pair: &KeyValue| Keys::host_of(prefix, pair.key());
         let leases = held.kvs().iter().filter_map(|pair| of_host(&leases, pair)).collect();
@@ -194,7 +170,7 @@ impl Etcd {
     /// Takes the key if nobody has it, or keeps it.
     async fn led_by(&self, name: &str) -> Result<String, Trouble> {
         let key = self.keys.leader();
-        let put = TxnOp::put(key.clone(), name, Some(self.grant().await?));
+        let put = TxnOp::put(key.clone(), name, Some(self.servers.grant(self.ttl_s).await?));
         let keep = Txn::new()
             .when([Compare::value(key.clone(), CompareOp::Equal, name)])
             .and_then([put.clone()])
@@ -203,7 +179,7 @@ impl Etcd {
             .when([Compare::create_revision(key.clone(), CompareOp::Equal, 0)])
             .and_then([put])
             .or_else([TxnOp::txn(keep)]);
-        let answer = self.txn(take).await.map_err(unchanged)?;
+        let answer = self.servers.txn(take).await?;
         let other =
             gets(&answer).next().map(|pair| String::from_utf8_lossy(pair.value()).into_owned());
         Ok(other.unwrap_or_else(|| name.to_owned()))
@@ -219,7 +195,7 @@ impl Members for Etcd {
         Box::pin(async {
             let prefix = self.keys.clusters();
             let options = GetOptions::new().with_prefix().with_keys_only();
-            let pairs = self.get(prefix.clone(), Some(options)).await?;
+            let pairs = self.servers.get(prefix.clone(), Some(options)).await?;
             let name =
                 |pair: &KeyValue| pair.key_str().ok()?.strip_prefix(&prefix).map(str::to_owned);
             pairs.iter().filter_map(name).map(Cluster::new).collect()
@@ -227,7 +203,7 @@ impl Members for Etcd {
     }
 
     fn read<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, Known> {
-        Box::pin(async { known(self.get(self.keys.cluster(cluster), None).await?.first()) })
+        Box::pin(async { known(self.servers.get(self.keys.cluster(cluster), None).await?.first()) })
     }
 
     fn change<'a>(
@@ -253,7 +229,7 @@ impl Members for Etcd {
 
     fn leader(&self) -> Later<'_, Option<String>> {
         Box::pin(async {
-            let pair = self.get(self.keys.leader(), None).await?.pop();
+            let pair = self.servers.get(self.keys.leader(), None).await?.pop();
             Ok(pair.map(|pair| String::from_utf8_lossy(pair.value()).into_owned()))
         })
     }
@@ -319,38 +295,25 @@ fn revision_of(answer: &TxnResponse) -> Result<u64, Trouble> {
     Ok(header.revision().unsigned_abs())
 }
 
-async fn within<T>(asked: impl Future<Output = Result<T, Error>>) -> Result<T, Trouble> {
-    match timeout(ANSWER_WAIT, asked).await {
-        Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(error)) => Err(trouble(&error)),
-        Err(_) => {
-            let text = format!("etcd does not answer within {} s", ANSWER_WAIT.as_secs());
-            Err(Trouble::Unknown(text))
-        }
-    }
-}
-
-/// Whether anything was done, only its own answers say.
-fn trouble(error: &Error) -> Trouble {
-    let text = format!("etcd: {error}");
-    match error {
-        Error::InvalidArgs(_) | Error::InvalidUri(_) => Trouble::Refused(text),
-        _ => Trouble::Unknown(text),
-    }
-}
-
-/// Of what does no harm if it was done.
-fn unchanged(trouble: Trouble) -> Trouble {
-    match trouble {
-        Trouble::Unknown(text) => Trouble::Unreachable(text),
-        other => other,
-    }
-}
-
 fn strange(what: &str) -> Trouble {
     Trouble::Refused(format!("etcd answers without a {what} that can be used"))
 }
 
 fn contended() -> Trouble {
     Trouble::Unreachable("others changed it at the same time, again and again".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn etcd_counts_longer_than_the_holder() {
+        let seconds = |ms, drift_ppm_max| {
+            whole_seconds(Terms { ttl: Duration::from_millis(ms), drift_ppm_max })
+        };
+        assert_eq!((seconds(3000, 1000), seconds(2999, 0), seconds(3999, 1000)), (4, 3, 5));
+    }
 }

@@ -1,0 +1,89 @@
+//! Three hosts that agree, by their agents' connections.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::path::PathBuf;
+
+use firn_agent::api::MembershipView;
+use firn_agent::{Config, Times, client};
+use firn_supervisor::{Failure, FailureKind};
+
+use crate::command::agent;
+use crate::host::{Authority, Host, eventually, free_address, pair, write_config};
+
+const NAMES: [&str; 3] = ["a", "b", "c"];
+
+/// What three hosts are configured with.
+fn configured() -> Vec<(tempfile::TempDir, PathBuf)> {
+    let authority = Authority::new();
+    let addresses = NAMES.map(|name| (name, free_address()));
+    let one = |(name, address): (&str, _)| {
+        let dir = tempfile::Builder::new().prefix("firn-agent-").tempdir().unwrap();
+        let peers: Vec<_> = addresses.iter().copied().filter(|(peer, _)| *peer != name).collect();
+        let identity = authority.issue(&[name], |_| ());
+        let file = write_config(dir.path(), &authority.pem(), identity, name, address, &peers);
+        let mut text = OpenOptions::new().append(true).open(&file).unwrap();
+        text.write_all(b"[membership]\nservers = [\"a\", \"b\", \"c\"]\nstate-dir = \"state\"\n")
+            .unwrap();
+        (dir, file)
+    };
+    addresses.into_iter().map(one).collect()
+}
+
+fn start((dir, file): (tempfile::TempDir, PathBuf)) -> Result<Host, Failure> {
+    Host::with_config(dir, Config::load(&file).unwrap(), Times::default())
+}
+
+fn found(file: &PathBuf) -> (Option<i32>, String) {
+    let out = agent(&["found", file.to_str().unwrap()]).output().unwrap();
+    let said = [out.stdout, out.stderr].concat();
+    (out.status.code(), String::from_utf8_lossy(&said).into_owned())
+}
+
+fn view(host: &Host) -> MembershipView {
+    client::membership(&host.base).unwrap()
+}
+
+#[test]
+fn three_hosts_agree_who_leads_and_go_on_without_one() {
+    let configured = configured();
+    for (_, file) in &configured {
+        let (code, said) = found(file);
+        assert_eq!(code, Some(0), "{said}");
+        assert!(said.contains("one of the servers a, b, c"), "{said}");
+        let (code, said) = found(file);
+        assert!(code == Some(2) && said.contains("founded once"), "{said}");
+    }
+    let mut hosts: Vec<Host> = configured.into_iter().map(|it| start(it).unwrap()).collect();
+    eventually("somebody leads", || view(&hosts[0]).leader.is_some());
+    let first = view(&hosts[0]);
+    assert_eq!((first.kind.as_str(), first.lease_ms, first.trouble), ("embedded", 5000, None));
+    let leader = NAMES.iter().position(|name| Some(*name) == first.leader.as_deref()).unwrap();
+    hosts[leader].kill();
+    let left = (leader + 1) % NAMES.len();
+    eventually("another one leads", || {
+        let now = view(&hosts[left]).leader;
+        now.is_some() && now != first.leader
+    });
+    hosts[left].kill();
+    let last = (leader + 2) % NAMES.len();
+    eventually("without a majority nobody leads", || view(&hosts[last]).leader.is_none());
+    assert!(view(&hosts[last]).trouble.is_some());
+}
+
+#[test]
+fn a_host_that_was_not_founded_does_not_begin() {
+    let one = configured().remove(0);
+    let Err(failure) = start(one) else { panic!("it begins") };
+    let said = failure.to_string();
+    assert!(said.contains("members.redb is not there"), "{said}");
+    assert_eq!(failure.kind, FailureKind::Usage);
+}
+
+#[test]
+fn who_agrees_on_nothing_says_so() {
+    let [a, _b] = pair();
+    let failure = client::membership(&a.base).unwrap_err();
+    assert_eq!(failure.kind, FailureKind::Usage);
+    assert!(failure.hint.unwrap().contains("[membership]"));
+}

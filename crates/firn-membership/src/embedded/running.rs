@@ -1,0 +1,114 @@
+//! Raft while it runs: one run, from the opening of the store to its failure.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use openraft::error::{CheckIsLeaderError, ClientWriteError, ForwardToLeader, RaftError};
+use openraft::{BasicNode, Config, Raft, SnapshotPolicy};
+use sha2::{Digest as _, Sha256};
+
+use super::machine::Machine;
+use super::message::Told;
+use super::network::Network;
+use super::state::{Done, Op};
+use super::store::Store;
+use super::{Types, Wire};
+use crate::Trouble;
+
+/// Entries of the log from one snapshot to the next, and those that are kept before it.
+const SNAPSHOT_EVERY: u64 = 1000;
+const KEPT_MAX: u64 = 200;
+
+/// How large a message gets: so many entries of the largest size, or such a piece of a snapshot.
+const ENTRIES_MAX: u64 = 3;
+const PIECE_BYTES: u64 = 32 << 10;
+
+/// One run. Clones are the same one.
+#[derive(Clone)]
+pub struct Running {
+    pub raft: Raft<Types>,
+    pub machine: Machine,
+    pub servers: BTreeMap<u64, String>,
+}
+
+/// The number by which raft knows the server of that host. It must not change when others come or go.
+pub fn number(name: &str) -> u64 {
+    let mut first = [0; 8];
+    first.copy_from_slice(&Sha256::digest(name)[..8]);
+    u64::from_le_bytes(first)
+}
+
+impl Running {
+    /// Makes sure that this server leads, and has applied all that was agreed on before; tells its term.
+    pub async fn confirmed(&self) -> Result<u64, Told> {
+        match self.raft.ensure_linearizable().await {
+            // The newest entry is the leader's own: it begins its term with one.
+            Ok(last) => Ok(last.map_or(0, |last| last.leader_id.term)),
+            Err(RaftError::APIError(CheckIsLeaderError::ForwardToLeader(to))) => Err(elsewhere(to)),
+            Err(error) => Err(Told::Trouble(Trouble::Unreachable(error.to_string()))),
+        }
+    }
+
+    pub async fn write(&self, op: Op) -> Result<Done, Told> {
+        match self.raft.client_write(op).await {
+            Ok(written) => Ok(written.data),
+            Err(RaftError::APIError(ClientWriteError::ForwardToLeader(to))) => Err(elsewhere(to)),
+            Err(error) => Err(Told::Trouble(Trouble::Unknown(error.to_string()))),
+        }
+    }
+
+    pub fn has_failed(&self) -> Option<String> {
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow();
+        metrics.running_state.as_ref().err().map(ToString::to_string)
+    }
+}
+
+fn elsewhere(to: ForwardToLeader<u64, BasicNode>) -> Told {
+    Told::Elsewhere(to.leader_node.map(|node| node.addr))
+}
+
+/// Begins with what is in the store.
+pub async fn run(directory: &Path, me: &str, wire: &Arc<dyn Wire>) -> Result<Running, Trouble> {
+    let (store, servers) = Store::open(directory, number(me))?;
+    let failed = |error: &dyn std::fmt::Display| {
+        Trouble::Unreachable(format!("raft does not begin: {error}"))
+    };
+    if !servers.contains_key(&number(me)) {
+        let names: Vec<&str> = servers.values().map(String::as_str).collect();
+        return Err(Trouble::Refused(format!(
+            "{me} is not one of the servers: {}",
+            names.join(", ")
+        )));
+    }
+    let machine = Machine::open(store.clone()).map_err(|error| failed(&error))?;
+    let network = Network(Arc::clone(wire));
+    let raft = Raft::new(number(me), Arc::new(config()?), network, store, machine.clone()).await;
+    let raft = raft.map_err(|error| failed(&error))?;
+    if !raft.is_initialized().await.map_err(|error| failed(&error))? {
+        let nodes = servers.iter().map(|(id, name)| (*id, BasicNode::new(name)));
+        let nodes: BTreeMap<u64, BasicNode> = nodes.collect();
+        // Every server says the same, so it does no harm if another one was quicker.
+        if let Err(error) = raft.initialize(nodes).await {
+            tracing::debug!("membership has begun already: {error}");
+        }
+    }
+    Ok(Running { raft, machine, servers })
+}
+
+fn config() -> Result<Config, Trouble> {
+    let config = Config {
+        cluster_name: "firn".to_owned(),
+        heartbeat_interval: 250,
+        election_timeout_min: 1000,
+        election_timeout_max: 2000,
+        install_snapshot_timeout: 1000,
+        max_payload_entries: ENTRIES_MAX,
+        snapshot_policy: SnapshotPolicy::LogsSinceLast(SNAPSHOT_EVERY),
+        snapshot_max_chunk_size: PIECE_BYTES,
+        max_in_snapshot_log_to_keep: KEPT_MAX,
+        ..Config::default()
+    };
+    config.validate().map_err(|error| Trouble::Refused(error.to_string()))
+}
