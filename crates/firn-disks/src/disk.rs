@@ -5,14 +5,18 @@
 //! anyway. Reading and flushing take no lock.
 //!
 //! A change that fails may be made in part, and the guest is told. What is there then is read back and noted: the standby gets
-//! what the guest may have seen.
+//! what the guest may have seen. If that can't be read, nobody knows what the standby should get: protection ends.
 
 use std::io;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard};
 
 use thiserror::Error;
+
+mod changing;
+
+pub use changing::Changing;
 
 use crate::change::Change;
 use crate::primary::{Log, Primary, PrimaryError};
@@ -20,8 +24,6 @@ use crate::store::{FileStore, Store, StoreError};
 
 /// The most bytes that are copied at a time.
 const PIECE_BYTES: u64 = 1 << 20;
-/// The most zeros made at a time. If that fails, so much is read back.
-const ZEROS_BYTES: u64 = 32 << 20;
 
 /// Why a disk can't be served, or copied.
 #[derive(Debug, Error)]
@@ -88,6 +90,8 @@ pub struct Disk {
     piece_bytes: u64,
     state: Mutex<State>,
     room: Condvar,
+    /// Storage has lost something that it was to keep. The kernel says so once.
+    is_broken: AtomicBool,
 }
 
 impl Disk {
@@ -112,7 +116,8 @@ impl Disk {
     pub fn new(store: Box<dyn Store>, size: u64) -> Self {
         let state = State { primary: Primary::new(size), waiting: 0, is_closed: false };
         let (state, room) = (Mutex::new(state), Condvar::new());
-        Self { store, size, piece_bytes: PIECE_BYTES, state, room }
+        let is_broken = AtomicBool::new(false);
+        Self { store, size, piece_bytes: PIECE_BYTES, state, room, is_broken }
     }
 
     /// The same, copied in smaller pieces, so that a test's disk has many of them.
@@ -139,7 +144,7 @@ impl Disk {
     /// # Errors
     /// What the system says.
     pub fn write(&self, at: u64, bytes: Vec<u8>) -> io::Result<()> {
-        self.make(Change::Write { at, bytes }, |change, store| change.apply(store).map(|()| true))
+        self.by(&|| true).write(at, bytes)
     }
 
     /// Makes zeros, which take no room if they may be a `hole`, when there is room in the log.
@@ -147,10 +152,7 @@ impl Disk {
     /// # Errors
     /// What the system says.
     pub fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
-        pieces(at, length).try_for_each(|piece| {
-            let change = Change::Zero { at: piece.start, length: piece.end - piece.start, hole };
-            self.make(change, |change, store| change.apply(store).map(|()| true))
-        })
+        self.by(&|| true).zero(at, length, hole)
     }
 
     /// The guest does not need what is there: zeros that take no room, or nothing happens if the file can't have holes.
@@ -158,19 +160,25 @@ impl Disk {
     /// # Errors
     /// What the system says.
     pub fn trim(&self, at: u64, length: u64) -> io::Result<()> {
-        pieces(at, length).try_for_each(|piece| {
-            let length = piece.end - piece.start;
-            let change = Change::Zero { at: piece.start, length, hole: true };
-            self.make(change, |change, store| store.discard(change.at(), change.length()))
-        })
+        self.by(&|| true).trim(at, length)
+    }
+
+    /// Changes by a client of whom `is_there` says whether he still waits for the answer.
+    pub fn by<'a>(&'a self, is_there: &'a dyn Fn() -> bool) -> Changing<'a> {
+        Changing { disk: self, is_there }
     }
 
     /// What was answered before survives a loss of power.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system says. From then on it is an error each time: nobody knows what was lost.
     pub fn flush(&self) -> io::Result<()> {
-        self.store.sync()
+        if self.is_broken.load(Ordering::Acquire) {
+            return Err(rustix::io::Errno::IO.into());
+        }
+        let synced = self.store.sync();
+        self.is_broken.fetch_or(synced.is_err(), Ordering::AcqRel);
+        synced
     }
 
     /// The VM is protected from here on, with logs of about `bound` bytes of memory each. [`Disk::seed`] is next.
@@ -182,8 +190,16 @@ impl Disk {
     /// What it gives is to be sent in this order.
     ///
     /// # Errors
-    /// If the disk can't be read, or isn't being copied.
+    /// If the disk can't be read, or isn't being copied. A copy that lacks a piece is none: the disk is not protected any more.
     pub fn seed(&self) -> Result<Seed, DiskError> {
+        let seed = self.try_seed();
+        if let Err(DiskError::Read { .. }) = &seed {
+            self.release();
+        }
+        seed
+    }
+
+    fn try_seed(&self) -> Result<Seed, DiskError> {
         let step = {
             let mut state = self.lock();
             let at = state.primary.copied()?;
@@ -226,6 +242,11 @@ impl Disk {
         self.with(Primary::release);
     }
 
+    /// How far the copy for the standby has come; `None` if there is none under way.
+    pub fn copied(&self) -> Option<u64> {
+        self.lock().primary.copied().ok()
+    }
+
     /// How full the log is. Where changes wait, the cut should come early.
     pub fn pressure(&self) -> Pressure {
         let state = self.lock();
@@ -239,45 +260,6 @@ impl Disk {
         self.room.notify_all();
     }
 
-    /// Makes a change, or finds that it need not be made (`false`), and notes what came of it.
-    fn make(
-        &self,
-        change: Change,
-        act: impl FnOnce(&Change, &dyn Store) -> io::Result<bool>,
-    ) -> io::Result<()> {
-        let mut state = self.wait_for_room()?;
-        let made = act(&change, &*self.store);
-        firn_fault::point("disk.changed");
-        match made {
-            Ok(true) => state.primary.note(change),
-            Ok(false) => {}
-            Err(_) => state.primary.note(self.found(change)),
-        }
-        made.map(drop)
-    }
-
-    /// What is there after a change that failed. If that can't be read, the guest can't either, and any part of it will do.
-    fn found(&self, tried: Change) -> Change {
-        let (at, mut bytes) = (tried.at(), vec![0; tried.length() as usize]);
-        match self.store.read(at, &mut bytes) {
-            Ok(()) => Change::Write { at, bytes },
-            Err(_) => tried,
-        }
-    }
-
-    fn wait_for_room(&self) -> io::Result<MutexGuard<'_, State>> {
-        let mut state = self.lock();
-        state.waiting += 1;
-        while !state.primary.has_room() && !state.is_closed {
-            state = self.room.wait(state).unwrap_or_else(|poisoned| recovered(poisoned, self));
-        }
-        state.waiting -= 1;
-        match state.is_closed {
-            true => Err(rustix::io::Errno::SHUTDOWN.into()),
-            false => Ok(state),
-        }
-    }
-
     fn with<T>(&self, change: impl FnOnce(&mut Primary) -> T) -> T {
         let result = change(&mut self.lock().primary);
         self.room.notify_all();
@@ -285,24 +267,14 @@ impl Disk {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|poisoned| recovered(poisoned, self))
+        self.state.lock().unwrap_or_else(|it| recovered(it.into_inner(), self))
     }
 }
 
 /// A thread has died in the middle of a change, which may be missing in the log. So the log is given up: the next cut says that the
 /// disk isn't protected, and the guest goes on.
-fn recovered<'a>(
-    poisoned: PoisonError<MutexGuard<'a, State>>,
-    disk: &Disk,
-) -> MutexGuard<'a, State> {
+fn recovered<'a>(mut state: MutexGuard<'a, State>, disk: &Disk) -> MutexGuard<'a, State> {
     disk.state.clear_poison();
-    let mut state = poisoned.into_inner();
     state.primary.release();
     state
-}
-
-/// A range of bytes in pieces that can be read back.
-fn pieces(at: u64, length: u64) -> impl Iterator<Item = Range<u64>> {
-    let end = at + length;
-    (at..end).step_by(ZEROS_BYTES as usize).map(move |from| from..end.min(from + ZEROS_BYTES))
 }

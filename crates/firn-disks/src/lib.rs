@@ -30,7 +30,7 @@
 //! ```text
 //!   protect(bound)
 //!   seed(), until it is whole and memory is too     copied while the VM runs: each result goes out as epoch 0
-//!   drain()                                         before the VM is asked to stop
+//!   drain()                                         when the VM has been told to stop
 //!     (the VM stands still)
 //!   cut()                                           the log of epoch 1; then 2, 3 ...
 //!     (the VM runs)

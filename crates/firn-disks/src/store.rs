@@ -6,11 +6,13 @@
 //! The lock is an exclusive one of the open file description (fcntl(2), `F_OFD_SETLK`), over all of it. QEMU locks bytes of its
 //! images in the same way, so neither opens what the other has. It goes with the process, however that ends.
 
+use std::fmt::Debug;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -28,7 +30,7 @@ const LOCK_EVERY: Duration = Duration::from_millis(5);
 const ZEROS_AT_A_TIME: usize = 64 << 10;
 
 /// The bytes of a disk.
-pub trait Store: Send + Sync {
+pub trait Store: Debug + Send + Sync {
     /// Reads. What was never written is zeros.
     ///
     /// # Errors
@@ -64,6 +66,32 @@ pub trait Store: Send + Sync {
     /// # Errors
     /// What the system says.
     fn data(&self, from: u64) -> io::Result<Option<Range<u64>>>;
+}
+
+impl<S: Store + ?Sized> Store for Arc<S> {
+    fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        (**self).read(at, into)
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        (**self).write(at, bytes)
+    }
+
+    fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
+        (**self).zero(at, length, hole)
+    }
+
+    fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
+        (**self).discard(at, length)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        (**self).sync()
+    }
+
+    fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        (**self).data(from)
+    }
 }
 
 /// Why a file can't be a disk.

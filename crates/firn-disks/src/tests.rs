@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
 use firn_cluster::Epoch;
@@ -11,6 +11,7 @@ use proptest::prelude::*;
 
 use crate::change::Change;
 use crate::disk::{Disk, DiskError};
+use crate::primary::PrimaryError;
 use crate::standby::Standby;
 use crate::store::Store;
 use crate::wire;
@@ -27,6 +28,8 @@ pub struct Memory {
     /// How many changes are made before they fail, having been made by half.
     changes_left: Arc<AtomicUsize>,
     fails: Arc<Mutex<bool>>,
+    /// Reading fails too, and one flush.
+    is_bad: Arc<AtomicBool>,
 }
 
 impl Memory {
@@ -65,6 +68,9 @@ impl Memory {
 
 impl Store for Memory {
     fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        if self.is_bad.load(Ordering::Relaxed) {
+            return Err(io::Error::other("bad"));
+        }
         let bytes = self.bytes.lock().unwrap();
         let there = bytes.get(at as usize..).unwrap_or_default();
         let count = there.len().min(into.len());
@@ -90,7 +96,11 @@ impl Store for Memory {
     }
 
     fn sync(&self) -> io::Result<()> {
-        Ok(())
+        // As the kernel: it is told once.
+        match self.is_bad.swap(false, Ordering::Relaxed) {
+            true => Err(io::Error::other("bad")),
+            false => Ok(()),
+        }
     }
 
     fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
@@ -286,6 +296,40 @@ fn a_change_that_failed_by_half_is_on_both_sides_by_half() {
     assert!(bytes[..50] == [1; 50] && bytes[50..100] == [0; 50]);
 }
 
+/// Whatever the standby were sent then, it might be wrong.
+#[test]
+fn a_change_that_failed_and_cannot_be_read_back_ends_protection() {
+    let mut world = World::new(&[]);
+    world.seed();
+    world.file.fail_from(0);
+    world.file.is_bad.store(true, Ordering::Relaxed);
+    world.disk.write(0, vec![1; 100]).unwrap_err();
+    assert!(matches!(world.disk.cut(), Err(DiskError::Primary(PrimaryError::Unprotected))));
+}
+
+#[test]
+fn a_piece_that_cannot_be_read_ends_protection() {
+    let world = World::new(&[Event::Write { at: 0, length: 2000, fill: 1 }]);
+    world.file.is_bad.store(true, Ordering::Relaxed);
+    assert!(matches!(world.disk.seed(), Err(DiskError::Read { at: 0, .. })));
+    world.file.is_bad.store(false, Ordering::Relaxed);
+    for _ in 0..9 {
+        assert!(matches!(world.disk.seed(), Err(DiskError::Primary(PrimaryError::Unprotected))));
+    }
+    assert!(matches!(world.disk.cut(), Err(DiskError::Primary(PrimaryError::Unprotected))));
+}
+
+#[test]
+fn after_a_flush_that_failed_none_succeeds() {
+    let memory = Memory::default();
+    let disk = Disk::new(Box::new(memory.clone()), SIZE);
+    disk.flush().unwrap();
+    memory.is_bad.store(true, Ordering::Relaxed);
+    disk.flush().unwrap_err();
+    memory.sync().unwrap();
+    disk.flush().unwrap_err();
+}
+
 /// Many threads write to the same few places while the disk is copied and cut. At a cut they stand still, as a VM does.
 #[test]
 fn threads_that_write_to_one_place_leave_the_same_on_both_sides() {
@@ -335,12 +379,13 @@ fn threads_that_write_to_one_place_leave_the_same_on_both_sides() {
 }
 
 /// A disk that somebody writes to just when the copy has read a piece of it.
+#[derive(Debug)]
 struct Meddling {
     memory: Memory,
     disk: std::sync::OnceLock<std::sync::Weak<Disk>>,
 }
 
-impl Store for Arc<Meddling> {
+impl Store for Meddling {
     fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
         self.memory.read(at, into)?;
         let disk = self.disk.get().and_then(std::sync::Weak::upgrade);

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use thiserror::Error;
 
 use super::handshake::{GREETING, Handshake, Next, OPTION_BYTES_MAX, OPTION_MAGIC};
@@ -106,13 +107,15 @@ struct Connection<'a> {
     disk: Arc<Disk>,
     incoming: Mutex<Incoming<'a>>,
     outgoing: Mutex<&'a UnixStream>,
+    /// Who reads much at once has its turn until the client has taken it.
+    much: Mutex<()>,
 }
 
 impl<'a> Connection<'a> {
     fn new(stream: &'a UnixStream, disk: Arc<Disk>) -> Self {
         let from = BufReader::with_capacity(BUFFER_BYTES, stream);
         let incoming = Mutex::new(Incoming { from, over: None });
-        Self { stream, disk, incoming, outgoing: Mutex::new(stream) }
+        Self { stream, disk, incoming, outgoing: Mutex::new(stream), much: Mutex::new(()) }
     }
 
     /// Until the client goes; all that was taken is answered.
@@ -134,6 +137,7 @@ impl<'a> Connection<'a> {
     fn work(&self) {
         let _dying = EndIfPanicking(self.stream);
         while let Some((request, data)) = self.next() {
+            let _turn = request.reads_much().then(|| lock(&self.much));
             let reply = self.reply(&request, data);
             if lock(&self.outgoing).write_all(&reply).is_err() {
                 // Whoever waits for a request wakes up.
@@ -179,9 +183,19 @@ impl<'a> Connection<'a> {
         }
     }
 
+    /// The client has not gone. One that asks again elsewhere has gone here before.
+    fn is_there(&self) -> bool {
+        let mut all = [PollFd::new(self.stream, PollFlags::empty())];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut all, Some(&now)).is_ok()
+            && !all[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+    }
+
     /// What to answer, with room for a head.
     fn carry_out(&self, request: &Request, data: Vec<u8>) -> io::Result<Vec<u8>> {
         let (disk, at, length) = (&self.disk, request.at, u64::from(request.length));
+        let is_there = || self.is_there();
+        let changing = disk.by(&is_there);
         let mut reply = vec![0; REPLY_BYTES];
         match request.command {
             _ if length == 0 && request.command != Command::Flush => {}
@@ -189,9 +203,9 @@ impl<'a> Connection<'a> {
                 reply.resize(REPLY_BYTES + request.length as usize, 0);
                 disk.read(at, &mut reply[REPLY_BYTES..])?;
             }
-            Command::Write => disk.write(at, data)?,
-            Command::WriteZeroes => disk.zero(at, length, request.may_be_hole())?,
-            Command::Trim => disk.trim(at, length)?,
+            Command::Write => changing.write(at, data)?,
+            Command::WriteZeroes => changing.zero(at, length, request.may_be_hole())?,
+            Command::Trim => changing.trim(at, length)?,
             Command::Flush => disk.flush()?,
             Command::Disconnect | Command::Unknown(_) => {}
         }

@@ -11,8 +11,11 @@ use std::io;
 pub const REQUEST_BYTES: usize = 28;
 /// Bytes of a reply, without data.
 pub const REPLY_BYTES: usize = 16;
-/// The longest read or write that is carried out, in bytes: what clients may send that were not told otherwise.
-pub const BYTES_MAX: u32 = 32 << 20;
+/// The longest read or write that is carried out, in bytes: what clients are told. One that has not asked may want more, and gets an
+/// error.
+pub const BYTES_MAX: u32 = super::handshake::TRANSFER_BYTES_MAX;
+/// Longer reads are carried out one after another.
+const MUCH_BYTES: u32 = 256 << 10;
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
@@ -73,6 +76,11 @@ impl Request {
             length: number(24..28) as u32,
         };
         (number(0..4) == u64::from(REQUEST_MAGIC)).then_some(request)
+    }
+
+    /// Its answer takes much memory, which a client has without having sent anything.
+    pub fn reads_much(&self) -> bool {
+        self.command == Command::Read && self.length > MUCH_BYTES
     }
 
     /// What of it follows as data, in bytes.

@@ -204,6 +204,28 @@ fn writes_wait_for_the_cut_where_the_log_is_full() {
     assert_eq!(disk.cut().unwrap().changes.len(), 1);
 }
 
+/// A connection ends with writes that wait. The client asks for newer ones on another, and those stay.
+#[test]
+fn what_waits_of_a_connection_that_has_ended_is_not_done_after_newer_writes() {
+    let place = Place::raw(64 * MIB);
+    let disk = place.disk();
+    let _server = place.serve(&disk);
+    protected(&place, &disk);
+    let mut client = Client::ready(&place.socket());
+    let sent = fill(&mut client, &disk);
+    let at = (sent - 1) * (256 << 10);
+    drop(client);
+    let mut next = Client::ready(&place.socket());
+    disk.cut().unwrap();
+    next.request(WRITE, 0, at, 4, b"newe");
+    assert_eq!(next.reply(at), 0);
+    while disk.pressure().waiting > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(place.bytes()[at as usize..][..4], *b"newe");
+    assert_eq!(disk.cut().unwrap().changes.len(), 1, "the one that was answered");
+}
+
 #[test]
 fn a_vm_that_is_stopped_does_not_wait_for_a_cut_that_waits_for_it() {
     let place = Place::raw(64 * MIB);

@@ -70,7 +70,7 @@ fn wrong_requests_have_an_error_and_the_next_one_is_served() {
         }
         client.request(WRITE, 0, SIZE - 2, 4, b"abcd");
         assert_eq!(client.reply(SIZE - 2), ENOSPC, "and its data is passed over");
-        let long = vec![1; (32 << 20) + 1];
+        let long = vec![1; (4 << 20) + 1];
         client.request(WRITE, 0, 0, long.len() as u32, &long);
         assert_eq!(client.reply(0), EINVAL);
         client.request(READ, 0, SIZE - 2, 2, b"");
@@ -98,6 +98,27 @@ fn a_client_may_go_in_the_middle_of_anything() {
         drop(reads);
         assert!(place.bytes().iter().all(|&byte| byte == 0), "half a write is none");
     });
+}
+
+/// Answers that nobody takes are made one at a time for each client.
+#[test]
+fn clients_that_do_not_read_take_little_memory() {
+    let place = Place::raw(8 << 20);
+    let served = place.child(None);
+    let ask = |_| {
+        let mut client = Client::ready(&place.socket());
+        (0..4).for_each(|at| client.request(READ, 0, at, 4 << 20, b""));
+        client
+    };
+    let all: Vec<_> = (0..16).map(ask).collect();
+    // Until it does nothing more.
+    let mut before = 0;
+    while before < served.memory_kib() {
+        before = served.memory_kib();
+        std::thread::sleep(std::time::Duration::from_secs(1));
+    }
+    assert!(before < 128 << 10, "{before} KiB");
+    drop(all);
 }
 
 #[test]

@@ -114,6 +114,13 @@ impl Served {
         self.0.wait().unwrap();
     }
 
+    /// What it has of the system's memory.
+    pub fn memory_kib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse().unwrap()
+    }
+
     /// Waits until it has killed itself.
     pub fn wait(&mut self) {
         self.0.wait().unwrap();
