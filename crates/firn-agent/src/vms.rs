@@ -58,7 +58,7 @@ pub trait Vms: Send + Sync + 'static {
         on_ready: OnReady,
     ) -> Result<UnixStream, Failure>;
 
-    /// Ends one.
+    /// Ends a standby that is never run.
     ///
     /// # Errors
     /// If it goes on.
@@ -96,7 +96,8 @@ impl Vms for Supervised {
         let address = format!("unix:{}", listen.display());
         let listens =
             address.parse().doing_or(FailureKind::Usage, "naming the standby's socket")?;
-        let plan = Plan::Standby { listen: listens, uplinks: Default::default() };
+        let (uplinks, disks) = Default::default();
+        let plan = Plan::Standby { listen: listens, uplinks, disks };
         let starting = Starting::begin(&self.0, vm, &plan)?;
         match connect(listen, &starting) {
             Ok(Some(stream)) => {
@@ -113,7 +114,9 @@ impl Vms for Supervised {
     }
 
     fn stop(&self, vm: &VmName) -> Result<(), Failure> {
-        ask(&self.0, vm, &Request::Stop(StopRequest::default()), &mut |_| ()).map(drop)
+        // Its copies of disks are of no use to anybody, and have the names of those to come.
+        let stop = StopRequest { discard: true, ..StopRequest::default() };
+        ask(&self.0, vm, &Request::Stop(stop), &mut |_| ()).map(drop)
     }
 }
 

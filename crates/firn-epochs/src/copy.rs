@@ -8,6 +8,7 @@
 
 use firn_cluster::Epoch;
 use firn_cluster::predict::{CutPlan, PageSet};
+use firn_disks::Change;
 use firn_image::AuxBlock;
 use firn_types::{PAGE_SIZE, Page};
 
@@ -26,6 +27,8 @@ pub struct EpochCopy {
     pub devices: Vec<u8>,
     /// Small RAM blocks beside guest RAM.
     pub aux: Vec<AuxBlock>,
+    /// What was changed on each disk.
+    pub disks: Vec<Vec<Change>>,
     /// No epoch follows.
     pub last: bool,
 }
@@ -40,6 +43,12 @@ impl EpochCopy {
     /// The pages with what they held.
     pub fn iter(&self) -> impl Iterator<Item = (Page, &[u8])> {
         self.pages.iter().copied().zip(self.bytes.chunks_exact(PAGE_SIZE))
+    }
+
+    /// Memory that its disks' changes take, in pages.
+    pub fn disk_pages(&self) -> u64 {
+        let bytes: usize = self.disks.iter().flatten().map(Change::cost).sum();
+        bytes.div_ceil(PAGE_SIZE) as u64
     }
 
     /// Pages that nobody knows to be written, and that hold what they did in the copy of the epoch before.

@@ -25,7 +25,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
+use firn_disks::{Change, DiskError};
 use firn_image::AuxBlock;
 use firn_memory::{
     Features, GuestMemory, MemoryError, PageScan, Process, ProcessError, ScanError, TraceError,
@@ -34,6 +36,8 @@ use firn_memory::{
 use firn_types::{PAGE_SIZE, Page, Tid};
 use firn_vmm::{AuxRam, DeviceStateError, QmpError, Vm};
 use thiserror::Error;
+
+use crate::disks::Disks;
 
 /// Why a VM can't be followed or paused.
 #[derive(Debug, Error)]
@@ -62,6 +66,9 @@ pub enum GuestError {
     /// A VM is not stopped by a command without somebody knowing that it has to be started again.
     #[error("that the VM is to stand still could not be written down")]
     Witness(#[source] io::Error),
+    /// What the VM writes to a disk can't be followed.
+    #[error("a disk of the VM is not followed any more")]
+    Disk(#[from] DiskError),
     /// Whoever was to have what was copied has gone.
     #[error("nobody takes what is copied any more")]
     NobodyTakes,
@@ -98,6 +105,7 @@ pub struct Pause {
 pub struct Still<'a> {
     scan: &'a PageScan,
     memory: &'a GuestMemory,
+    disks: &'a Disks,
 }
 
 impl Still<'_> {
@@ -121,6 +129,11 @@ impl Still<'_> {
         Ok(self.scan.arm()?)
     }
 
+    /// What was changed on each disk in the epoch that ends here.
+    pub fn cut_disks(&self, epoch: Epoch) -> Result<Vec<Vec<Change>>, GuestError> {
+        Ok(self.disks.cut(epoch)?)
+    }
+
     /// Copies pages one after another, to the beginning of `out`, which grows if it must.
     pub fn copy(&self, pages: &PageSet, out: &mut Vec<u8>) -> Result<(), GuestError> {
         copy(self.memory, pages, out)
@@ -137,6 +150,7 @@ pub struct Guest {
     vcpus: Vec<Tid>,
     scan: PageScan,
     witness: Box<dyn Witness>,
+    disks: Disks,
     /// Nothing is left in the hypervisor.
     is_let_go: bool,
 }
@@ -151,15 +165,17 @@ impl Guest {
         process: Arc<Process>,
         memory: Arc<GuestMemory>,
         aux: Vec<AuxRam>,
+        disks: Disks,
         witness: Box<dyn Witness>,
     ) -> Result<Self, GuestError> {
-        check(&mut vm, &memory)?;
+        check(&mut vm, &memory, &disks)?;
         let aux: Vec<AuxRam> = aux.into_iter().filter(|aux| !aux.rom).collect();
         let vcpus: Vec<Tid> = vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
         let mut tracee = Tracee::seize(&process, &vcpus)?;
         let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?;
         drop(tracee);
-        let mut guest = Self { vm, process, memory, aux, vcpus, scan, witness, is_let_go: false };
+        let is_let_go = false;
+        let mut guest = Self { vm, process, memory, aux, vcpus, scan, witness, disks, is_let_go };
         guest.begin()?;
         Ok(guest)
     }
@@ -174,6 +190,11 @@ impl Guest {
     /// Its RAM.
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
+    }
+
+    /// Its disks that belong to its epochs.
+    pub fn disks(&self) -> &Disks {
+        &self.disks
     }
 
     /// Its control channel.
@@ -208,7 +229,13 @@ impl Guest {
 
     /// Has it stand still for so long. One that its user has stopped stays so.
     pub fn stand_still(&mut self, time: Duration) -> Result<(), GuestError> {
-        if let Some(held) = self.vm.hold()? {
+        let stood_still = self.stand_still_drained(time);
+        self.disks.go_on();
+        stood_still
+    }
+
+    fn stand_still_drained(&mut self, time: Duration) -> Result<(), GuestError> {
+        if let Some(held) = self.vm.hold_then(&mut || self.disks.drain())? {
             thread::sleep(time);
             held.release()?;
             return Ok(());
@@ -259,9 +286,11 @@ impl Guest {
         inside: &mut impl FnMut(&Still<'_>) -> Result<T, GuestError>,
     ) -> Result<Option<(T, Pause)>, GuestError> {
         let started = Instant::now();
-        let Some(held) = self.vm.hold()? else { return Ok(None) };
+        let drain = &mut || self.disks.drain();
+        let Some(held) = self.vm.hold_then(drain)? else { return Ok(None) };
         let aux = read_aux(&self.process, &self.aux)?;
-        let value = inside(&Still { scan: &self.scan, memory: &self.memory })?;
+        let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
+        let value = inside(&Still { scan, memory, disks })?;
         let released = held.release()?;
         let downtime = released.still.unwrap_or_else(|| started.elapsed());
         Ok(Some((value, Pause { devices: released.device_state, aux, downtime })))
@@ -287,9 +316,11 @@ impl Guest {
         &mut self,
         inside: &mut impl FnMut(&Still<'_>) -> Result<T, GuestError>,
     ) -> Result<(T, Pause), GuestError> {
+        self.disks.drain();
         let devices = self.vm.stop_and_save_device_state()?;
         let aux = read_aux(&self.process, &self.aux)?;
-        let value = inside(&Still { scan: &self.scan, memory: &self.memory })?;
+        let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
+        let value = inside(&Still { scan, memory, disks })?;
         Ok((value, Pause { devices, aux, ..Pause::default() }))
     }
 
@@ -300,6 +331,7 @@ impl Guest {
 
     fn let_go(&mut self) -> Result<(), GuestError> {
         self.is_let_go = true;
+        self.disks.release();
         let gave_back = self.vm.finish_save();
         let unregistered = self.scan.unregister();
         self.scan.close(&mut Tracee::seize(&self.process, &self.vcpus)?)?;
@@ -321,7 +353,7 @@ impl Drop for Guest {
 }
 
 /// Whether all that an epoch needs can be had of this VM.
-fn check(vm: &mut Vm, memory: &GuestMemory) -> Result<(), GuestError> {
+fn check(vm: &mut Vm, memory: &GuestMemory, disks: &Disks) -> Result<(), GuestError> {
     let refused = |why: String| Err(GuestError::Refused(why));
     if !vm.status()?.running {
         return refused("it stands still".into());
@@ -329,10 +361,11 @@ fn check(vm: &mut Vm, memory: &GuestMemory) -> Result<(), GuestError> {
     if let Some(blocker) = vm.blockers()?.first() {
         return refused(format!("its state can't be saved ({blocker})"));
     }
-    if let Some(drive) = vm.drives()?.first() {
+    if let Some(drive) = vm.drives()?.iter().find(|drive| !disks.has(&drive.name)) {
         let name = &drive.name;
         return refused(format!(
-            "the guest can write to its disk {name}, and disks aren't protected yet; attach it read-only"
+            "the guest can write to its disk {name}, which Firn does not serve; start the VM with -drive \
+             file=PATH,format=raw|qcow2,if=none,id={name},firn=on, or attach the disk read-only"
         ));
     }
     if vm.balloon()?.is_some() {

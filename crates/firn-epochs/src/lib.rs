@@ -21,6 +21,7 @@
 //! | [`wire`] | the bytes between the two |
 //! | [`copy`] | what an epoch wrote; what of it need not be sent (pure) |
 //! | [`standby`] | what the backup holds (pure) |
+//! | [`disks`] | disks whose changes go with the epochs |
 //! | [`guest`] | following a VM's writes, and its pauses |
 //! | [`primary`] | a VM's epochs, from the first to the last |
 //! | [`backup`] | receiving them |
@@ -49,6 +50,7 @@
 
 pub mod backup;
 pub mod copy;
+pub mod disks;
 pub mod endpoint;
 pub mod guest;
 pub mod primary;

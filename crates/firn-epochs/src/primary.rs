@@ -31,7 +31,7 @@ mod pause;
 mod seed;
 
 pub use options::{CutNumbers, Ending, Options, Told};
-use pause::{Inside, Stopping};
+use pause::{Found, Inside, Stopping};
 use seed::Seed;
 
 /// Jobs that wait for the sender: parts of a large epoch among them.
@@ -367,8 +367,9 @@ impl Protection<'_> {
             bytes: &mut bytes,
             numbers: CutNumbers { epoch, ..CutNumbers::default() },
         };
-        let ((plan, pages, numbers), pause) = self.guest.pause(|still| inside.run(still))?;
+        let (found, pause) = self.guest.pause(|still| inside.run(still))?;
         drop(stopping);
+        let Found { plan, pages, disks, numbers } = found;
         firn_fault::point("protect.cut");
         let numbers = CutNumbers {
             downtime_ms: ms(pause.downtime),
@@ -377,10 +378,11 @@ impl Protection<'_> {
         };
         tracing::trace!("{epoch} is cut, with {} pages", pages.len());
         self.copied = pages.len();
-        let copied = plan.copy.len() as u64;
         let (devices, aux) = (pause.devices, pause.aux);
-        self.cut =
-            Some(Box::new(EpochCopy { epoch, plan, pages, bytes, devices, aux, last: false }));
+        let last = false;
+        let copy = EpochCopy { epoch, plan, pages, bytes, devices, aux, disks, last };
+        let copied = copy.plan.copy.len() as u64 + copy.disk_pages();
+        self.cut = Some(Box::new(copy));
         (self.told)(Told::Cut(numbers));
         let now = self.now();
         self.due = now + self.options.interval;

@@ -76,9 +76,13 @@ impl<W: Write> Sending<W> {
         self.tell(Event::Compared { epoch, plan: copy.plan.clone(), same: same.clone() });
         let before = self.writer.sent();
         self.writer.pages(epoch, copy.iter().filter(|(page, _)| !same.contains(*page)))?;
+        for (disk, changes) in (0..).zip(&copy.disks) {
+            self.writer.changes(epoch, disk, changes)?;
+        }
         self.writer.end(epoch, &copy.devices, &copy.aux, copy.last)?;
         let bytes = self.writer.sent() - before;
         self.tell(Event::Sent { epoch, pages: pages as u64, bytes });
+        let copy = EpochCopy { disks: Vec::new(), ..copy };
         let spare = std::mem::replace(&mut self.before, copy).bytes;
         self.tell(Event::Spare(spare));
         Ok(())

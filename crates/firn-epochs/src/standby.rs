@@ -14,9 +14,11 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 
 use firn_cluster::Epoch;
 use firn_cluster::epoch::{Arrival, Backup, Piece, Progress, RestoreError};
+use firn_disks::{Change, Store};
 use firn_image::AuxBlock;
 use firn_types::{Page, RegionMap};
 use thiserror::Error;
@@ -81,6 +83,25 @@ pub enum StandbyError {
         /// What the system said.
         source: io::Error,
     },
+    /// A disk.
+    #[error("the VM's disk here takes nothing more; its copy is of no use")]
+    Disk(#[from] firn_disks::standby::StandbyError),
+    /// There is no such disk.
+    #[error("the VM has no disk {number}; it has {count}")]
+    NoDisk {
+        /// Which one.
+        number: u32,
+        /// How many there are.
+        count: usize,
+    },
+    /// A disk and memory disagree, which is a bug.
+    #[error("a disk is that of {disk}, memory that of {memory}")]
+    Apart {
+        /// The disk's epoch.
+        disk: Epoch,
+        /// Memory's.
+        memory: Epoch,
+    },
     /// There is nothing that could be run.
     #[error(
         "no epoch is committed: the primary has to be protected for two intervals after the first whole copy"
@@ -126,11 +147,20 @@ pub struct Standby<R> {
     kept: BTreeMap<Epoch, Apart>,
     /// Devices and the like of the newest committed epoch.
     committed: Apart,
+    disks: Vec<DiskCopy>,
 }
+
+/// The copy of a disk.
+pub type DiskCopy = firn_disks::Standby<Arc<dyn Store>>;
 
 impl<R: Ram> Standby<R> {
     /// Of a VM with this RAM, of which nothing is known: `ram` is all zeros.
     pub fn new(regions: RegionMap, ram: R) -> Self {
+        Self::with_disks(regions, ram, Vec::new())
+    }
+
+    /// The same, of a VM that has disks as well, of which nothing is known either.
+    pub fn with_disks(regions: RegionMap, ram: R, disks: Vec<DiskCopy>) -> Self {
         Self {
             regions,
             ram,
@@ -140,6 +170,7 @@ impl<R: Ram> Standby<R> {
             arriving: Apart::default(),
             kept: BTreeMap::new(),
             committed: Apart::default(),
+            disks,
         }
     }
 
@@ -154,6 +185,7 @@ impl<R: Ram> Standby<R> {
             Message::Pages(epoch, pages) => self.pages(epoch, pages)?,
             Message::Devices(epoch, devices) => self.expect(epoch)?.devices = devices,
             Message::Aux(epoch, block) => self.aux(epoch, block)?,
+            Message::Changes(epoch, disk, changes) => self.changes(epoch, disk, changes)?,
             Message::End { epoch, last } => return self.end(epoch, last).map(Some),
             Message::Hello(_) | Message::Progress(_) | Message::Refusal(_) | Message::Release => {
                 return Err(StandbyError::Message);
@@ -169,6 +201,12 @@ impl<R: Ram> Standby<R> {
             return Err(StandbyError::Nothing);
         }
         self.epochs.restore(epoch)?;
+        for disk in self.disks {
+            let (disk, _) = disk.take_up()?;
+            if disk != epoch {
+                return Err(StandbyError::Apart { disk, memory: epoch });
+            }
+        }
         let Apart { devices, aux, .. } = self.committed;
         Ok(Committed { epoch, ram: self.ram, devices, aux })
     }
@@ -214,10 +252,24 @@ impl<R: Ram> Standby<R> {
         }
     }
 
+    fn changes(
+        &mut self,
+        epoch: Epoch,
+        number: u32,
+        changes: Vec<Change>,
+    ) -> Result<(), StandbyError> {
+        self.expect(epoch)?;
+        let count = self.disks.len();
+        let disk = self.disks.get_mut(number as usize);
+        let disk = disk.ok_or(StandbyError::NoDisk { number, count })?;
+        Ok(disk.receive(epoch, changes)?)
+    }
+
     fn end(&mut self, epoch: Epoch, last: bool) -> Result<Progress, StandbyError> {
         let arrived = std::mem::take(self.expect(epoch)?);
         if !self.is_seeded {
             self.is_seeded = true;
+            self.disks.iter_mut().try_for_each(|disk| disk.complete(epoch))?;
             return Ok(self.progress());
         }
         if arrived.devices.is_empty() {
@@ -225,13 +277,30 @@ impl<R: Ram> Standby<R> {
         }
         let expected = self.progress().complete.next();
         match self.epochs.arrived(Piece { epoch, index: 0, of: 1, last }) {
-            Arrival::Store => self.kept.insert(epoch, arrived),
+            Arrival::Store => {
+                self.disks.iter_mut().try_for_each(|disk| disk.complete(epoch))?;
+                self.kept.insert(epoch, arrived)
+            }
             Arrival::Known | Arrival::Refused => {
                 return Err(StandbyError::Order { got: epoch, expected });
             }
         };
         self.fold()?;
+        let folded = self.fold_disks();
+        self.is_spoiled |= folded.is_err();
+        folded?;
         Ok(self.progress())
+    }
+
+    /// Brings disks to the newest committed epoch. Nobody is told that it is committed before: of what could not be folded nothing
+    /// has left the primary.
+    fn fold_disks(&mut self) -> Result<(), StandbyError> {
+        let committed = self.progress().committed;
+        for disk in &mut self.disks {
+            disk.commit(committed)?;
+            while disk.fold()?.is_some() {}
+        }
+        Ok(())
     }
 
     /// Brings RAM to the newest committed epoch.

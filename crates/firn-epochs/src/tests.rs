@@ -186,7 +186,8 @@ fn a_release_is_agreed_to_or_not_answered() {
     for agrees in [true, false] {
         let (primary, backup) = Stream::pair().unwrap();
         let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
-        let hello = Hello { version: VERSION, regions, meta: serde_json::Value::Null };
+        let (disks, meta) = (Vec::new(), serde_json::Value::Null);
+        let hello = Hello { version: VERSION, regions, disks, meta };
         let mut writer = Writer::new(primary.try_clone().unwrap());
         writer.hello(&hello).unwrap();
         writer.release().unwrap();

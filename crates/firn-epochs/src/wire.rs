@@ -19,9 +19,10 @@
 //!   7     0           why the backup takes nothing more, UTF-8                         from the backup
 //!   8     0           nothing: the primary goes on alone                               last
 //!   8     0           nothing: then the backup never runs the VM                       from the backup, last
+//!   9     of these    changes of a disk (`firn_disks::wire`)                           any number of times
 //! ```
 //!
-//! The checksum of kind 5 is over all messages of kinds 2 to 4 since the last of kind 5, heads and bodies. So each epoch has
+//! The checksum of kind 5 is over all messages of kinds 2 to 4 and 9 since the last of kind 5, heads and bodies. So each epoch has
 //! one, and until it has been compared nothing of the epoch may be applied: [`Reader::receive`] gives [`Message::End`] only if it is
 //! right. Epoch 0 is the seed.
 //!
@@ -33,6 +34,7 @@ use std::io::{self, Read, Write};
 
 use firn_cluster::Epoch;
 use firn_cluster::epoch::Progress;
+use firn_disks::Change;
 use firn_image::AuxBlock;
 use firn_types::{PAGE_SIZE, Page, RegionMap};
 use serde::{Deserialize, Serialize};
@@ -40,7 +42,7 @@ use thiserror::Error;
 use twox_hash::XxHash3_64;
 
 /// What both sides must agree on.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Most pages in one message.
 pub const PAGES_MAX: usize = 256;
 
@@ -61,6 +63,7 @@ const END: u32 = 5;
 const PROGRESS: u32 = 6;
 const REFUSAL: u32 = 7;
 const RELEASE: u32 = 8;
+const DISK: u32 = 9;
 
 /// Why a stream can't be gone on with.
 #[derive(Debug, Error)]
@@ -99,6 +102,9 @@ pub enum WireError {
     /// The introduction is damaged, or of another version.
     #[error("the other side does not introduce itself as Firn {VERSION} does")]
     Hello(#[source] Option<serde_json::Error>),
+    /// A disk's changes are damaged.
+    #[error(transparent)]
+    Changes(#[from] firn_disks::wire::WireError),
     /// Something is too large to be sent.
     #[error("{bytes} bytes of {what} are more than can be sent")]
     TooLarge {
@@ -116,8 +122,21 @@ pub struct Hello {
     pub version: u32,
     /// The VM's RAM.
     pub regions: RegionMap,
+    /// Its disks that belong to its epochs.
+    pub disks: Vec<DiskHello>,
     /// Whatever else the backup needs to start it.
     pub meta: serde_json::Value,
+}
+
+/// A disk that belongs to a VM's epochs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskHello {
+    /// Its id on the VM's command line.
+    pub id: String,
+    /// Its bytes, with those that its file may still grow by.
+    pub size: u64,
+    /// What its file begins with: a hypervisor that is started before there is more of it looks at that.
+    pub head: Vec<u8>,
 }
 
 /// Pages and what they hold.
@@ -147,6 +166,8 @@ pub enum Message {
     Devices(Epoch, Vec<u8>),
     /// A small RAM block at the end of an epoch.
     Aux(Epoch, AuxBlock),
+    /// Changes of the disk of this number, in order.
+    Changes(Epoch, u32, Vec<Change>),
     /// All of an epoch is there, and is what was sent.
     End {
         /// Which one.
@@ -202,6 +223,17 @@ impl<W: Write> Writer<W> {
             self.message(PAGES, epoch, &parts)?;
         }
         Ok(())
+    }
+
+    /// Changes of a disk, in as many messages as it takes.
+    pub fn changes(
+        &mut self,
+        epoch: Epoch,
+        disk: u32,
+        changes: &[Change],
+    ) -> Result<(), WireError> {
+        firn_disks::wire::encode(disk, changes)
+            .try_for_each(|body| self.message(DISK, epoch, &[&body]))
     }
 
     /// What is saved beside RAM, and the end of an epoch.
@@ -301,6 +333,10 @@ impl<R: Read> Reader<R> {
             DEVICES => Some(Message::Devices(epoch, body)),
             AUX => aux(&body).map(|block| Message::Aux(epoch, block)),
             END => return self.end(epoch, &body),
+            DISK => {
+                let (disk, changes) = firn_disks::wire::decode(&body)?;
+                return Ok(Message::Changes(epoch, disk, changes));
+            }
             PROGRESS => number(&body, 0).map(|committed| {
                 Message::Progress(Progress { complete: epoch, committed: Epoch(committed) })
             }),
@@ -327,7 +363,7 @@ impl<R: Read> Reader<R> {
 }
 
 fn is_summed(kind: u32) -> bool {
-    matches!(kind, PAGES | DEVICES | AUX)
+    matches!(kind, PAGES | DEVICES | AUX | DISK)
 }
 
 fn longest(kind: u32) -> usize {
@@ -336,6 +372,7 @@ fn longest(kind: u32) -> usize {
         PAGES => PAGES_MAX * NUMBERED_BYTES,
         DEVICES | AUX => STATE_BYTES_MAX,
         END => 16,
+        DISK => firn_disks::wire::BYTES_MAX,
         PROGRESS => 8,
         REFUSAL => REFUSAL_BYTES_MAX,
         _ => 0,
@@ -459,7 +496,9 @@ mod tests {
     #[test]
     fn the_others_survive_the_wire_too() {
         let regions = RegionMap::lay_out([("ram", 1 << 20)]).unwrap();
-        let hello = Hello { version: VERSION, regions, meta: serde_json::json!({ "name": "web" }) };
+        let disks = vec![DiskHello { id: "d".into(), size: 9, head: vec![1] }];
+        let meta = serde_json::json!({ "name": "web" });
+        let hello = Hello { version: VERSION, regions, disks, meta };
         let progress = Progress { complete: Epoch(3), committed: Epoch(2) };
         let mut writer = Writer::new(Vec::new());
         writer.hello(&hello).unwrap();

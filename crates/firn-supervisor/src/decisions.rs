@@ -146,6 +146,8 @@ pub struct Core {
     lost: Option<Failure>,
     /// Let go once idle.
     leaving: bool,
+    /// The VM's disks are served here: without that it stands still.
+    serves: bool,
     /// Why the hypervisor is being killed.
     reason: Option<Failure>,
 }
@@ -170,8 +172,14 @@ impl Core {
             gone: None,
             lost: None,
             leaving: false,
+            serves: false,
             reason: None,
         }
+    }
+
+    /// The same, that serves the VM's disks, or not.
+    pub fn serving(self, serves: bool) -> Self {
+        Self { serves, ..self }
     }
 
     /// How far what is going on has come.
@@ -363,6 +371,11 @@ impl Core {
     fn detach(&mut self, client: ClientId) -> Vec<Action> {
         match self.busy() {
             Some(busy) => vec![failed(client, busy)],
+            None if self.serves => {
+                let text = "the VM's disks are served here: without Firn it would stand still";
+                let failure = Failure::new(FailureKind::Refused, text);
+                vec![failed(client, failure.hint("`firn stop` ends the VM"))]
+            }
             None => vec![Action::LetGo, done(client, serde_json::Value::Null)],
         }
     }
@@ -534,7 +547,8 @@ impl Core {
     }
 
     fn terminate(&mut self) -> Vec<Action> {
-        if self.stopping.is_some() || self.leaving {
+        let runs = !matches!(self.activity, Activity::Standby { taken_up: false });
+        if self.stopping.is_some() || self.leaving || (self.serves && runs) {
             return Vec::new();
         }
         self.leaving = true;

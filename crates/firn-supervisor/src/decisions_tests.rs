@@ -33,6 +33,15 @@ fn fail() -> Failure {
 }
 
 #[test]
+fn a_vm_whose_disks_are_served_is_not_left() {
+    let mut core = Core::new(false).serving(true);
+    let actions = core.on(Event::Request(A, Request::Detach));
+    assert!(matches!(&actions[..], [Action::Reply(A, Reply::Failed(_))]), "{actions:?}");
+    assert_eq!(core.on(Event::Terminate), []);
+    assert!(core.is_idle());
+}
+
+#[test]
 fn a_checkpoint_is_reported_to_who_asked_and_who_watches() {
     let mut core = saving(false);
     let now = Progress::new("saving", 1, 2);

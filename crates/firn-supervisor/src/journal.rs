@@ -38,6 +38,7 @@ use crate::identity::ProcessIdentity;
 use crate::meta::Meta;
 use crate::name::VmName;
 use crate::network::Card;
+use crate::served::ServedDisk;
 
 /// The journal's own version: another Firn's journal is not guessed at.
 pub const VERSION: u32 = 2;
@@ -132,6 +133,9 @@ pub struct Machine {
     /// Its network cards whose frames pass through the supervisor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cards: Vec<Card>,
+    /// Its disks that the supervisor serves.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub served: Vec<ServedDisk>,
     /// Whether its writes are followed between checkpoints: then, too, a dead supervisor has left it registered.
     #[serde(default)]
     pub followed: bool,

@@ -125,6 +125,8 @@ impl Keeper {
             Some(_) => Core::standby(),
             None => Core::new(self.restoring.is_some()),
         };
+        let machine = self.journal.read().machine;
+        let core = core.serving(machine.is_some_and(|machine| !machine.served.is_empty()));
         if let Some(restoring) = self.restoring.take() {
             start_restoring(restoring, sender.clone())?;
         }

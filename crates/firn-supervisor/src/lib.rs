@@ -46,6 +46,7 @@ mod recover;
 mod recovery;
 mod restore;
 mod runtime;
+mod served;
 mod server;
 mod spawn;
 mod standby;

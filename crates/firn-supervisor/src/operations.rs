@@ -23,10 +23,11 @@ use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase, now};
 use crate::keep::Operations;
 use crate::meta::Meta;
 use crate::network::{CardStatus, HELD, Network};
-use crate::protection::{Protecting, Protection};
+use crate::protection::{Protecting, Protection, With};
 use crate::protocol::{Progress, ProtectRequest, SaveChoices, SaveRequest, StopRequest};
 use crate::qemu::{self, Memory};
 use crate::runtime::VmDir;
+use crate::served::Served;
 use crate::usage::{self, Pages, Usage};
 
 /// A QEMU.
@@ -38,6 +39,7 @@ pub(crate) struct Qemu {
     calls: Calls,
     protecting: Protecting,
     network: Arc<Network>,
+    served: Arc<Served>,
     vm: VmDir,
 }
 
@@ -51,6 +53,7 @@ impl Operations for Qemu {
     ) -> Result<serde_json::Value, Failure> {
         firn_fault::point("save.asked");
         let machine = self.machine()?;
+        refuse_served(&machine)?;
         let explain = |failure| self.unless_ended(failure);
         let Prepared { mut vm, blockers, was_running, layout, memory } =
             prepare(&machine).map_err(explain)?;
@@ -108,11 +111,11 @@ impl Operations for Qemu {
         self.usage.finish();
         self.changes.finish();
         self.enter(Phase::Protecting { paused_by_us: false }, |_| ())?;
-        let network = &self.network;
+        let with = With { network: &self.network, served: &self.served };
         let of = (&machine, &self.journal);
-        let ended = self.protecting.run(of, request, network, ending, begun, progress);
+        let ended = self.protecting.run(of, request, &with, ending, begun, progress);
         let ended = ended.map_err(|failure| self.unless_ended(failure));
-        let shut = network.is_shut();
+        let shut = self.network.is_shut();
         let held = if shut { HELD } else { "" };
         self.enter(Phase::Running, |journal| {
             journal.shut |= shut;
@@ -186,10 +189,12 @@ impl Qemu {
         journal: Arc<JournalFile>,
         hypervisor: Arc<ProcessHandle>,
         network: Arc<Network>,
+        served: Arc<Served>,
         vm: &VmDir,
     ) -> Self {
         let (usage, changes, calls, protecting) = Default::default();
-        Self { journal, hypervisor, usage, changes, calls, protecting, network, vm: vm.clone() }
+        let vm = vm.clone();
+        Self { journal, hypervisor, usage, changes, calls, protecting, network, served, vm }
     }
 
     /// Follows what the guest writes, and tells its applications what they did.
@@ -298,6 +303,17 @@ impl Qemu {
         };
         self.journal.update(change).doing("writing the journal")
     }
+}
+
+/// Whether there are disks that no image can have yet.
+fn refuse_served(machine: &Machine) -> Result<(), Failure> {
+    let Some(disk) = machine.served.first() else { return Ok(()) };
+    let text = format!(
+        "the disk {} is served by Firn (firn=on), and images can't keep such disks",
+        disk.id
+    );
+    let failure = Failure::new(FailureKind::Refused, text);
+    Err(failure.hint("start the VM without firn=on to save it, or protect it instead"))
 }
 
 /// A VM that is to be saved.

@@ -17,6 +17,7 @@ use crate::network::Network;
 use crate::percentiles::{Newest, Percentiles};
 use crate::protocol::{Progress, ProtectRequest};
 use crate::qemu;
+use crate::served::Served;
 
 /// What `firn status` says of a VM's epochs, where it runs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -62,6 +63,7 @@ impl Tally {
     fn hear(&mut self, told: Told) {
         match told {
             Told::Seeding(_)
+            | Told::SeedingDisks(..)
             | Told::Stopping
             | Told::Still(_)
             | Told::GoesOn
@@ -87,6 +89,12 @@ impl Tally {
     }
 }
 
+/// What of a VM belongs to its epochs beside memory.
+pub(crate) struct With<'a> {
+    pub(crate) network: &'a Network,
+    pub(crate) served: &'a Served,
+}
+
 /// The protection of a VM, if it is protected.
 #[derive(Debug, Default)]
 pub(crate) struct Protecting(Mutex<Option<Tally>>);
@@ -108,15 +116,16 @@ impl Protecting {
         &self,
         (machine, journal): (&Machine, &Arc<JournalFile>),
         request: &ProtectRequest,
-        network: &Network,
+        with: &With<'_>,
         ending: &Ending,
         begun: &dyn Fn(),
         progress: &dyn Fn(Progress),
     ) -> Result<(), Failure> {
+        let With { network, served } = with;
         let to = request.to.to_string();
         let meta = serde_json::to_value(&machine.meta).doing("describing the VM")?;
         // A VM that is refused leaves the backup waiting for another.
-        let guest = attach(machine, Stopped(Arc::clone(journal)))?;
+        let guest = attach(machine, served, Stopped(Arc::clone(journal)))?;
         let connected = request.to.connect().doing(format!("connecting to the backup at {to}"));
         let (guest, stream) = match connected {
             Ok(stream) => (guest, stream),
@@ -126,7 +135,8 @@ impl Protecting {
             }
         };
         let regions = guest.memory().map().clone();
-        let hello = Hello { version: wire::VERSION, regions, meta };
+        let disks = served.hello()?;
+        let hello = Hello { version: wire::VERSION, regions, disks, meta };
         let interval_ms = request.interval_ms;
         let not_held = command_line::plan(&machine.meta.qemu.user_args)
             .map(|plan| plan.other_cards())
@@ -139,6 +149,9 @@ impl Protecting {
                 Told::Seeding(pages) => {
                     let bytes = pages * firn_types::PAGE_SIZE as u64;
                     progress(Progress::new("copying all memory", bytes, total));
+                }
+                Told::SeedingDisks(done, all) => {
+                    progress(Progress::new("copying its disks", done, all));
                 }
                 Told::Stopping => network.stopping(),
                 Told::Still(epoch) => network.cut(epoch),
@@ -187,11 +200,11 @@ impl Witness for Stopped {
     }
 }
 
-fn attach(machine: &Machine, witness: Stopped) -> Result<Guest, Failure> {
+fn attach(machine: &Machine, served: &Served, witness: Stopped) -> Result<Guest, Failure> {
     let mut vm = qemu::connect(&machine.qmp)?;
     let layout = qemu::layout(&mut vm, &machine.meta.qemu.user_args)?;
     let memory = qemu::open_memory(machine.process.pid, &layout)?;
-    Guest::attach(vm, memory.process, memory.guest, layout.aux, Box::new(witness))
+    Guest::attach(vm, memory.process, memory.guest, layout.aux, served.disks(), Box::new(witness))
         .map_err(|error| failure(&error.into()))
 }
 

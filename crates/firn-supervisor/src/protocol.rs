@@ -227,6 +227,9 @@ pub enum Plan {
         /// Network cards, by their ids, that have another uplink here.
         #[serde(default)]
         uplinks: BTreeMap<String, String>,
+        /// Where the files of disks are here, by their ids; absolute.
+        #[serde(default)]
+        disks: BTreeMap<String, PathBuf>,
     },
 }
 

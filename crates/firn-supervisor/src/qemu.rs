@@ -20,6 +20,7 @@ use crate::journal::{Exit, Machine, now};
 use crate::meta::{self, FrozenDrive, Meta, Qemu};
 use crate::network::Card;
 use crate::protocol::StopRequest;
+use crate::served::ServedDisk;
 
 /// How long QEMU may take to answer a monitor command.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
@@ -146,6 +147,8 @@ pub(crate) struct Known {
     pub(crate) drives: Vec<FrozenDrive>,
     /// Its network cards whose frames pass through the supervisor.
     pub(crate) cards: Vec<Card>,
+    /// Its disks that the supervisor serves.
+    pub(crate) served: Vec<ServedDisk>,
 }
 
 /// Asks a QEMU what the journal, and later an image, has to say of it.
@@ -193,6 +196,7 @@ pub(crate) fn describe(
         access_bits: None,
         calls: None,
         cards: known.cards,
+        served: known.served,
         followed: false,
     })
 }

@@ -146,9 +146,9 @@ impl Recoverer<'_> {
             let_go_of_memory(&machine)?;
         }
         let hypervisor = Arc::new(hypervisor);
-        let (restoring, standby, network, guard) = (None, None, None, None);
+        let (restoring, standby, network, served, guard) = (None, None, None, None, None);
         let facts = json!(null);
-        let started = Started { hypervisor, restoring, standby, network, facts, guard };
+        let started = Started { hypervisor, restoring, standby, network, served, facts, guard };
         Ok(Some((self.journal, started)))
     }
 
@@ -167,9 +167,9 @@ impl Recoverer<'_> {
                 .update(|journal| journal.phase = Phase::Running)
                 .doing("writing the journal")?;
         }
-        let (standby, network, guard) = (None, None, None);
+        let (standby, network, served, guard) = (None, None, None, None);
         let facts = json!(null);
-        let started = Started { hypervisor, restoring, standby, network, facts, guard };
+        let started = Started { hypervisor, restoring, standby, network, served, facts, guard };
         Ok(Some((self.journal, started)))
     }
 

@@ -150,8 +150,8 @@ pub(crate) fn restore(
     let restoring = Some(work.boxed());
     let hypervisor = child.keep()?;
     own.keep();
-    let (standby, network, guard) = (None, None, None);
-    Ok(Started { hypervisor, restoring, standby, network, facts, guard })
+    let (standby, network, served, guard) = (None, None, None, None);
+    Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
 }
 
 /// What a VM said when it was saved waits still for `firn release`, wherever it goes on.
@@ -399,6 +399,8 @@ fn describe(
         directory: meta.qemu.directory.clone(),
         drives: meta.drives.clone(),
         cards: child.cards.clone(),
+        // No image has any.
+        served: Vec::new(),
     };
     qemu::describe(vm, known, layout, place.vm.name().as_str())
 }

@@ -171,6 +171,11 @@ impl VmDir {
         self.path.join("calls")
     }
 
+    /// The socket on which disks are served, if the VM has any.
+    pub fn disks(&self) -> PathBuf {
+        self.path.join("disks.sock")
+    }
+
     /// The socket of the plugin that notes stores, if the VM has that.
     pub fn stores(&self) -> PathBuf {
         self.path.join("stores.sock")

@@ -14,19 +14,19 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use firn_cluster::epoch::Progress as Far;
 use firn_epochs::backup::{BackupError, RamFiles, Receiver};
 use firn_epochs::endpoint::{Endpoint, Stream};
-use firn_epochs::standby::{Committed, Standby};
+use firn_epochs::standby::{Committed, DiskCopy, Standby};
 use firn_epochs::wire::Hello;
 use firn_memory::Process;
 use firn_types::{PAGE_SIZE, RamRegion, RegionMap};
 use firn_vmm::Vm;
-use firn_vmm::command_line::{self, RamPlan};
+use firn_vmm::command_line::{self, CommandLineError, RamPlan};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -38,6 +38,7 @@ use crate::network::{Network, Sockets};
 use crate::protocol::Progress;
 use crate::qemu::{self, Known};
 use crate::restore::{look, refuse, write_aux};
+use crate::served::Served;
 use crate::start::{self, Child, Place, Started};
 
 mod waiting;
@@ -134,11 +135,37 @@ impl Takeover {
     }
 }
 
+/// What a VM has elsewhere here.
+pub(crate) struct Here<'a> {
+    /// The uplinks of its network cards.
+    pub(crate) uplinks: &'a BTreeMap<String, String>,
+    /// The files of its disks.
+    pub(crate) disks: &'a BTreeMap<String, PathBuf>,
+}
+
+impl Here<'_> {
+    /// The VM's command line here. A disk's file is new, and named after the VM unless it is said where it is to be.
+    fn command(&self, place: &Place<'_>, args: &[String]) -> Result<Vec<String>, CommandLineError> {
+        let uplinks = self.uplinks.iter();
+        let args = uplinks.fold(Ok(args.to_vec()), |args, (id, path)| {
+            command_line::with_uplink(&args?, id, path)
+        })?;
+        let mut disks = self.disks.clone();
+        for disk in command_line::plan(&args)?.disks() {
+            let name = format!("{}.{}.{}", place.vm.name(), disk.id, disk.format);
+            disks.entry(disk.id.clone()).or_insert_with(|| place.directory.join(name));
+        }
+        disks.iter().try_fold(args, |args, (id, path)| {
+            command_line::with_disk(&args, id, &path.to_string_lossy())
+        })
+    }
+}
+
 /// `firn standby`: returns once a primary has connected and its hypervisor is ready.
 pub(crate) fn standby(
     place: &Place<'_>,
     listen: &Endpoint,
-    uplinks: &BTreeMap<String, String>,
+    here: &Here<'_>,
     tell: &mut dyn FnMut(Progress),
 ) -> Result<Started, Failure> {
     tell(Progress::new("waiting for the primary", 0, 0));
@@ -146,7 +173,7 @@ pub(crate) fn standby(
     let (mut receiver, hello) = Receiver::meet(&stream)
         .map_err(|error| Failure::from_error(FailureKind::Refused, &error))
         .map_err(|failure| failure.while_doing("meeting the primary"))?;
-    match Prepared::of(place, &hello, uplinks) {
+    match Prepared::of(place, &hello, here) {
         Ok(prepared) => prepared.started(place, receiver, stream, hello),
         Err(failure) => {
             receiver.refuse(&failure.to_string());
@@ -162,23 +189,24 @@ struct Prepared {
     ram: RamFiles,
     process: Arc<Process>,
     network: Arc<Network>,
+    served: Served,
+    copies: Vec<DiskCopy>,
     facts: serde_json::Value,
 }
 
 impl Prepared {
-    fn of(
-        place: &Place<'_>,
-        hello: &Hello,
-        uplinks: &BTreeMap<String, String>,
-    ) -> Result<Self, Failure> {
+    fn of(place: &Place<'_>, hello: &Hello, here: &Here<'_>) -> Result<Self, Failure> {
         let meta: Meta = serde_json::from_value(hello.meta.clone())
             .doing_or(FailureKind::Refused, "reading what the primary says of its VM")?;
         refuse(&meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file))), false)?;
-        let user_args =
-            uplinks.iter().try_fold(meta.qemu.user_args.clone(), |args, (id, path)| {
-                command_line::with_uplink(&args, id, path).map_err(start::refused)
-            })?;
+        let user_args = here.command(place, &meta.qemu.user_args).map_err(start::refused)?;
         let plan = command_line::plan(&user_args).map_err(start::refused)?;
+        let (directory, socket) = (&place.directory, place.vm.disks());
+        let (served, copies) = Served::standby(plan.disks(), &hello.disks, directory, &socket)?;
+        let plan = plan.with_disks(&socket);
+        let files = served.list().into_iter().map(|disk| disk.file);
+        let change = |journal: &mut Journal| journal.overlays = files.collect();
+        place.journal.update(change).doing("writing the journal")?;
         let sockets = Sockets::make(plan.cards(), &meta.qemu.directory, place.vm)?;
         let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
         let paths = start::paths(place, &ram, &sockets);
@@ -204,6 +232,7 @@ impl Prepared {
             directory: meta.qemu.directory.clone(),
             drives: meta.drives.clone(),
             cards: child.cards.clone(),
+            served: served.list(),
         };
         let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
         let facts = start::facts(&machine, &[]);
@@ -218,7 +247,8 @@ impl Prepared {
         firn_fault::point("standby.ready");
         let ram = ram_of(&hello.regions, plan.ram(), files)?;
         let network = Network::open(child.identity.pid, &child.cards, Vec::new(), true)?;
-        Ok(Self { child, vm, ram, process: memory.process, network: Arc::new(network), facts })
+        let (process, network) = (memory.process, Arc::new(network));
+        Ok(Self { child, vm, ram, process, network, served, copies, facts })
     }
 
     fn started(
@@ -229,7 +259,7 @@ impl Prepared {
         hello: Hello,
     ) -> Result<Started, Failure> {
         let takeover = Takeover::new(stream);
-        let standby = Standby::new(hello.regions, self.ram);
+        let standby = Standby::with_disks(hello.regions, self.ram, self.copies);
         let (vm, process, journal) = (self.vm, self.process, place.journal_handle());
         let network = Arc::clone(&self.network);
         let taking = Arc::clone(&takeover);
@@ -237,8 +267,9 @@ impl Prepared {
         let restoring = Some(work.boxed());
         let hypervisor = self.child.keep()?;
         let standby = Some(takeover);
-        let network = Some(self.network);
-        Ok(Started { hypervisor, restoring, standby, network, facts: self.facts, guard: None })
+        let (network, served) = (Some(self.network), Some(Arc::new(self.served)));
+        let (facts, guard) = (self.facts, None);
+        Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
     }
 }
 

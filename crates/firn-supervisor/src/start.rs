@@ -22,6 +22,7 @@ use crate::meta::Meta;
 use crate::network::{Card, Network, Sockets};
 use crate::qemu::{self, Known};
 use crate::runtime::VmDir;
+use crate::served::Served;
 use crate::standby::Takeover;
 
 /// How much of QEMU's own output goes into an error, in bytes.
@@ -55,6 +56,8 @@ pub(crate) struct Started {
     pub(crate) standby: Option<Arc<Takeover>>,
     /// Its network cards, if they were opened already.
     pub(crate) network: Option<Arc<Network>>,
+    /// Its disks that are served, if they are already.
+    pub(crate) served: Option<Arc<Served>>,
     /// What there is to say about it.
     pub(crate) facts: serde_json::Value,
     /// Its guard, if that was started with it.
@@ -118,6 +121,8 @@ pub(crate) fn run(
         None => args,
     };
     let plan = command_line::plan(args).map_err(refused)?;
+    let served = Served::open(plan.disks(), &place.directory, &place.vm.disks())?;
+    let plan = plan.with_disks(&place.vm.disks());
     let ram = ram_files(plan.ram()).doing("making the VM's memory")?;
     let mut sockets = Sockets::make(plan.cards(), &place.directory, place.vm)?;
     sockets.connect()?;
@@ -125,16 +130,17 @@ pub(crate) fn run(
     let child = launch(place.vm, &augmented, ram, &sockets)?;
     let qemu_log = |failure| with_output(failure, place.vm);
     let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp()).map_err(qemu_log)?;
-    let machine = get_to_know(place, args, &augmented, &child, &mut vm)
+    let machine = get_to_know(place, args, &augmented, &child, &served, &mut vm)
         .map_err(|failure| child.explain(failure, place.vm))?;
     let facts = facts(&machine, &augmented.notes);
     running(place.journal, machine)?;
     let (pid, connections) = (child.identity.pid, sockets.connections());
     let network = Network::open(pid, &child.cards, connections, true)
         .map_err(|failure| child.explain(failure, place.vm))?;
-    let network = Some(Arc::new(network));
+    let (network, served) = (Some(Arc::new(network)), Some(Arc::new(served)));
+    let (restoring, standby, guard) = (None, None, None);
     let hypervisor = child.keep()?;
-    Ok(Started { hypervisor, restoring: None, standby: None, network, facts, guard: None })
+    Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
 }
 
 fn get_to_know(
@@ -142,6 +148,7 @@ fn get_to_know(
     args: &[String],
     augmented: &Augmented,
     child: &Child,
+    served: &Served,
     vm: &mut Vm,
 ) -> Result<Machine, Failure> {
     let layout = vm.layout().doing("finding the guest's memory")?;
@@ -155,6 +162,7 @@ fn get_to_know(
         directory: place.directory.clone(),
         drives: Vec::new(),
         cards: child.cards.clone(),
+        served: served.list(),
     };
     let machine = qemu::describe(vm, known, &layout, place.vm.name().as_str())?;
     place.stores.map(|_| check_stores(&machine.meta)).transpose()?;
@@ -199,13 +207,15 @@ pub(crate) fn attach(
         directory: before.map_or(directory, |it| it.meta.qemu.directory.clone()),
         drives: before.map(|it| it.meta.drives.clone()).unwrap_or_default(),
         cards: before.map(|it| it.cards.clone()).unwrap_or_default(),
+        // One with such disks is not let go of.
+        served: Vec::new(),
     };
     let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
     let facts = facts(&machine, &[]);
     running(place.journal, machine)?;
     let hypervisor = Arc::new(hypervisor);
-    let (restoring, standby, network, guard) = (None, None, None, None);
-    Ok(Started { hypervisor, restoring, standby, network, facts, guard })
+    let (restoring, standby, network, served, guard) = (None, None, None, None, None);
+    Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
 }
 
 fn same_process(vm: &mut firn_vmm::Vm, pid: i32, qmp: &Path) -> Result<(), Failure> {

@@ -26,6 +26,7 @@ use crate::protocol::{self, LINE_BYTES_MAX, Plan, Reply};
 use crate::recover::take_over;
 use crate::restore::{self, Wanted};
 use crate::runtime::{RuntimeDir, VmDir};
+use crate::served::Served;
 use crate::spawn;
 use crate::standby;
 use crate::start::{self, Place, Started};
@@ -129,8 +130,9 @@ impl Begun {
         let guard = guard::handle_of(&guard).doing("starting the guard")?;
         let mut tell = |progress| starter.tell(&Reply::Progress(progress));
         let started = match plan {
-            Plan::Standby { listen, uplinks } => {
-                standby::standby(&place, listen, uplinks, &mut tell)
+            Plan::Standby { listen, uplinks, disks } => {
+                let here = standby::Here { uplinks, disks };
+                standby::standby(&place, listen, &here, &mut tell)
             }
             Plan::Run { args, .. } => start::run(&place, args, plan.calls()),
             Plan::Attach { pid, qmp, .. } => {
@@ -233,8 +235,9 @@ fn keep(
     if started.standby.is_none() {
         network.plug();
     }
+    let served = started.served.unwrap_or_default();
     let (journals, hypervisors) = (Arc::clone(&journal), Arc::clone(&hypervisor));
-    let operations = Arc::new(Qemu::new(journals, hypervisors, network, vm));
+    let operations = Arc::new(Qemu::new(journals, hypervisors, network, served, vm));
     let keeper = Keeper {
         base: base.clone(),
         vm: vm.clone(),
@@ -264,6 +267,21 @@ fn network_of(journal: &JournalFile) -> Arc<Network> {
     }))
 }
 
+/// The disks of a VM that lives, served again.
+fn served_of(vm: &VmDir, journal: &Journal) -> Result<Served, Failure> {
+    let machine = journal.machine.as_ref().filter(|machine| machine.process.is_alive());
+    machine.map_or_else(|| Ok(Served::default()), |it| Served::again(&it.served, &vm.disks()))
+}
+
+/// A VM whose disks are out of reach waits for them, and says so.
+fn note_disks(journal: &JournalFile, failure: &Failure) {
+    let text = format!("the VM waits for its disks, which can't be served: {failure}");
+    tracing::error!("{text}");
+    if let Err(error) = journal.update(|journal| journal.note_failure(text)) {
+        tracing::error!("{error}");
+    }
+}
+
 /// A successor: takes the role of a dead supervisor, puts right what that left, and goes on if there is a VM to look
 /// after. Another successor that was faster is no error.
 pub fn recover(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
@@ -277,8 +295,17 @@ pub fn recover(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     let Some(journal) = Journal::load(&vm.journal()).map_err(io::Error::other)? else {
         return Ok(());
     };
+    // First: a hypervisor that waits for its disks answers nothing.
+    let served = served_of(&vm, &journal);
     match take_over(&vm, journal) {
-        Ok(Some((journal, started))) => keep(base, &vm, journal, started, || ()),
+        Ok(Some((journal, started))) => {
+            let (served, why) = match served {
+                Ok(served) => (Some(Arc::new(served)), None),
+                Err(failure) => (None, Some(failure)),
+            };
+            why.into_iter().for_each(|failure| note_disks(&journal, &failure));
+            keep(base, &vm, journal, Started { served, ..started }, || ())
+        }
         Ok(None) => Ok(()),
         Err(failure) => {
             tracing::error!("{failure}");

@@ -20,6 +20,7 @@ pub fn machine(launched: bool) -> Machine {
         access_bits: None,
         calls: None,
         cards: Vec::new(),
+        served: Vec::new(),
         followed: false,
     }
 }

@@ -141,11 +141,17 @@ pub struct Released {
 }
 
 impl<'a> Held<'a> {
-    /// Stops a VM that runs. `None` if its QEMU can't open the pipe; then it runs, and stood still for a moment.
-    pub(crate) fn hold(qmp: &'a mut Qmp, holder: Holder) -> Result<Option<Self>, DeviceStateError> {
+    /// Stops a VM that runs, and calls `asked` when it has been told to. `None` if its QEMU can't open the pipe; then it runs, and
+    /// stood still for a moment.
+    pub(crate) fn hold(
+        qmp: &'a mut Qmp,
+        holder: Holder,
+        asked: &mut dyn FnMut(),
+    ) -> Result<Option<Self>, DeviceStateError> {
         drop(qmp.take_events());
         let deadline = Instant::now() + qmp.timeout();
         let save = holder.ask(qmp)?;
+        asked();
         while !holder.is_written_to()? {
             match qmp.try_answer(&save) {
                 Ok(None) => {}

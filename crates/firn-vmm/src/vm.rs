@@ -249,11 +249,19 @@ impl Vm {
     ///
     /// `None` if this QEMU can't; the VM runs then. It does as well after an error, if it did before.
     pub fn hold(&mut self) -> Result<Option<Held<'_>>, DeviceStateError> {
+        self.hold_then(&mut || ())
+    }
+
+    /// The same. `asked` is called when QEMU has been told to stop, which waits for requests of its disks.
+    pub fn hold_then(
+        &mut self,
+        asked: &mut dyn FnMut(),
+    ) -> Result<Option<Held<'_>>, DeviceStateError> {
         if self.holder.is_none() {
             self.prepare_hold()?;
         }
         match self.holder.take() {
-            Some(holder) => Held::hold(&mut self.qmp, holder),
+            Some(holder) => Held::hold(&mut self.qmp, holder, asked),
             None => Ok(None),
         }
     }

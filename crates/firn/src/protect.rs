@@ -23,7 +23,8 @@ use crate::output::Output;
 /// With --backup, this host's agent has the other host's start a standby of the same name, and carries what is sent there by TLS
 /// (see `firn-agent --help`). `firn failover` there runs it. A standby of this VM that is there already is replaced if it was
 /// released; else it may be all that is left of the VM, and stays. With --to, all is sent as it is, to a socket on this host (see
-/// `firn standby --help`). A VM that can write to a disk is refused.
+/// `firn standby --help`). Disks that Firn serves (`firn run --help`) are copied first, while the VM runs; each epoch has what was
+/// changed on them. A VM that can write to another disk is refused.
 ///
 /// What the VM sends through a network card of Firn's (`firn run --help`) is held until no failover can undo it, which takes up to two
 /// intervals. By other cards others may see what a failover undoes. When the standby is lost, the VM runs on, but what it

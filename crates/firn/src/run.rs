@@ -20,6 +20,10 @@ use crate::working_set::WorkingSetArgs;
 /// stream framing, such as passt's; `firn protect` can then hold back what the VM sends. With `network=NAME` instead they go to that
 /// network of this host's agent, and so do those of a standby to the one of its own host.
 ///
+/// A disk that is given as `-drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on` is served by Firn, and goes to the standby with the
+/// VM's memory when that is protected. A qcow2 file may grow to twice its disk; with `size=BYTES`, to that. Such a VM can't be
+/// checkpointed yet.
+///
 /// Examples:
 ///   firn run web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2
 ///   firn run --working-set access-bits web -- qemu-system-x86_64 -M q35 -m 1G -drive file=web.qcow2

@@ -1,5 +1,7 @@
 //! `firn standby`
 
+use std::path::PathBuf;
+
 use clap::Args as ClapArgs;
 use firn_epochs::endpoint::Endpoint;
 use firn_supervisor::{Failure, Plan, VmName, start};
@@ -12,6 +14,9 @@ use crate::output::Output;
 /// Listens, waits until `firn protect` connects there, and starts a QEMU like the VM's own, which waits. The memory it will have
 /// is brought up to date with each epoch, one behind the newest. `firn failover` has it run; `firn stop` ends it. Disks that
 /// the VM reads must be at the same places here, and the same.
+///
+/// A disk that the VM's Firn serves (`firn run --help`) is copied to a file here, NAME.ID.FORMAT in this directory unless --disk says
+/// where. It is that of the epoch which a failover runs. `firn stop` leaves it, `firn stop --discard` removes it.
 ///
 /// Whoever connects says how QEMU is to be started: the socket is for you alone. Where the VM runs on another host, `firn protect
 /// NAME --backup HOST` does all this by the hosts' agents; without them, have the socket carried by what knows who is there,
@@ -32,6 +37,9 @@ pub struct Args {
     /// Another uplink for a network card here: the socket that its frames go to.
     #[arg(long = "uplink", value_name = "ID=PATH", value_parser = uplink)]
     uplinks: Vec<(String, String)>,
+    /// The file of a disk of Firn's here. It must not be there yet.
+    #[arg(long = "disk", value_name = "ID=PATH", value_parser = disk)]
+    disks: Vec<(String, PathBuf)>,
 }
 
 impl Args {
@@ -41,6 +49,7 @@ impl Args {
         let plan = Plan::Standby {
             listen: self.listen.clone(),
             uplinks: self.uplinks.iter().cloned().collect(),
+            disks: self.disks.iter().cloned().collect(),
         };
         let mut bar = Bar::new();
         let facts = start(&base, &self.name, &plan, &mut |progress| bar.show(progress))
@@ -57,9 +66,29 @@ fn uplink(words: &str) -> Result<(String, String), String> {
     }
 }
 
+/// From here on: the directory of the VM is another.
+fn disk(words: &str) -> Result<(String, PathBuf), String> {
+    match words.split_once('=') {
+        Some((id, path)) if !id.is_empty() && !path.is_empty() => {
+            let path = std::path::absolute(path).map_err(|error| error.to_string())?;
+            Ok((id.into(), path))
+        }
+        _ => Err("give ID=PATH".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_disk_has_an_id_and_a_path() {
+        assert_eq!(disk("d=/a=1"), Ok(("d".into(), "/a=1".into())));
+        assert!(disk("d=a").unwrap().1.is_absolute());
+        for words in ["", "d", "d=", "=/a"] {
+            assert!(disk(words).is_err(), "{words}");
+        }
+    }
 
     #[test]
     fn an_uplink_has_an_id_and_an_absolute_path() {

@@ -98,6 +98,8 @@ pub struct CutNumbers {
 pub enum Told {
     /// So many pages of the seed are sent.
     Seeding(u64),
+    /// So many bytes of the disks' seed are sent, of so many.
+    SeedingDisks(u64, u64),
     /// The VM is about to be stopped. Whoever hears this is waited for.
     Stopping,
     /// The VM stands still at the end of an epoch: nothing that it sends from now on is part of it. Whoever hears this is waited

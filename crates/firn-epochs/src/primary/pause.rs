@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{SendTimeoutError, Sender};
 use firn_cluster::Epoch;
 use firn_cluster::predict::{CutPlan, PageSet, Predictor};
+use firn_disks::Change;
 use firn_types::Page;
 
 use super::{CutNumbers, Ending, LOOK, Options, Told, ms};
@@ -43,13 +44,22 @@ pub(super) struct Inside<'a> {
     pub(super) numbers: CutNumbers,
 }
 
+/// What the VM did in an epoch.
+pub(super) struct Found {
+    /// What was to be copied.
+    pub(super) plan: CutPlan,
+    /// The pages that `bytes` has.
+    pub(super) pages: Vec<Page>,
+    /// What was changed on each disk.
+    pub(super) disks: Vec<Vec<Change>>,
+    pub(super) numbers: CutNumbers,
+}
+
 impl Inside<'_> {
-    /// What was to be copied, and the pages that `bytes` has.
-    pub(super) fn run(
-        &mut self,
-        still: &Still<'_>,
-    ) -> Result<(CutPlan, Vec<Page>, CutNumbers), GuestError> {
+    /// Cuts disks and memory.
+    pub(super) fn run(&mut self, still: &Still<'_>) -> Result<Found, GuestError> {
         (self.told)(Told::Still(self.epoch));
+        let disks = still.cut_disks(self.epoch)?;
         let started = Instant::now();
         let scanned = match self.options.predicts {
             true => still.written()?,
@@ -79,7 +89,7 @@ impl Inside<'_> {
             protected: plan.protect.len() as u64,
             ..self.numbers
         };
-        Ok((plan, pages, numbers))
+        Ok(Found { plan, pages, disks, numbers })
     }
 
     fn copy(&mut self, still: &Still<'_>, pages: &PageSet) -> Result<Vec<Page>, GuestError> {

@@ -1,4 +1,5 @@
-//! The first epoch: all of memory, sent while the VM runs.
+//! The first epoch: all disks and all of memory, sent while the VM runs. What changes on a disk after it was copied is sent in
+//! between.
 
 use std::io::BufWriter;
 
@@ -29,6 +30,7 @@ pub(super) struct Seed<'a> {
 
 impl Seed<'_> {
     pub(super) fn run(mut self) -> Result<(), PrimaryError> {
+        self.disks()?;
         let mut pages = PageSet::new();
         let backed = self.guest.memory().backed_runs().map_err(GuestError::from)?;
         backed.into_iter().for_each(|run| pages.insert_run(run));
@@ -48,16 +50,41 @@ impl Seed<'_> {
         }
     }
 
+    fn disks(&mut self) -> Result<(), PrimaryError> {
+        self.guest.disks().begin();
+        while !self.disks_step()? && !self.is_over()? {
+            let (done, all) = self.guest.disks().seeded();
+            (self.told)(Told::SeedingDisks(done, all));
+        }
+        Ok(())
+    }
+
+    /// A step for each disk. Whether all are there.
+    fn disks_step(&mut self) -> Result<bool, PrimaryError> {
+        let mut is_whole = true;
+        for number in self.guest.disks().numbers() {
+            let (changes, is_there) = self.guest.disks().seed(number).map_err(GuestError::from)?;
+            self.writer.changes(Epoch(0), number, &changes)?;
+            is_whole &= is_there;
+        }
+        Ok(is_whole)
+    }
+
+    fn is_over(&self) -> Result<bool, PrimaryError> {
+        match self.events.try_recv() {
+            Ok(Event::Lost(error)) => Err(error),
+            _ => Ok(self.ending.is_asked()),
+        }
+    }
+
     fn send(&mut self, pages: &PageSet, sent: &mut u64) -> Result<(), PrimaryError> {
         let numbers: Vec<Page> = pages.iter().collect();
         let mut bytes = Vec::new();
         for some in numbers.chunks(PAGES_MAX) {
-            if let Ok(Event::Lost(error)) = self.events.try_recv() {
-                return Err(error);
-            }
-            if self.ending.is_asked() {
+            if self.is_over()? {
                 return Ok(());
             }
+            self.disks_step()?;
             self.guest.copy_running(&some.iter().copied().collect(), &mut bytes)?;
             let contents = bytes.chunks_exact(PAGE_SIZE);
             self.writer.pages(Epoch(0), some.iter().copied().zip(contents))?;

@@ -37,6 +37,7 @@ use anyhow::{Context as _, Result, ensure};
 use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
 use firn_epochs::backup::{RamFiles, Receiver};
+use firn_epochs::disks::Disks;
 use firn_epochs::endpoint::Stream;
 use firn_epochs::guest::{Guest as Followed, Pause};
 use firn_epochs::primary::{CutNumbers, Ending, Options, Told, protect};
@@ -218,7 +219,7 @@ impl<'a> Guest<'a> {
         let layout = vm.layout()?;
         let process = Arc::new(Process::open(self.pid)?);
         let memory = open_memory(&process, &layout)?;
-        Ok(Followed::attach(vm, process, memory, layout.aux, Box::new(()))?)
+        Ok(Followed::attach(vm, process, memory, layout.aux, Disks::default(), Box::new(()))?)
     }
 
     /// Firn's own.
@@ -328,7 +329,8 @@ fn serve(address: SocketAddr, seed: u64) -> Result<WebLoad> {
 }
 
 fn hello(guest: &Followed) -> Hello {
-    Hello { version: VERSION, regions: guest.memory().map().clone(), meta: Value::Null }
+    let regions = guest.memory().map().clone();
+    Hello { version: VERSION, regions, disks: Vec::new(), meta: Value::Null }
 }
 
 /// Has a backup receive while `primary` sends.

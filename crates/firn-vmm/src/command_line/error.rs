@@ -38,6 +38,18 @@ pub enum CommandLineError {
         /// Its id.
         id: String,
     },
+    /// A disk that Firn serves is not there.
+    #[error("no -drive with firn=on on the command line has the id {id:?}")]
+    NoDisk {
+        /// Its id.
+        id: String,
+    },
+    /// A disk is to be served, and nobody does.
+    #[error("disk {id:?} is one that Firn serves (firn=on), which it does not here")]
+    NotServed {
+        /// Its id.
+        id: String,
+    },
     /// The caller brought another number of sockets than there are network cards.
     #[error("{sockets} sockets were given for {cards} network cards")]
     Sockets {

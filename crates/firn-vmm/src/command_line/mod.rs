@@ -21,7 +21,7 @@
 //! has a device for that in its command line ([`with_calls`]).
 //!
 //! A network card whose back end is `-netdev firn,id=ID,uplink=PATH` gets one end of a pair of sockets; its frames pass through
-//! Firn.
+//! Firn. A disk with `firn=on` is served by Firn ([`Plan::with_disks`]).
 //!
 //! The first word of a command line is the program.
 
@@ -29,6 +29,7 @@ mod arguments;
 mod backend;
 mod calls;
 mod cards;
+mod disks;
 mod drives;
 mod error;
 mod plan;
@@ -37,6 +38,7 @@ mod size;
 
 pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
 pub use cards::{CardPlan, Uplink, with_uplink};
+pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;
 pub use error::CommandLineError;
 pub use plan::{Augmented, MONITOR_ID, Paths, Plan, Plugin, RAM_ID, RamPlan, plan};

@@ -8,6 +8,7 @@ use super::arguments::{self, Argument};
 use super::backend::{self, Backend};
 use super::calls;
 use super::cards::{self, CardPlan};
+use super::disks::{self, DiskPlan};
 use super::drives::{self, DriveFile};
 use super::error::CommandLineError;
 use super::properties::{Properties, escape};
@@ -78,6 +79,10 @@ pub struct Plan {
     backends: Vec<Backend>,
     ram: Vec<RamPlan>,
     cards: Vec<CardPlan>,
+    /// Those that are not served yet.
+    disks: Vec<DiskPlan>,
+    /// What was changed already.
+    notes: Vec<String>,
 }
 
 /// Reads a command line, the program first, and says which RAM it asks for.
@@ -99,7 +104,8 @@ pub fn plan(command: &[String]) -> Result<Plan, CommandLineError> {
         ram.insert(0, RamPlan { id: RAM_ID.to_owned(), bytes: plain_ram_bytes(&arguments)? });
     }
     let cards = cards::find(&arguments)?;
-    Ok(Plan { program: program.clone(), arguments, backends, ram, cards })
+    let (disks, notes) = (disks::find(&arguments)?, Vec::new());
+    Ok(Plan { program: program.clone(), arguments, backends, ram, cards, disks, notes })
 }
 
 impl RamPlan {
@@ -235,6 +241,23 @@ impl Plan {
         &self.cards
     }
 
+    /// The disks that Firn is to serve, by their ids on one socket: [`Self::with_disks`].
+    pub fn disks(&self) -> &[DiskPlan] {
+        &self.disks
+    }
+
+    /// The same command line with the disks that Firn serves on this socket.
+    pub fn with_disks(mut self, socket: &Path) -> Self {
+        for argument in &mut self.arguments {
+            if let Some(new) = disks::over(argument, socket) {
+                self.notes.push(format!("{argument} is now {new}: Firn serves it"));
+                *argument = new;
+            }
+        }
+        self.disks.clear();
+        self
+    }
+
     /// Options by which the VM may send what does not pass through Firn, a word or two each.
     pub fn other_cards(&self) -> Vec<String> {
         cards::others(&self.arguments)
@@ -292,7 +315,10 @@ impl Plan {
             let (sockets, cards) = (paths.cards.len(), self.cards.len());
             return Err(CommandLineError::Sockets { sockets, cards });
         }
-        let mut line = Line { arguments: self.arguments.clone(), notes: Vec::new() };
+        if let Some(disk) = self.disks.first() {
+            return Err(CommandLineError::NotServed { id: disk.id.clone() });
+        }
+        let mut line = Line { arguments: self.arguments.clone(), notes: self.notes.clone() };
         for (ram, path) in self.ram.iter().zip(&paths.ram) {
             match self.backends.iter().find(|backend| backend.id == ram.id) {
                 Some(backend) => line.put_over(backend, path),

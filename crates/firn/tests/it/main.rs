@@ -11,6 +11,7 @@ mod calls;
 mod completions;
 mod damaged_image;
 mod disks;
+mod epoch_disks;
 mod faults;
 mod file_system;
 mod help;

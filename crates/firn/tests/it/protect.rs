@@ -162,7 +162,9 @@ fn a_standby_whose_supervisor_dies_is_gone() {
 fn a_vm_that_writes_to_a_disk_is_refused() {
     let vm = Vm::boot_with_disks();
     let mut standby = standby(&vm);
-    vm.session.firn(&["protect", "web", "--to", &address(&vm)]).fails(5, "its disk disk0");
+    vm.session
+        .firn(&["protect", "web", "--to", &address(&vm)])
+        .fails(5, "its disk disk0, which Firn does not serve");
     vm.is_well();
     // Whoever connects there now is no primary: the standby is over.
     drop(UnixStream::connect(vm.session.path("standby")).unwrap());

@@ -1,0 +1,266 @@
+//! The disks of a VM that its supervisor serves, so that they belong to its epochs (`firn-disks`).
+//!
+//! ```text
+//!   launch:     files locked, served on the VM's disks.sock; QEMU connects              journal: id, file, size
+//!   successor:  the same files, once they are free; QEMU connects again, and repeats what was not answered
+//!   standby:    files made, empty but for what a qcow2 file begins with; epochs are folded into them, QEMU looks on
+//! ```
+//!
+//! A QEMU that waits for a migration does not believe what it has read of a qcow2 file: it reads it again before the VM runs
+//! (`qcow2_co_invalidate_cache`). So it can be started with a file that has only a head, and everything may change below it.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use firn_disks::nbd::{Exports, Server};
+use firn_disks::{Disk, FileStore, Store};
+use firn_epochs::disks::Disks;
+use firn_epochs::standby::DiskCopy;
+use firn_epochs::wire::DiskHello;
+use firn_vmm::command_line::DiskPlan;
+use serde::{Deserialize, Serialize};
+
+use crate::failure::{Context, Failure, FailureKind};
+
+/// What of a file a QEMU looks at that is only started.
+const HEAD_BYTES: u64 = 4096;
+/// What a qcow2 file may have beside twice its disk, if nothing else is said.
+const QCOW2_MORE_BYTES: u64 = 64 << 20;
+/// Bytes of memory that a standby takes for a disk's changes before they are folded.
+const FOLD_BYTES: usize = 64 << 20;
+const QCOW2: &str = "qcow2";
+
+/// A disk that a supervisor serves.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServedDisk {
+    /// Its id on QEMU's command line.
+    pub id: String,
+    /// Its file, absolute.
+    pub file: PathBuf,
+    /// Its bytes, with those that the file may still grow by.
+    pub size: u64,
+}
+
+/// All that are served, until it is dropped.
+#[derive(Default)]
+pub(crate) struct Served {
+    disks: Vec<(ServedDisk, Arc<Disk>)>,
+    _server: Option<Server>,
+}
+
+impl Served {
+    /// Those of a command line, whose files are named from `directory` on.
+    pub(crate) fn open(
+        plans: &[DiskPlan],
+        directory: &Path,
+        socket: &Path,
+    ) -> Result<Self, Failure> {
+        let disk = |plan: &DiskPlan| {
+            let file = directory.join(&plan.file);
+            let size = size(plan, &file).map_err(|failure| opening(failure, &plan.id))?;
+            Ok(ServedDisk { id: plan.id.clone(), file, size })
+        };
+        let disks: Vec<_> = plans.iter().map(disk).collect::<Result<_, Failure>>()?;
+        Self::again(&disks, socket)
+    }
+
+    /// Those that were served before.
+    pub(crate) fn again(disks: &[ServedDisk], socket: &Path) -> Result<Self, Failure> {
+        let open = |disk: &ServedDisk| {
+            let opened = Disk::open(&disk.file, Some(disk.size))
+                .doing_or(FailureKind::Usage, format!("opening the disk {}", disk.id))?;
+            Ok((disk.clone(), Arc::new(opened)))
+        };
+        Self::serve(disks.iter().map(open).collect::<Result<_, Failure>>()?, socket)
+    }
+
+    fn serve(disks: Vec<(ServedDisk, Arc<Disk>)>, socket: &Path) -> Result<Self, Failure> {
+        if disks.is_empty() {
+            return Ok(Self::default());
+        }
+        let exports: Exports =
+            disks.iter().map(|(disk, open)| (disk.id.clone(), Arc::clone(open))).collect();
+        let server = Server::start(socket, exports).doing("serving the VM's disks")?;
+        Ok(Self { disks, _server: Some(server) })
+    }
+
+    /// Which they are.
+    pub(crate) fn list(&self) -> Vec<ServedDisk> {
+        self.disks.iter().map(|(disk, _)| disk.clone()).collect()
+    }
+
+    /// For a VM's epochs.
+    pub(crate) fn disks(&self) -> Disks {
+        Disks::new(self.disks.iter().map(|(it, disk)| (it.id.clone(), Arc::clone(disk))).collect())
+    }
+
+    /// For the standby.
+    pub(crate) fn hello(&self) -> Result<Vec<DiskHello>, Failure> {
+        let hello = |(it, disk): &(ServedDisk, Arc<Disk>)| {
+            let mut head = vec![0; HEAD_BYTES.min(disk.size()) as usize];
+            disk.read(0, &mut head).doing(format!("reading the disk {}", it.id))?;
+            Ok(DiskHello { id: it.id.clone(), size: disk.size(), head })
+        };
+        self.disks.iter().map(hello).collect()
+    }
+
+    /// New files for the disks of a primary's VM, in its order.
+    pub(crate) fn standby(
+        plans: &[DiskPlan],
+        hello: &[DiskHello],
+        directory: &Path,
+        socket: &Path,
+    ) -> Result<(Self, Vec<DiskCopy>), Failure> {
+        let are_planned = plans.len() == hello.len()
+            && plans.iter().zip(hello).all(|(plan, hello)| plan.id == hello.id);
+        if !are_planned {
+            let text = "the VM's disks are not what its command line says";
+            return Err(Failure::new(FailureKind::Refused, text));
+        }
+        let made = Made::default();
+        let (mut disks, mut copies) = (Vec::new(), Vec::new());
+        for (plan, hello) in plans.iter().zip(hello) {
+            let file = directory.join(&plan.file);
+            let store = made.create(plan, hello, &file)?;
+            let disk = Disk::new(Box::new(Arc::clone(&store)), hello.size);
+            copies.push(DiskCopy::new(hello.size, store, FOLD_BYTES));
+            disks.push((
+                ServedDisk { id: hello.id.clone(), file, size: hello.size },
+                Arc::new(disk),
+            ));
+        }
+        let served = Self::serve(disks, socket)?;
+        made.keep();
+        Ok((served, copies))
+    }
+}
+
+/// Files that go again unless they are kept.
+#[derive(Default)]
+struct Made(std::cell::RefCell<Vec<PathBuf>>);
+
+impl Made {
+    fn create(
+        &self,
+        plan: &DiskPlan,
+        hello: &DiskHello,
+        file: &Path,
+    ) -> Result<Arc<dyn Store>, Failure> {
+        // A qcow2 file grows by itself.
+        let length = if plan.format == QCOW2 { 0 } else { hello.size };
+        let hint = || format!("`firn standby --disk {}=PATH` puts it elsewhere", plan.id);
+        let making = format!("making a file for the disk {}", plan.id);
+        let store = FileStore::create(file, length)
+            .doing_or(FailureKind::Refused, making.clone())
+            .map_err(|failure| failure.hint(hint()))?;
+        self.0.borrow_mut().push(file.to_owned());
+        let written = if plan.format == QCOW2 { store.write(0, &hello.head) } else { Ok(()) };
+        written.doing_or(FailureKind::Refused, making).map_err(|it| it.hint(hint()))?;
+        Ok(Arc::new(store))
+    }
+
+    fn keep(self) {
+        self.0.borrow_mut().clear();
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        // Whoever hears of the failure need not hear of this.
+        self.0.borrow().iter().for_each(|file| drop(std::fs::remove_file(file)));
+    }
+}
+
+/// As large as the file may ever be.
+fn size(plan: &DiskPlan, file: &Path) -> Result<u64, Failure> {
+    const LOOKING: &str = "looking at its file";
+    let length = std::fs::metadata(file).doing_or(FailureKind::Usage, LOOKING)?.len();
+    let whole = |bytes: u64| bytes.next_multiple_of(1 << 16);
+    match (plan.format == QCOW2, plan.size) {
+        (true, Some(size)) => Ok(whole(size.max(length))),
+        (true, None) => {
+            let virtual_size = virtual_size(file).doing_or(FailureKind::Usage, LOOKING)?;
+            let size = virtual_size.saturating_mul(2).saturating_add(QCOW2_MORE_BYTES);
+            Ok(whole(size.min(1 << 62).max(length)))
+        }
+        (false, None) if length % 512 == 0 => Ok(length),
+        (false, None) => {
+            let text =
+                format!("{} has {length} bytes, which are no sectors of 512", file.display());
+            Err(Failure::new(FailureKind::Usage, text).hint("make it longer: `truncate -s %512`"))
+        }
+        (false, Some(_)) => {
+            let failure = Failure::new(FailureKind::Usage, "size= is for qcow2, whose file grows");
+            Err(failure.hint("a raw disk is as large as its file"))
+        }
+    }
+}
+
+/// Of a qcow2 disk, in bytes (QEMU, `docs/interop/qcow2.txt`).
+fn virtual_size(file: &Path) -> std::io::Result<u64> {
+    let mut head = [0; 32];
+    File::open(file)?.read_exact(&mut head)?;
+    let [size @ ..] = *head[24..].first_chunk::<8>().unwrap_or(&[0; 8]);
+    match head.starts_with(b"QFI\xfb") {
+        true => Ok(u64::from_be_bytes(size)),
+        false => Err(std::io::Error::other(format!("{} is no qcow2 file", file.display()))),
+    }
+}
+
+fn opening(failure: Failure, id: &str) -> Failure {
+    failure.while_doing(format!("opening the disk {id}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(file: &Path, format: &str, size: Option<u64>) -> DiskPlan {
+        DiskPlan { id: "d".into(), file: file.to_owned(), format: format.to_owned(), size }
+    }
+
+    #[test]
+    fn a_disk_is_as_large_as_its_file_may_be() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("disk");
+        let write = |bytes: &[u8]| std::fs::write(&file, bytes).unwrap();
+        let size = |format, said| super::size(&plan(&file, format, said), &file);
+        assert!(size("raw", None).is_err(), "there is none");
+        write(&[0; 1024]);
+        assert_eq!(size("raw", None).unwrap(), 1024);
+        assert!(size("raw", Some(4096)).is_err() && size("qcow2", None).is_err());
+        write(&[0; 1000]);
+        assert!(size("raw", None).unwrap_err().to_string().contains("1000 bytes"));
+        let mut head = [&b"QFI\xfb\0\0\0\x03"[..], &[0; 16], &(1_u64 << 20).to_be_bytes()].concat();
+        write(&head);
+        assert_eq!(size("qcow2", None).unwrap(), (2 << 20) + QCOW2_MORE_BYTES);
+        assert_eq!(size("qcow2", Some(1)).unwrap(), 1 << 16);
+        head[24..].fill(0xff);
+        write(&head);
+        assert_eq!(size("qcow2", None).unwrap(), 1 << 62);
+    }
+
+    #[test]
+    fn a_standby_has_new_files_of_its_own_or_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, other) = (dir.path().join("one"), dir.path().join("other"));
+        std::fs::write(&other, "a user's").unwrap();
+        let plans = [plan(&one, "raw", None), plan(&other, "raw", None)];
+        let hello = |id: &str| DiskHello { id: id.into(), size: 4096, head: vec![1] };
+        let socket = dir.path().join("socket");
+        let standby = |count: usize, id: &str| {
+            let hello = vec![hello(id); count];
+            Served::standby(&plans[..count], &hello, dir.path(), &socket)
+        };
+        let refused = standby(2, "d").err().unwrap();
+        assert!(refused.to_string().contains("other"), "{refused}");
+        assert!(!one.exists(), "nothing is left");
+        assert_eq!(std::fs::read(&other).unwrap(), b"a user's");
+        assert!(standby(1, "e").is_err());
+        let (served, copies) = standby(1, "d").unwrap();
+        assert_eq!((served.list().len(), copies.len()), (1, 1));
+        assert!(one.exists() && Served::again(&served.list(), &socket).is_err(), "it is locked");
+    }
+}

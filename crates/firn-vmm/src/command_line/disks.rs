@@ -1,0 +1,168 @@
+//! Disks that Firn serves, so that they belong to a VM's epochs.
+//!
+//! ```text
+//!   -drive file=web.qcow2,format=qcow2,if=none,id=disk0,firn=on                                                  as given
+//!   -drive format=qcow2,if=none,id=disk0,file.driver=nbd,file.server.type=unix,file.server.path=...,file.export=disk0,...
+//! ```
+//!
+//! What the user gives is kept with the VM, so that a standby has the same disks. A qcow2 file grows, and what is served can't: so it is
+//! served as being as large as the file may ever be. `size=BYTES` says how large, else it is twice the disk and something.
+//!
+//! Source: QEMU `qapi/block-core.json`, `BlockdevOptionsNbd`.
+
+use std::path::{Path, PathBuf};
+
+use super::arguments::{self, Argument};
+use super::error::CommandLineError;
+use super::properties::Properties;
+use super::size;
+
+/// How long QEMU waits for a server that is gone, in seconds: a successor is there sooner, or somebody has to look. A week.
+const RECONNECT_SECONDS: &str = "604800";
+const HOW: &str = "give it as -drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on";
+const WRITABLE: &str = "firn=on is for disks that the guest writes to, and goes on writing to; leave out readonly and snapshot";
+
+/// A disk that Firn is to serve.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskPlan {
+    /// Its id.
+    pub id: String,
+    /// Its file, as the command line names it.
+    pub file: PathBuf,
+    /// `raw` or `qcow2`.
+    pub format: String,
+    /// How large the file may get, in bytes, if the command line says so.
+    pub size: Option<u64>,
+}
+
+/// The disks of a command line, in its order.
+pub(super) fn find(arguments: &[Argument]) -> Result<Vec<DiskPlan>, CommandLineError> {
+    let found = arguments.iter().filter_map(|argument| read(argument).transpose());
+    let disks: Vec<DiskPlan> = found.collect::<Result<_, _>>()?;
+    let is_again = |at: usize| disks[..at].iter().any(|before| before.id == disks[at].id);
+    match (0..disks.len()).find(|&at| is_again(at)) {
+        Some(at) => {
+            Err(CommandLineError::refused(format!("disk {}", disks[at].id), "it is there twice"))
+        }
+        None => Ok(disks),
+    }
+}
+
+fn read(argument: &Argument) -> Result<Option<DiskPlan>, CommandLineError> {
+    let Some(properties) = properties(argument)? else { return Ok(None) };
+    let text = |key: &str| properties.get(key).map(String::from).filter(|it| !it.is_empty());
+    if ["readonly", "read-only", "snapshot"].iter().any(|key| properties.is_on(key)) {
+        return Err(CommandLineError::refused(argument, WRITABLE));
+    }
+    let bytes = |words: String| {
+        size::parse(&words, 1).ok_or_else(|| CommandLineError::unreadable(argument, "its size"))
+    };
+    let size = text("size").map(bytes).transpose()?;
+    match (text("id"), text("file"), text("format")) {
+        (Some(id), Some(file), Some(format)) if matches!(&*format, "raw" | "qcow2") => {
+            Ok(Some(DiskPlan { id, file: file.into(), format, size }))
+        }
+        _ => Err(CommandLineError::refused(argument, HOW)),
+    }
+}
+
+/// What the option says, if it is such a disk.
+fn properties(argument: &Argument) -> Result<Option<Properties>, CommandLineError> {
+    let properties = Properties::read(argument.value(), "").unwrap_or_default();
+    match (argument.name(), properties.is_on("firn")) {
+        (_, false) => Ok(None),
+        ("drive", true) => Ok(Some(properties)),
+        ("blockdev", true) => Err(CommandLineError::refused(argument, HOW)),
+        (_, true) => Ok(None),
+    }
+}
+
+/// Such a disk as QEMU has it, if this option is one.
+pub(super) fn over(argument: &Argument, socket: &Path) -> Option<Argument> {
+    let mut properties = properties(argument).ok()??;
+    let id = properties.get("id")?.into_owned();
+    ["firn", "file", "size"].iter().for_each(|key| properties.remove(key));
+    let socket = socket.to_string_lossy();
+    for (key, value) in [
+        ("driver", "nbd"),
+        ("server.type", "unix"),
+        ("server.path", &*socket),
+        ("export", &*id),
+        ("reconnect-delay", RECONNECT_SECONDS),
+    ] {
+        properties.set(&format!("file.{key}"), value);
+    }
+    Some(Argument::new("drive", properties.to_text("")))
+}
+
+/// A command line in which a disk has another file.
+pub fn with_disk(
+    command: &[String],
+    id: &str,
+    file: &str,
+) -> Result<Vec<String>, CommandLineError> {
+    let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
+    let mut arguments = arguments::split(words);
+    let disk = arguments.iter_mut().find_map(|argument| {
+        let properties = properties(argument).ok()??;
+        (properties.get("id").as_deref() == Some(id)).then_some((argument, properties))
+    });
+    let Some((argument, mut properties)) = disk else {
+        return Err(CommandLineError::NoDisk { id: id.to_owned() });
+    };
+    properties.set("file", file);
+    *argument = Argument::new("drive", properties.to_text(""));
+    Ok([vec![program.clone()], arguments::join(&arguments)].concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split(' ').map(str::to_owned).collect()
+    }
+
+    fn found(line: &str) -> Result<Vec<DiskPlan>, CommandLineError> {
+        find(&arguments::split(&words(line)))
+    }
+
+    const DISK: &str = "-drive file=/a,,b,format=raw,if=none,id=d,cache=none,firn=on";
+
+    #[test]
+    fn a_disk_is_read_and_put_over_a_socket() {
+        let plan =
+            DiskPlan { id: "d".into(), file: "/a,b".into(), format: "raw".into(), size: None };
+        assert_eq!(found(&format!("-drive file=x,id=y {DISK}")), Ok(vec![plan.clone()]));
+        let sized = found(&format!("{DISK},size=1G")).unwrap();
+        assert_eq!(sized, [DiskPlan { size: Some(1 << 30), ..plan }]);
+        let over = over(&arguments::split(&words(DISK))[0], Path::new("/s,1")).unwrap();
+        let expected = "-drive format=raw,if=none,id=d,cache=none,file.driver=nbd,file.server.type=unix,file.server.path=/s,,1,file.export=d,file.reconnect-delay=604800";
+        assert_eq!(over.to_string(), expected);
+    }
+
+    #[test]
+    fn what_is_no_such_disk_is_refused() {
+        for line in [
+            "-drive file=a,firn=on,id=d",
+            "-drive file=a,format=vmdk,firn=on,id=d",
+            "-drive file=a,format=raw,firn=on",
+            "-drive format=raw,firn=on,id=d",
+            "-drive file=a,format=raw,firn=on,id=d,readonly=on",
+            "-drive file=a,format=raw,firn=on,id=d,size=many",
+            "-blockdev driver=raw,node-name=d,firn=on",
+        ] {
+            assert!(found(line).is_err(), "{line}");
+        }
+        assert!(found(&format!("{DISK} {DISK}")).is_err(), "twice");
+        assert_eq!(found("-drive file=a,firn=off -append firn=on"), Ok(vec![]));
+    }
+
+    #[test]
+    fn another_file_takes_the_place_of_one() {
+        let command = words(&format!("qemu -m 1 {DISK}"));
+        let other = with_disk(&command, "d", "/o,1").unwrap();
+        assert_eq!(other[4], "file=/o,,1,format=raw,if=none,id=d,cache=none,firn=on");
+        assert!(matches!(with_disk(&command, "e", "/o"), Err(CommandLineError::NoDisk { .. })));
+    }
+}
