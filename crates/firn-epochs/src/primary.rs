@@ -162,7 +162,6 @@ impl<'a> Connection<'a> {
             ending: self.ending,
             told: self.told,
             started: Instant::now(),
-            due: self.options.interval,
             spares: Vec::new(),
             copied: 0,
             heard: Duration::ZERO,
@@ -218,8 +217,6 @@ struct Protection<'a> {
     ending: &'a Ending,
     told: &'a dyn Fn(Told),
     started: Instant,
-    /// When the next cut should be.
-    due: Duration,
     spares: Vec<Vec<u8>>,
     /// Pages that the last cut copied.
     copied: usize,
@@ -265,8 +262,12 @@ impl Protection<'_> {
         self.started.elapsed()
     }
 
+    fn due(&self) -> Duration {
+        self.epochs.due().unwrap_or_default()
+    }
+
     fn until_next_look(&self) -> Duration {
-        match self.due.saturating_sub(self.now()) {
+        match self.due().saturating_sub(self.now()) {
             Duration::ZERO => NO_ROOM,
             until_due => until_due.min(LOOK),
         }
@@ -317,7 +318,7 @@ impl Protection<'_> {
             _ => {}
         }
         // How much is written counts only where room is scarce.
-        let is_scarce = self.now() >= self.due && self.epochs.buffered() > 0;
+        let is_scarce = self.now() >= self.due() && self.epochs.buffered() > 0;
         let written = if is_scarce { self.guest.glance()? } else { 0 };
         let actions = self.epochs.tick(self.now(), written);
         self.perform(actions)?;
@@ -384,9 +385,7 @@ impl Protection<'_> {
         let copied = copy.plan.copy.len() as u64 + copy.disk_pages();
         self.cut = Some(Box::new(copy));
         (self.told)(Told::Cut(numbers));
-        let now = self.now();
-        self.due = now + self.options.interval;
-        let actions = self.epochs.copied(now, copied);
+        let actions = self.epochs.copied(self.now(), copied);
         self.perform(actions)
     }
 

@@ -14,9 +14,12 @@
 //! ```
 //!
 //! **The non-volatile copy stays one epoch behind the newest complete one** (VPC III.B). An error at time t that shows by
-//! t + T_e may be in the first checkpoint cut after t. That one is committed when the next is complete, which is cut an
-//! interval T_c later at least: if T_e <= T_c the error is noticed before, and the checkpoint is dropped. The interval
-//! never becomes shorter than T_e ([`Limits::check`]).
+//! t + T_e may be in the first checkpoint cut after t. That one is committed when the next is complete, which is cut T_e
+//! later at least: so the error is noticed before, and the checkpoint is dropped. The interval never becomes shorter than T_e
+//! ([`Limits::check`]).
+//!
+//! **Cuts are due an interval apart**, not an interval after the last has been made: otherwise what a cut takes would be on top of
+//! each interval, and a frame waits for one and a half of them. The VM runs for half an interval between two at least.
 //!
 //! # At the bound
 //!

@@ -49,8 +49,14 @@ pub enum Action {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Phase {
-    Running { since: Duration },
-    Cutting { due: Duration },
+    /// `due`: when it is to be cut, if there is room.
+    Running {
+        since: Duration,
+        due: Duration,
+    },
+    Cutting {
+        due: Duration,
+    },
     Finished,
 }
 
@@ -87,7 +93,7 @@ impl Primary {
         Self {
             limits,
             interval: limits.interval_min,
-            phase: Phase::Running { since: now },
+            phase: Phase::Running { since: now, due: now + limits.interval_min },
             finishing: false,
             epoch: base.next(),
             written: 0,
@@ -113,6 +119,14 @@ impl Primary {
         self.interval
     }
 
+    /// When the epoch that runs is to be cut, if there is room.
+    pub fn due(&self) -> Option<Duration> {
+        match self.phase {
+            Phase::Running { due, .. } => Some(due),
+            Phase::Cutting { .. } | Phase::Finished => None,
+        }
+    }
+
     /// Pages that wait for the backup to have them.
     pub fn buffered(&self) -> u64 {
         self.flights.iter().filter(|flight| !flight.complete).map(|flight| flight.pages).sum()
@@ -122,12 +136,11 @@ impl Primary {
     pub fn tick(&mut self, now: Duration, written: u64) -> Vec<Action> {
         self.written = written;
         let mut actions = self.resend(now);
-        if let Phase::Running { since } = self.phase {
-            let age = now.saturating_sub(since);
-            if age >= self.interval && self.has_room() {
-                actions.extend(self.begin_cut(since + self.interval));
+        if let Phase::Running { since, due } = self.phase {
+            if now >= due && self.has_room() {
+                actions.extend(self.begin_cut(due));
             } else {
-                actions.extend(self.set_pace(self.pace_at(age)));
+                actions.extend(self.set_pace(self.pace_at(now.saturating_sub(since))));
             }
         }
         actions
@@ -136,7 +149,7 @@ impl Primary {
     /// Cut now, for somebody waits for it. An epoch younger than an error's latency is left to its interval.
     pub fn cut_now(&mut self, now: Duration) -> Vec<Action> {
         match self.phase {
-            Phase::Running { since } if now >= since + self.limits.error_latency_max => {
+            Phase::Running { since, .. } if now >= since + self.limits.error_latency_max => {
                 self.begin_cut(now)
             }
             _ => Vec::new(),
@@ -160,7 +173,10 @@ impl Primary {
         self.interval = self.limits.next_interval(self.interval, pages, self.transfer);
         self.epoch = epoch.next();
         self.written = 0;
-        self.phase = if last { Phase::Finished } else { Phase::Running { since: now } };
+        self.phase = match last {
+            true => Phase::Finished,
+            false => Phase::Running { since: now, due: self.next_due(due, now) },
+        };
         vec![Action::Send { epoch, last }]
     }
 
@@ -179,6 +195,13 @@ impl Primary {
             actions.push(Action::Committed(progress.committed));
         }
         actions
+    }
+
+    /// An interval after the last cut was due, so that what cuts take does not add to it. But the VM runs for half of one at least, and
+    /// never for less than an error may go unnoticed.
+    fn next_due(&self, due: Duration, now: Duration) -> Duration {
+        let least = (self.interval / 2).max(self.limits.error_latency_max);
+        (due + self.interval).max(now + least)
     }
 
     fn begin_cut(&mut self, due: Duration) -> Vec<Action> {

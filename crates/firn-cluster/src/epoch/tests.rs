@@ -80,6 +80,26 @@ fn at_the_bound_the_epoch_stretches_and_the_vm_is_slowed_then_stopped() {
     assert_eq!(primary.tick(601 * MS, 1000), expected);
 }
 
+/// Otherwise what a pause takes is on top of the interval, in each epoch, and a frame waits for one and a half.
+#[test]
+fn what_a_cut_takes_does_not_add_to_the_interval() {
+    let limits = Limits { interval_min: 100 * MS, interval_max: 100 * MS, ..limits() };
+    let mut primary = Primary::new(limits, BASE, Duration::ZERO);
+    for (epoch, took) in [(1, 30 * MS), (2, 50 * MS), (3, 10 * MS)] {
+        let due = epoch as u32 * 100 * MS;
+        assert_eq!(primary.due(), Some(due));
+        assert_eq!(primary.tick(due - MS, 0), []);
+        assert_eq!(primary.tick(due, 0), [Action::Cut(Epoch(epoch))]);
+        primary.copied(due + took, 1);
+        let progress = Progress { complete: Epoch(epoch), committed: Epoch(epoch - 1) };
+        primary.acknowledged(due + took, progress);
+    }
+    // One that takes longer than that leaves the VM half an interval all the same.
+    primary.tick(400 * MS, 0);
+    primary.copied(499 * MS, 1);
+    assert_eq!(primary.due(), Some(549 * MS));
+}
+
 #[test]
 fn an_epoch_larger_than_the_buffer_is_still_cut_once_the_buffer_is_empty() {
     let mut primary = Primary::new(limits(), BASE, Duration::ZERO);

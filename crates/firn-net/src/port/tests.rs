@@ -163,7 +163,7 @@ fn a_vm_that_is_about_to_be_stopped_has_room() {
     scene.port.cut(Epoch(1));
     scene.vm.set_nonblocking(true).unwrap();
     let large = vec![7; 60_000];
-    let mut fill = || {
+    let fill = || {
         let (mut sent, mut since) = (0, Instant::now());
         while since.elapsed() < Duration::from_millis(300) {
             match scene.vm.send(&large) {

@@ -10,6 +10,8 @@ use crate::vm::{Vm, writes};
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How often a VM is killed. More by the environment.
 const ROUNDS: &str = "FIRN_ROUNDS";
+/// How often it is cut. Another interval by the environment.
+const INTERVAL: &str = "FIRN_INTERVAL";
 
 /// A guest with a card, in which a program counts the questions that it answers.
 fn booted(outside: &Outside) -> Vm {
@@ -37,9 +39,10 @@ fn some_time() -> Duration {
 
 /// Protects a VM, kills it at some moment, and has its standby run.
 fn fail_over(vm: &Vm, outside: &Outside, name: &str, standby: std::process::Child, next: &str) {
-    protect(vm, name, standby, &["--interval", "100ms"]);
+    let interval = std::env::var(INTERVAL).unwrap_or("100ms".to_owned());
+    protect(vm, name, standby, &["--interval", &interval]);
     outside.delays_ms();
-    outside.is_answered(60);
+    outside.is_answered(200);
     eprintln!("{name}: {}, seen outside: {:?} ms", card(vm, name), outside.delays_ms());
     std::thread::sleep(some_time());
     lose(vm, name, next);
