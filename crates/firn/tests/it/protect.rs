@@ -214,7 +214,7 @@ fn a_vm_that_cannot_be_held_goes_on_after_a_death_in_its_pause() {
     let mut vm = Vm::new();
     let cell = vm.session.path("cell");
     std::fs::create_dir(&cell).unwrap();
-    vm.session.arm(Some("protect.copied@3"));
+    vm.session.arm(Some("protect.copied@2"));
     let vm = vm.with(&["-chroot", text(&cell)]).booted_with(&[]);
     let mut control = vm.control();
     let standby = standby(&vm);
@@ -227,6 +227,8 @@ fn a_vm_that_cannot_be_held_goes_on_after_a_death_in_its_pause() {
     assert!(last.contains("the VM runs on"), "{last}");
     let before = writes(&mut control);
     eventually("writers go on", PATIENCE, || writes(&mut control) > before);
+    let log = std::fs::read_to_string(vm.session.runtime_dir().join("web/log")).unwrap();
+    assert!(log.contains("EndProtection { cont: true }"), "it was held: {log}");
 }
 
 /// A failover whose supervisor dies: once the VM's state is in place a successor runs it, before that it is said to be lost.
