@@ -18,7 +18,7 @@
 //! | the connection ends without saying so, or its host is lost | both sides end at once |
 //!
 //! A connection that is closed with something unread is reset, and what is still on its way may be lost by that (RFC 2525, 2.17; the
-//! kernel does so, tcp_close). So it is read to its end, or until it has been silent for [`LINGER`].
+//! kernel does so, tcp_close). So it is read to its end, or until it has been silent for 5 s.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
