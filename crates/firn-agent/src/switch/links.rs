@@ -97,7 +97,7 @@ fn wanted<'a>(
     name: &str,
     request: &Request<Incoming>,
 ) -> Result<&'a Arc<Network>, Failure> {
-    if !request.headers().get(UPGRADE).is_some_and(|it| it == FRAMES) {
+    if request.headers().get(UPGRADE).is_none_or(|it| it != FRAMES) {
         let text = format!("a link needs a connection that can become {FRAMES}");
         return Err(Failure::new(FailureKind::Usage, text));
     }
