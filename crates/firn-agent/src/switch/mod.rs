@@ -25,8 +25,8 @@
 //!
 //! # What is dropped
 //!
-//! A switch never waits: whoever sends to a port that takes nothing would hold up all others. Each port has a queue of
-//! [`queue::BYTES_MAX`]; what has no room in it is dropped and counted, and so is what waits when the port ends. Ethernet is like
+//! A switch never waits: whoever sends to a port that takes nothing would hold up all others. Each port has a queue of 4 MiB
+//! (`queue`); what has no room in it is dropped and counted, and so is what waits when the port ends. Ethernet is like
 //! that. Nothing else is lost and nothing comes twice.
 //!
 //! The design is in `docs/design/014-switch.md`.
