@@ -2,7 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use firn_agent::api::MembershipView;
 use firn_agent::{Config, Times, client};
@@ -34,7 +34,7 @@ fn start((dir, file): (tempfile::TempDir, PathBuf)) -> Result<Host, Failure> {
     Host::with_config(dir, Config::load(&file).unwrap(), Times::default())
 }
 
-fn found(file: &PathBuf) -> (Option<i32>, String) {
+fn found(file: &Path) -> (Option<i32>, String) {
     let out = agent(&["found", file.to_str().unwrap()]).output().unwrap();
     let said = [out.stdout, out.stderr].concat();
     (out.status.code(), String::from_utf8_lossy(&said).into_owned())

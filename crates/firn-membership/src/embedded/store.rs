@@ -210,7 +210,7 @@ impl RaftLogStorage<Types> for Store {
         });
         let written = written.await;
         callback.log_io_completed(
-            written.as_ref().map(|()| ()).map_err(|error| io::Error::other(error.to_string())),
+            written.as_ref().copied().map_err(|error| io::Error::other(error.to_string())),
         );
         written.map_err(|error| StorageIOError::write_logs(&error).into())
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use firn_cluster::failover::{Place, Register};
 use firn_cluster::{Host, Vm};
-use firn_membership::{Cluster, Members, Record, Revision, now};
+use firn_membership::{Cluster, Members, Record, Revision};
 use rustix::process::Signal;
 use tokio::time::sleep;
 
@@ -84,21 +84,7 @@ async fn lose_the_primary(kind: Kind, how: Signal) {
     process::signal(agents.0[0].id(), how);
     let leader = servers.leader().await;
     servers.signal(leader, how);
-    let goes_on = async || {
-        if sent_by(dir.path(), hosts[1]) > 100 {
-            return Some(());
-        }
-        sleep(Duration::from_secs(1)).await;
-        eprintln!(
-            "{:?}: {:?}",
-            now(),
-            members.view(&cluster).await.map(|view| (
-                view.known.record.map(|it| (it.register.layout, it.register.fence)),
-                view.leases
-            ))
-        );
-        None
-    };
+    let goes_on = async || (sent_by(dir.path(), hosts[1]) > 100).then_some(());
     eventually("the backup sends", goes_on).await;
     if how == Signal::STOP {
         process::signal(agents.0[0].id(), Signal::CONT);

@@ -43,9 +43,9 @@ impl Servers {
         let mut servers = Self { kind, site, children: HOSTS.iter().map(|_| None).collect() };
         if kind == Kind::Embedded {
             let names = HOSTS.map(str::to_owned);
-            for host in 0..HOSTS.len() {
-                embedded::found(&servers.site.disk(host).join("state"), HOSTS[host], &names)
-                    .unwrap();
+            for (host, name) in HOSTS.iter().enumerate() {
+                let state = servers.site.disk(host).join("state");
+                embedded::found(&state, name, &names).unwrap();
             }
         }
         (0..HOSTS.len()).for_each(|host| servers.begin(host));
