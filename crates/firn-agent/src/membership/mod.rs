@@ -51,9 +51,7 @@ pub fn found(config: &Config) -> Result<Vec<String>, Failure> {
         &config.membership
     else {
         let text = "the configuration has no [membership] with servers and state-dir";
-        return Err(
-            Failure::new(FailureKind::Usage, text).hint("`firn-agent run --help` shows one")
-        );
+        return Err(Failure::new(FailureKind::Usage, text).hint("`firn-agent --help` shows one"));
     };
     let servers: Vec<String> = servers.iter().map(ToString::to_string).collect();
     embedded::found(state, config.name.as_str(), &servers).map_err(|trouble| failure(&trouble))?;
