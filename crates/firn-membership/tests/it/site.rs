@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 pub const HOSTS: [&str; 3] = ["a", "b", "c"];
 
-/// How large a disk is, in MiB: etcd takes 64 for a piece of its log before it has written anything.
-const DISK_MIB: u32 = 160;
+/// How large a disk is, in MiB: etcd takes 64 for each piece of its log, and the next one ahead.
+const DISK_MIB: u32 = 320;
 
 /// The network of one test. Where the machine doesn't let us have namespaces, all are on its loopback, and can't be cut off.
 pub struct Site {
