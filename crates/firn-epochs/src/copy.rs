@@ -1,9 +1,10 @@
 //! What an epoch wrote, as it was at its cut. Pure.
 //!
 //! ```text
-//!   plan.copy      3  4        9  10  11                  found written, or left writable
-//!   bytes        [ 3 | 4 ][ 9 | 10 | 11 ]                 in that order
-//!   compared       .  =        .   =                      left writable only; "=" is as in the copy before: not sent
+//!   ahead          3  4  9                                copied while the VM ran
+//!   pages             4    10  11                         copied in the pause: found written, or left writable
+//!   bytes        [ 3 | 4 | 9 ][ 4 | 10 | 11 ]             in that order; the copy ahead of 4 is of no use
+//!   compared       .            .   =    .                left writable only; "=" is as in the copy before: not sent
 //! ```
 
 use firn_cluster::Epoch;
@@ -19,6 +20,8 @@ pub struct EpochCopy {
     pub epoch: Epoch,
     /// What was copied, and why.
     pub plan: CutPlan,
+    /// Pages copied ahead, in order.
+    pub ahead: Vec<Page>,
     /// The pages of `plan.copy`, in order. Empty if they were sent from within the pause.
     pub pages: Vec<Page>,
     /// What they held.
@@ -36,13 +39,19 @@ pub struct EpochCopy {
 impl EpochCopy {
     /// What a page held, if it was copied.
     pub fn page(&self, page: Page) -> Option<&[u8]> {
-        let at = self.pages.binary_search(&page).ok()?;
+        let at = match self.plan.ahead.contains(page) {
+            true => self.ahead.binary_search(&page).ok()?,
+            false => self.ahead.len() + self.pages.binary_search(&page).ok()?,
+        };
         self.bytes.get(at * PAGE_SIZE..(at + 1) * PAGE_SIZE)
     }
 
     /// The pages with what they held.
     pub fn iter(&self) -> impl Iterator<Item = (Page, &[u8])> {
-        self.pages.iter().copied().zip(self.bytes.chunks_exact(PAGE_SIZE))
+        let (ahead, paused) = self.bytes.split_at(self.ahead.len() * PAGE_SIZE);
+        let ahead = self.ahead.iter().copied().zip(ahead.chunks_exact(PAGE_SIZE));
+        let paused = self.pages.iter().copied().zip(paused.chunks_exact(PAGE_SIZE));
+        ahead.filter(|(page, _)| self.plan.ahead.contains(*page)).chain(paused)
     }
 
     /// Memory that its disks' changes take, in pages.
@@ -90,5 +99,17 @@ mod tests {
         let copy = copy(&[(3, 1), (9, 2)], &[]);
         assert_eq!(copy.page(Page(9)), Some(&[2; PAGE_SIZE][..]));
         assert_eq!(copy.page(Page(4)), None);
+    }
+
+    #[test]
+    fn of_a_page_copied_twice_the_later_copy_counts() {
+        let ahead = [3, 9].map(Page);
+        let mut copy = copy(&[(9, 3), (10, 4)], &[9, 10]);
+        copy.plan.ahead.insert(Page(3));
+        copy.ahead = ahead.to_vec();
+        copy.bytes = [&[[1; PAGE_SIZE], [2; PAGE_SIZE]].concat()[..], &copy.bytes].concat();
+        let held: Vec<(u32, u8)> = copy.iter().map(|(page, bytes)| (page.0, bytes[0])).collect();
+        assert_eq!(held, [(3, 1), (9, 3), (10, 4)]);
+        held.iter().for_each(|&(page, fill)| assert_eq!(copy.page(Page(page)).unwrap()[0], fill));
     }
 }

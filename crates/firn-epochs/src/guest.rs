@@ -121,7 +121,7 @@ impl Still<'_> {
 
     /// Protects these pages.
     pub fn protect(&self, pages: &PageSet) -> Result<(), GuestError> {
-        Ok(pages.runs().into_iter().try_for_each(|run| self.scan.arm_only(run))?)
+        protect(self.scan, pages)
     }
 
     /// Protects all pages.
@@ -134,9 +134,9 @@ impl Still<'_> {
         Ok(self.disks.cut(epoch)?)
     }
 
-    /// Copies pages one after another, to the beginning of `out`, which grows if it must.
-    pub fn copy(&self, pages: &PageSet, out: &mut Vec<u8>) -> Result<(), GuestError> {
-        copy(self.memory, pages, out)
+    /// Copies pages one after another, behind the first `at` pages of `out`, which grows if it must.
+    pub fn copy(&self, pages: &PageSet, at: usize, out: &mut Vec<u8>) -> Result<(), GuestError> {
+        copy(self.memory, pages, at, out)
     }
 }
 
@@ -202,10 +202,20 @@ impl Guest {
         &mut self.vm
     }
 
-    /// How many pages were written since they were protected. The VM runs on.
-    pub fn glance(&self) -> Result<u64, GuestError> {
-        let written = pages(|out| self.scan.written(self.memory.all(), out))?;
-        Ok(written.len() as u64)
+    /// The pages that were written since they were protected. The VM runs on.
+    pub fn glance(&self) -> Result<PageSet, GuestError> {
+        pages(|out| self.scan.written(self.memory.all(), out))
+    }
+
+    /// Protects pages while the VM runs. Only for one that [can be copied ahead](Self::can_be_copied_ahead).
+    pub fn protect_running(&self, pages: &PageSet) -> Result<(), GuestError> {
+        protect(&self.scan, pages)
+    }
+
+    /// Whether all that is written to its memory is told from the moment that it is protected, also while it runs. Not so where a
+    /// device model reads a disk past the page cache: the kernel was told where to write before that moment, and may write after it.
+    pub fn can_be_copied_ahead(&mut self) -> Result<bool, GuestError> {
+        Ok(!self.vm.reads_past_page_cache()?)
     }
 
     /// Pages that were written since they were protected, and are protected again while the VM runs. After that it has stood
@@ -224,7 +234,7 @@ impl Guest {
 
     /// Copies pages while the VM runs: what it writes meanwhile may be in the copy, or a part of it.
     pub fn copy_running(&self, pages: &PageSet, out: &mut Vec<u8>) -> Result<(), GuestError> {
-        copy(&self.memory, pages, out)
+        copy(&self.memory, pages, 0, out)
     }
 
     /// Has it stand still for so long. One that its user has stopped stays so.
@@ -390,12 +400,21 @@ fn pages(
     Ok(pages)
 }
 
-fn copy(memory: &GuestMemory, pages: &PageSet, out: &mut Vec<u8>) -> Result<(), GuestError> {
-    let bytes = pages.len() * PAGE_SIZE;
-    if out.len() < bytes {
-        out.resize(bytes, 0);
+fn protect(scan: &PageScan, pages: &PageSet) -> Result<(), GuestError> {
+    Ok(pages.runs().into_iter().try_for_each(|run| scan.arm_only(run))?)
+}
+
+fn copy(
+    memory: &GuestMemory,
+    pages: &PageSet,
+    at: usize,
+    out: &mut Vec<u8>,
+) -> Result<(), GuestError> {
+    let (from, until) = (at * PAGE_SIZE, (at + pages.len()) * PAGE_SIZE);
+    if out.len() < until {
+        out.resize(until, 0);
     }
-    let mut rest = &mut out[..bytes];
+    let mut rest = &mut out[from..until];
     for run in pages.runs() {
         let (part, after) = rest.split_at_mut(Page::count(&run) * PAGE_SIZE);
         memory.read(run.start, part)?;

@@ -31,8 +31,8 @@
 //!
 //! The hypervisor stops the VM by itself and waits (`firn-vmm`, `hold`). Meanwhile the kernel is asked which pages were written
 //! (asynchronous write protection and `PAGEMAP_SCAN`), the predictor says which of them to protect again, and all that may have
-//! changed is copied. Everything is protected and copied while nothing runs, so a write is in exactly one epoch. Comparing,
-//! checksums and the network come after the pause.
+//! changed is copied. What is not expected to be written up to the pause is protected and copied ahead of it; if it is written all
+//! the same, it is copied again. So a write is in exactly one epoch. Comparing, checksums and the network come after the pause.
 //!
 //! # Memory
 //!

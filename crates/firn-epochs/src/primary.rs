@@ -124,7 +124,7 @@ impl<'a> Connection<'a> {
                 let (jobs, taken) = crossbeam_channel::bounded(JOBS_MAX);
                 let sending = Sending::new(writer, tell);
                 begin(scope, "send", move || sending.run(&taken))?;
-                self.protection(guest, epochs, jobs, events.clone()).run()
+                self.protection(guest, epochs, jobs, events.clone())?.run()
             });
             ended.map_err(|error| said_by_backup(error, &events))
         })
@@ -148,15 +148,17 @@ impl<'a> Connection<'a> {
         epochs: Primary,
         jobs: Sender<Job>,
         events: Receiver<Event>,
-    ) -> Protection<'g>
+    ) -> Result<Protection<'g>, PrimaryError>
     where
         'a: 'g,
     {
-        Protection {
+        let predicts = self.options.predicts && guest.can_be_copied_ahead()?;
+        let options = Options { predicts, ..self.options };
+        Ok(Protection {
             guest,
             epochs,
-            predictor: Predictor::new(self.options.predicts),
-            options: self.options,
+            predictor: Predictor::new(predicts),
+            options,
             jobs,
             events,
             ending: self.ending,
@@ -167,7 +169,7 @@ impl<'a> Connection<'a> {
             heard: Duration::ZERO,
             cut: None,
             pace: Pace::Free,
-        }
+        })
     }
 }
 
@@ -319,7 +321,7 @@ impl Protection<'_> {
         }
         // How much is written counts only where room is scarce.
         let is_scarce = self.now() >= self.due() && self.epochs.buffered() > 0;
-        let written = if is_scarce { self.guest.glance()? } else { 0 };
+        let written = if is_scarce { self.guest.glance()?.len() as u64 } else { 0 };
         let actions = self.epochs.tick(self.now(), written);
         self.perform(actions)?;
         match self.pace {
@@ -355,9 +357,10 @@ impl Protection<'_> {
             bytes.resize(room, 0);
         }
         tracing::trace!("{epoch} is to be cut");
-        let stopping = Stopping::tell(self.told);
         self.guest.prepare()?;
-        tracing::trace!("{epoch} is being cut");
+        let ahead = pause::ahead(self.guest, &mut self.predictor, &self.options, &mut bytes)?;
+        tracing::trace!("{epoch} is being cut, {} pages are copied", ahead.len());
+        let stopping = Stopping::tell(self.told);
         let mut inside = Inside {
             epoch,
             predictor: &mut self.predictor,
@@ -366,6 +369,7 @@ impl Protection<'_> {
             ending: self.ending,
             told: self.told,
             bytes: &mut bytes,
+            ahead: ahead.len(),
             numbers: CutNumbers { epoch, ..CutNumbers::default() },
         };
         let (found, pause) = self.guest.pause(|still| inside.run(still))?;
@@ -378,11 +382,11 @@ impl Protection<'_> {
             ..numbers
         };
         tracing::trace!("{epoch} is cut, with {} pages", pages.len());
-        self.copied = pages.len();
+        self.copied = ahead.len() + pages.len();
         let (devices, aux) = (pause.devices, pause.aux);
         let last = false;
-        let copy = EpochCopy { epoch, plan, pages, bytes, devices, aux, disks, last };
-        let copied = copy.plan.copy.len() as u64 + copy.disk_pages();
+        let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, last };
+        let copied = copy.plan.pages() as u64 + copy.disk_pages();
         self.cut = Some(Box::new(copy));
         (self.told)(Told::Cut(numbers));
         let actions = self.epochs.copied(self.now(), copied);

@@ -72,7 +72,7 @@ impl<W: Write> Sending<W> {
 
     fn epoch(&mut self, copy: EpochCopy) -> Result<(), WireError> {
         let (epoch, same) = (copy.epoch, copy.unchanged_since(&self.before));
-        let pages = copy.plan.copy.len() - same.len();
+        let pages = copy.plan.pages() - same.len();
         self.tell(Event::Compared { epoch, plan: copy.plan.clone(), same: same.clone() });
         let before = self.writer.sent();
         self.writer.pages(epoch, copy.iter().filter(|(page, _)| !same.contains(*page)))?;

@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use crossbeam_channel::Receiver;
 use firn_cluster::Epoch;
-use firn_cluster::predict::Predictor;
+use firn_cluster::predict::{PageSet, Predictor};
 use firn_types::{PAGE_SIZE, Page, RegionMap};
 use proptest::prelude::*;
 
@@ -59,6 +59,8 @@ impl Write for Link {
 enum Step {
     /// The guest writes a value, perhaps the one that is there.
     Write(u32, u8),
+    /// Pages are protected and copied ahead of the next cut.
+    Ahead,
     Cut,
     /// What comparing found reaches the predictor.
     Hear,
@@ -68,6 +70,8 @@ struct World {
     memory: Bytes,
     protected: [bool; PAGES as usize],
     predictor: Predictor,
+    /// Pages copied ahead, with their contents.
+    ahead: (Vec<Page>, Vec<u8>),
     sending: Sending<Link>,
     events: Receiver<Event>,
     link: Link,
@@ -88,6 +92,7 @@ impl World {
             memory: [0; PAGES as usize],
             protected: [true; PAGES as usize],
             predictor: Predictor::new(predicts),
+            ahead: (Vec::new(), Vec::new()),
             sending: Sending::new(writer, tell),
             events,
             reader: Reader::new(link.clone()),
@@ -103,6 +108,7 @@ impl World {
                 self.memory[page as usize] = value;
                 self.protected[page as usize] = false;
             }
+            Step::Ahead => self.copy_ahead(),
             Step::Cut => self.cut(),
             Step::Hear => self.hear(),
         }
@@ -112,23 +118,42 @@ impl World {
         Epoch(self.cuts.len() as u64)
     }
 
+    fn writable(&self) -> PageSet {
+        (0..PAGES).filter(|&page| !self.protected[page as usize]).map(Page).collect()
+    }
+
+    fn copies(&self, pages: &PageSet) -> (Vec<Page>, Vec<u8>) {
+        let pages: Vec<Page> = pages.iter().collect();
+        let bytes = pages.iter().flat_map(|page| [self.memory[page.index()]; PAGE_SIZE]).collect();
+        (pages, bytes)
+    }
+
+    /// Once for each cut.
+    fn copy_ahead(&mut self) {
+        if self.ahead.0.is_empty() {
+            let pages = self.predictor.ahead(&self.writable());
+            pages.iter().for_each(|page| self.protected[page.index()] = true);
+            self.ahead = self.copies(&pages);
+        }
+    }
+
     fn cut(&mut self) {
         let epoch = self.newest().next();
-        let written = (0..PAGES).filter(|&page| !self.protected[page as usize]).map(Page).collect();
-        let mut plan = self.predictor.cut(&written);
+        let mut plan = self.predictor.cut(&self.writable());
         if plan.copy.len() > BUFFER_PAGES {
             self.predictor.give_up(&mut plan);
         }
         plan.protect.iter().for_each(|page| self.protected[page.index()] = true);
-        let pages: Vec<Page> = plan.copy.iter().collect();
-        let bytes = pages.iter().flat_map(|page| [self.memory[page.index()]; PAGE_SIZE]).collect();
-        let devices = vec![1];
-        let mut copy = EpochCopy { epoch, plan, pages, bytes, devices, ..EpochCopy::default() };
-        if copy.pages.len() > BUFFER_PAGES {
-            let (numbers, bytes) =
-                (std::mem::take(&mut copy.pages), std::mem::take(&mut copy.bytes));
+        let (mut pages, mut copied) = self.copies(&plan.copy);
+        let (ahead, mut bytes) = std::mem::take(&mut self.ahead);
+        if pages.len() > BUFFER_PAGES {
+            let (numbers, bytes) = (std::mem::take(&mut pages), std::mem::take(&mut copied));
             self.sending.send(Job::Part(epoch, Pages { numbers, bytes })).unwrap();
         }
+        bytes.extend(copied);
+        let (devices, aux, last) = (vec![1], Vec::new(), false);
+        let disks = Vec::new();
+        let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, last };
         self.cuts.push(self.memory);
         self.sending.send(Job::Epoch(Box::new(copy))).unwrap();
     }
@@ -217,6 +242,7 @@ fn a_backup_that_dies_without_a_word_has_said_nothing() {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         6 => (0..PAGES, 0..3_u8).prop_map(|(page, value)| Step::Write(page, value)),
+        2 => Just(Step::Ahead),
         2 => Just(Step::Cut),
         2 => Just(Step::Hear),
     ];

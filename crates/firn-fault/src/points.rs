@@ -69,6 +69,7 @@ pub const POINTS: &[&str] = &[
     "protect.armed",
     "protect.thread",
     "protect.seeded",
+    "protect.ahead",
     "protect.scanned",
     "protect.copied",
     "protect.cut",

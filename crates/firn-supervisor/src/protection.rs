@@ -43,7 +43,7 @@ pub struct Protection {
     pub sent_pages: Percentiles,
     /// Bytes sent for all epochs.
     pub sent_bytes: u64,
-    /// Writes that cost no fault, because they were predicted.
+    /// Writes that cost no fault, because they were predicted (hot pages).
     pub predicted: u64,
     /// Writes that cost one.
     pub faulted: u64,

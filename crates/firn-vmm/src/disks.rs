@@ -22,6 +22,9 @@ use crate::qmp::{Qmp, QmpError};
 /// Block drivers that hold a local file or device; a format driver may stand above them.
 const FILE_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
 
+/// Drivers whose reads are copied into guest memory by the processor, if they use the page cache.
+const COPYING_DRIVERS: [&str; 4] = ["file", "raw", "qcow2", "nbd"];
+
 /// An image that the VM has open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
@@ -84,6 +87,31 @@ pub(crate) fn find(qmp: &mut Qmp, process: &FileView) -> Result<Vec<Disk>, QmpEr
     let mut disks = images(nodes);
     disks.iter_mut().for_each(|disk| disk.identity = process.identity(&disk.file));
     Ok(disks)
+}
+
+/// Whether a disk may be read past the page cache: the kernel, or the storage itself, then writes into guest memory without a page
+/// fault when the read ends. Drivers that aren't known count as such.
+pub(crate) fn is_read_past_page_cache(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    let nodes: Vec<Way> = qmp.query("query-named-block-nodes")?;
+    Ok(nodes.iter().any(Way::is_past_page_cache))
+}
+
+/// How QEMU gets at what a node has.
+#[derive(Clone, Debug, Deserialize)]
+struct Way {
+    drv: String,
+    cache: Cache,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+struct Cache {
+    direct: bool,
+}
+
+impl Way {
+    fn is_past_page_cache(&self) -> bool {
+        self.cache.direct || !COPYING_DRIVERS.contains(&self.drv.as_str())
+    }
 }
 
 /// One disk per image: the node of its format, or that of its file where no format stands above it. An image that is
@@ -196,6 +224,17 @@ mod tests {
     fn node(name: &str, drv: &str, file: &str) -> serde_json::Value {
         let image = serde_json::json!({ "virtual-size": 512, "filename": file });
         serde_json::json!({ "node-name": name, "drv": drv, "file": file, "ro": false, "image": image })
+    }
+
+    #[test]
+    fn a_disk_that_is_read_past_the_page_cache_is_told() {
+        let is_past = |drv: &str, direct: bool| {
+            let way =
+                serde_json::json!({ "drv": drv, "cache": { "direct": direct, "writeback": true } });
+            serde_json::from_value::<Way>(way).unwrap().is_past_page_cache()
+        };
+        assert!(!is_past("file", false) && !is_past("qcow2", false) && !is_past("nbd", false));
+        assert!(is_past("file", true) && is_past("host_device", false) && is_past("nvme", false));
     }
 
     #[test]

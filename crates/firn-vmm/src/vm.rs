@@ -190,6 +190,12 @@ impl Vm {
         disks::find(&mut self.qmp, &process)
     }
 
+    /// Whether something may be written into guest memory that was asked for before, without a page fault: by a disk that is read
+    /// past the page cache.
+    pub fn reads_past_page_cache(&mut self) -> Result<bool, QmpError> {
+        disks::is_read_past_page_cache(&mut self.qmp)
+    }
+
     /// The drives that the guest can write to.
     pub fn drives(&mut self) -> Result<Vec<Drive>, QmpError> {
         let process = FileView::of(self.pid()?);

@@ -52,7 +52,7 @@ pub struct Args {
     /// Only where something makes sure that the standby does not run then: two of the same VM on one network do harm.
     #[arg(long, conflicts_with = "backup")]
     go_on_alone: bool,
-    /// Protect all that was written again each time, and let it fault.
+    /// Copy all that was written in the pause, and nothing ahead of it.
     #[arg(long)]
     no_prediction: bool,
 }

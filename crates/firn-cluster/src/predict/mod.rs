@@ -1,27 +1,31 @@
-//! Dirty-page prediction (VPC III.A): what is written in one epoch is likely written in the next, so it starts that one
-//! writable and costs no page fault.
+//! Dirty-page prediction: what is written again and again stays writable and is copied in the pause; all else that was written is
+//! copied ahead of it.
 //!
 //! ```text
-//!                  found written by the scan
-//!   Protected -----------------------------------> Candidate <---+
-//!       ^                                           |   ^  |     |
-//!       |                  compared: as in the copy |   |  +-----+  compared: changed
-//!       |                  before                   v   |
-//!       +----------------------------------------- Leaving
-//!          next cut (copied once more, then           compared after that last copy: changed after all, and so
-//!          protected, while the VM is paused)         protected but sent; it is no candidate until it is written again
+//!                      |<------------- epoch ------------->|
+//!      guest           ------w------w-----------w--w-------|.......|---
+//!      Firn                               ahead: protect, copy      pause: copy what was written since, and what is hot
+//!
+//!                 found written                   not written until the cut
+//!   Protected ----------------> Written --ahead--------------------------------> Protected
+//!                                  ^         \
+//!                     unchanged    |          \ written again before the cut
+//!                                  +--- Hot <--'
+//!                                        '--> copied in each pause, never protected, as long as comparing finds it changed
 //! ```
 //!
-//! A cut copies everything that may have been written: what the scan found, and every page that was left writable. Whether
-//! a page left writable was written is found out later, outside the pause, by comparing its copy with the one before; if
-//! not, it isn't sent.
+//! VPC (III.A) predicts from one epoch to the next: what was written starts writable and costs no page fault. All of it, written or
+//! not, is copied in the pause then. Here the prediction is about the last moments of an epoch, between the copying ahead and the
+//! cut: only what is written in those has to be copied in the pause, and only what was written in those of the last epoch is left
+//! writable. So a pause is shorter by what is copied ahead, and a page that is written all the time costs no fault.
 //!
-//! **A page is protected only while the VM is paused, and copied in that same pause.** If a page were protected as soon as
-//! it is found unchanged, while the VM runs, what the guest wrote between the cut and that moment would be lost: nothing
-//! would ever report it. This is why a page *leaves* for one more epoch.
+//! Whether a page left writable was written is found out later, outside the pause, by comparing its copy with the one before; if
+//! not, it isn't sent, and is no longer hot.
 //!
-//! The scan is asynchronous (write-protect, then `PAGEMAP_SCAN`), so "found written" is known at the cut only, and a page
-//! found written is already writable: it stays as it is.
+//! **A page is protected before it is copied**, and what is written after that is found by the scan of the next pause. It stays
+//! writable where it is not protected, and then it is in each scan. So no write is missed, whenever comparing ends.
+//!
+//! The scan is asynchronous (write-protect, then `PAGEMAP_SCAN`): a page that is not protected counts as written.
 
 mod set;
 
@@ -30,82 +34,114 @@ pub use set::PageSet;
 /// What to do with the pages of a VM while it is paused for a cut.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CutPlan {
-    /// Pages whose contents belong to this epoch, as far as can be known now. Copy them before the VM runs on.
+    /// Pages to copy before the VM runs on.
     pub copy: PageSet,
-    /// Of these, the ones that must be sent whatever comparing says: they were protected, and are written.
+    /// Pages whose copies made ahead are of this epoch: nobody has written to them since. None of them is in `copy`.
+    pub ahead: PageSet,
+    /// Of both, the ones that must be sent whatever comparing says: they were protected, and are written.
     pub written: PageSet,
     /// Pages to write-protect before the VM runs on; each is in `copy`.
     pub protect: PageSet,
 }
 
+impl CutPlan {
+    /// Pages of this epoch, as far as can be known at the cut.
+    pub fn pages(&self) -> usize {
+        self.copy.len() + self.ahead.len()
+    }
+}
+
 /// What prediction was worth, in pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Writes to candidates: page faults saved.
+    /// Writes to hot pages: page faults saved.
     pub predicted: u64,
     /// Writes to protected pages: page faults taken.
     pub faulted: u64,
-    /// Candidates copied for nothing.
+    /// Hot pages copied for nothing.
     pub unchanged: u64,
 }
 
-/// Which pages of one VM start the next epoch writable.
+/// Which pages of one VM are copied ahead, and which stay writable.
 #[derive(Clone, Debug)]
 pub struct Predictor {
     predicts: bool,
-    /// Writable since the last cut, and in `copy` of it.
-    writable: PageSet,
-    /// Of these, the ones to protect at the next cut.
-    leaving: PageSet,
+    /// Left writable at the last cut, and in `copy` of it.
+    hot: PageSet,
+    /// Were hot, and are writable still.
+    cooled: PageSet,
+    /// Protected and copied ahead of the next cut.
+    ahead: PageSet,
     counts: Counts,
 }
 
 impl Predictor {
-    /// A predictor for a VM whose pages are all write-protected. Without prediction every page written is protected again
-    /// at each cut.
+    /// A predictor for a VM whose pages are all write-protected. Without prediction nothing is copied ahead, and every page written
+    /// is protected again at each cut.
     pub fn new(predicts: bool) -> Self {
-        let (writable, leaving) = (PageSet::new(), PageSet::new());
-        Self { predicts, writable, leaving, counts: Counts::default() }
+        let (hot, cooled, ahead) = (PageSet::new(), PageSet::new(), PageSet::new());
+        Self { predicts, hot, cooled, ahead, counts: Counts::default() }
     }
 
-    /// The VM is paused, and a scan found these pages written, or not protected, which is the same to it.
+    /// The next cut is near, and a scan found these pages written or not protected: what to protect and then to copy while the VM
+    /// runs. May be asked more than once: the newest copy of a page counts.
+    pub fn ahead(&mut self, scanned: &PageSet) -> PageSet {
+        if !self.predicts {
+            return PageSet::new();
+        }
+        let mut ahead = scanned.clone();
+        ahead.subtract(&self.hot);
+        self.ahead.extend_from(&ahead);
+        ahead
+    }
+
+    /// The VM is paused, and a scan found these pages written or not protected.
     pub fn cut(&mut self, scanned: &PageSet) -> CutPlan {
+        let mut ahead = std::mem::take(&mut self.ahead);
+        let mut again = scanned.clone();
+        again.intersect(&ahead);
+        ahead.subtract(scanned);
+        let written = self.surely_written(scanned, &ahead, &again);
+        self.cooled = PageSet::new();
+        self.hot.extend_from(&again);
+        let mut protect = scanned.clone();
+        protect.subtract(&self.hot);
+        CutPlan { copy: scanned.clone(), ahead, written, protect }
+    }
+
+    /// All but what was left writable: hot pages, and those that were hot and have not been protected since.
+    fn surely_written(&mut self, scanned: &PageSet, ahead: &PageSet, again: &PageSet) -> PageSet {
         let mut written = scanned.clone();
-        written.subtract(&self.writable);
-        let mut copy = scanned.clone();
-        copy.extend_from(&self.writable);
-        let protect = match self.predicts {
-            true => std::mem::take(&mut self.leaving),
-            false => copy.clone(),
-        };
-        self.writable.clone_from(&copy);
-        self.writable.subtract(&protect);
+        written.extend_from(ahead);
+        written.subtract(&self.hot);
+        written.subtract(&self.cooled);
+        written.extend_from(again);
         self.counts.faulted += written.len() as u64;
-        CutPlan { copy, written, protect }
+        written
     }
 
     /// The plan of this cut is too large to be kept and compared: all of its pages are protected, and nothing is predicted of them.
     pub fn give_up(&mut self, plan: &mut CutPlan) {
         plan.protect.clone_from(&plan.copy);
-        (self.writable, self.leaving) = (PageSet::new(), PageSet::new());
+        self.hot = PageSet::new();
     }
 
     /// Copies of the last cut were compared with those before: these pages are the same. They aren't sent.
     ///
     /// May come at any time until the next cut; a comparison that comes later, or never, costs a page sent for nothing.
     pub fn unchanged(&mut self, plan: &CutPlan, same: &PageSet) {
-        let mut leaving = same.clone();
-        leaving.subtract(&plan.written);
-        leaving.intersect(&self.writable);
-        let compared = plan.copy.len() - plan.written.len();
+        let mut cooled = same.clone();
+        cooled.intersect(&self.hot);
+        self.hot.subtract(&cooled);
+        self.cooled.extend_from(&cooled);
+        let compared = plan.pages() - plan.written.len();
         self.counts.unchanged += same.len() as u64;
         self.counts.predicted += compared.saturating_sub(same.len()) as u64;
-        self.leaving.extend_from(&leaving);
     }
 
-    /// Pages that are writable, the candidates of this epoch.
-    pub fn candidates(&self) -> &PageSet {
-        &self.writable
+    /// Pages that are left writable.
+    pub fn hot(&self) -> &PageSet {
+        &self.hot
     }
 
     /// What it was worth so far.

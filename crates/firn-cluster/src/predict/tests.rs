@@ -1,5 +1,5 @@
-//! The predictor against guest memory that is written at any moment: between cuts, between a cut and its comparison, or
-//! after it. The backup must hold what the VM held at each cut, byte for byte.
+//! The predictor against guest memory that is written at any moment: between cuts, between copying ahead and the cut, between a
+//! cut and its comparison, or after it. The backup must hold what the VM held at each cut, byte for byte.
 
 use std::collections::BTreeMap;
 
@@ -10,18 +10,20 @@ use super::*;
 
 const PAGES: u32 = 8;
 
-/// When a page that was found unchanged is protected.
+/// Where a page is protected that is copied ahead.
 #[derive(Clone, Copy, PartialEq)]
 enum Protects {
-    InThePause,
-    /// Wrong: as soon as it is known, while the VM runs.
-    AtOnce,
+    BeforeItsCopy,
+    /// Wrong: what is written in between is in no copy.
+    AfterIt,
 }
 
 #[derive(Clone, Debug)]
 enum Step {
     /// The guest writes a value, perhaps the one that is there.
     Write(u32, u8),
+    /// Pages are protected and copied ahead of the cut, and meanwhile the guest writes to one.
+    Ahead(u32, u8),
     Cut,
     /// The copies of the last cut are compared with the backup's.
     Compare,
@@ -33,6 +35,8 @@ struct Host {
     protected: Vec<bool>,
     backup: Vec<u8>,
     predictor: Predictor,
+    /// Copied ahead of the next cut.
+    ahead: BTreeMap<Page, u8>,
     last: Option<(CutPlan, BTreeMap<Page, u8>)>,
     protects: Protects,
 }
@@ -40,31 +44,54 @@ struct Host {
 impl Host {
     fn new(predicts: bool, protects: Protects) -> Self {
         let (memory, protected) = (vec![0; PAGES as usize], vec![true; PAGES as usize]);
-        let predictor = Predictor::new(predicts);
-        Self { backup: memory.clone(), memory, protected, predictor, last: None, protects }
+        let (predictor, ahead) = (Predictor::new(predicts), BTreeMap::new());
+        Self { backup: memory.clone(), memory, protected, predictor, ahead, last: None, protects }
     }
 
     /// Takes a step; false if the backup came out different from the VM.
     fn step(&mut self, step: &Step) -> bool {
         match *step {
-            Step::Write(page, value) => {
-                self.memory[page as usize] = value;
-                self.protected[page as usize] = false;
-                true
-            }
-            Step::Cut => self.cut(),
-            Step::Compare => {
-                self.compare();
-                true
-            }
+            Step::Write(page, value) => self.write(page, value),
+            Step::Ahead(page, value) => self.copy_ahead(page, value),
+            Step::Cut => return self.cut(),
+            Step::Compare => self.compare(),
         }
+        true
+    }
+
+    fn write(&mut self, page: u32, value: u8) {
+        self.memory[page as usize] = value;
+        self.protected[page as usize] = false;
+    }
+
+    fn copy_ahead(&mut self, page: u32, value: u8) {
+        let pages = self.predictor.ahead(&self.writable());
+        if self.protects == Protects::AfterIt {
+            self.copy_to_ahead(&pages);
+            self.write(page, value);
+        }
+        pages.iter().for_each(|page| self.protected[page.index()] = true);
+        if self.protects == Protects::BeforeItsCopy {
+            self.write(page, value);
+            self.copy_to_ahead(&pages);
+        }
+    }
+
+    fn copy_to_ahead(&mut self, pages: &PageSet) {
+        self.ahead.extend(pages.iter().map(|page| (page, self.memory[page.index()])));
+    }
+
+    fn writable(&self) -> PageSet {
+        (0..PAGES).filter(|&page| !self.protected[page as usize]).map(Page).collect()
     }
 
     fn cut(&mut self) -> bool {
         self.compare();
-        let writable = (0..PAGES).filter(|&page| !self.protected[page as usize]);
-        let plan = self.predictor.cut(&writable.map(Page).collect());
-        let copies = plan.copy.iter().map(|page| (page, self.memory[page.index()])).collect();
+        let plan = self.predictor.cut(&self.writable());
+        let mut copies = std::mem::take(&mut self.ahead);
+        copies.retain(|&page, _| plan.ahead.contains(page));
+        copies.extend(plan.copy.iter().map(|page| (page, self.memory[page.index()])));
+        assert_eq!(copies.len(), plan.pages());
         plan.protect.iter().for_each(|page| self.protected[page.index()] = true);
         self.last = Some((plan, copies));
         let sent = self.sent();
@@ -80,11 +107,8 @@ impl Host {
         let differs = |page: Page, value: u8| {
             plan.written.contains(page) || self.backup[page.index()] != value
         };
-        copies
-            .iter()
-            .filter(|&(&page, &value)| differs(page, value))
-            .map(|(&p, &v)| (p, v))
-            .collect()
+        let copies = copies.iter().filter(|&(&page, &value)| differs(page, value));
+        copies.map(|(&page, &value)| (page, value)).collect()
     }
 
     fn compare(&mut self) {
@@ -94,16 +118,13 @@ impl Host {
             copies.keys().copied().filter(|page| !sent.contains_key(page)).collect();
         self.predictor.unchanged(&plan, &same);
         sent.into_iter().for_each(|(page, value)| self.backup[page.index()] = value);
-        if self.protects == Protects::AtOnce {
-            same.iter().for_each(|page| self.protected[page.index()] = true);
-            same.iter().for_each(|page| self.predictor.writable.remove(page));
-        }
     }
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         4 => (0..PAGES, 0..3_u8).prop_map(|(page, value)| Step::Write(page, value)),
+        2 => (0..PAGES, 0..3_u8).prop_map(|(page, value)| Step::Ahead(page, value)),
         2 => Just(Step::Cut),
         1 => Just(Step::Compare),
     ];
@@ -115,7 +136,7 @@ proptest! {
 
     #[test]
     fn no_written_page_is_ever_missed(steps in steps(), predicts: bool) {
-        let mut host = Host::new(predicts, Protects::InThePause);
+        let mut host = Host::new(predicts, Protects::BeforeItsCopy);
         for (at, step) in steps.iter().enumerate() {
             prop_assert!(host.step(step), "step {at} of {steps:?}");
         }
@@ -123,52 +144,66 @@ proptest! {
 }
 
 #[test]
-fn protecting_an_unchanged_page_while_the_vm_runs_would_lose_a_write() {
-    let steps = [
-        Step::Write(0, 1), // found by the scan of the first cut; a candidate from there
-        Step::Cut,
-        Step::Compare,
-        Step::Cut,         // not written since: the copy is the same
-        Step::Write(0, 2), // after the cut, before that is known: nothing tells
-        Step::Compare,
-        Step::Cut,
-    ];
+fn protecting_a_page_after_it_was_copied_would_lose_a_write() {
+    let steps = [Step::Write(0, 1), Step::Ahead(0, 2), Step::Cut];
     let right = |protects| {
         let mut host = Host::new(true, protects);
         steps.iter().all(|step| host.step(step))
     };
-    assert!(right(Protects::InThePause));
-    assert!(!right(Protects::AtOnce), "the test would not notice a lost write");
+    assert!(right(Protects::BeforeItsCopy));
+    assert!(!right(Protects::AfterIt), "the test would not notice a lost write");
+}
+
+/// Has a page written before and after it is copied ahead, so that it becomes hot.
+fn heated(page: u32) -> Host {
+    let mut host = Host::new(true, Protects::BeforeItsCopy);
+    for step in [Step::Write(page, 1), Step::Ahead(page, 2), Step::Cut, Step::Compare] {
+        assert!(host.step(&step));
+    }
+    host
 }
 
 #[test]
-fn a_page_written_in_every_epoch_faults_once() {
-    let mut host = Host::new(true, Protects::InThePause);
-    for value in 1..=5 {
-        host.step(&Step::Write(3, value));
-        host.step(&Step::Cut);
-        host.step(&Step::Compare);
+fn a_page_written_up_to_each_cut_costs_no_more_faults() {
+    let mut host = heated(3);
+    for value in 3..=6 {
+        assert!(!host.protected[3]);
+        for step in [Step::Ahead(3, value), Step::Cut, Step::Compare] {
+            assert!(host.step(&step));
+        }
     }
     let Counts { faulted, predicted, unchanged } = host.predictor.counts();
     assert_eq!((faulted, predicted, unchanged), (1, 4, 0));
 }
 
 #[test]
-fn a_page_no_longer_written_is_protected_again() {
-    let mut host = Host::new(true, Protects::InThePause);
-    host.step(&Step::Write(3, 1));
-    for _ in 0..3 {
-        assert!(!host.protected[3]);
-        host.step(&Step::Cut);
-        host.step(&Step::Compare);
+fn what_is_not_written_at_the_end_of_an_epoch_is_not_copied_in_the_pause() {
+    let mut host = Host::new(true, Protects::BeforeItsCopy);
+    for step in [Step::Write(3, 1), Step::Ahead(4, 1), Step::Cut] {
+        assert!(host.step(&step));
     }
-    assert!(host.protected[3] && host.predictor.candidates().is_empty());
+    let (plan, _) = host.last.as_ref().unwrap();
+    let pages = |set: &PageSet| set.iter().collect::<Vec<_>>();
+    assert_eq!((pages(&plan.ahead), pages(&plan.copy)), (vec![Page(3)], vec![Page(4)]));
+    assert!(host.protected[3] && host.protected[4] && host.predictor.hot().is_empty());
+}
+
+#[test]
+fn a_page_no_longer_written_is_protected_again() {
+    let mut host = heated(3);
+    for step in [Step::Cut, Step::Compare, Step::Ahead(4, 1)] {
+        assert!(!host.protected[3]);
+        assert!(host.step(&step));
+    }
+    assert!(host.step(&Step::Cut));
+    assert!(host.protected[3] && host.predictor.hot().is_empty());
 }
 
 #[test]
 fn without_prediction_nothing_stays_writable() {
-    let mut host = Host::new(false, Protects::InThePause);
-    host.step(&Step::Write(3, 1));
-    host.step(&Step::Cut);
-    assert!(host.protected[3] && host.predictor.candidates().is_empty());
+    let mut host = Host::new(false, Protects::BeforeItsCopy);
+    for step in [Step::Write(3, 1), Step::Ahead(3, 2), Step::Cut] {
+        assert!(host.step(&step));
+    }
+    assert!(host.protected[3] && host.predictor.hot().is_empty());
 }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 pub struct Options {
     /// The time from one cut to the next.
     pub interval: Duration,
-    /// Pages that are written stay writable in the next epoch.
+    /// Pages that are not expected to be written until the cut are copied ahead of it; others stay writable in the next epoch.
     pub predicts: bool,
     /// Pages that may wait for the backup.
     pub buffer_pages: u64,
@@ -83,9 +83,11 @@ pub struct CutNumbers {
     pub protect_ms: f64,
     /// Of that: copying.
     pub copy_ms: f64,
-    /// Pages copied.
+    /// Pages copied in that time.
     pub copied: u64,
-    /// Of them: found written, each after a fault inside the kernel.
+    /// Pages whose copies made ahead of it are part of the epoch.
+    pub ahead: u64,
+    /// Of both: found written, each after a fault inside the kernel.
     pub written: u64,
     /// Pages protected again.
     pub protected: u64,

@@ -1,4 +1,5 @@
-//! What is done while the VM stands still: its writes are found, protected again and copied.
+//! What is done at the end of an epoch: ahead, while the VM runs, and while it stands still its writes are found, protected again
+//! and copied.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use firn_disks::Change;
 use firn_types::Page;
 
 use super::{CutNumbers, Ending, LOOK, Options, Told, ms};
-use crate::guest::{GuestError, Still};
+use crate::guest::{Guest, GuestError, Still};
 use crate::sender::Job;
 use crate::wire::{PAGES_MAX, Pages};
 
@@ -32,6 +33,27 @@ impl Drop for Stopping<'_> {
     }
 }
 
+/// Protects and copies to the beginning of `bytes` what need not wait for the pause; the pages, in order.
+pub(super) fn ahead(
+    guest: &Guest,
+    predictor: &mut Predictor,
+    options: &Options,
+    bytes: &mut Vec<u8>,
+) -> Result<Vec<Page>, GuestError> {
+    if !options.predicts {
+        return Ok(Vec::new());
+    }
+    let scanned = guest.glance()?;
+    if scanned.len() as u64 > options.buffer_pages {
+        return Ok(Vec::new());
+    }
+    let pages = predictor.ahead(&scanned);
+    guest.protect_running(&pages)?;
+    firn_fault::point("protect.ahead");
+    guest.copy_running(&pages, bytes)?;
+    Ok(pages.iter().collect())
+}
+
 /// What is done while the VM stands still.
 pub(super) struct Inside<'a> {
     pub(super) epoch: Epoch,
@@ -40,7 +62,9 @@ pub(super) struct Inside<'a> {
     pub(super) jobs: &'a Sender<Job>,
     pub(super) ending: &'a Ending,
     pub(super) told: &'a dyn Fn(Told),
+    /// Where copies go, behind those of this many pages that were copied ahead.
     pub(super) bytes: &'a mut Vec<u8>,
+    pub(super) ahead: usize,
     pub(super) numbers: CutNumbers,
 }
 
@@ -48,7 +72,7 @@ pub(super) struct Inside<'a> {
 pub(super) struct Found {
     /// What was to be copied.
     pub(super) plan: CutPlan,
-    /// The pages that `bytes` has.
+    /// The pages that were added to `bytes`.
     pub(super) pages: Vec<Page>,
     /// What was changed on each disk.
     pub(super) disks: Vec<Vec<Change>>,
@@ -85,6 +109,7 @@ impl Inside<'_> {
             protect_ms,
             copy_ms: ms(started.elapsed()),
             copied: plan.copy.len() as u64,
+            ahead: plan.ahead.len() as u64,
             written: plan.written.len() as u64,
             protected: plan.protect.len() as u64,
             ..self.numbers
@@ -94,14 +119,14 @@ impl Inside<'_> {
 
     fn copy(&mut self, still: &Still<'_>, pages: &PageSet) -> Result<Vec<Page>, GuestError> {
         let numbers: Vec<Page> = pages.iter().collect();
-        if numbers.len() as u64 <= self.options.buffer_pages {
-            still.copy(pages, self.bytes)?;
+        if (self.ahead + numbers.len()) as u64 <= self.options.buffer_pages {
+            still.copy(pages, self.ahead, self.bytes)?;
             return Ok(numbers);
         }
         let since = Instant::now();
         for some in numbers.chunks(PAGES_MAX) {
             let mut bytes = Vec::new();
-            still.copy(&some.iter().copied().collect(), &mut bytes)?;
+            still.copy(&some.iter().copied().collect(), 0, &mut bytes)?;
             self.hand_over(Pages { numbers: some.to_vec(), bytes }, since)?;
         }
         Ok(Vec::new())
@@ -109,7 +134,7 @@ impl Inside<'_> {
 
     /// Too large for the buffer: sent in parts, from within the pause.
     fn is_large(&self, plan: &CutPlan) -> bool {
-        plan.copy.len() as u64 > self.options.buffer_pages
+        (self.ahead + plan.copy.len()) as u64 > self.options.buffer_pages
     }
 
     /// The VM does not stand still for a backup that takes too long, nor for one that is to be released.

@@ -16,9 +16,10 @@
 //!
 //! **What is measured**: `downtime_ms.SYSTEM.INTERVAL`, the pause as its maker reports it. `lost_s.SYSTEM.INTERVAL`: by how much a
 //! checkpoint set the work back, in seconds: what was done in the window from its begin until three seconds after its end, against
-//! the quiet times of the same round of turns ([`work`]). `waited_s`: the same by processor time of the vCPUs (user time: what the kernel
-//! does for a page fault is no work of theirs), which tells less and more exactly: not that a vCPU runs more slowly, as when QEMU
-//! notes what it writes. `overhead.SYSTEM.INTERVAL`: how much longer one compiles with such a checkpoint in each interval, by what was
+//! the quiet times of the same round of turns ([`work`]). `waited_s`: the same by processor time of the vCPUs, which tells less and more
+//! exactly: not that a vCPU runs more slowly, as when QEMU notes what it writes. It is the sum of what they were in the kernel, for a page
+//! fault (`kernel_s`), waited for a processor that somebody else had (`delayed_s`), and stood still (`stood_s`), for the pause, for pages,
+//! or for want of work. `overhead.SYSTEM.INTERVAL`: how much longer one compiles with such a checkpoint in each interval, by what was
 //! lost. `none` counts the first half of an interval in which nothing happened as a window: how far the measures are to be
 //! believed. A checkpoint that takes longer than the interval stretches it.
 //!
@@ -58,6 +59,18 @@ const NONE_UNTIL_S: u64 = 30;
 /// What of the time after a checkpoint still belongs to it.
 const SETTLE: Duration = Duration::from_secs(3);
 
+/// What is measured of each turn.
+const FIELDS: [&str; 8] = [
+    "downtime_ms",
+    "lost_s",
+    "waited_s",
+    "kernel_s",
+    "delayed_s",
+    "stood_s",
+    "saved_s",
+    "overhead",
+];
+
 /// Who makes checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
@@ -92,18 +105,45 @@ impl System {
     }
 }
 
-/// How long the vCPUs have run, and when that was so.
-#[derive(Clone, Copy, Debug)]
+/// What the vCPUs did, on average, in seconds.
+#[derive(Clone, Copy, Debug, Default)]
 struct Ran {
-    at: Instant,
-    /// On average, in seconds.
-    user_s: f64,
+    seconds: f64,
+    kernel_s: f64,
+    delayed_s: f64,
+    stood_s: f64,
 }
 
 impl Ran {
-    /// Seconds that passed until then, and those that the vCPUs ran.
-    fn until(self, then: Self) -> (f64, f64) {
-        (then.at.saturating_duration_since(self.at).as_secs_f64(), then.user_s - self.user_s)
+    fn of(vcpus: &[Task], since: Instant) -> Result<Self> {
+        let mut all = Self { seconds: since.elapsed().as_secs_f64(), ..Self::default() };
+        let share = |nanoseconds: u64| nanoseconds as f64 / 1e9 / vcpus.len() as f64;
+        for vcpu in vcpus {
+            let (stat, times) = (vcpu.stat()?, vcpu.schedstat()?);
+            let ticks = (stat.utime + stat.stime).max(1) as f64;
+            all.kernel_s += share(times.sum_exec_runtime) * stat.stime as f64 / ticks;
+            all.delayed_s += share(times.run_delay);
+            all.stood_s -= share(times.sum_exec_runtime + times.run_delay);
+        }
+        all.stood_s += all.seconds;
+        Ok(all)
+    }
+
+    fn until(self, then: Self) -> Self {
+        then.plus(self, -1.0)
+    }
+
+    fn plus(self, other: Self, factor: f64) -> Self {
+        Self {
+            seconds: self.seconds + factor * other.seconds,
+            kernel_s: self.kernel_s + factor * other.kernel_s,
+            delayed_s: self.delayed_s + factor * other.delayed_s,
+            stood_s: self.stood_s + factor * other.stood_s,
+        }
+    }
+
+    fn waited_s(self) -> f64 {
+        self.kernel_s + self.delayed_s + self.stood_s
     }
 }
 
@@ -140,12 +180,14 @@ impl Turn {
         self.until - self.from
     }
 
-    /// By how much less the vCPUs ran in the window than in the quiet times of these turns, in seconds.
-    fn waited_s(&self, beside: &[&Self]) -> f64 {
-        let (seconds, ran) = self.ran[0].until(self.ran[1]);
+    /// By how much less the vCPUs ran in the window than in the quiet times of these turns, as seconds of such times.
+    fn waited(&self, beside: &[&Self]) -> Ran {
+        let window = self.ran[0].until(self.ran[1]);
         let quiet = beside.iter().map(|turn| turn.ran[1].until(turn.ran[2]));
-        let (quiet_s, quiet_ran) = quiet.fold((0.0, 0.0), |sum, it| (sum.0 + it.0, sum.1 + it.1));
-        seconds - ran * quiet_s / quiet_ran
+        let quiet = quiet.fold(Ran::default(), |sum, it| sum.plus(it, 1.0));
+        let more = window.plus(quiet, -window.seconds / quiet.seconds);
+        let work = 1.0 - quiet.waited_s() / quiet.seconds;
+        Ran::default().plus(more, 1.0 / work)
     }
 
     fn is_beside(&self, other: &Self) -> bool {
@@ -183,6 +225,7 @@ struct Guest<'a> {
     /// The experiment's own monitor connection.
     bare: Vm,
     vcpus: Vec<Task>,
+    since: Instant,
     turns: Vec<Turn>,
 }
 
@@ -207,7 +250,7 @@ impl<'a> Guest<'a> {
         let hypervisor = Process::new(i32::try_from(pid)?)?;
         let threads = bare.vcpus()?.into_iter().map(|vcpu| hypervisor.task_from_tid(vcpu.tid.0));
         let vcpus = threads.collect::<Result<_, _>>()?;
-        Ok(Self { lab, control, bare, vcpus, turns: Vec::new() })
+        Ok(Self { lab, control, bare, vcpus, since: Instant::now(), turns: Vec::new() })
     }
 
     fn turn(&mut self, system: System, interval_s: u64, round: usize) -> Result<()> {
@@ -239,10 +282,7 @@ impl<'a> Guest<'a> {
     }
 
     fn ran(&self) -> Result<Ran> {
-        let ticks = self.vcpus.iter().map(|vcpu| Ok(vcpu.stat()?.utime));
-        let ticks: u64 = ticks.sum::<Result<u64>>()?;
-        let user_s = ticks as f64 / procfs::ticks_per_second() as f64 / self.vcpus.len() as f64;
-        Ok(Ran { at: Instant::now(), user_s })
+        Ran::of(&self.vcpus, self.since)
     }
 
     fn is_at_work(&mut self) -> Result<()> {
@@ -307,11 +347,12 @@ fn tell(turns: &[Turn], log: &str, report: &mut Report) -> Result<()> {
         let beside: Vec<&Turn> = turns.iter().filter(|it| it.is_beside(turn)).collect();
         let quiet: Vec<Span> = beside.iter().map(|turn| turn.quiet()).collect();
         let lost_s = work.lost_in(turn.window(), &quiet);
-        let waited_s = turn.waited_s(&beside);
+        let waited = turn.waited(&beside);
         let overhead = lost_s / (turn.seconds() - lost_s);
         report.repetition(json!({ "system": turn.system.name(), "interval_s": turn.interval_s,
             "round": turn.round, "downtime_ms": turn.downtime_ms, "saved_s": turn.saved - turn.from,
-            "turn_s": turn.seconds(), "lost_s": lost_s, "waited_s": waited_s, "overhead": overhead }));
+            "turn_s": turn.seconds(), "lost_s": lost_s, "waited_s": waited.waited_s(), "kernel_s": waited.kernel_s,
+            "delayed_s": waited.delayed_s, "stood_s": waited.stood_s, "overhead": overhead }));
     }
     report.file("compiled.log", log);
     Ok(())
@@ -325,7 +366,7 @@ fn measured(report: &Report, system: System, interval_s: u64, field: &str) -> Ve
 fn figures(intervals: &[u64], report: &mut Report) {
     for system in System::ALL {
         for &interval_s in intervals {
-            for field in ["downtime_ms", "lost_s", "waited_s", "saved_s", "overhead"] {
+            for field in FIELDS {
                 let values = measured(report, system, interval_s, field);
                 let key = format!("{field}.{}.{interval_s}s", system.name());
                 interval_of_median(&key, &values, report);
@@ -369,14 +410,16 @@ mod tests {
 
     fn turn(system: System, from: f64, saved: f64) -> Turn {
         let downtime_ms = (system != System::None).then_some(2.0);
-        let (until, began) = (from + 10.0, Instant::now());
-        // Three quarters of the time, but a second less in the window.
+        let until = from + 10.0;
+        // At work three quarters of the time, but a second less in the window.
         let ran = |seconds, less| Ran {
-            at: began + Duration::from_secs(seconds),
-            user_s: 0.75 * seconds as f64 - less,
+            seconds,
+            kernel_s: 0.05 * seconds,
+            delayed_s: 0.1 * seconds + less,
+            stood_s: 0.1 * seconds,
         };
         let less = if system == System::None { 0.0 } else { 0.75 };
-        let ran = [ran(0, 0.0), ran(5, less), ran(10, less)];
+        let ran = [ran(0.0, 0.0), ran(5.0, less), ran(10.0, less)];
         Turn { system, interval_s: 10, round: 0, downtime_ms, from, saved, until, ran }
     }
 
@@ -397,6 +440,8 @@ mod tests {
         assert_eq!(percent("overhead.firn.10s"), Some(25.0));
         assert_eq!(percent("overhead.none.10s"), Some(0.0));
         assert_eq!(percent("waited_s.firn.10s"), Some(100.0));
+        assert_eq!(percent("delayed_s.firn.10s"), Some(100.0));
+        assert_eq!(percent("stood_s.firn.10s"), Some(0.0));
         assert_eq!(percent("waited_s.none.10s"), Some(0.0));
         assert_eq!(report.value("downtime_ms.firn.10s"), Some(2.0));
         assert_eq!(report.value("downtime_ms.none.10s"), None);
