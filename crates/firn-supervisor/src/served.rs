@@ -202,7 +202,7 @@ fn size(plan: &DiskPlan, file: &Path) -> Result<u64, Failure> {
 fn virtual_size(file: &Path) -> std::io::Result<u64> {
     let mut head = [0; 32];
     File::open(file)?.read_exact(&mut head)?;
-    let [size @ ..] = *head[24..].first_chunk::<8>().unwrap_or(&[0; 8]);
+    let size = *head[24..].first_chunk::<8>().unwrap_or(&[0; 8]);
     match head.starts_with(b"QFI\xfb") {
         true => Ok(u64::from_be_bytes(size)),
         false => Err(std::io::Error::other(format!("{} is no qcow2 file", file.display()))),

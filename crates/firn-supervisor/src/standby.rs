@@ -146,9 +146,9 @@ pub(crate) struct Here<'a> {
 impl Here<'_> {
     /// The VM's command line here. A disk's file is new, and named after the VM unless it is said where it is to be.
     fn command(&self, place: &Place<'_>, args: &[String]) -> Result<Vec<String>, CommandLineError> {
-        let uplinks = self.uplinks.iter();
-        let args = uplinks.fold(Ok(args.to_vec()), |args, (id, path)| {
-            command_line::with_uplink(&args?, id, path)
+        let mut uplinks = self.uplinks.iter();
+        let args = uplinks.try_fold(args.to_vec(), |args, (id, path)| {
+            command_line::with_uplink(&args, id, path)
         })?;
         let mut disks = self.disks.clone();
         for disk in command_line::plan(&args)?.disks() {
