@@ -57,6 +57,10 @@ pub struct Log {
     pub changes: Vec<Change>,
 }
 
+/// How far a log goes beyond its bound while the VM is being stopped, in bytes. Without an end, a VM that is stopped again and again to
+/// be slowed would fill all memory.
+const OVER_MAX: usize = 512 << 20;
+
 /// A step of the copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
@@ -124,12 +128,15 @@ impl Primary {
         }
     }
 
-    /// Something has changed.
+    /// Something has changed. A log that is far beyond its bound, because nobody cuts, is given up: the next cut is an error.
     pub fn note(&mut self, change: Change) {
         let Some(protected) = &mut self.protected else { return };
         if let Some(change) = change.before(protected.copied) {
             protected.cost += change.cost();
             protected.log.push(change);
+        }
+        if protected.cost > protected.bound.saturating_add(OVER_MAX) {
+            self.protected = None;
         }
     }
 
@@ -249,6 +256,17 @@ mod tests {
         primary.note(Change::Write { at: 0, bytes: vec![1; 100] });
         assert!(!primary.has_room(), "draining ends with the epoch");
         primary.release();
+        assert!(primary.has_room());
+    }
+
+    #[test]
+    fn a_log_that_nobody_cuts_is_given_up() {
+        let mut primary = seeded(100);
+        primary.set_draining(true);
+        primary.note(Change::Write { at: 0, bytes: vec![0; OVER_MAX] });
+        assert!(primary.bytes().0 >= OVER_MAX);
+        primary.note(Change::Write { at: 0, bytes: vec![0; 100] });
+        assert_eq!(primary.cut(), Err(PrimaryError::Unprotected));
         assert!(primary.has_room());
     }
 }

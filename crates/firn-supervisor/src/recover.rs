@@ -1,6 +1,6 @@
 //! Putting right what a dead supervisor left: the deeds that [`crate::recovery`] decides on.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -102,9 +102,12 @@ impl Recoverer<'_> {
             hypervisor.kill().doing("ending a QEMU that was only starting")?;
         }
         let journal = self.journal.read();
-        // One that was only being attached to has what it needs.
-        if !matches!(journal.phase, Phase::Starting { launching: None }) {
-            disks::discard(&journal);
+        match journal.phase {
+            // One that was only being attached to has what it needs.
+            Phase::Starting { launching: None } => {}
+            // Its memory is gone, but the disks may be all that is left of its primary.
+            Phase::Standby { .. } => kept(&journal.overlays),
+            _ => disks::discard(&journal),
         }
         self.vm.remove().doing("removing what was left of the VM")?;
         Ok(None)
@@ -298,5 +301,11 @@ fn resume(machine: &Machine, cont: bool) -> Result<(), Failure> {
 fn remove_unfinished(image: &Path) {
     if let Err(error) = firn_image::remove_partial(image) {
         tracing::warn!("{}", Failure::from_error(FailureKind::Other, &error));
+    }
+}
+/// Says which disks of a standby stay when its memory is gone.
+fn kept(files: &[PathBuf]) {
+    for file in files {
+        tracing::warn!("the standby's memory is lost; its disk stays: {}", file.display());
     }
 }

@@ -318,7 +318,12 @@ impl Work {
         write_aux(&mut vm, &process, &aux)?;
         firn_fault::point("failover.loaded");
         let enter = |phase| journal.update(|it| it.phase = phase).doing("writing the journal");
-        enter(Phase::Standby { started: true })?;
+        // From here on its disks are the VM's own, and nothing that may be discarded.
+        let own = |journal: &mut Journal| {
+            journal.phase = Phase::Standby { started: true };
+            journal.overlays.clear();
+        };
+        journal.update(own).doing("writing the journal")?;
         firn_fault::point("failover.started");
         network.plug();
         vm.cont().doing("letting the VM run")?;
