@@ -88,8 +88,8 @@ fn a_vm_that_is_lost_goes_on_with_the_disks_that_its_memory_knows() {
     let elsewhere: PathBuf = session.path("elsewhere.raw");
     let disk = format!("d0={}", text(&elsewhere));
     protected(&vm, "web", "twin", &["--disk", &disk]);
+    // Who is asked from here on is the standby: its QEMU has taken the name of the socket.
     eventually("epochs", PATIENCE, || committed_of(&vm, "twin") >= 20);
-    disks_are_well(&vm);
     lose(&vm, "web", "twin");
     session.firn(&["failover", "twin"]).succeeds();
     disks_are_well(&vm);
