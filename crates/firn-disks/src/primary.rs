@@ -261,11 +261,13 @@ mod tests {
 
     #[test]
     fn a_log_that_nobody_cuts_is_given_up() {
-        let mut primary = seeded(100);
+        let mut primary = Primary::new(1 << 40);
+        primary.protect(100);
+        assert!(primary.step(None, 10).unwrap().is_whole);
         primary.set_draining(true);
-        primary.note(Change::Write { at: 0, bytes: vec![0; OVER_MAX] });
-        assert!(primary.bytes().0 >= OVER_MAX);
-        primary.note(Change::Write { at: 0, bytes: vec![0; 100] });
+        primary.note(Change::Write { at: 0, bytes: vec![0; OVER_MAX - 1000] });
+        assert!(primary.bytes().0 > OVER_MAX - 1000);
+        primary.note(Change::Write { at: 0, bytes: vec![0; 2000] });
         assert_eq!(primary.cut(), Err(PrimaryError::Unprotected));
         assert!(primary.has_room());
     }
