@@ -21,14 +21,14 @@ demo: setup build guest
 demo-app: setup build
 	./target/release/firn-lab demo-app
 
-# Unit tests, and end-to-end tests on real VMs. TESTS="NAME..." runs only these. Those of firn-membership wait for leases and
-# elections most of the time, so that more of them run at once.
+# Unit tests, and end-to-end tests on real VMs. TESTS="NAME..." runs only these. Those of agreement wait for leases and elections
+# most of the time, so that more of them run at once.
 test: setup guest
 	@# QEMU loads the one, memcached the other: no test is linked with them.
 	$(CARGO) build --release -p firn-stores -p firn-app-c
 	status=0; \
-	$(CARGO) test --release --workspace --no-fail-fast --exclude firn-membership $(ONLY) || status=1; \
-	RUST_TEST_THREADS=6 $(CARGO) test --release -p firn-membership --no-fail-fast $(ONLY) || status=1; \
+	$(CARGO) test --release --workspace --no-fail-fast $(ONLY) || status=1; \
+	RUST_TEST_THREADS=6 $(CARGO) test --release --workspace --test agreement $(ONLY) || status=1; \
 	exit $$status
 
 # The end-to-end tests under KVM on an older kernel and on a newer one, in a machine that QEMU emulates, and with QEMU 10.
