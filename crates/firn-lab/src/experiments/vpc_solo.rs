@@ -1,9 +1,9 @@
 //! `vpc-solo`: how long a VM stands still for each epoch, with prediction, without, and as others do it.
 //!
 //! Reproduces Table I of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", V.B): a VM of 512
-//! MB, idle, computing, and serving pages. nginx takes the place of Apache, and `sha` (threads that hash and write pages of 16 MiB
-//! each) that of NPB-EP. `writers` is none of the paper's: pages written at random in a memory much larger than what one interval
-//! writes, where there is nothing to predict.
+//! MB, idle, computing (EP of the NAS Parallel Benchmarks, on each vCPU), and serving pages. nginx takes the place of Apache.
+//! `writers` is none of the paper's: pages written at random in a memory much larger than what one interval writes, where there is
+//! nothing to predict.
 //!
 //! **What varies**, at the same interval between cuts:
 //!
@@ -51,7 +51,6 @@ use firn_vmm::Vm;
 use serde_json::{Value, json};
 
 use crate::experiments::pauses::percentiles;
-use crate::experiments::synthetic::words;
 use crate::guest::{Control, GuestImage, HostForward, QemuArgs, accel, free_tcp_port};
 use crate::lab::{Lab, interleaved};
 use crate::prober::GuestClock;
@@ -106,29 +105,32 @@ impl System {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Workload {
     Idle,
-    Sha,
+    Ep,
     Writers,
     Nginx,
 }
 
 impl Workload {
-    const ALL: [Self; 4] = [Self::Idle, Self::Sha, Self::Writers, Self::Nginx];
+    const ALL: [Self; 4] = [Self::Idle, Self::Ep, Self::Writers, Self::Nginx];
 
     fn name(self) -> &'static str {
         match self {
             Self::Idle => "idle",
-            Self::Sha => "sha",
+            Self::Ep => "ep",
             Self::Writers => "writers",
             Self::Nginx => "nginx",
         }
     }
 
+    /// For a shell.
     fn command(self) -> Option<&'static str> {
         match self {
             Self::Idle | Self::Nginx => None,
-            Self::Sha => Some("firn-guest sha --threads 2 --mib 16 --rounds 1000000000000"),
+            Self::Ep => Some(
+                "for process in 1 2; do (while firn-guest npb ep --class A; do :; done) & done; wait",
+            ),
             Self::Writers => Some(
-                "firn-guest writers --mib 128 --rate 1000 --compresses-to 10 --light --no-check --order random",
+                "exec firn-guest writers --mib 128 --rate 1000 --compresses-to 10 --light --no-check --order random",
             ),
         }
     }
@@ -182,7 +184,8 @@ impl<'a> Guest<'a> {
             "renice -n -20 -p $$ >/dev/null; exec firn-guest heartbeat --rate {BEATS_PER_S} --work-mib 0"
         );
         control.spawn("beats", &["sh", "-c", &heartbeat])?;
-        workload.command().map_or(Ok(()), |command| control.spawn("work", &words(command)))?;
+        let work = |command| control.spawn("work", &["sh", "-c", command]);
+        workload.command().map_or(Ok(()), work)?;
         let load = server.map(|address| serve(address, lab.extent.seed)).transpose()?;
         let pid = lab.firn().status(name)?["pid"].as_i64().context("no process")?;
         thread::sleep(4 * SETTLE);

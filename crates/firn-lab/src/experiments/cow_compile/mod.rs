@@ -4,28 +4,39 @@
 //! compiles, and is checkpointed every 10, 30, 60 or 120 seconds. They compile a Linux kernel; here it is zlib with gcc, file by
 //! file, over and over, a worker on each of two vCPUs.
 //!
-//! **What varies**: the interval, and who makes the checkpoints: Firn's default (`firn`), which notes what a restore brings in first;
-//! its copy-on-write without that (`firn-cow`) and its rounds (`firn-pre-copy`); or QEMU's live migration into a file (`qemu-file`),
-//! which is the pre-copy of the paper. **What is held equal**: the guest and its work,
-//! which goes on all the time; the disk that images go to. Systems take turns, one interval each, in an order that changes:
+//! **What varies**: the interval, and who makes the checkpoints. `firn`: as `firn checkpoint --every` does, each of what changed since
+//! the one before. All others save everything each time: Firn's default for a single checkpoint (`firn-full`), which notes what a
+//! restore brings in first; its copy-on-write without that (`firn-cow`); its rounds (`firn-pre-copy`); QEMU's live migration into a file
+//! (`qemu-file`), which is the pre-copy of the paper. **What is held equal**: the guest and its work,
+//! which goes on all the time; the disk that images go to. Systems take turns, one interval each (`firn` two, of which the first is
+//! for the checkpoint that the measured one builds on), in an order that changes:
 //!
 //! ```text
-//!   none             firn             firn-cow         firn-pre-copy    qemu-file ...
+//!   none             firn-full        firn-cow         firn-pre-copy    qemu-file ...
 //!   |-------|________|####___|________|###___|_________|##___|__________|####      # checkpoint    _ after it: window, then quiet
 //! ```
 //!
-//! **What is measured**: `downtime_ms.SYSTEM.INTERVAL`, the pause as its maker reports it. `lost_s.SYSTEM.INTERVAL`: by how much a
-//! checkpoint set the work back, in seconds: what was done in the window from its begin until three seconds after its end, against
-//! the quiet times of the same round of turns ([`work`]). `waited_s`: the same by processor time of the vCPUs, which tells less and more
-//! exactly: not that a vCPU runs more slowly, as when QEMU notes what it writes. It is the sum of what they were in the kernel, for a page
-//! fault (`kernel_s`), waited for a processor that somebody else had (`delayed_s`), and stood still (`stood_s`), for the pause, for pages,
-//! or for want of work. `overhead.SYSTEM.INTERVAL`: how much longer one compiles with such a checkpoint in each interval, by what was
-//! lost. `none` counts the first half of an interval in which nothing happened as a window: how far the measures are to be
+//! **What is measured**: `downtime_ms.SYSTEM.INTERVAL`, the pause as its maker reports it. What a checkpoint took of the guest in the
+//! window from its begin until three seconds after its end, against the quiet times of the same round of turns, in seconds:
+//!
+//! - `cost_s`: what the vCPUs were in the kernel for page faults (`kernel_s`), stood still, for the pause and for pages (`stood_s`), and
+//!   what the supervisor or the hypervisor's other threads used of the processors (`saver_s`). All are of each vCPU. That the saver's
+//!   time is the guest's loss is so where vCPUs keep all processors busy, as here; on a larger host it is less. For
+//!   `firn` a sixth of what it takes to make an image whole is part of it, which `--keep 20` does for one checkpoint of six
+//!   (`whole_s`, by the processor time of `firn image merge`). `cost`: by how much longer one compiles for that with such a checkpoint in
+//!   each interval.
+//! - `waited_s`: `kernel_s`, `stood_s`, and for how long others had the vCPUs' processors (`delayed_s`): measured at the guest alone, so all
+//!   others on the host are in it.
+//! - `lost_s`: by how much the work was set back ([`work`]), which has everything in it; `overhead` by that. A vCPU
+//!   runs more slowly, for example, while QEMU notes what it writes.
+//!
+//! `none` counts the first half of an interval in which nothing happened as a window: how far the measures are to be
 //! believed. A checkpoint that takes longer than the interval stretches it.
 //!
 //! Whole compilations, one with and one without checkpoints, would have to be compared for hours: on a shared machine two of the same
 //! kind differ by more than a checkpoint a minute costs.
 
+mod ran;
 mod work;
 
 use std::path::Path;
@@ -34,9 +45,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use firn_report::plot::BarPlot;
 use firn_vmm::Vm;
-use procfs::process::{Process, Task};
 use serde_json::{Value, json};
 
+use self::ran::{Ran, Threads, children_seconds};
 use self::work::{Span, Work};
 use crate::firn::SaveArgs;
 use crate::guest::{Control, GuestImage, JobState, QemuArgs, accel};
@@ -47,48 +58,62 @@ use crate::stats::Sample;
 
 const VM: &str = "compile";
 const JOB: &str = "compile";
+/// Images of a series: what the next one builds on, that one, and what it becomes when its parent goes.
+const BASE: &str = "base.image";
+const NEXT: &str = "next.image";
+const WHOLE: &str = "whole.image";
 const MIB: u32 = 512;
 const BOOT: Duration = Duration::from_secs(300);
 /// How long the guest compiles before anything is measured: its programs are in its page cache then.
 const WARM: Duration = Duration::from_secs(25);
 /// Rounds of turns at each interval (in seconds), in quick and in full runs.
 const QUICK: &[(u64, usize)] = &[(10, 2)];
-const FULL: &[(u64, usize)] = &[(10, 12), (30, 6), (60, 4), (120, 3)];
-/// Up to this interval, in seconds, there are turns of none: later ones have enough quiet time after their checkpoints.
-const NONE_UNTIL_S: u64 = 30;
+const FULL: &[(u64, usize)] = &[(10, 8), (30, 4), (60, 3), (120, 3)];
+/// Up to this interval, in seconds, there are turns of none and of `firn-full`: later ones have enough quiet time after their checkpoints.
+const ALL_UNTIL_S: u64 = 30;
+/// Of how many checkpoints in a series one is made whole (`firn checkpoint --keep 20`).
+const WHOLE_EVERY: f64 = 6.0;
 /// What of the time after a checkpoint still belongs to it.
 const SETTLE: Duration = Duration::from_secs(3);
 
 /// What is measured of each turn.
-const FIELDS: [&str; 8] = [
+const FIELDS: [&str; 12] = [
     "downtime_ms",
-    "lost_s",
-    "waited_s",
+    "cost",
+    "cost_s",
     "kernel_s",
-    "delayed_s",
     "stood_s",
-    "saved_s",
+    "saver_s",
+    "whole_s",
+    "waited_s",
+    "delayed_s",
+    "lost_s",
     "overhead",
+    "saved_s",
 ];
 
 /// Who makes checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
     None,
-    Firn,
-    FirnCow,
-    FirnPreCopy,
     QemuFile,
+    FirnPreCopy,
+    Firn,
+    FirnFull,
+    FirnCow,
 }
 
 impl System {
-    const ALL: [Self; 5] =
-        [Self::None, Self::Firn, Self::FirnCow, Self::FirnPreCopy, Self::QemuFile];
+    /// Writes are followed on after the third and the fourth, which costs the guest a little: who comes after them needs that, or
+    /// ends it.
+    const ALL: [Self; 6] =
+        [Self::None, Self::QemuFile, Self::FirnPreCopy, Self::Firn, Self::FirnFull, Self::FirnCow];
 
     fn name(self) -> &'static str {
         match self {
             Self::None => "none",
             Self::Firn => "firn",
+            Self::FirnFull => "firn-full",
             Self::FirnCow => "firn-cow",
             Self::FirnPreCopy => "firn-pre-copy",
             Self::QemuFile => Way::File.name(),
@@ -97,53 +122,12 @@ impl System {
 
     /// Those that have a turn in a round.
     fn of_round(round: usize, interval_s: u64) -> Vec<Self> {
-        let has_turn = |system: &Self| *system != Self::None || interval_s <= NONE_UNTIL_S;
+        let is_always = |system: &Self| !matches!(system, Self::None | Self::FirnFull);
+        let has_turn = |system: &Self| is_always(system) || interval_s <= ALL_UNTIL_S;
         let mut systems: Vec<Self> = Self::ALL.into_iter().filter(has_turn).collect();
         let first = round % systems.len();
         systems.rotate_left(first);
         systems
-    }
-}
-
-/// What the vCPUs did, on average, in seconds.
-#[derive(Clone, Copy, Debug, Default)]
-struct Ran {
-    seconds: f64,
-    kernel_s: f64,
-    delayed_s: f64,
-    stood_s: f64,
-}
-
-impl Ran {
-    fn of(vcpus: &[Task], since: Instant) -> Result<Self> {
-        let mut all = Self { seconds: since.elapsed().as_secs_f64(), ..Self::default() };
-        let share = |nanoseconds: u64| nanoseconds as f64 / 1e9 / vcpus.len() as f64;
-        for vcpu in vcpus {
-            let (stat, times) = (vcpu.stat()?, vcpu.schedstat()?);
-            let ticks = (stat.utime + stat.stime).max(1) as f64;
-            all.kernel_s += share(times.sum_exec_runtime) * stat.stime as f64 / ticks;
-            all.delayed_s += share(times.run_delay);
-            all.stood_s -= share(times.sum_exec_runtime + times.run_delay);
-        }
-        all.stood_s += all.seconds;
-        Ok(all)
-    }
-
-    fn until(self, then: Self) -> Self {
-        then.plus(self, -1.0)
-    }
-
-    fn plus(self, other: Self, factor: f64) -> Self {
-        Self {
-            seconds: self.seconds + factor * other.seconds,
-            kernel_s: self.kernel_s + factor * other.kernel_s,
-            delayed_s: self.delayed_s + factor * other.delayed_s,
-            stood_s: self.stood_s + factor * other.stood_s,
-        }
-    }
-
-    fn waited_s(self) -> f64 {
-        self.kernel_s + self.delayed_s + self.stood_s
     }
 }
 
@@ -154,6 +138,8 @@ struct Turn {
     interval_s: u64,
     round: usize,
     downtime_ms: Option<f64>,
+    /// What making an image whole takes, for each vCPU, if that is done at all.
+    whole_s: Option<f64>,
     /// By the guest's clock.
     from: f64,
     saved: f64,
@@ -178,6 +164,10 @@ impl Turn {
 
     fn seconds(&self) -> f64 {
         self.until - self.from
+    }
+
+    fn cost_s(&self, beside: &[&Self]) -> f64 {
+        self.waited(beside).cost_s() + self.whole_s.unwrap_or_default() / WHOLE_EVERY
     }
 
     /// By how much less the vCPUs ran in the window than in the quiet times of these turns, as seconds of such times.
@@ -224,8 +214,7 @@ struct Guest<'a> {
     control: Control,
     /// The experiment's own monitor connection.
     bare: Vm,
-    vcpus: Vec<Task>,
-    since: Instant,
+    threads: Threads,
     turns: Vec<Turn>,
 }
 
@@ -246,31 +235,46 @@ impl<'a> Guest<'a> {
         control.spawn(JOB, &["bash", "-c", SCRIPT])?;
         std::thread::sleep(WARM);
         let mut bare = Vm::connect(&monitor)?;
-        let pid = lab.firn().status(VM)?["pid"].as_i64().context("the VM has no process")?;
-        let hypervisor = Process::new(i32::try_from(pid)?)?;
-        let threads = bare.vcpus()?.into_iter().map(|vcpu| hypervisor.task_from_tid(vcpu.tid.0));
-        let vcpus = threads.collect::<Result<_, _>>()?;
-        Ok(Self { lab, control, bare, vcpus, since: Instant::now(), turns: Vec::new() })
+        let status = lab.firn().status(VM)?;
+        let pid = |of: &str| status[of].as_i64().with_context(|| format!("no {of}"));
+        let (hypervisor, supervisor) = (pid("pid")?, pid("supervisor_pid")?);
+        let threads =
+            Threads::of(&mut bare, i32::try_from(hypervisor)?, i32::try_from(supervisor)?)?;
+        Ok(Self { lab, control, bare, threads, turns: Vec::new() })
     }
 
     fn turn(&mut self, system: System, interval_s: u64, round: usize) -> Result<()> {
-        let (began, from, before) = (Instant::now(), self.now()?, self.ran()?);
-        let name = system.name();
-        let downtime_ms = self
-            .save(system)
-            .with_context(|| format!("{name}, each {interval_s} s, round {round}"))?;
-        let saved = self.now()?;
         let interval = Duration::from_secs(interval_s);
+        let (name, begun) = (system.name(), Instant::now());
+        let failed = || format!("{name}, each {interval_s} s, round {round}");
+        if system == System::Firn {
+            self.begin_series().with_context(failed)?;
+            std::thread::sleep(interval.saturating_sub(begun.elapsed()));
+        }
+        let (began, from, before) = (Instant::now(), self.now()?, self.threads.ran()?);
+        let downtime_ms = self.save(system).with_context(failed)?;
+        let saved = self.now()?;
         let left = || interval.saturating_sub(began.elapsed());
         let settle = if system == System::None { interval / 2 } else { SETTLE };
         std::thread::sleep(settle.min(left()));
-        let window = self.ran()?;
+        let window = self.threads.ran()?;
         std::thread::sleep(left());
-        let (until, ran) = (self.now()?, [before, window, self.ran()?]);
+        let (until, ran) = (self.now()?, [before, window, self.threads.ran()?]);
         let pause = downtime_ms.unwrap_or(f64::NAN);
         let took = saved - from;
         self.lab.say(&format!("{interval_s} s: {name} in {took:.1} s, pause {pause:.1} ms"));
-        self.turns.push(Turn { system, interval_s, round, downtime_ms, from, saved, until, ran });
+        let whole_s = (system == System::Firn).then(|| self.make_whole()).transpose()?;
+        self.turns.push(Turn {
+            system,
+            interval_s,
+            round,
+            downtime_ms,
+            whole_s,
+            from,
+            saved,
+            until,
+            ran,
+        });
         self.is_at_work()
     }
 
@@ -279,10 +283,6 @@ impl<'a> Guest<'a> {
         let said = self.control.run(&["cat", "/proc/uptime"])?;
         let seconds = said.split(' ').next().and_then(|word| word.parse().ok());
         seconds.with_context(|| format!("{said:?} is no time of a guest"))
-    }
-
-    fn ran(&self) -> Result<Ran> {
-        Ran::of(&self.vcpus, self.since)
     }
 
     fn is_at_work(&mut self) -> Result<()> {
@@ -297,13 +297,33 @@ impl<'a> Guest<'a> {
         let strategy = |name| SaveArgs::default().with("--strategy", name);
         match system {
             System::None => Ok(None),
-            System::Firn => self.checkpoint(&file, &SaveArgs::default()).map(Some),
+            System::Firn => {
+                let on = SaveArgs::default().with("--parent", self.lab.file(BASE));
+                self.checkpoint(&self.lab.file(NEXT), &on).map(Some)
+            }
+            System::FirnFull => self.checkpoint(&file, &SaveArgs::default()).map(Some),
             System::FirnCow => self.checkpoint(&file, &strategy("cow")).map(Some),
             System::FirnPreCopy => self.checkpoint(&file, &strategy("pre-copy")).map(Some),
             System::QemuFile => {
                 Ok(Some(peer::save(self.bare.qmp(), Way::File, &file)?.downtime_ms))
             }
         }
+    }
+
+    /// The checkpoint that the next one builds on.
+    fn begin_series(&self) -> Result<()> {
+        let rounds = SaveArgs::default().with("--strategy", "pre-copy");
+        self.checkpoint(&self.lab.file(BASE), &rounds).map(drop)
+    }
+
+    /// Makes the newest of the series whole. Gives the processor time of that, for each vCPU.
+    fn make_whole(&self) -> Result<f64> {
+        let before = children_seconds()?;
+        let next = self.lab.file(NEXT);
+        self.lab
+            .firn()
+            .image("merge", &[next.as_os_str(), "-o".as_ref(), self.lab.file(WHOLE).as_os_str()])?;
+        Ok((children_seconds()? - before) / self.threads.vcpus() as f64)
     }
 
     fn checkpoint(&self, file: &Path, how: &SaveArgs) -> Result<f64> {
@@ -348,11 +368,14 @@ fn tell(turns: &[Turn], log: &str, report: &mut Report) -> Result<()> {
         let quiet: Vec<Span> = beside.iter().map(|turn| turn.quiet()).collect();
         let lost_s = work.lost_in(turn.window(), &quiet);
         let waited = turn.waited(&beside);
-        let overhead = lost_s / (turn.seconds() - lost_s);
+        let cost_s = turn.cost_s(&beside);
+        let longer = |by_s: f64| by_s / (turn.seconds() - by_s);
         report.repetition(json!({ "system": turn.system.name(), "interval_s": turn.interval_s,
             "round": turn.round, "downtime_ms": turn.downtime_ms, "saved_s": turn.saved - turn.from,
-            "turn_s": turn.seconds(), "lost_s": lost_s, "waited_s": waited.waited_s(), "kernel_s": waited.kernel_s,
-            "delayed_s": waited.delayed_s, "stood_s": waited.stood_s, "overhead": overhead }));
+            "turn_s": turn.seconds(), "lost_s": lost_s, "overhead": longer(lost_s),
+            "waited_s": waited.waited_s(), "delayed_s": waited.delayed_s, "kernel_s": waited.kernel_s,
+            "stood_s": waited.stood_s, "saver_s": waited.saver_s, "whole_s": turn.whole_s,
+            "cost_s": cost_s, "cost": longer(cost_s) }));
     }
     report.file("compiled.log", log);
     Ok(())
@@ -389,9 +412,9 @@ fn interval_of_median(key: &str, values: &[f64], report: &mut Report) {
 }
 
 fn drawing(intervals: &[u64], report: &Report) -> Result<String> {
-    let overhead = |system: System| {
+    let cost = |system: System| {
         let value = |interval_s: &u64| {
-            report.value(&format!("overhead.{}.{interval_s}s", system.name())).unwrap_or(0.0)
+            report.value(&format!("cost.{}.{interval_s}s", system.name())).unwrap_or(0.0)
         };
         (system.name().to_owned(), intervals.iter().map(|it| 100.0 * value(it)).collect())
     };
@@ -399,7 +422,7 @@ fn drawing(intervals: &[u64], report: &Report) -> Result<String> {
         title: "How much longer a guest compiles, by the interval between checkpoints".into(),
         y: "percent".into(),
         groups: intervals.iter().map(|interval_s| format!("{interval_s} s")).collect(),
-        series: System::ALL[1..].iter().map(|system| overhead(*system)).collect(),
+        series: System::ALL[1..].iter().map(|system| cost(*system)).collect(),
     };
     plot.svg().context("the figure")
 }
@@ -417,10 +440,12 @@ mod tests {
             kernel_s: 0.05 * seconds,
             delayed_s: 0.1 * seconds + less,
             stood_s: 0.1 * seconds,
+            saver_s: 0.01 * seconds + less,
         };
         let less = if system == System::None { 0.0 } else { 0.75 };
         let ran = [ran(0.0, 0.0), ran(5.0, less), ran(10.0, less)];
-        Turn { system, interval_s: 10, round: 0, downtime_ms, from, saved, until, ran }
+        let whole_s = (system == System::Firn).then_some(0.6);
+        Turn { system, interval_s: 10, round: 0, downtime_ms, whole_s, from, saved, until, ran }
     }
 
     /// Two workers, a second for each file but between 10 and 12, when none gets on.
@@ -442,7 +467,15 @@ mod tests {
         assert_eq!(percent("waited_s.firn.10s"), Some(100.0));
         assert_eq!(percent("delayed_s.firn.10s"), Some(100.0));
         assert_eq!(percent("stood_s.firn.10s"), Some(0.0));
+        assert_eq!(percent("saver_s.firn.10s"), Some(100.0));
+        assert_eq!(
+            percent("cost_s.firn.10s"),
+            Some(110.0),
+            "with a sixth of what makes an image whole"
+        );
+        assert_eq!(percent("cost.firn.10s"), Some(12.0));
         assert_eq!(percent("waited_s.none.10s"), Some(0.0));
+        assert_eq!(percent("cost_s.none.10s"), Some(0.0));
         assert_eq!(report.value("downtime_ms.firn.10s"), Some(2.0));
         assert_eq!(report.value("downtime_ms.none.10s"), None);
     }
@@ -450,8 +483,8 @@ mod tests {
     #[test]
     fn each_system_comes_first_in_its_turn() {
         assert_eq!(System::of_round(0, 10), System::ALL);
-        assert_eq!(System::of_round(6, 10)[0], System::Firn);
-        let late = [System::FirnCow, System::FirnPreCopy, System::QemuFile, System::Firn];
+        assert_eq!(System::of_round(9, 10)[0], System::Firn);
+        let late = [System::FirnPreCopy, System::Firn, System::FirnCow, System::QemuFile];
         assert_eq!(System::of_round(1, 60), late);
     }
 }

@@ -1,0 +1,101 @@
+//! What processors did for a guest, and for who saves it.
+
+use std::time::Instant;
+
+use anyhow::{Context as _, Result};
+use firn_vmm::Vm;
+use procfs::process::{Process, Task};
+
+/// Whose processor time is looked at.
+pub(super) struct Threads {
+    vcpus: Vec<Task>,
+    hypervisor: Process,
+    supervisor: Process,
+    since: Instant,
+}
+
+impl Threads {
+    pub(super) fn of(vm: &mut Vm, hypervisor: i32, supervisor: i32) -> Result<Self> {
+        let (hypervisor, supervisor) = (Process::new(hypervisor)?, Process::new(supervisor)?);
+        let threads = vm.vcpus()?.into_iter().map(|vcpu| hypervisor.task_from_tid(vcpu.tid.0));
+        let vcpus = threads.collect::<Result<Vec<_>, _>>()?;
+        vcpus.first().context("a VM without vCPUs")?;
+        Ok(Self { vcpus, hypervisor, supervisor, since: Instant::now() })
+    }
+
+    /// How many vCPUs there are.
+    pub(super) fn vcpus(&self) -> usize {
+        self.vcpus.len()
+    }
+
+    /// Until now.
+    pub(super) fn ran(&self) -> Result<Ran> {
+        let mut all = Ran { seconds: self.since.elapsed().as_secs_f64(), ..Ran::default() };
+        let share = |nanoseconds: u64| nanoseconds as f64 / 1e9 / self.vcpus.len() as f64;
+        for vcpu in &self.vcpus {
+            let (stat, times) = (vcpu.stat()?, vcpu.schedstat()?);
+            let ticks = (stat.utime + stat.stime).max(1) as f64;
+            all.kernel_s += share(times.sum_exec_runtime) * stat.stime as f64 / ticks;
+            all.delayed_s += share(times.run_delay);
+            all.stood_s -= share(times.sum_exec_runtime + times.run_delay);
+            all.saver_s -= share(times.sum_exec_runtime);
+        }
+        all.stood_s += all.seconds;
+        for process in [&self.hypervisor, &self.supervisor] {
+            all.saver_s += process_seconds(process)? / self.vcpus.len() as f64;
+        }
+        Ok(all)
+    }
+}
+
+/// Of a process, with threads that have ended.
+fn process_seconds(process: &Process) -> Result<f64> {
+    let stat = process.stat()?;
+    Ok((stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64)
+}
+
+/// Of all children of this process that have ended.
+pub(super) fn children_seconds() -> Result<f64> {
+    let stat = Process::myself()?.stat()?;
+    Ok((stat.cutime + stat.cstime) as f64 / procfs::ticks_per_second() as f64)
+}
+
+/// Seconds for each vCPU, on average.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Ran {
+    pub(super) seconds: f64,
+    /// It was in the kernel.
+    pub(super) kernel_s: f64,
+    /// Somebody else had its processor.
+    pub(super) delayed_s: f64,
+    /// It waited for something else, or had nothing to do.
+    pub(super) stood_s: f64,
+    /// Somebody ran for the supervisor, or for the hypervisor beside its vCPUs.
+    pub(super) saver_s: f64,
+}
+
+impl Ran {
+    pub(super) fn until(self, then: Self) -> Self {
+        then.plus(self, -1.0)
+    }
+
+    pub(super) fn plus(self, other: Self, factor: f64) -> Self {
+        Self {
+            seconds: self.seconds + factor * other.seconds,
+            kernel_s: self.kernel_s + factor * other.kernel_s,
+            delayed_s: self.delayed_s + factor * other.delayed_s,
+            stood_s: self.stood_s + factor * other.stood_s,
+            saver_s: self.saver_s + factor * other.saver_s,
+        }
+    }
+
+    /// Not running the guest.
+    pub(super) fn waited_s(self) -> f64 {
+        self.kernel_s + self.delayed_s + self.stood_s
+    }
+
+    /// Not running the guest, whoever else was on the host.
+    pub(super) fn cost_s(self) -> f64 {
+        self.kernel_s + self.stood_s + self.saver_s
+    }
+}
