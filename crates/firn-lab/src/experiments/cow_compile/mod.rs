@@ -68,7 +68,7 @@ const BOOT: Duration = Duration::from_secs(300);
 const WARM: Duration = Duration::from_secs(25);
 /// Rounds of turns at each interval (in seconds), in quick and in full runs.
 const QUICK: &[(u64, usize)] = &[(10, 2)];
-const FULL: &[(u64, usize)] = &[(10, 8), (30, 4), (60, 3), (120, 3)];
+const FULL: &[(u64, usize)] = &[(10, 8), (30, 4), (60, 3), (120, 2)];
 /// Up to this interval, in seconds, there are turns of none and of `firn-full`: later ones have enough quiet time after their checkpoints.
 const ALL_UNTIL_S: u64 = 30;
 /// Of how many checkpoints in a series one is made whole (`firn checkpoint --keep 20`).
@@ -132,12 +132,14 @@ impl System {
 }
 
 /// An interval in which one system had its turn.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Turn {
     system: System,
     interval_s: u64,
     round: usize,
     downtime_ms: Option<f64>,
+    /// What its maker told.
+    report: Value,
     /// What making an image whole takes, for each vCPU, if that is done at all.
     whole_s: Option<f64>,
     /// By the guest's clock.
@@ -252,7 +254,8 @@ impl<'a> Guest<'a> {
             std::thread::sleep(interval.saturating_sub(begun.elapsed()));
         }
         let (began, from, before) = (Instant::now(), self.now()?, self.threads.ran()?);
-        let downtime_ms = self.save(system).with_context(failed)?;
+        let report = self.save(system).with_context(failed)?;
+        let downtime_ms = report["pause"]["downtime_ms"].as_f64();
         let saved = self.now()?;
         let left = || interval.saturating_sub(began.elapsed());
         let settle = if system == System::None { interval / 2 } else { SETTLE };
@@ -269,6 +272,7 @@ impl<'a> Guest<'a> {
             interval_s,
             round,
             downtime_ms,
+            report,
             whole_s,
             from,
             saved,
@@ -292,20 +296,22 @@ impl<'a> Guest<'a> {
         }
     }
 
-    fn save(&mut self, system: System) -> Result<Option<f64>> {
+    /// Gives what is told of it.
+    fn save(&mut self, system: System) -> Result<Value> {
         let file = self.lab.file("compile.image");
         let strategy = |name| SaveArgs::default().with("--strategy", name);
         match system {
-            System::None => Ok(None),
+            System::None => Ok(Value::Null),
             System::Firn => {
                 let on = SaveArgs::default().with("--parent", self.lab.file(BASE));
-                self.checkpoint(&self.lab.file(NEXT), &on).map(Some)
+                self.checkpoint(&self.lab.file(NEXT), &on)
             }
-            System::FirnFull => self.checkpoint(&file, &SaveArgs::default()).map(Some),
-            System::FirnCow => self.checkpoint(&file, &strategy("cow")).map(Some),
-            System::FirnPreCopy => self.checkpoint(&file, &strategy("pre-copy")).map(Some),
+            System::FirnFull => self.checkpoint(&file, &SaveArgs::default()),
+            System::FirnCow => self.checkpoint(&file, &strategy("cow")),
+            System::FirnPreCopy => self.checkpoint(&file, &strategy("pre-copy")),
             System::QemuFile => {
-                Ok(Some(peer::save(self.bare.qmp(), Way::File, &file)?.downtime_ms))
+                let downtime_ms = peer::save(self.bare.qmp(), Way::File, &file)?.downtime_ms;
+                Ok(json!({ "pause": { "downtime_ms": downtime_ms } }))
             }
         }
     }
@@ -326,9 +332,10 @@ impl<'a> Guest<'a> {
         Ok((children_seconds()? - before) / self.threads.vcpus() as f64)
     }
 
-    fn checkpoint(&self, file: &Path, how: &SaveArgs) -> Result<f64> {
-        let said = self.lab.firn().checkpoint(VM, file, how)?;
-        said.number("/report/pause/downtime_ms").context("no downtime is reported")
+    fn checkpoint(&self, file: &Path, how: &SaveArgs) -> Result<Value> {
+        let mut said = self.lab.firn().checkpoint(VM, file, how)?;
+        said.number("/report/pause/downtime_ms").context("no downtime is reported")?;
+        Ok(said.facts["report"].take())
     }
 
     fn finish(mut self) -> Result<(Vec<Turn>, String)> {
@@ -375,7 +382,7 @@ fn tell(turns: &[Turn], log: &str, report: &mut Report) -> Result<()> {
             "turn_s": turn.seconds(), "lost_s": lost_s, "overhead": longer(lost_s),
             "waited_s": waited.waited_s(), "delayed_s": waited.delayed_s, "kernel_s": waited.kernel_s,
             "stood_s": waited.stood_s, "saver_s": waited.saver_s, "whole_s": turn.whole_s,
-            "cost_s": cost_s, "cost": longer(cost_s) }));
+            "cost_s": cost_s, "cost": longer(cost_s), "report": turn.report }));
     }
     report.file("compiled.log", log);
     Ok(())
@@ -445,7 +452,18 @@ mod tests {
         let less = if system == System::None { 0.0 } else { 0.75 };
         let ran = [ran(0.0, 0.0), ran(5.0, less), ran(10.0, less)];
         let whole_s = (system == System::Firn).then_some(0.6);
-        Turn { system, interval_s: 10, round: 0, downtime_ms, whole_s, from, saved, until, ran }
+        Turn {
+            system,
+            interval_s: 10,
+            round: 0,
+            downtime_ms,
+            report: Value::Null,
+            whole_s,
+            from,
+            saved,
+            until,
+            ran,
+        }
     }
 
     /// Two workers, a second for each file but between 10 and 12, when none gets on.
