@@ -97,6 +97,11 @@ impl Intake {
         self.empty.try_recv().ok().or_else(|| self.make()).or_else(|| self.empty.recv().ok())
     }
 
+    /// How many buffers there may be.
+    pub(crate) fn buffers(&self) -> usize {
+        self.empty.capacity().unwrap_or(0)
+    }
+
     /// Makes a buffer, if there may be one more.
     fn make(&self) -> Option<Box<[u8]>> {
         let take = |unmade: usize| unmade.checked_sub(1);
@@ -129,7 +134,7 @@ impl Intake {
     /// Whether enough buffers are empty that taking one leaves some for the fault handler.
     pub(crate) fn has_room(&self) -> bool {
         let free = self.empty.len() + self.state.unmade.load(Ordering::Acquire);
-        free * 4 > self.empty.capacity().unwrap_or(0)
+        free * 4 > self.buffers()
     }
 
     /// Whether the image can no longer be written.

@@ -69,6 +69,12 @@ pub enum GuestError {
     /// What the VM writes to a disk can't be followed.
     #[error("a disk of the VM is not followed any more")]
     Disk(#[from] DiskError),
+    /// Pages may have been written without a fault since they were protected.
+    #[error(
+        "a disk has come that is read past the page cache, which no page fault tells of while the VM runs: protect it once more, or \
+         have its disks in the page cache"
+    )]
+    PastPageCache,
     /// Whoever was to have what was copied has gone.
     #[error("nobody takes what is copied any more")]
     NobodyTakes,
@@ -207,9 +213,17 @@ impl Guest {
         pages(|out| self.scan.written(self.memory.all(), out))
     }
 
-    /// Protects pages while the VM runs. Only for one that [can be copied ahead](Self::can_be_copied_ahead).
-    pub fn protect_running(&self, pages: &PageSet) -> Result<(), GuestError> {
-        protect(&self.scan, pages)
+    /// Protects pages while the VM runs, of which all writes are told from then on.
+    ///
+    /// # Errors
+    /// If that isn't so: the VM [can't be copied ahead](Self::can_be_copied_ahead). A disk that comes after it was asked asks the kernel to
+    /// write after that, too.
+    pub fn protect_running(&mut self, pages: &PageSet) -> Result<(), GuestError> {
+        protect(&self.scan, pages)?;
+        match self.can_be_copied_ahead()? {
+            true => Ok(()),
+            false => Err(GuestError::PastPageCache),
+        }
     }
 
     /// Whether all that is written to its memory is told from the moment that it is protected, also while it runs. Not so where a

@@ -210,9 +210,8 @@ fn attach(machine: &Machine, served: &Served, witness: Stopped) -> Result<Guest,
 
 fn failure(error: &PrimaryError) -> Failure {
     let kind = match error {
-        PrimaryError::Guest(GuestError::Refused(_)) | PrimaryError::Refused(_) => {
-            FailureKind::Refused
-        }
+        PrimaryError::Guest(GuestError::Refused(_) | GuestError::PastPageCache)
+        | PrimaryError::Refused(_) => FailureKind::Refused,
         PrimaryError::Guest(GuestError::Attach(_)) => FailureKind::Host,
         PrimaryError::Limits(_) => FailureKind::Usage,
         PrimaryError::Wire(_)

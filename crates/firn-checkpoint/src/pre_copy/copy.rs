@@ -1,6 +1,6 @@
 //! The rounds, and the copying.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -44,6 +44,10 @@ struct Done {
     count: u32,
     /// What was written while the save went on: the guest's writable working set.
     hot: Vec<Block>,
+    /// Blocks that may be copied once more, as they were last.
+    kept: BTreeMap<Block, Box<[u8]>>,
+    /// How many may be kept: whoever waits for a buffer must get one.
+    room: usize,
 }
 
 impl PreCopy<'_, '_> {
@@ -92,20 +96,34 @@ impl PreCopy<'_, '_> {
 
     fn copy(&mut self, tracker: &mut Tracker, others: &mut Others) -> Result<Copied, SaveError> {
         let blocks = self.size().blocks_in(self.context.memory.map().total_pages());
-        let mut done = Done { copied: vec![false; blocks as usize], count: 0, hot: Vec::new() };
+        let mut done = Done {
+            copied: vec![false; blocks as usize],
+            count: 0,
+            hot: Vec::new(),
+            kept: BTreeMap::new(),
+            room: self.intake.buffers() / 2,
+        };
         let (mut written, roots) = self.first(tracker)?;
         self.open_window_for(&written)?;
-        let mut rounds = Rounds::default();
+        let mut rounds = Rounds::new(!self.context.vm.reads_past_page_cache()?);
         let is_running = self.context.vm.status()?.running;
         let mut drained = Duration::ZERO;
-        while is_running && rounds.next(written.len()) == Step::Copy {
+        let mut next = |written: usize, done: &Done| match rounds.next(written) {
+            Step::Keep if done.kept.len() + written > done.room => Step::Cut,
+            step => step,
+        };
+        let mut step = if is_running { next(written.len(), &done) } else { Step::Cut };
+        while step != Step::Cut {
             drained += self.let_requests_end()?;
-            self.copy_all(&written, &mut done)?;
-            self.intake.settle(&|| self.context.steps.cancelled());
+            match step {
+                Step::Copy => self.copy_all(&written, &mut done)?,
+                _ => self.keep_all(&written, &mut done)?,
+            }
             firn_fault::point("pre-copy.round");
             written = self.blocks_of(&tracker.newly_written()?);
             self.open_window_for(&written)?;
             done.hot.extend(&written);
+            step = next(written.len(), &done);
         }
         others.are_none()?;
         let ready = Ready::make(self.context, false)?;
@@ -116,12 +134,13 @@ impl PreCopy<'_, '_> {
             let last = blocks_of(size, &tracker.newly_written()?);
             tracker.cut();
             let left = union(&written, &last);
-            left.iter().try_for_each(|&block| done.copy(block, &memory, size, &intake))?;
+            left.iter().try_for_each(|&block| done.copy_last(block, &memory, size, &intake))?;
             done.hot.extend(last);
             firn_fault::point("pre-copy.copied");
             Ok(left.len() as u64 * size.pages() as u64)
         })?;
         firn_fault::point("save.resumed");
+        done.submit_kept(self.intake);
         self.report(&done);
         let report = SaveReport {
             rounds: rounds.done(),
@@ -157,9 +176,12 @@ impl PreCopy<'_, '_> {
         }
     }
 
-    /// Has the device models complete what they have begun (see the module's documentation). Gives how long the VM stood
-    /// still for that.
+    /// Has the device models complete what they have begun, where that matters (see the module's documentation). Gives how long the
+    /// VM stood still for that.
     fn let_requests_end(&mut self) -> Result<Duration, SaveError> {
+        if !self.context.vm.reads_past_page_cache()? {
+            return Ok(Duration::ZERO);
+        }
         if !self.context.vm.status()?.running {
             // By its user, meanwhile. Then nothing is under way.
             return Ok(Duration::ZERO);
@@ -186,7 +208,13 @@ impl PreCopy<'_, '_> {
             }
             done.copy(block, &self.context.memory, self.size(), self.intake)?;
         }
+        self.intake.settle(&|| self.context.steps.cancelled());
         Ok(())
+    }
+
+    fn keep_all(&self, blocks: &[Block], done: &mut Done) -> Result<(), SaveError> {
+        let (memory, size) = (&self.context.memory, self.size());
+        blocks.iter().try_for_each(|&block| done.keep(block, memory, size, self.intake))
     }
 
     /// What the guest writes now, then what was in the parent's list.
@@ -254,10 +282,49 @@ impl Done {
     ) -> Result<(), SaveError> {
         let Some(mut bytes) = intake.buffer() else { return Ok(()) };
         memory.read(size.first_page(block), &mut bytes)?;
+        self.submit(block, bytes, intake);
+        Ok(())
+    }
+
+    fn submit(&mut self, block: Block, bytes: Box<[u8]>, intake: &Intake) {
         let again = std::mem::replace(&mut self.copied[block.index()], true);
         self.count += u32::from(!again);
         intake.submit(RawBlock { lane: Lane::Sweep, block, bytes, again });
+    }
+
+    /// Copies a block to memory. All that was submitted is through, so that there are buffers.
+    fn keep(
+        &mut self,
+        block: Block,
+        memory: &GuestMemory,
+        size: BlockSize,
+        intake: &Intake,
+    ) -> Result<(), SaveError> {
+        let kept = self.kept.remove(&block).or_else(|| intake.buffer());
+        let Some(mut bytes) = kept else { return Ok(()) };
+        memory.read(size.first_page(block), &mut bytes)?;
+        self.kept.insert(block, bytes);
         Ok(())
+    }
+
+    /// At the cut: what is kept of a block is replaced, and what is not can be submitted at once.
+    fn copy_last(
+        &mut self,
+        block: Block,
+        memory: &GuestMemory,
+        size: BlockSize,
+        intake: &Intake,
+    ) -> Result<(), SaveError> {
+        match self.kept.contains_key(&block) || self.kept.len() < self.room {
+            true => self.keep(block, memory, size, intake),
+            false => self.copy(block, memory, size, intake),
+        }
+    }
+
+    fn submit_kept(&mut self, intake: &Intake) {
+        for (block, bytes) in std::mem::take(&mut self.kept) {
+            self.submit(block, bytes, intake);
+        }
     }
 }
 

@@ -1,71 +1,120 @@
 //! When to stop copying and cut. Pure.
+//!
+//! ```text
+//!   Copy, Copy, ...   to the image; the guest writes while blocks are compressed
+//!   Keep, Keep, ...   to memory, which takes a millisecond or two: little is written meanwhile
+//!   Cut               what was written during the last of them is copied while the guest stands still
+//! ```
 
-/// Memory blocks that are copied at the cut without much ado: some 4 MiB, in about a millisecond.
+/// Memory blocks that may be copied to memory instead of the image: some 4 MiB, in about a millisecond.
 const FEW_BLOCKS: usize = 512;
-/// Rounds after which the cut comes whatever the guest does. Copies of a memory block in one image are limited
-/// ([`firn_image::Draft::again`]).
+/// Rounds after which nothing is copied to the image before the cut, whatever the guest does. Copies of a memory block in one image
+/// are limited ([`firn_image::Draft::again`]).
 const ROUNDS_MAX: u32 = 3;
+/// What is copied at the cut without much ado.
+const SETTLED_BLOCKS: usize = 32;
+/// Rounds of copying to memory.
+const KEPT_ROUNDS_MAX: u32 = 6;
 
 /// What comes next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Copy what was written, while the guest runs.
     Copy,
+    /// The same, to memory.
+    Keep,
     /// Stop the guest and copy what is left.
     Cut,
 }
 
 /// The rounds of one save.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Rounds {
+    /// Whether a round stops the guest for no moment: then it costs nothing to have some more.
+    is_smooth: bool,
     done: u32,
-    copied_last: usize,
+    kept: u32,
+    last: usize,
 }
 
 impl Rounds {
+    /// None yet.
+    pub(crate) fn new(is_smooth: bool) -> Self {
+        Self { is_smooth, done: 0, kept: 0, last: usize::MAX }
+    }
+
     /// What to do about so many memory blocks that were written since they were copied.
     pub(crate) fn next(&mut self, written: usize) -> Step {
         // While a round copies, the guest writes. What it writes no more slowly than it is copied never gets less.
-        let gets_less = self.done == 0 || written < self.copied_last - self.copied_last / 4;
-        if written <= FEW_BLOCKS || self.done >= ROUNDS_MAX || !gets_less {
-            return Step::Cut;
+        let gets_less = written < self.last - self.last / 4;
+        self.last = written;
+        let copies = self.kept == 0 && self.done < ROUNDS_MAX && gets_less && written > FEW_BLOCKS;
+        // The first that is kept comes after one that was compressed: it says nothing of those to come.
+        let is_worth_it = written > SETTLED_BLOCKS && (self.kept == 0 || gets_less);
+        let keeps = self.is_smooth && self.kept < KEPT_ROUNDS_MAX && written <= 2 * FEW_BLOCKS;
+        match (copies, keeps && is_worth_it) {
+            (true, _) => {
+                self.done += 1;
+                Step::Copy
+            }
+            (false, true) => {
+                self.kept += 1;
+                Step::Keep
+            }
+            (false, false) => Step::Cut,
         }
-        self.done += 1;
-        self.copied_last = written;
-        Step::Copy
     }
 
     /// Rounds so far.
     pub(crate) fn done(&self) -> u32 {
-        self.done
+        self.done + self.kept
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::Step::{Copy, Cut, Keep};
     use super::*;
 
-    fn rounds(written: &[usize]) -> usize {
-        let mut rounds = Rounds::default();
-        written.iter().take_while(|&&written| rounds.next(written) == Step::Copy).count()
+    fn steps(is_smooth: bool, written: &[usize]) -> Vec<Step> {
+        let mut rounds = Rounds::new(is_smooth);
+        written.iter().map(|&written| rounds.next(written)).collect()
     }
 
     #[test]
     fn little_is_copied_at_once() {
-        assert_eq!(rounds(&[FEW_BLOCKS]), 0);
-        assert_eq!(rounds(&[0]), 0);
+        assert_eq!(steps(false, &[FEW_BLOCKS]), [Cut]);
+        assert_eq!(steps(true, &[SETTLED_BLOCKS]), [Cut]);
+        assert_eq!(steps(true, &[0]), [Cut]);
     }
 
     #[test]
     fn rounds_go_on_while_each_has_less() {
-        assert_eq!(rounds(&[100_000, 9_000, 700, 90]), 3);
-        assert_eq!(rounds(&[100_000, 9_000, 100, 90]), 2);
+        assert_eq!(steps(false, &[100_000, 9_000, 700, 90]), [Copy, Copy, Copy, Cut]);
+        assert_eq!(steps(false, &[100_000, 9_000, 100]), [Copy, Copy, Cut]);
     }
 
     #[test]
     fn rounds_end_where_the_guest_writes_as_fast_as_is_copied() {
-        assert_eq!(rounds(&[100_000, 95_000, 95_000]), 1);
-        assert_eq!(rounds(&[100_000, 50_000, 45_000, 44_000]), 2);
-        assert_eq!(rounds(&[100_000, 50_000, 25_000, 12_000, 6_000]), 3);
+        assert_eq!(steps(false, &[100_000, 95_000]), [Copy, Cut]);
+        assert_eq!(steps(false, &[100_000, 50_000, 45_000]), [Copy, Copy, Cut]);
+        assert_eq!(steps(false, &[100_000, 50_000, 25_000, 12_000]), [Copy, Copy, Copy, Cut]);
+        assert_eq!(steps(true, &[100_000, 95_000]), [Copy, Cut]);
+    }
+
+    #[test]
+    fn what_is_little_is_kept_until_it_is_next_to_nothing() {
+        assert_eq!(
+            steps(true, &[9_000, 700, 750, 200, 60, 20]),
+            [Copy, Copy, Keep, Keep, Keep, Cut]
+        );
+        assert_eq!(steps(true, &[400, 390]), [Keep, Cut], "it doesn't get less");
+        assert_eq!(
+            steps(true, &[400, 200, 600]),
+            [Keep, Keep, Cut],
+            "nothing goes to the image any more"
+        );
+        let halves = [1000, 500, 250, 125, 90, 65, 45, 33];
+        assert_eq!(steps(true, &halves), [Copy, Keep, Keep, Keep, Keep, Keep, Keep, Cut]);
     }
 }

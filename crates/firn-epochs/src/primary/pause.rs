@@ -35,7 +35,7 @@ impl Drop for Stopping<'_> {
 
 /// Protects and copies to the beginning of `bytes` what need not wait for the pause; the pages, in order.
 pub(super) fn ahead(
-    guest: &Guest,
+    guest: &mut Guest,
     predictor: &mut Predictor,
     options: &Options,
     bytes: &mut Vec<u8>,

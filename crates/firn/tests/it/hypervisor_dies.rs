@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use crate::faults::{base, points};
+use crate::faults::{DRAINED, base, base_past_the_page_cache, points};
 use crate::session::{Answer, eventually, kill, signal};
 use crate::vm::Vm;
 
@@ -126,8 +126,13 @@ fn qemu_killed_anywhere_in_a_save() {
 
 #[test]
 fn qemu_killed_anywhere_in_a_pre_copy() {
+    let mut points = points(&["pre-copy.", "save.stopped", "save.resumed"]);
+    points.sort_by_key(|&point| point == DRAINED);
     let mut vm = base();
-    for point in points(&["pre-copy.", "save.stopped", "save.resumed"]) {
+    for point in points {
+        if point == DRAINED {
+            vm = base_past_the_page_cache();
+        }
         qemu_killed_in_a_save(&mut vm, point, &["--parent", "base.firn"]);
     }
 }

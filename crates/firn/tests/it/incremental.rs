@@ -3,7 +3,7 @@
 use firn_image::Image;
 use serde_json::Value;
 
-use crate::faults::{base, points};
+use crate::faults::{DRAINED, base, base_past_the_page_cache, points};
 use crate::session::{Session, kill};
 use crate::vm::{Vm, userfaultfds};
 
@@ -189,10 +189,14 @@ fn a_series_goes_on_and_old_ones_go() {
 
 #[test]
 fn killed_anywhere_in_a_pre_copy() {
+    let of = ["pre-copy.", "save.stopped", "save.resumed", "image.write", "save.sections"];
+    let mut points = points(&of);
+    points.sort_by_key(|&point| point == DRAINED);
     let mut vm = base();
-    for point in
-        points(&["pre-copy.", "save.stopped", "save.resumed", "image.write", "save.sections"])
-    {
+    for point in points {
+        if point == DRAINED {
+            vm = base_past_the_page_cache();
+        }
         vm.session.arm(Some(point));
         vm.session.firn(&["restore", "base.firn", "--name", "web", "--wait"]).succeeds();
         vm.session.arm(None);

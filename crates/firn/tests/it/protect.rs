@@ -113,6 +113,36 @@ fn a_standby_that_goes_leaves_the_vm_running() {
     assert_eq!(userfaultfds(vm.pid()), 0);
 }
 
+/// Pages that were protected and copied while it ran may have been written since: nobody knows.
+#[test]
+fn a_disk_past_the_page_cache_that_comes_later_ends_protection() {
+    let vm = Vm::new();
+    let monitor = vm.session.path("monitor");
+    let disk = vm.session.path("late.raw");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
+    let vm = vm.with(&["-qmp", &qmp]).booted_with(&[]);
+    // The standby's QEMU takes the name of this socket.
+    let mut user = firn_vmm::Vm::connect(&monitor).unwrap();
+    protected(&vm, &[]);
+    let add = |user: &mut firn_vmm::Vm, name: &str, direct: bool| {
+        let disk = serde_json::json!({ "driver": "file", "node-name": name, "filename": text(&disk),
+            "read-only": true, "cache": { "direct": direct } });
+        user.qmp().execute("blockdev-add", disk).unwrap();
+    };
+    add(&mut user, "cached", false);
+    let before = committed(&vm);
+    eventually("epochs go on", PATIENCE, || committed(&vm) > before + 5);
+    add(&mut user, "direct", true);
+    eventually("the end", PATIENCE, || vm.session.status("web")["state"] == "running");
+    let last = vm.session.status("web")["last"]["text"].to_string();
+    assert!(last.contains("past the page cache"), "{last}");
+    assert_eq!(userfaultfds(vm.pid()), 0);
+    let mut control = vm.control();
+    let writes_before = writes(&mut control);
+    eventually("writers go on", PATIENCE, || writes(&mut control) > writes_before);
+}
+
 #[test]
 fn a_protected_vm_can_be_stopped() {
     let vm = Vm::boot();

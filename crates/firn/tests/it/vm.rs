@@ -55,7 +55,23 @@ impl Vm {
 
     /// Boots a guest that also writes to two disks, and checks them.
     pub fn boot_with_disks() -> Self {
-        let mut vm = Self::new();
+        Self::new().booted_with_disks()
+    }
+
+    /// The same, beside a disk that QEMU reads past the page cache.
+    pub fn boot_with_disks_past_the_page_cache() -> Self {
+        let vm = Self::new();
+        let past = vm.session.path("past.raw");
+        std::fs::write(&past, vec![0; 1 << 20]).unwrap();
+        let past = format!(
+            "driver=file,node-name=past,filename={},read-only=on,cache.direct=on",
+            text(&past)
+        );
+        vm.with(&["-blockdev", &past]).booted_with_disks()
+    }
+
+    fn booted_with_disks(self) -> Self {
+        let mut vm = self;
         for (name, format) in [("disk0.raw", "raw"), ("disk1.qcow2", "qcow2")] {
             let path = vm.session.path(name);
             qemu_img(&["create", "-q", "-f", format, text(&path), "16M"]);
