@@ -20,7 +20,7 @@ pub use changing::Changing;
 
 use crate::change::Change;
 use crate::primary::{Log, Primary, PrimaryError};
-use crate::store::{FileStore, Store, StoreError};
+use crate::store::{FileId, FileStore, Store, StoreError};
 
 /// The most bytes that are copied at a time.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -42,6 +42,14 @@ pub enum DiskError {
         length: u64,
         /// How large the disk is to be.
         size: u64,
+    },
+    /// Its name is now that of another one.
+    #[error(
+        "{path} is another file than it was: give the VM's disk its name again, or stop the VM"
+    )]
+    Replaced {
+        /// The file.
+        path: PathBuf,
     },
     /// It can't be read.
     #[error("the disk can't be read at {at}")]
@@ -101,14 +109,29 @@ impl Disk {
     /// # Errors
     /// If the file can't be had for ourselves, or is larger.
     pub fn open(path: &Path, size: Option<u64>) -> Result<Self, DiskError> {
+        Ok(Self::open_if(path, size, None)?.0)
+    }
+
+    /// The same, only if it is `known`; and which it is.
+    ///
+    /// # Errors
+    /// If it is another file, too.
+    pub fn open_if(
+        path: &Path,
+        size: Option<u64>,
+        known: Option<FileId>,
+    ) -> Result<(Self, FileId), DiskError> {
         let store = FileStore::open(path)?;
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
-        let length = store.length().map_err(opened)?;
+        let (length, id) = (store.length().map_err(opened)?, store.id().map_err(opened)?);
+        if known.is_some_and(|known| known != id) {
+            return Err(DiskError::Replaced { path: path.to_owned() });
+        }
         match size {
             Some(size) if size < length => {
                 Err(DiskError::Size { path: path.to_owned(), length, size })
             }
-            _ => Ok(Self::new(Box::new(store), size.unwrap_or(length))),
+            _ => Ok((Self::new(Box::new(store), size.unwrap_or(length)), id)),
         }
     }
 

@@ -58,4 +58,4 @@ pub use change::Change;
 pub use disk::{Disk, DiskError, Pressure, Seed};
 pub use primary::Log;
 pub use standby::Standby;
-pub use store::{FileStore, Store};
+pub use store::{FileId, FileStore, Store};

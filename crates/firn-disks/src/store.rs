@@ -10,7 +10,7 @@ use std::fmt::Debug;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -20,6 +20,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// How long to wait for a lock: whoever was killed may take a moment to be gone.
@@ -119,6 +120,15 @@ pub enum StoreError {
     },
 }
 
+/// Which file it is, whatever it is called (stat(2), `st_dev` and `st_ino`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileId {
+    /// The file system.
+    pub device: u64,
+    /// Its number there.
+    pub inode: u64,
+}
+
 /// A file.
 #[derive(Debug)]
 pub struct FileStore {
@@ -145,6 +155,15 @@ impl FileStore {
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
         store.file.set_len(length).map_err(opened)?;
         Ok(store)
+    }
+
+    /// Which file it is.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn id(&self) -> io::Result<FileId> {
+        let found = self.file.metadata()?;
+        Ok(FileId { device: found.dev(), inode: found.ino() })
     }
 
     /// The length of the file in bytes.

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use firn_disks::nbd::{Exports, Server};
-use firn_disks::{Disk, FileStore, Store};
+use firn_disks::{Disk, FileId, FileStore, Store};
 use firn_epochs::disks::Disks;
 use firn_epochs::standby::DiskCopy;
 use firn_epochs::wire::DiskHello;
@@ -41,6 +41,9 @@ pub struct ServedDisk {
     pub file: PathBuf,
     /// Its bytes, with those that the file may still grow by.
     pub size: u64,
+    /// Which file it is: another of its name is none of the VM's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub is: Option<FileId>,
 }
 
 /// All that are served, until it is dropped.
@@ -60,7 +63,7 @@ impl Served {
         let disk = |plan: &DiskPlan| {
             let file = directory.join(&plan.file);
             let size = size(plan, &file).map_err(|failure| opening(failure, &plan.id))?;
-            Ok(ServedDisk { id: plan.id.clone(), file, size })
+            Ok(ServedDisk { id: plan.id.clone(), file, size, is: None })
         };
         let disks: Vec<_> = plans.iter().map(disk).collect::<Result<_, Failure>>()?;
         Self::again(&disks, socket)
@@ -69,9 +72,9 @@ impl Served {
     /// Those that were served before.
     pub(crate) fn again(disks: &[ServedDisk], socket: &Path) -> Result<Self, Failure> {
         let open = |disk: &ServedDisk| {
-            let opened = Disk::open(&disk.file, Some(disk.size))
+            let (opened, is) = Disk::open_if(&disk.file, Some(disk.size), disk.is)
                 .doing_or(FailureKind::Usage, format!("opening the disk {}", disk.id))?;
-            Ok((disk.clone(), Arc::new(opened)))
+            Ok((ServedDisk { is: Some(is), ..disk.clone() }, Arc::new(opened)))
         };
         Self::serve(disks.iter().map(open).collect::<Result<_, Failure>>()?, socket)
     }
@@ -123,11 +126,11 @@ impl Served {
         let (mut disks, mut copies) = (Vec::new(), Vec::new());
         for (plan, hello) in plans.iter().zip(hello) {
             let file = directory.join(&plan.file);
-            let store = made.create(plan, hello, &file)?;
+            let (store, is) = made.create(plan, hello, &file)?;
             let disk = Disk::new(Box::new(Arc::clone(&store)), hello.size);
             copies.push(DiskCopy::new(hello.size, store, FOLD_BYTES));
             disks.push((
-                ServedDisk { id: hello.id.clone(), file, size: hello.size },
+                ServedDisk { id: hello.id.clone(), file, size: hello.size, is: Some(is) },
                 Arc::new(disk),
             ));
         }
@@ -147,7 +150,7 @@ impl Made {
         plan: &DiskPlan,
         hello: &DiskHello,
         file: &Path,
-    ) -> Result<Arc<dyn Store>, Failure> {
+    ) -> Result<(Arc<dyn Store>, FileId), Failure> {
         // A qcow2 file grows by itself.
         let length = if plan.format == QCOW2 { 0 } else { hello.size };
         let hint = || format!("`firn standby --disk {}=PATH` puts it elsewhere", plan.id);
@@ -157,8 +160,9 @@ impl Made {
             .map_err(|failure| failure.hint(hint()))?;
         self.0.borrow_mut().push(file.to_owned());
         let written = if plan.format == QCOW2 { store.write(0, &hello.head) } else { Ok(()) };
-        written.doing_or(FailureKind::Refused, making).map_err(|it| it.hint(hint()))?;
-        Ok(Arc::new(store))
+        let is = written.and_then(|()| store.id());
+        let is = is.doing_or(FailureKind::Refused, making).map_err(|it| it.hint(hint()))?;
+        Ok((Arc::new(store), is))
     }
 
     fn keep(self) {
@@ -262,5 +266,11 @@ mod tests {
         let (served, copies) = standby(1, "d").unwrap();
         assert_eq!((served.list().len(), copies.len()), (1, 1));
         assert!(one.exists() && Served::again(&served.list(), &socket).is_err(), "it is locked");
+        let served = served.list();
+        assert_eq!(Served::again(&served, &socket).unwrap().list(), served);
+        std::fs::copy(&one, dir.path().join("copy")).unwrap();
+        std::fs::rename(dir.path().join("copy"), &one).unwrap();
+        let refused = Served::again(&served, &socket).err().unwrap();
+        assert!(refused.to_string().contains("another file"), "{refused}");
     }
 }
