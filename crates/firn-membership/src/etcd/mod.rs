@@ -11,12 +11,12 @@
 //! # Leases
 //!
 //! A lease of ours is a *new* etcd lease each time, and one transaction that attaches the host's key to it if the record is
-//! still the one that doesn't fence the host:
+//! still the one that doesn't fence the host, and no other transaction of the host came before (`lease`):
 //!
 //! ```text
 //!   host    asks |                 |=========== believes, counted from the asking ===========|
 //!                 \               /                                                          .
-//!   etcd           grant L2 ---- if the record is still of revision r: put leases/web/7, L2  .
+//!   etcd           grant L2 ---- if record and key are as they were: put leases/web/7, L2    .
 //!                  |=================== L2, and so the key, lasts ===========================.=====|
 //! ```
 //!
@@ -30,6 +30,7 @@
 //! counts every lease from its beginning: later than need be, never earlier.
 
 mod keys;
+mod lease;
 mod options;
 mod servers;
 
@@ -128,22 +129,15 @@ impl Etcd {
 
     async fn leased(&self, cluster: &Cluster, host: Host) -> Result<Leased, Trouble> {
         let lease = self.servers.grant(self.ttl_s).await?;
-        let (key, mine) = (self.keys.cluster(cluster), self.keys.lease(cluster, host));
-        let mut record = known(self.servers.get(key.clone(), None).await?.first())?;
+        let mut seen = self.look(cluster, host).await?;
         for _ in 0..TRIES_MAX {
-            let may = record.record.as_ref().is_some_and(|it| !it.register.fence.contains(&host));
-            if !may {
-                return Ok(Leased::Refused(record));
+            if !seen.may(host) {
+                return Ok(Leased::Refused(seen.known));
             }
-            let txn = Txn::new()
-                .when([at(&key, record.revision)?])
-                .and_then([TxnOp::put(mine.clone(), "", Some(lease.clone()))])
-                .or_else([TxnOp::get(key.clone(), None)]);
-            let answer = self.servers.txn(txn).await?;
-            if answer.succeeded() {
-                return Ok(Leased::Granted(record));
+            match self.attach((cluster, host), &seen, &lease).await? {
+                Ok(()) => return Ok(Leased::Granted(seen.known)),
+                Err(other) => seen = other,
             }
-            record = known(gets(&answer).next())?;
         }
         Err(contended())
     }
