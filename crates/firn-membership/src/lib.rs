@@ -31,6 +31,7 @@ pub mod embedded;
 pub mod etcd;
 mod members;
 mod post;
+mod record;
 mod words;
 
 pub use clock::now;
@@ -38,6 +39,5 @@ pub use embedded::Embedded;
 pub use etcd::Etcd;
 pub use members::{Later, Members};
 pub use post::{Hosts, Post, Start, control};
-pub use words::{
-    Changed, Cluster, Known, Leased, RECORD_BYTES_MAX, Record, Revision, Trouble, View,
-};
+pub use record::{RECORD_BYTES_MAX, Record};
+pub use words::{Changed, Cluster, Known, Leased, Revision, Trouble, View};

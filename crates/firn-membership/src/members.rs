@@ -21,12 +21,12 @@ pub trait Members: Send + Sync + 'static {
     /// The record, as it is now.
     fn read<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, Known>;
 
-    /// Changes the record if it is still the one of that revision; `None` ends the cluster.
+    /// Changes the record if it is still the one of that revision. One of a cluster that has [ended](Record::ended) stays.
     fn change<'a>(
         &'a self,
         cluster: &'a Cluster,
         from: Revision,
-        to: Option<&'a Record>,
+        to: &'a Record,
     ) -> Later<'a, Changed>;
 
     /// Asks for a lease, or for it to last longer.

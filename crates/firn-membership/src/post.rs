@@ -101,8 +101,15 @@ impl Post {
         known: Known,
         tell: impl FnOnce(&mut Guard, &Register) -> Vec<Action>,
     ) -> Result<(), Trouble> {
-        let Some(Record { register, vms }) = known.record else { return Ok(()) };
-        let actions = tell(&mut self.guard(), &register);
+        if let Some(Err(trouble)) = known.record.as_ref().map(Record::check) {
+            tracing::warn!("cluster {} is not obeyed: {trouble}", self.cluster);
+            return Ok(());
+        }
+        let (actions, vms) = match known.record {
+            Some(Record { register, vms }) => (tell(&mut self.guard(), &register), vms),
+            // Clusters leave something behind when they end.
+            None => (self.guard().unknown().into_iter().collect(), BTreeMap::new()),
+        };
         for action in actions {
             match action {
                 Action::Stop(generation) => self.hosts.stop(&self.cluster, generation).await?,
@@ -145,6 +152,7 @@ async fn look(
 ) -> Result<(), String> {
     let view = members.view(cluster).await.map_err(|trouble| trouble.to_string())?;
     let Known { revision, record: Some(record) } = view.known else { return Ok(()) };
+    record.check().map_err(|trouble| trouble.to_string())?;
     let next = Controller::new(record.register.clone(), view.leases).next();
     let is_backup = matches!(&next, Next::Propose(register) if register.layout != record.register.layout
         && register.generation == record.register.generation);
@@ -191,7 +199,7 @@ async fn propose(
     let Register { generation, layout, fence, .. } = &record.register;
     let what =
         format!("generation {}, layout {layout}, {} hosts fenced", generation.0, fence.len());
-    match members.change(cluster, from, Some(&record)).await {
+    match members.change(cluster, from, &record).await {
         Ok(Changed::Done(_)) => tracing::info!("cluster {cluster}: {what}"),
         // Somebody else was quicker; the next look sees what it is.
         Ok(Changed::Other(_)) => {}

@@ -3,16 +3,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use firn_cluster::failover::Register;
-use firn_cluster::{Host, Vm};
+use firn_cluster::Host;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+use crate::Record;
 
 /// The longest name of a cluster or a host, in bytes: a label of RFC 1035.
 const NAME_BYTES_MAX: usize = 63;
 
-/// The longest record, in bytes of JSON. It is some hundred bytes for each VM.
-pub const RECORD_BYTES_MAX: usize = 16 << 10;
+/// Whether a text can be a part of a key.
+pub(crate) fn is_plain(name: &str) -> bool {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    !name.is_empty() && name.len() <= NAME_BYTES_MAX && name.chars().all(is_plain)
+}
 
 /// The name of a virtual cluster: VMs that fail over together, one at least.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -26,8 +30,7 @@ impl Cluster {
     /// If it has anything else, or is too long, or empty.
     pub fn new(name: impl Into<String>) -> Result<Self, Trouble> {
         let name = name.into();
-        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-        match !name.is_empty() && name.len() <= NAME_BYTES_MAX && name.chars().all(is_plain) {
+        match is_plain(&name) {
             true => Ok(Self(name)),
             false => Err(Trouble::Refused(format!(
                 "{name:?} is no name of a cluster: give letters, digits, '-', '_' and '.', at most {NAME_BYTES_MAX}"
@@ -67,38 +70,6 @@ impl fmt::Display for Cluster {
 )]
 #[serde(transparent)]
 pub struct Revision(pub u64);
-
-/// What the hosts of a cluster agree on.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
-    /// Who may run what.
-    pub register: Register,
-    /// What the VMs are called at their hosts.
-    pub vms: BTreeMap<Vm, String>,
-}
-
-impl Record {
-    /// As it is kept.
-    ///
-    /// # Errors
-    /// If it is too long.
-    pub fn to_json(&self) -> Result<Vec<u8>, Trouble> {
-        let json = serde_json::to_vec(self).map_err(|error| Trouble::Refused(error.to_string()))?;
-        match json.len() {
-            len if len > RECORD_BYTES_MAX => Err(Trouble::Refused(format!(
-                "the record of a cluster would have {len} bytes, of at most {RECORD_BYTES_MAX}: make smaller clusters"
-            ))),
-            _ => Ok(json),
-        }
-    }
-
-    /// Every host that the register names.
-    pub fn hosts(&self) -> BTreeSet<Host> {
-        let backups = self.register.places.values().filter_map(|place| place.backup);
-        let named = self.register.primaries().into_iter().chain(backups);
-        named.chain(self.register.fence.iter().copied()).collect()
-    }
-}
 
 /// A record at one moment; none if there is no such cluster, or not yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -166,14 +137,5 @@ mod tests {
             assert!(matches!(Cluster::new(name), Err(Trouble::Refused(_))), "{name:?}");
         }
         assert!(serde_json::from_str::<Cluster>("\"a/b\"").is_err());
-    }
-
-    #[test]
-    fn a_record_has_a_bound_and_comes_back() {
-        let register = Register::new(BTreeMap::new());
-        let short = Record { register, vms: BTreeMap::from([(Vm(7), "web".to_owned())]) };
-        assert_eq!(serde_json::from_slice::<Record>(&short.to_json().unwrap()).unwrap(), short);
-        let long = Record { vms: BTreeMap::from([(Vm(0), "x".repeat(RECORD_BYTES_MAX))]), ..short };
-        assert!(matches!(long.to_json(), Err(Trouble::Refused(why)) if why.contains("smaller")));
     }
 }

@@ -72,6 +72,17 @@ impl Guard {
         actions
     }
 
+    /// There is no register, though there was one: nobody knows who may run, so nothing does here.
+    pub fn unknown(&mut self) -> Option<Action> {
+        self.lease.dropped();
+        self.runs.take().map(Action::Stop)
+    }
+
+    /// Until when frames of which timeline may leave.
+    pub fn may_send_until(&self) -> Option<(Generation, Duration)> {
+        self.runs.map(|runs| (runs, self.lease.until()))
+    }
+
     /// Whether a frame may leave now. To be asked for every frame, right before it is sent.
     pub fn may_send(&self, now: Duration) -> bool {
         self.runs.is_some() && self.lease.is_held(now)

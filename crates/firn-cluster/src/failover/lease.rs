@@ -53,6 +53,11 @@ impl Lease {
         self.until = Duration::ZERO;
     }
 
+    /// When it ends, by the same clock.
+    pub fn until(&self) -> Duration {
+        self.until
+    }
+
     /// Whether it is held at `now`, by the same clock.
     pub fn is_held(&self, now: Duration) -> bool {
         now < self.until

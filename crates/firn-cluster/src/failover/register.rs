@@ -44,6 +44,41 @@ impl Register {
         Self { version: 0, generation, layout: 0, places, fence, checkpoint }
     }
 
+    /// The end of the cluster: nothing runs in the timeline that begins, and whoever ran is fenced. It stays, so that nobody
+    /// begins another cluster of the name in a timeline that there was.
+    pub fn ended(&self) -> Self {
+        let mut next = self.changed();
+        next.fence.extend(self.primaries());
+        next.begin(BTreeMap::new());
+        next
+    }
+
+    /// Whether nothing is to run.
+    pub fn is_ended(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// A cluster of the name of one that has ended. Nothing runs until nobody of that one can send any more.
+    pub fn again(&self, places: BTreeMap<Vm, Place>) -> Self {
+        let mut next = self.changed();
+        next.begin(places);
+        next
+    }
+
+    /// Another timeline, that begins with what these places have.
+    fn begin(&mut self, places: BTreeMap<Vm, Place>) {
+        self.generation = self.generation.next();
+        self.layout += 1;
+        self.checkpoint = GlobalCheckpoint {
+            number: self.checkpoint.number + 1,
+            generation: self.generation,
+            layout: self.layout,
+            marks: places.keys().map(|&vm| (vm, Epoch(0))).collect(),
+            ..self.checkpoint.clone()
+        };
+        self.places = places;
+    }
+
     /// Hosts that run a VM.
     pub fn primaries(&self) -> BTreeSet<Host> {
         self.places.values().map(|place| place.primary).collect()

@@ -136,6 +136,37 @@ fn a_host_obeys_the_register_that_comes_with_its_lease() {
 }
 
 #[test]
+fn a_cluster_that_has_ended_leaves_its_timeline_behind() {
+    let mut guard = Guard::new(Host(0), TERMS);
+    let first = Register::new(places());
+    guard.granted(S, &first);
+    let ended = first.ended();
+    assert!(ended.is_ended() && ended.is_protected());
+    assert_eq!(ended.fence, hosts(&[0, 1]));
+    let mut controller = Controller::new(ended.clone(), hosts(&[0]));
+    assert_eq!(proposed(&mut controller).fence, hosts(&[0]), "1 can't send any more");
+    let again = ended.again(places());
+    assert_eq!((again.generation, again.version), (Generation(2), 2));
+    assert_eq!(again.fence, hosts(&[0, 1]), "who ran before may still send");
+    assert_eq!(guard.learned(&again)[0], Action::Stop(Generation(0)));
+    assert_eq!(guard.learned(&first), [], "an older answer comes late");
+    assert_eq!(guard.runs(), None);
+    let mut controller = Controller::new(again, hosts(&[2]));
+    let next = proposed(&mut controller);
+    assert_eq!((next.generation, next.fence.len()), (Generation(2), 0));
+}
+
+#[test]
+fn who_finds_no_register_stops() {
+    let mut guard = Guard::new(Host(0), TERMS);
+    assert_eq!(guard.unknown(), None);
+    guard.granted(S, &Register::new(places()));
+    assert_eq!(guard.may_send_until().map(|(generation, _)| generation), Some(Generation(0)));
+    assert_eq!(guard.unknown(), Some(Action::Stop(Generation(0))));
+    assert!(!guard.may_send(2 * S) && guard.may_send_until().is_none());
+}
+
+#[test]
 fn nobody_runs_while_somebody_is_fenced() {
     let mut controller = controller(&[2]);
     let mut guard = Guard::new(Host(2), TERMS);

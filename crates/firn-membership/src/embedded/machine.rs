@@ -11,6 +11,7 @@ use openraft::{
 use serde::{Deserialize, Serialize};
 
 use super::Types;
+use super::running::Leader;
 use super::state::{Done, State};
 use super::store::{SNAPSHOT, Store, Stored};
 
@@ -53,6 +54,12 @@ impl Machine {
 }
 
 impl Applied {
+    /// The state, if the last entry in it is of that leader. A server that stands still after it was made sure that it leads may go
+    /// on with entries of its successor, and would look at those beside leases that it granted itself.
+    pub fn of(&self, leader: &Leader) -> Option<&State> {
+        self.last.is_some_and(|last| last.leader_id == *leader).then_some(&self.state)
+    }
+
     fn meta(&self) -> SnapshotMeta<u64, Servers> {
         let snapshot_id = self.last.map_or_else(String::new, |last| last.to_string());
         SnapshotMeta {
@@ -135,5 +142,21 @@ impl RaftStateMachine<Types> for Machine {
             .meta(SNAPSHOT)
             .map_err(|error| StorageIOError::read_snapshot(None, &error))?;
         kept.map(|applied| applied.snapshot()).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_successor_has_changed_is_not_the_leaders_own() {
+        let leader = Leader::new(5, 1);
+        let at = |leader| Applied { last: Some(LogId::new(leader, 9)), ..Applied::default() };
+        assert!(at(leader).of(&leader).is_some());
+        for other in [Leader::new(6, 2), Leader::new(6, 1), Leader::new(5, 2), Leader::new(4, 1)] {
+            assert!(at(other).of(&leader).is_none(), "{other}");
+        }
+        assert!(Applied::default().of(&leader).is_none());
     }
 }

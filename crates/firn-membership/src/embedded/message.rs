@@ -6,19 +6,47 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::Types;
+use super::foundings::Founding;
 use crate::{Changed, Cluster, Known, Leased, Record, Revision, Trouble, View};
 
 /// To a server.
 #[derive(Serialize, Deserialize)]
 pub enum Message {
-    /// Raft's, as the two that follow; answered by its own `Result`.
-    Append(AppendEntriesRequest<Types>),
-    /// Raft's.
-    Vote(VoteRequest<u64>),
-    /// Raft's.
-    Snapshot(InstallSnapshotRequest<Types>),
-    /// Of a host.
+    /// Of a server; answered by a [`Reply`].
+    Raft(Letter),
+    /// Of a host; answered by [`Told`].
     Ask(Ask),
+}
+
+/// Between servers, with which founding each was made in (`foundings`).
+#[derive(Serialize, Deserialize)]
+pub struct Letter {
+    /// Who sends it.
+    pub from: Founding,
+    /// Who it is for, if the sender has met it.
+    pub to: Option<Founding>,
+    /// What is said.
+    pub rpc: Rpc,
+}
+
+/// Raft's messages.
+#[derive(Serialize, Deserialize)]
+pub enum Rpc {
+    /// See there.
+    Append(AppendEntriesRequest<Types>),
+    /// See there.
+    Vote(VoteRequest<u64>),
+    /// See there.
+    Snapshot(InstallSnapshotRequest<Types>),
+}
+
+/// What a server answers to another.
+#[derive(Serialize, Deserialize)]
+pub struct Reply {
+    /// Who answers.
+    pub from: Founding,
+    /// Raft's own `Result`, by postcard.
+    pub answer: Vec<u8>,
 }
 
 /// What [`crate::Members`] asks.
@@ -31,7 +59,7 @@ pub enum Ask {
     /// See `read`.
     Read(Cluster),
     /// See `change`.
-    Change(Cluster, Revision, Option<Record>),
+    Change(Cluster, Revision, Record),
     /// See `lease`.
     Lease(Cluster, Host),
     /// See `view`.

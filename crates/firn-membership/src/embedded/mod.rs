@@ -19,6 +19,7 @@
     reason = "those of raft and redb are, and only failures cost it"
 )]
 
+mod foundings;
 mod machine;
 mod message;
 mod network;
@@ -170,10 +171,10 @@ impl Members for Embedded {
         &'a self,
         cluster: &'a Cluster,
         from: Revision,
-        to: Option<&'a Record>,
+        to: &'a Record,
     ) -> Later<'a, Changed> {
         Box::pin(async move {
-            match self.ask(Ask::Change(cluster.clone(), from, to.cloned())).await? {
+            match self.ask(Ask::Change(cluster.clone(), from, to.clone())).await? {
                 Told::Changed(changed) => Ok(changed),
                 other => Err(strange(&other)),
             }

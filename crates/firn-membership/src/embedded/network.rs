@@ -14,16 +14,21 @@ use openraft::raft::{
 use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
-use super::message::{self, Message};
+use super::foundings::Foundings;
+use super::message::{self, Letter, Message, Reply, Rpc};
 use super::{Types, Wire};
 use crate::Trouble;
 
 /// Makes connections.
-pub struct Network(pub Arc<dyn Wire>);
+pub struct Network {
+    pub wire: Arc<dyn Wire>,
+    pub foundings: Foundings,
+}
 
 /// To one server.
 pub struct Peer {
     wire: Arc<dyn Wire>,
+    foundings: Foundings,
     id: u64,
     name: String,
 }
@@ -34,17 +39,20 @@ impl RaftNetworkFactory<Types> for Network {
     type Network = Peer;
 
     async fn new_client(&mut self, id: u64, node: &BasicNode) -> Peer {
-        Peer { wire: Arc::clone(&self.0), id, name: node.addr.clone() }
+        let (wire, foundings) = (Arc::clone(&self.wire), self.foundings.clone());
+        Peer { wire, foundings, id, name: node.addr.clone() }
     }
 }
 
 impl Peer {
-    async fn call<T, E>(&self, message: Message, option: RPCOption) -> Result<T, Failed<E>>
+    async fn call<T, E>(&self, rpc: Rpc, option: RPCOption) -> Result<T, Failed<E>>
     where
         Result<T, E>: DeserializeOwned,
         E: std::error::Error,
     {
-        let bytes = message::encode(&message).map_err(|error| NetworkError::new(&error))?;
+        let letter = Letter { from: self.foundings.own(), to: self.foundings.of(self.id), rpc };
+        let bytes =
+            message::encode(&Message::Raft(letter)).map_err(|error| NetworkError::new(&error))?;
         let called = timeout(option.hard_ttl(), self.wire.call(&self.name, bytes)).await;
         let answer = match called {
             Ok(Ok(answer)) => answer,
@@ -54,6 +62,10 @@ impl Peer {
             Ok(Err(error)) => return Err(NetworkError::new(&error).into()),
             Err(late) => return Err(NetworkError::new(&late).into()),
         };
+        let Reply { from, answer } =
+            message::decode(&answer).map_err(|error| NetworkError::new(&error))?;
+        let met = self.foundings.meet((self.id, &self.name), from, None).await;
+        met.map_err(|error| NetworkError::new(&error))?;
         let told: Result<T, E> =
             message::decode(&answer).map_err(|error| NetworkError::new(&error))?;
         told.map_err(|error| RemoteError::new(self.id, error).into())
@@ -66,7 +78,7 @@ impl RaftNetwork<Types> for Peer {
         rpc: AppendEntriesRequest<Types>,
         option: RPCOption,
     ) -> Result<AppendEntriesResponse<u64>, Failed<RaftError<u64>>> {
-        self.call(Message::Append(rpc), option).await
+        self.call(Rpc::Append(rpc), option).await
     }
 
     async fn install_snapshot(
@@ -74,7 +86,7 @@ impl RaftNetwork<Types> for Peer {
         rpc: InstallSnapshotRequest<Types>,
         option: RPCOption,
     ) -> Result<InstallSnapshotResponse<u64>, Failed<RaftError<u64, InstallSnapshotError>>> {
-        self.call(Message::Snapshot(rpc), option).await
+        self.call(Rpc::Snapshot(rpc), option).await
     }
 
     async fn vote(
@@ -82,6 +94,6 @@ impl RaftNetwork<Types> for Peer {
         rpc: VoteRequest<u64>,
         option: RPCOption,
     ) -> Result<VoteResponse<u64>, Failed<RaftError<u64>>> {
-        self.call(Message::Vote(rpc), option).await
+        self.call(Rpc::Vote(rpc), option).await
     }
 }

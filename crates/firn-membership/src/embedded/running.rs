@@ -8,11 +8,12 @@ use openraft::error::{CheckIsLeaderError, ClientWriteError, ForwardToLeader, Raf
 use openraft::{BasicNode, Config, Raft, SnapshotPolicy};
 use sha2::{Digest as _, Sha256};
 
+use super::foundings::Foundings;
 use super::machine::Machine;
 use super::message::Told;
 use super::network::Network;
-use super::state::{Done, Op};
-use super::store::Store;
+use super::state::{Done, Op, State};
+use super::store::{Founded, Store};
 use super::{Types, Wire};
 use crate::Trouble;
 
@@ -30,7 +31,12 @@ pub struct Running {
     pub raft: Raft<Types>,
     pub machine: Machine,
     pub servers: BTreeMap<u64, String>,
+    pub foundings: Foundings,
+    me: u64,
 }
+
+/// Who leads, and in which term.
+pub type Leader = openraft::LeaderId<u64>;
 
 /// The number by which raft knows the server of that host. It must not change when others come or go.
 pub fn number(name: &str) -> u64 {
@@ -40,14 +46,20 @@ pub fn number(name: &str) -> u64 {
 }
 
 impl Running {
-    /// Makes sure that this server leads, and has applied all that was agreed on before; tells its term.
-    pub async fn confirmed(&self) -> Result<u64, Told> {
+    /// Makes sure that this server leads, and has applied all that was agreed on before.
+    pub async fn confirmed(&self) -> Result<Leader, Told> {
         match self.raft.ensure_linearizable().await {
             // The newest entry is the leader's own: it begins its term with one.
-            Ok(last) => Ok(last.map_or(0, |last| last.leader_id.term)),
+            Ok(Some(last)) if last.leader_id.node_id == self.me => Ok(last.leader_id),
+            Ok(_) => Err(Told::Elsewhere(None)),
             Err(RaftError::APIError(CheckIsLeaderError::ForwardToLeader(to))) => Err(elsewhere(to)),
             Err(error) => Err(Told::Trouble(Trouble::Unreachable(error.to_string()))),
         }
+    }
+
+    /// What has been agreed on, if nobody has led since that leader.
+    pub fn seen<T>(&self, leader: &Leader, look: impl FnOnce(&State) -> T) -> Result<T, Told> {
+        self.machine.applied().of(leader).map(look).ok_or(Told::Elsewhere(None))
     }
 
     pub async fn write(&self, op: Op) -> Result<Done, Told> {
@@ -71,7 +83,7 @@ fn elsewhere(to: ForwardToLeader<u64, BasicNode>) -> Told {
 
 /// Begins with what is in the store.
 pub async fn run(directory: &Path, me: &str, wire: &Arc<dyn Wire>) -> Result<Running, Trouble> {
-    let (store, servers) = Store::open(directory, number(me))?;
+    let (store, Founded { founding, servers }) = Store::open(directory, number(me))?;
     let failed = |error: &dyn std::fmt::Display| {
         Trouble::Unreachable(format!("raft does not begin: {error}"))
     };
@@ -83,7 +95,8 @@ pub async fn run(directory: &Path, me: &str, wire: &Arc<dyn Wire>) -> Result<Run
         )));
     }
     let machine = Machine::open(store.clone()).map_err(|error| failed(&error))?;
-    let network = Network(Arc::clone(wire));
+    let foundings = Foundings::open(store.clone(), founding).map_err(|error| failed(&error))?;
+    let network = Network { wire: Arc::clone(wire), foundings: foundings.clone() };
     let raft = Raft::new(number(me), Arc::new(config()?), network, store, machine.clone()).await;
     let raft = raft.map_err(|error| failed(&error))?;
     if !raft.is_initialized().await.map_err(|error| failed(&error))? {
@@ -94,7 +107,7 @@ pub async fn run(directory: &Path, me: &str, wire: &Arc<dyn Wire>) -> Result<Run
             tracing::debug!("membership has begun already: {error}");
         }
     }
-    Ok(Running { raft, machine, servers })
+    Ok(Running { raft, machine, servers, foundings, me: number(me) })
 }
 
 fn config() -> Result<Config, Trouble> {

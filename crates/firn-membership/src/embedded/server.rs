@@ -10,12 +10,12 @@ use firn_cluster::failover::Terms;
 use tokio::time::{sleep, timeout};
 
 use super::Wire;
-use super::message::{self, Ask, Message, Told};
+use super::message::{self, Ask, Letter, Message, Reply, Rpc, Told};
 use super::offices::Offices;
 use super::running::{Running, number, run};
-use super::state::{Done, Op};
+use super::state::{Done, Op, State};
 use super::store::Store;
-use crate::{Cluster, Leased, Trouble, View, now};
+use crate::{Cluster, Known, Leased, Trouble, View, now};
 
 /// How long a server takes for an answer at most: an election, and a disk that is busy.
 pub(super) const ANSWER_WAIT: Duration = Duration::from_secs(3);
@@ -91,24 +91,27 @@ impl Server {
     pub async fn answer(&self, from: Option<&str>, bytes: &[u8]) -> Vec<u8> {
         let answered = match message::decode(bytes) {
             Ok(Message::Ask(ask)) => message::encode(&self.asked(from, ask).await),
-            Ok(message) => self.told_by_raft(from, message).await,
+            Ok(Message::Raft(letter)) => self.told_by_raft(from, letter).await,
             Err(trouble) => message::encode(&Told::Trouble(trouble)),
         };
         // Nobody can read an empty answer: that is trouble at the other end.
         answered.unwrap_or_default()
     }
 
-    async fn told_by_raft(&self, from: Option<&str>, message: Message) -> Result<Vec<u8>, Trouble> {
-        let Running { raft, servers, .. } = self.running()?;
-        if from.is_some_and(|from| !servers.contains_key(&number(from))) {
+    async fn told_by_raft(&self, from: Option<&str>, letter: Letter) -> Result<Vec<u8>, Trouble> {
+        let Running { raft, servers, foundings, .. } = self.running()?;
+        let name = from.unwrap_or(&self.me);
+        if !servers.contains_key(&number(name)) {
             return Err(Trouble::Refused("it is none of the servers".to_owned()));
         }
-        match message {
-            Message::Append(rpc) => message::encode(&raft.append_entries(rpc).await),
-            Message::Vote(rpc) => message::encode(&raft.vote(rpc).await),
-            Message::Snapshot(rpc) => message::encode(&raft.install_snapshot(rpc).await),
-            Message::Ask(_) => Err(Trouble::Refused("that is no message of raft".to_owned())),
-        }
+        // Without an answer: who is refused is not to take this one for a server of its own.
+        foundings.meet((number(name), name), letter.from, letter.to).await?;
+        let answer = match letter.rpc {
+            Rpc::Append(rpc) => message::encode(&raft.append_entries(rpc).await),
+            Rpc::Vote(rpc) => message::encode(&raft.vote(rpc).await),
+            Rpc::Snapshot(rpc) => message::encode(&raft.install_snapshot(rpc).await),
+        };
+        message::encode(&Reply { from: foundings.own(), answer: answer? })
     }
 
     async fn asked(&self, from: Option<&str>, ask: Ask) -> Told {
@@ -133,21 +136,22 @@ impl Server {
                 }
             }
             Ask::Change(cluster, from, to) => {
-                if let Some(record) = &to {
-                    record.to_json().map_err(Told::Trouble)?;
-                }
+                to.to_json().map_err(Told::Trouble)?;
+                let leader = running.confirmed().await?;
+                let are_there = running.seen(&leader, |state| state.has(&to.hosts()))?;
+                self.check(are_there, "the record names a host that has never joined")?;
                 match running.write(Op::Change(cluster, from, to)).await? {
                     Done::Changed(changed) => Ok(Told::Changed(changed)),
                     _ => Err(refused("a change that changed nothing")),
                 }
             }
             Ask::Clusters => {
-                running.confirmed().await?;
-                Ok(Told::Clusters(running.machine.applied().state.clusters()))
+                let leader = running.confirmed().await?;
+                Ok(Told::Clusters(running.seen(&leader, State::clusters)?))
             }
             Ask::Read(cluster) => {
-                running.confirmed().await?;
-                Ok(Told::Read(running.machine.applied().state.known(&cluster)))
+                let leader = running.confirmed().await?;
+                Ok(Told::Read(running.seen(&leader, |state| state.known(&cluster))?))
             }
             Ask::Lease(cluster, host) => self.lease(&running, from, &cluster, host).await,
             Ask::View(cluster) => self.view(&running, &cluster).await,
@@ -169,32 +173,33 @@ impl Server {
             running.machine.applied().state.names().get(&host).is_none_or(|it| it == name)
         };
         self.check(from.is_none_or(is_its), "asks for another host's lease")?;
-        if let Some(refused) = fenced(running, cluster, host) {
-            running.confirmed().await?;
-            return Ok(Told::Leased(fenced(running, cluster, host).unwrap_or(refused)));
+        // One that is fenced and goes on asking is not noted: it would never be harmless.
+        let early = running.machine.applied().state.known(cluster);
+        if is_fenced(&early, host) {
+            let leader = running.confirmed().await?;
+            let known = running.seen(&leader, |state| state.known(cluster))?;
+            return Ok(Told::Leased(Leased::Refused(known)));
         }
         self.offices().note(cluster, host, now());
-        let term = running.confirmed().await?;
-        if let Some(refused) = fenced(running, cluster, host) {
-            return Ok(Told::Leased(refused));
+        let leader = running.confirmed().await?;
+        let known = running.seen(&leader, |state| state.known(cluster))?;
+        if is_fenced(&known, host) {
+            return Ok(Told::Leased(Leased::Refused(known)));
         }
-        let known = running.machine.applied().state.known(cluster);
-        match self.offices().enter(cluster, term, &known, now()) {
+        match self.offices().enter(cluster, leader.term, &known, now()) {
             true => Ok(Told::Leased(Leased::Granted(known))),
             false => Err(Told::Elsewhere(None)),
         }
     }
 
     async fn view(&self, running: &Running, cluster: &Cluster) -> Result<Told, Told> {
-        let term = running.confirmed().await?;
-        let (known, names, there) = {
-            let applied = running.machine.applied();
-            let state = &applied.state;
+        let leader = running.confirmed().await?;
+        let (known, names, there) = running.seen(&leader, |state| {
             (state.known(cluster), state.names().clone(), state.clusters())
-        };
+        })?;
         let (mut offices, now) = (self.offices(), now());
         offices.retain(|cluster| there.contains(cluster));
-        if !offices.enter(cluster, term, &known, now) {
+        if !offices.enter(cluster, leader.term, &known, now) {
             return Err(Told::Elsewhere(None));
         }
         let leases = offices.not_over(cluster, now);
@@ -218,11 +223,12 @@ impl Server {
     }
 }
 
-/// Why the host gets no lease, as far as this server knows.
-fn fenced(running: &Running, cluster: &Cluster, host: Host) -> Option<Leased> {
-    let known = running.machine.applied().state.known(cluster);
-    let may = known.record.as_ref().is_some_and(|record| !record.register.fence.contains(&host));
-    (!may).then_some(Leased::Refused(known))
+/// Whether the host gets no lease.
+fn is_fenced(known: &Known, host: Host) -> bool {
+    known
+        .record
+        .as_ref()
+        .is_none_or(|record| record.register.is_ended() || record.register.fence.contains(&host))
 }
 
 fn refused(why: &str) -> Told {

@@ -1,6 +1,6 @@
 //! What the log makes of nothing: pure, and the same at every server.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use firn_cluster::Host;
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ pub enum Op {
     /// A host of that name wants a number.
     Join(String),
     /// A record is to be another one, if it is of that revision.
-    Change(Cluster, Revision, Option<Record>),
+    Change(Cluster, Revision, Record),
 }
 
 /// What an entry did.
@@ -59,6 +59,11 @@ impl State {
         self.records.keys().cloned().collect()
     }
 
+    /// Whether a host of each of these numbers has joined.
+    pub fn has(&self, hosts: &BTreeSet<Host>) -> bool {
+        hosts.iter().all(|host| u32::from(host.0) < self.next)
+    }
+
     /// What hosts are called.
     pub fn names(&self) -> &BTreeMap<Host, String> {
         &self.names
@@ -78,22 +83,13 @@ impl State {
         Some(host)
     }
 
-    fn change(
-        &mut self,
-        index: u64,
-        cluster: &Cluster,
-        from: Revision,
-        to: Option<Record>,
-    ) -> Changed {
+    fn change(&mut self, index: u64, cluster: &Cluster, from: Revision, to: Record) -> Changed {
         let known = self.known(cluster);
         if known.revision != from {
             return Changed::Other(known);
         }
         let revision = Revision(index);
-        match to {
-            Some(record) => drop(self.records.insert(cluster.clone(), (revision, record))),
-            None => drop(self.records.remove(cluster)),
-        }
+        self.records.insert(cluster.clone(), (revision, to));
         Changed::Done(revision)
     }
 }
@@ -108,24 +104,26 @@ mod tests {
     fn record(primary: Host) -> Record {
         let place = Place { primary, backup: None };
         let register = Register::new(BTreeMap::from([(Vm(0), place)]));
-        Record { register, vms: BTreeMap::new() }
+        Record { register, vms: BTreeMap::from([(Vm(0), "web".to_owned())]) }
     }
 
     #[test]
     fn a_record_changes_only_from_what_it_is() {
         let (mut state, web) = (State::default(), Cluster::new("web").unwrap());
-        let mut change = |index, from, to: Option<Record>| match state
+        let mut change = |index, from, to: Record| match state
             .apply(index, Op::Change(web.clone(), Revision(from), to))
         {
             Done::Changed(changed) => changed,
             other => panic!("{other:?}"),
         };
-        assert_eq!(change(4, 0, Some(record(Host(0)))), Changed::Done(Revision(4)));
+        assert_eq!(change(4, 0, record(Host(0))), Changed::Done(Revision(4)));
         let known = Known { revision: Revision(4), record: Some(record(Host(0))) };
-        assert_eq!(change(5, 0, Some(record(Host(1)))), Changed::Other(known.clone()));
-        assert_eq!(change(6, 5, None), Changed::Other(known));
-        assert_eq!(change(7, 4, None), Changed::Done(Revision(7)));
-        assert_eq!(change(8, 4, None), Changed::Other(Known::default()));
+        assert_eq!(change(5, 0, record(Host(1))), Changed::Other(known.clone()));
+        assert_eq!(change(6, 5, record(Host(1))), Changed::Other(known));
+        let ended = record(Host(0)).ended();
+        assert_eq!(change(7, 4, ended.clone()), Changed::Done(Revision(7)));
+        let known = Known { revision: Revision(7), record: Some(ended) };
+        assert_eq!(change(8, 0, record(Host(1))), Changed::Other(known), "it stays");
     }
 
     #[test]
@@ -137,9 +135,10 @@ mod tests {
         };
         assert_eq!(join(&mut state, "a"), Some(Host(0)));
         let web = Cluster::new("web").unwrap();
-        state.apply(2, Op::Change(web, Revision(0), Some(record(Host(0)))));
+        state.apply(2, Op::Change(web, Revision(0), record(Host(0))));
         assert_eq!(join(&mut state, "a"), Some(Host(1)));
         assert_eq!(join(&mut state, "a"), Some(Host(2)));
+        assert!(state.has(&[Host(0), Host(2)].into()) && !state.has(&[Host(3)].into()));
         let known: Vec<Host> = state.names().keys().copied().collect();
         assert_eq!(known, [Host(0), Host(2)], "the record names 0, nobody names 1");
         state.next = 1 << 16;

@@ -3,7 +3,8 @@
 //! ```text
 //!   members.redb
 //!     log    index -> entry              raft's, consecutive; removed from its beginning once it is in a snapshot
-//!     meta   "founded"  -> who the servers are, as this one was told when the cluster was founded
+//!     meta   "founded"  -> who the servers are, as this one was told when the cluster was founded, and a number by chance
+//!            "met"      -> such numbers of the other servers
 //!            "vote"     -> the newest term, and for whom
 //!            "purged"   -> the last entry that was removed
 //!            "snapshot" -> the state, and the last entry that is in it
@@ -26,11 +27,12 @@ use std::sync::Arc;
 use openraft::storage::{LogFlushed, LogState, RaftLogStorage};
 use openraft::{Entry, LogId, OptionalSend, RaftLogReader, StorageError, StorageIOError, Vote};
 use redb::{Builder, Database, ReadableTable, TableDefinition, WriteTransaction};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use tokio::task::spawn_blocking;
 
 use super::Types;
+use super::foundings::Founding;
 use crate::Trouble;
 
 const LOG: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("log");
@@ -43,11 +45,21 @@ const FILE: &str = "members.redb";
 const CACHE_BYTES: usize = 4 << 20;
 
 pub(super) const SNAPSHOT: &str = "snapshot";
+pub(super) const MET: &str = "met";
 const FOUNDED: &str = "founded";
 const VOTE: &str = "vote";
 const PURGED: &str = "purged";
 
 pub(super) type Stored<T> = Result<T, StorageError<u64>>;
+
+/// What a server was told when its cluster was founded.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Founded {
+    /// Which time that was.
+    pub founding: Founding,
+    /// The servers.
+    pub servers: BTreeMap<u64, String>,
+}
 
 /// The file of one server.
 #[derive(Clone, Debug)]
@@ -81,7 +93,8 @@ impl Store {
         let write = || {
             let write = database.begin_write()?;
             write.open_table(LOG)?;
-            put(&write, FOUNDED, servers)?;
+            let founded = Founded { founding: Founding::new(), servers: servers.clone() };
+            put(&write, FOUNDED, &founded)?;
             Ok::<_, redb::Error>(write.commit()?)
         };
         write().map_err(|error| failed(&error))?;
@@ -95,7 +108,7 @@ impl Store {
     ///
     /// # Errors
     /// If it isn't there, or is damaged, or another process has it.
-    pub fn open(directory: &Path, me: u64) -> Result<(Self, BTreeMap<u64, String>), Trouble> {
+    pub fn open(directory: &Path, me: u64) -> Result<(Self, Founded), Trouble> {
         let path = directory.join(FILE);
         if !path.exists() {
             return Err(Trouble::Refused(format!(

@@ -32,7 +32,8 @@ impl Seen {
 
     /// Whether the host may have a lease.
     pub fn may(&self, host: Host) -> bool {
-        self.known.record.as_ref().is_some_and(|it| !it.register.fence.contains(&host))
+        let register = self.known.record.as_ref().map(|record| &record.register);
+        register.is_some_and(|it| !it.is_ended() && !it.fence.contains(&host))
     }
 }
 
@@ -104,7 +105,7 @@ mod tests {
         let record = Record { register, vms: BTreeMap::from([(Vm(0), "web".to_owned())]) };
         for _ in 0..300 {
             let joined = etcd.join("a").await;
-            if joined.is_ok() && etcd.change(web, Revision(0), Some(&record)).await.is_ok() {
+            if joined.is_ok() && etcd.change(web, Revision(0), &record).await.is_ok() {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(100)).await;

@@ -95,15 +95,13 @@ impl Etcd {
         &self,
         cluster: &Cluster,
         from: Revision,
-        to: Option<&Record>,
+        to: &Record,
     ) -> Result<Changed, Trouble> {
         let key = self.keys.cluster(cluster);
-        let mut changes = match to {
-            Some(record) => vec![TxnOp::put(key.clone(), record.to_json()?, None)],
-            None => vec![TxnOp::delete(key.clone(), None)],
-        };
-        if let (Revision(0), Some(record)) = (from, to) {
-            changes.extend(self.first_leases(cluster, record).await?);
+        let mut changes = vec![TxnOp::put(key.clone(), to.to_json()?, None)];
+        self.have_joined(to).await?;
+        if from == Revision(0) {
+            changes.extend(self.first_leases(cluster, to).await?);
         }
         let txn = Txn::new()
             .when([at(&key, from)?])
@@ -113,6 +111,18 @@ impl Etcd {
         match answer.succeeded() {
             true => Ok(Changed::Done(Revision(revision_of(&answer)?))),
             false => Ok(Changed::Other(known(gets(&answer).next())?)),
+        }
+    }
+
+    /// Numbers are given one after another, so those that were given stay so.
+    async fn have_joined(&self, record: &Record) -> Result<(), Trouble> {
+        let next = self.servers.get(self.keys.next(), None).await?.pop();
+        let next = next.as_ref().map_or(Ok(0), number)?;
+        match record.hosts().into_iter().find(|host| host.0 >= next) {
+            Some(host) => {
+                Err(Trouble::Refused(format!("the record names {host}, which has never joined")))
+            }
+            None => Ok(()),
         }
     }
 
@@ -204,7 +214,7 @@ impl Members for Etcd {
         &'a self,
         cluster: &'a Cluster,
         from: Revision,
-        to: Option<&'a Record>,
+        to: &'a Record,
     ) -> Later<'a, Changed> {
         Box::pin(self.changed(cluster, from, to))
     }
@@ -248,11 +258,9 @@ fn at(key: &str, revision: Revision) -> Result<Compare, Trouble> {
 
 fn known(pair: Option<&KeyValue>) -> Result<Known, Trouble> {
     let Some(pair) = pair else { return Ok(Known::default()) };
-    let record = serde_json::from_slice(pair.value()).map_err(|error| {
+    let record = Record::from_json(pair.value()).map_err(|why| {
         let key = String::from_utf8_lossy(pair.key());
-        Trouble::Refused(format!(
-            "{key} in etcd holds no record: {error}; has somebody else changed it?"
-        ))
+        Trouble::Refused(format!("{key} in etcd: {why}; has somebody else changed it?"))
     })?;
     Ok(Known { revision: Revision(pair.mod_revision().unsigned_abs()), record: Some(record) })
 }

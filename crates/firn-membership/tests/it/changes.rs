@@ -44,7 +44,7 @@ async fn write(history: Arc<History>, members: Arc<dyn Members>, writer: Vm) -> 
         counted = there + 1;
         record.vms.insert(writer, counted.to_string());
         record.register.version += 1;
-        match members.change(&history.cluster, known.revision, Some(&record)).await {
+        match members.change(&history.cluster, known.revision, &record).await {
             Ok(Changed::Done(revision)) => {
                 history.newest.fetch_max(revision.0, Ordering::SeqCst);
             }

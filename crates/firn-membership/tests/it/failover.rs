@@ -62,7 +62,7 @@ async fn make(members: &dyn Members, cluster: &Cluster, primary: Host, backup: H
     let register = Register::new(BTreeMap::from([(Vm(0), place)]));
     let record = Record { register, vms: BTreeMap::from([(Vm(0), "web".to_owned())]) };
     eventually("there is a cluster", async || {
-        let _ = members.change(cluster, Revision(0), Some(&record)).await;
+        let _ = members.change(cluster, Revision(0), &record).await;
         members.read(cluster).await.ok()?.record
     })
     .await;

@@ -1,10 +1,12 @@
 //! What can't be done is refused, with the reason.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use firn_cluster::Host;
+use firn_cluster::failover::Register;
+use firn_cluster::{Host, Vm};
 use firn_membership::embedded::{Server, found};
-use firn_membership::{Changed, Cluster, Leased, Revision, Trouble};
+use firn_membership::{Changed, Cluster, Leased, Record, Revision, Trouble};
 
 use crate::servers::{Kind, Servers, TERMS, eventually, members};
 use crate::wire::Tcp;
@@ -44,14 +46,47 @@ async fn a_server_that_has_forgotten_does_not_vote() {
     assert!(damaged.contains("members.redb"), "{damaged}");
 }
 
+/// It has forgotten what it had acknowledged: with one other it would be a majority that lacks it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_is_founded_again_does_not_vote() {
+    let mut servers = Servers::start(Kind::Embedded);
+    let (web, _) = servers.cluster("web").await;
+    // Until all three have met each other.
+    for host in 0..3 {
+        servers.kill(host);
+        let members = servers.members().await;
+        eventually("the others go on", async || members.read(&web).await.ok()).await;
+        servers.begin(host);
+        eventually("all are there", async || members.read(&web).await.ok()).await;
+    }
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    servers.kill(2);
+    let state = servers.site.disk(2).join("state");
+    std::fs::remove_dir_all(&state).unwrap();
+    found(&state, "c", &names(&["a", "b", "c"])).unwrap();
+    servers.begin(2);
+    let members = servers.members().await;
+    eventually("the others go on", async || members.read(&web).await.ok()).await;
+    servers.kill(1);
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    assert!(members.read(&web).await.is_err(), "it was elected, or elects");
+    servers.begin(1);
+    eventually("a majority is back", async || members.read(&web).await.ok()).await;
+}
+
 async fn nobody_answers(kind: Kind) {
     // Nobody listens there.
     let members = members(kind, (1..4).map(|host| format!("127.250.250.{host}")).collect()).await;
     let (web, start) = (Cluster::new("web").unwrap(), Instant::now());
     assert!(matches!(members.read(&web).await, Err(Trouble::Unreachable(_))));
     assert!(matches!(members.lease(&web, Host(1)).await, Err(Trouble::Unreachable(_))));
-    assert!(members.change(&web, Revision(0), None).await.is_err());
+    assert!(members.change(&web, Revision(0), &nothing()).await.is_err());
     assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+}
+
+/// A record of no VMs.
+fn nothing() -> Record {
+    Record { register: Register::new(BTreeMap::new()), vms: BTreeMap::new() }
 }
 
 async fn what_is_not_so_is_refused(kind: Kind) {
@@ -62,15 +97,24 @@ async fn what_is_not_so_is_refused(kind: Kind) {
     let known = eventually("it is read", async || members.read(&web).await.ok()).await;
     assert_eq!(known.revision, revision);
     let record = known.record.clone();
-    let changed = members.change(&web, Revision(revision.0 + 1), record.as_ref()).await.unwrap();
+    let changed =
+        members.change(&web, Revision(revision.0 + 1), record.as_ref().unwrap()).await.unwrap();
     assert_eq!(changed, Changed::Other(known));
     assert!(
         matches!(members.lease(&none, Host(1)).await, Ok(Leased::Refused(known)) if known.record.is_none())
     );
-    let mut long = record.unwrap();
-    long.vms.insert(firn_cluster::Vm(0), "x".repeat(20_000));
-    let long = text(members.change(&web, revision, Some(&long)).await.unwrap_err());
+    let record = record.unwrap();
+    let refused = async |change: fn(&mut Record)| {
+        let mut bad = record.clone();
+        change(&mut bad);
+        text(members.change(&web, revision, &bad).await.unwrap_err())
+    };
+    let long = refused(|it| it.vms.extend((0..400).map(|vm| (Vm(vm), "x".repeat(63))))).await;
     assert!(long.contains("make smaller clusters"), "{long}");
+    let other = refused(|it| it.register.checkpoint.marks.clear()).await;
+    assert!(other.contains("its checkpoint is of other VMs"), "{other}");
+    let nobody = refused(|it| drop(it.register.fence.insert(Host(60_000)))).await;
+    assert!(nobody.contains("never joined"), "{nobody}");
     let hosts = [
         members.join("a").await.unwrap(),
         members.join("b").await.unwrap(),
@@ -79,14 +123,18 @@ async fn what_is_not_so_is_refused(kind: Kind) {
     assert!(hosts[0] < hosts[1] && hosts[1] < hosts[2]);
     assert_eq!(members.view(&web).await.unwrap().names[&hosts[2]], "a");
     assert_eq!(members.clusters().await.unwrap(), std::slice::from_ref(&web));
-    let ended = members.change(&web, revision, None).await.unwrap();
+    let ended = members.change(&web, revision, &record.ended()).await.unwrap();
     assert!(matches!(ended, Changed::Done(_)));
-    assert!(members.clusters().await.unwrap().is_empty());
+    let left = members.read(&web).await.unwrap().record.unwrap().register;
+    assert!(left.is_ended() && left.generation > record.register.generation);
+    assert!(matches!(members.lease(&web, Host(2)).await, Ok(Leased::Refused(_))));
+    let first = members.change(&web, Revision(0), &record).await.unwrap();
+    assert!(matches!(first, Changed::Other(_)), "it begins at its beginning again");
     // Without a majority nothing is answered, soon.
     (1..3).for_each(|host| servers.kill(host));
     let start = Instant::now();
     assert!(members.read(&web).await.is_err() && members.lease(&web, Host(1)).await.is_err());
-    assert!(members.change(&web, Revision(0), None).await.is_err());
+    assert!(members.change(&web, Revision(0), &nothing()).await.is_err());
     assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
 }
 

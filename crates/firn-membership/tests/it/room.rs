@@ -16,8 +16,9 @@ async fn change_until_it_fails(members: &dyn Members, cluster: &Cluster, from: u
         let Ok(known) = members.read(cluster).await else { return (newest, true) };
         let mut record = known.record.unwrap();
         // Of some size, so that the disk notices.
-        record.vms.insert(Vm(0), format!("{number:08000}"));
-        match members.change(cluster, known.revision, Some(&record)).await {
+        record.vms.extend((1..120).map(|vm| (Vm(vm), format!("{number:063}"))));
+        record.vms.insert(Vm(0), number.to_string());
+        match members.change(cluster, known.revision, &record).await {
             Ok(Changed::Done(_)) => newest = number,
             _ => return (newest, true),
         }

@@ -151,9 +151,11 @@ impl Servers {
         let (members, cluster) = (self.members().await, Cluster::new(name).unwrap());
         let place = Place { primary: Host(1), backup: Some(Host(2)) };
         let register = Register::new(BTreeMap::from([(Vm(0), place)]));
-        let record = Record { register, vms: BTreeMap::new() };
+        let record = Record { register, vms: BTreeMap::from([(Vm(0), "0".to_owned())]) };
+        let joined = async || members.join("h").await.ok().filter(|host| *host >= Host(2));
+        eventually("there are hosts", joined).await;
         let made = async || {
-            let _ = members.change(&cluster, Revision(0), Some(&record)).await;
+            let _ = members.change(&cluster, Revision(0), &record).await;
             members.read(&cluster).await.ok().filter(|known| known.record.is_some())
         };
         let revision = eventually("there is a cluster", made).await.revision;
@@ -218,7 +220,7 @@ pub async fn change(
         let known = members.read(cluster).await.ok()?;
         let mut record = known.record.unwrap();
         make(&mut record);
-        match members.change(cluster, known.revision, Some(&record)).await {
+        match members.change(cluster, known.revision, &record).await {
             Ok(Changed::Done(revision)) => Some(revision),
             _ => None,
         }

@@ -1,0 +1,125 @@
+//! What the hosts of a cluster agree on, and what it has to be like. It comes from whoever has a certificate, so it is checked when
+//! it is written and when it is read: nobody obeys one that makes no sense.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use firn_cluster::failover::Register;
+use firn_cluster::{Host, Vm};
+use serde::{Deserialize, Serialize};
+
+use crate::Trouble;
+use crate::words::is_plain;
+
+/// The longest record, in bytes of JSON. It is some hundred bytes for each VM.
+pub const RECORD_BYTES_MAX: usize = 16 << 10;
+
+/// What the hosts of a cluster agree on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Who may run what.
+    pub register: Register,
+    /// What the VMs are called at their hosts.
+    pub vms: BTreeMap<Vm, String>,
+}
+
+impl Record {
+    /// As it is kept.
+    ///
+    /// # Errors
+    /// If it is too long, or makes no sense.
+    pub fn to_json(&self) -> Result<Vec<u8>, Trouble> {
+        let json = serde_json::to_vec(self).map_err(|error| Trouble::Refused(error.to_string()))?;
+        match json.len() {
+            len if len > RECORD_BYTES_MAX => Err(Trouble::Refused(format!(
+                "the record of a cluster would have {len} bytes, of at most {RECORD_BYTES_MAX}: make smaller clusters"
+            ))),
+            _ => self.check().map(|()| json),
+        }
+    }
+
+    /// As it was kept.
+    ///
+    /// # Errors
+    /// If it is no record, or makes no sense.
+    pub fn from_json(json: &[u8]) -> Result<Self, Trouble> {
+        let record: Self = serde_json::from_slice(json)
+            .map_err(|error| Trouble::Refused(format!("this is no record: {error}")))?;
+        record.check().map(|()| record)
+    }
+
+    /// The end of the cluster; see [`Register::ended`].
+    pub fn ended(&self) -> Self {
+        Self { register: self.register.ended(), vms: BTreeMap::new() }
+    }
+
+    /// Every host that the register names.
+    pub fn hosts(&self) -> BTreeSet<Host> {
+        let backups = self.register.places.values().filter_map(|place| place.backup);
+        let named = self.register.primaries().into_iter().chain(backups);
+        named.chain(self.register.fence.iter().copied()).collect()
+    }
+
+    /// # Errors
+    /// What makes no sense in it.
+    pub fn check(&self) -> Result<(), Trouble> {
+        let Register { places, checkpoint, generation, layout, .. } = &self.register;
+        let name = |vm: &Vm| self.vms.get(vm).is_some_and(|name| is_plain(name));
+        let rules = [
+            (places.keys().all(name), "a VM in it has no name that a VM can have"),
+            (self.vms.values().all(|name| is_plain(name)), "a name in it is none of a VM"),
+            (places.keys().eq(checkpoint.marks.keys()), "its checkpoint is of other VMs"),
+            (self.register.is_separate(), "a host in it is both primary and backup"),
+            (checkpoint.generation <= *generation, "its checkpoint is of a timeline to come"),
+            (checkpoint.layout <= *layout, "its checkpoint is of a layout to come"),
+        ];
+        match rules.iter().find(|(holds, _)| !holds) {
+            Some((_, why)) => Err(Trouble::Refused(format!("the record makes no sense: {why}"))),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_cluster::failover::Place;
+    use firn_cluster::{Epoch, Generation};
+
+    use super::*;
+
+    fn record() -> Record {
+        let place = Place { primary: Host(1), backup: Some(Host(2)) };
+        let register = Register::new(BTreeMap::from([(Vm(7), place)]));
+        Record { register, vms: BTreeMap::from([(Vm(7), "web".to_owned())]) }
+    }
+
+    #[test]
+    fn a_record_has_a_bound_and_comes_back() {
+        let short = record();
+        assert_eq!(Record::from_json(&short.to_json().unwrap()).unwrap(), short);
+        assert!(short.ended().to_json().is_ok());
+        let vms = (0..400).map(|vm| (Vm(vm), "x".repeat(63))).collect();
+        let long = Record { vms, ..short };
+        assert!(matches!(long.to_json(), Err(Trouble::Refused(why)) if why.contains("smaller")));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_both_ways() {
+        type Change = fn(&mut Record);
+        let mistakes: [(Change, &str); 6] = [
+            (|it| it.vms.clear(), "has no name"),
+            (|it| drop(it.vms.insert(Vm(8), "a/b".to_owned())), "none of a VM"),
+            (|it| it.register.checkpoint.marks.clear(), "of other VMs"),
+            (|it| drop(it.register.checkpoint.marks.insert(Vm(8), Epoch(1))), "of other VMs"),
+            (|it| it.register.checkpoint.generation = Generation(1), "a timeline to come"),
+            (|it| it.register.places.get_mut(&Vm(7)).unwrap().primary = Host(2), "both primary"),
+        ];
+        for (change, why) in mistakes {
+            let mut bad = record();
+            change(&mut bad);
+            let written = bad.to_json().unwrap_err().to_string();
+            let read = Record::from_json(&serde_json::to_vec(&bad).unwrap()).unwrap_err();
+            assert!(written.contains(why) && read.to_string() == written, "{written}");
+        }
+        assert!(Record::from_json(b"{}").unwrap_err().to_string().contains("no record"));
+    }
+}
