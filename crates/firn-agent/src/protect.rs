@@ -44,7 +44,7 @@ pub(crate) async fn protect(
     let (tell, connected) = oneshot::channel();
     let stream = Stream { agent: Arc::clone(agent), backup, vm: vm.clone(), socket, far, health };
     let sending = tokio::spawn(stream.send(tell));
-    let how = ProtectRequest { to, interval_ms, predicts, alone: false };
+    let how = ProtectRequest { to, interval_ms, predicts, alone: false, lease: None };
     let begun = tokio::select! {
         begun = agent.blocking(move |vms| vms.protect(&vm, how, &mut on_progress)) => begun,
         () = too_late(connected) => Err(silent()),

@@ -17,6 +17,7 @@
 //! | module | what it decides or does |
 //! |---|---|
 //! | [`gate`] | which frames may leave, and when (pure) |
+//! | [`lease`] | until when anything may leave |
 //! | [`port`] | a card, its gate and its uplink: a thread |
 //! | [`uplink`] | the connection to where frames go |
 //!
@@ -40,5 +41,6 @@
 #![forbid(unsafe_code)]
 
 pub mod gate;
+pub mod lease;
 pub mod port;
 pub mod uplink;

@@ -26,13 +26,14 @@ use firn_cluster::switch::FRAME_BYTES_MAX;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::gate::{Gate, Held};
+use crate::lease::Lease;
 use crate::uplink::Uplink;
 
 /// Most bytes of frames that a card's gate holds: a quarter of a second at a gigabit a second.
 pub const BYTES_MAX: usize = 32 << 20;
 /// Frames read from the card while the gate is locked.
 const BATCH: usize = 32;
-/// How often an uplink that is not there is tried.
+/// How often an uplink that is not there is tried, and a lease that is over looked at.
 const RETRY: Duration = Duration::from_millis(100);
 
 /// What there is to say about a card.
@@ -42,6 +43,8 @@ pub struct Now {
     pub is_connected: bool,
     /// Frames leave as they come.
     pub is_open: bool,
+    /// It needs a lease, and that is over: nothing leaves.
+    pub waits_for_lease: bool,
     /// What is held.
     pub held: Held,
     /// How many frames have left.
@@ -88,6 +91,7 @@ impl Port {
             card,
             uplink: uplink.to_owned(),
             output: Mutex::new(output),
+            lease: Mutex::default(),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             is_plugged: AtomicBool::new(false),
             is_connected: AtomicBool::new(false),
@@ -151,6 +155,12 @@ impl Port {
         self.shared.wake();
     }
 
+    /// From now on frames leave only while that lease is held, or need none.
+    pub fn obey(&self, lease: Option<Lease>) {
+        *self.shared.lease() = lease;
+        self.shared.wake();
+    }
+
     /// Whether frames leave as they come.
     pub fn is_open(&self) -> bool {
         self.shared.output().gate.is_open()
@@ -162,6 +172,7 @@ impl Port {
         Now {
             is_connected: self.shared.is_connected.load(Ordering::Relaxed),
             is_open: gate.is_open(),
+            waits_for_lease: !self.shared.may_send(),
             held: gate.held(),
             left: gate.left(),
             came: self.shared.came.load(Ordering::Relaxed),
@@ -193,6 +204,7 @@ struct Shared {
     card: UnixDatagram,
     uplink: PathBuf,
     output: Mutex<Output>,
+    lease: Mutex<Option<Lease>>,
     wake: OwnedFd,
     is_plugged: AtomicBool,
     is_connected: AtomicBool,
@@ -204,6 +216,15 @@ struct Shared {
 impl Shared {
     fn output(&self) -> MutexGuard<'_, Output> {
         self.output.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lease(&self) -> MutexGuard<'_, Option<Lease>> {
+        self.lease.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a frame may leave now, as far as the lease is concerned.
+    fn may_send(&self) -> bool {
+        self.lease().as_ref().is_none_or(Lease::is_held)
     }
 
     /// Whether frames were read from the card's socket, of which there may be more. None are at the bound.
@@ -279,8 +300,14 @@ impl Relay {
         card.set(PollFlags::OUT, !self.inward.is_empty());
         let mut outside = PollFlags::empty();
         outside.set(PollFlags::IN, self.inward.is_empty());
-        outside.set(PollFlags::OUT, gate.next().is_some());
+        outside.set(PollFlags::OUT, gate.next().is_some() && self.shared.may_send());
         (card, outside)
+    }
+
+    /// Nobody says when a lease is held again.
+    fn looks_again(&self, is_plugged: bool) -> bool {
+        let waits = || self.shared.output().gate.next().is_some() && !self.shared.may_send();
+        is_plugged && (self.uplink.is_none() || waits())
     }
 
     /// Waits until there is something to do.
@@ -295,7 +322,7 @@ impl Relay {
             all.push(PollFd::from_borrowed_fd(uplink.as_fd(), outside));
         }
         let retry = Timespec { tv_sec: 0, tv_nsec: RETRY.subsec_nanos().into() };
-        let timeout = (is_plugged && self.uplink.is_none()).then_some(&retry);
+        let timeout = self.looks_again(is_plugged).then_some(&retry);
         rustix::io::retry_on_intr(|| poll(&mut all, timeout))?;
         // Nothing there is no error.
         let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
@@ -309,7 +336,7 @@ impl Relay {
             self.shared.output().gate.lose();
             return Ok(());
         };
-        loop {
+        while self.shared.may_send() {
             let Some(frame) = self.shared.output().gate.next() else { return Ok(()) };
             uplink.give(&frame);
             match uplink.write()? {
@@ -317,6 +344,7 @@ impl Relay {
                 false => return Ok(()),
             }
         }
+        Ok(())
     }
 
     /// From the uplink to the card. One that has no room is waited for.

@@ -186,8 +186,11 @@ pub fn ask(
         settle(&vm);
         match request {
             Request::Status | Request::Watch => {}
-            Request::Protect(_) | Request::Release => return died_while_asked(),
-            Request::Failover => return after_failover(base, &vm),
+            Request::Protect(_) | Request::Release | Request::Fence { .. } => {
+                return died_while_asked();
+            }
+            Request::GoOn => {}
+            Request::Failover(_) => return after_failover(base, &vm),
             Request::Detach if !is_detached(&vm)? => {}
             Request::Detach => return Ok(serde_json::Value::Null),
             Request::Stop(_) => return after_stop(base, &vm),

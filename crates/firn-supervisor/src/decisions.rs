@@ -22,7 +22,9 @@ use std::collections::BTreeSet;
 
 use crate::failure::{Failure, FailureKind};
 use crate::journal::Exit;
-use crate::protocol::{Progress, ProtectRequest, Reply, Request, SaveRequest, StopRequest};
+use crate::protocol::{
+    FailoverRequest, Progress, ProtectRequest, Reply, Request, SaveRequest, StopRequest,
+};
 
 /// A connection of a `firn` command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -82,9 +84,11 @@ pub enum Action {
     /// Begin to protect; reports by [`Event::Protected`] and [`Event::ProtectionEnded`].
     BeginProtection(ProtectRequest),
     /// Run the standby's VM; reports by [`Event::RestoreEnded`], or [`Event::TakeUpRefused`].
-    TakeUp(ClientId),
+    TakeUp(ClientId, FailoverRequest),
     /// Let out what the VM's network cards hold, and tell this command whether they held anything.
     LetOut(Option<ClientId>),
+    /// Let out what they hold while the lease is held, and tell this command.
+    GoOn(ClientId),
     /// End the hypervisor; reports by [`Event::HypervisorGone`], or [`Event::StopFailed`].
     EndHypervisor(StopRequest),
     /// End the hypervisor at once, whatever it does.
@@ -223,7 +227,9 @@ impl Core {
             Request::Detach => self.detach(client),
             Request::Protect(request) => self.protect(client, request),
             Request::Release => self.release(client),
-            Request::Failover => self.failover(client),
+            Request::GoOn => self.go_on(client),
+            Request::Failover(how) => self.failover(client, how),
+            Request::Fence { why } => self.fence(client, why),
         }
     }
 
@@ -346,12 +352,32 @@ impl Core {
         actions
     }
 
-    fn failover(&mut self, client: ClientId) -> Vec<Action> {
+    fn go_on(&self, client: ClientId) -> Vec<Action> {
+        match &self.activity {
+            Activity::Protecting { .. } | Activity::Standby { .. } => {
+                let text = "the VM is protected, or a standby: nothing of it can be let out";
+                vec![failed(client, Failure::new(FailureKind::Busy, text))]
+            }
+            _ => vec![Action::GoOn(client)],
+        }
+    }
+
+    /// Whatever goes on comes to nothing with the hypervisor. A standby has never run.
+    fn fence(&mut self, client: ClientId, why: String) -> Vec<Action> {
+        if self.activity == (Activity::Standby { taken_up: false }) {
+            let text = "the VM is a standby and does not run here";
+            return vec![failed(client, Failure::new(FailureKind::Usage, text))];
+        }
+        self.reason = Some(Failure::new(FailureKind::Lost, why));
+        vec![Action::KillHypervisor { discard: false }, done(client, serde_json::Value::Null)]
+    }
+
+    fn failover(&mut self, client: ClientId, how: FailoverRequest) -> Vec<Action> {
         match &mut self.activity {
             Activity::Standby { taken_up } if self.stopping.is_none() => {
                 *taken_up = true;
                 self.watchers.insert(client);
-                vec![Action::TakeUp(client)]
+                vec![Action::TakeUp(client, how)]
             }
             _ => {
                 let no_standby = Failure::new(FailureKind::Usage, "the VM is no standby");

@@ -5,6 +5,8 @@ use serde_json::json;
 const A: ClientId = ClientId(1);
 const B: ClientId = ClientId(2);
 
+const HOW: FailoverRequest = FailoverRequest { lease: None };
+
 fn request(cancel_with_client: bool) -> SaveRequest {
     SaveRequest { image: "/web.firn".into(), choices: Default::default(), cancel_with_client }
 }
@@ -61,7 +63,13 @@ fn two_checkpoints_at_once_are_one_too_many() {
 
 fn protect() -> Request {
     let to = "unix:/standby".parse().unwrap();
-    Request::Protect(ProtectRequest { to, interval_ms: 100, predicts: true, alone: false })
+    Request::Protect(ProtectRequest {
+        to,
+        interval_ms: 100,
+        predicts: true,
+        alone: false,
+        lease: None,
+    })
 }
 
 fn protecting() -> Core {
@@ -136,10 +144,10 @@ fn a_protected_vm_is_let_go_of_before_it_is_stopped() {
 
 #[test]
 fn only_a_standby_is_failed_over_to() {
-    let refused = Core::new(false).on(Event::Request(A, Request::Failover));
+    let refused = Core::new(false).on(Event::Request(A, Request::Failover(HOW)));
     assert_eq!(kinds(&refused), [Some(FailureKind::Usage)]);
     let mut core = Core::standby();
-    assert_eq!(core.on(Event::Request(A, Request::Failover)), [Action::TakeUp(A)]);
+    assert_eq!(core.on(Event::Request(A, Request::Failover(HOW))), [Action::TakeUp(A, HOW)]);
     assert_eq!(core.on(Event::RestoreEnded(Ok(json!(1)))), [done(A, json!(1))]);
     assert!(core.is_idle());
 }
@@ -157,16 +165,16 @@ fn a_standby_ends_at_once_when_it_is_stopped() {
 #[test]
 fn a_failover_that_is_refused_is_told_once_and_can_be_tried_again() {
     let mut core = Core::standby();
-    assert_eq!(core.on(Event::Request(A, Request::Failover)), [Action::TakeUp(A)]);
+    assert_eq!(core.on(Event::Request(A, Request::Failover(HOW))), [Action::TakeUp(A, HOW)]);
     assert_eq!(core.on(Event::TakeUpRefused(A, fail())), [failed(A, fail())]);
-    assert_eq!(core.on(Event::Request(B, Request::Failover)), [Action::TakeUp(B)]);
+    assert_eq!(core.on(Event::Request(B, Request::Failover(HOW))), [Action::TakeUp(B, HOW)]);
     assert_eq!(core.on(Event::RestoreEnded(Ok(json!(1)))), [done(B, json!(1))]);
 }
 
 #[test]
 fn a_failover_that_loses_its_hypervisor_says_what_it_knows() {
     let mut core = Core::standby();
-    core.on(Event::Request(A, Request::Failover));
+    core.on(Event::Request(A, Request::Failover(HOW)));
     let wait = [Action::CancelSave, Action::StartGrace];
     assert_eq!(core.on(Event::HypervisorGone(Exit::Signal(9))), wait);
     let ended = core.on(Event::RestoreEnded(Err(fail())));
@@ -342,7 +350,7 @@ fn any_event() -> impl Strategy<Value = Event> {
         any::<bool>().prop_map(stop),
         Just(protect()),
         Just(Request::Release),
-        Just(Request::Failover),
+        Just(Request::Failover(HOW)),
         any::<bool>().prop_map(|cancel| Request::Checkpoint(request(cancel))),
         any::<bool>().prop_map(|cancel| Request::Suspend(request(cancel))),
     ];
@@ -362,6 +370,35 @@ fn any_event() -> impl Strategy<Value = Event> {
         1 => Just(Event::GuardGone),
         1 => Just(Event::Terminate),
     ]
+}
+
+/// The register says that it runs elsewhere: whatever goes on here ends, and it is said why.
+#[test]
+fn a_vm_that_runs_elsewhere_is_ended_and_says_why() {
+    let fence = || Request::Fence { why: "it runs on b".to_owned() };
+    let kill = Action::KillHypervisor { discard: false };
+    let mut protecting = Core::new(false);
+    protecting.on(Event::Request(A, protect()));
+    for mut core in [Core::new(false), Core::new(true), protecting] {
+        let actions = core.on(Event::Request(B, fence()));
+        assert_eq!(actions, [kill.clone(), done(B, serde_json::Value::Null)]);
+        let mut actions = core.on(Event::HypervisorGone(Exit::Signal(9)));
+        actions.extend(core.on(Event::GraceOver));
+        let why = Some(Failure::new(FailureKind::Lost, "it runs on b"));
+        let record = Action::RecordEnd { exit: Exit::Signal(9), reason: why };
+        assert!(actions.contains(&record), "{actions:?}");
+    }
+    let refused = Core::standby().on(Event::Request(A, fence()));
+    assert!(matches!(&refused[..], [Action::Reply(A, Reply::Failed(_))]), "{refused:?}");
+}
+
+#[test]
+fn what_a_protected_vm_holds_is_not_let_out_by_its_lease() {
+    let mut core = Core::new(false);
+    assert_eq!(core.on(Event::Request(A, Request::GoOn)), [Action::GoOn(A)]);
+    core.on(Event::Request(A, protect()));
+    let refused = core.on(Event::Request(B, Request::GoOn));
+    assert!(matches!(&refused[..], [Action::Reply(B, Reply::Failed(_))]), "{refused:?}");
 }
 
 proptest! {

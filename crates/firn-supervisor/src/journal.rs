@@ -102,6 +102,9 @@ pub struct Journal {
     /// Its network cards let nothing out until it is released: a standby may run.
     #[serde(default)]
     pub shut: bool,
+    /// They let something out only while the lease of this timeline is held.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<u32>,
 }
 
 /// A hypervisor process that runs a VM.
@@ -282,6 +285,7 @@ impl Journal {
             overlays: Vec::new(),
             discard: false,
             shut: false,
+            lease: None,
         }
     }
 

@@ -27,7 +27,7 @@ use crate::journal::{Exit, Journal, JournalFile, Phase, now};
 use crate::lock::{self, Role};
 use crate::network::CardStatus;
 use crate::protection::Protection;
-use crate::protocol::{Progress, ProtectRequest, Reply, SaveRequest, StopRequest};
+use crate::protocol::{FailoverRequest, Progress, ProtectRequest, Reply, SaveRequest, StopRequest};
 use crate::runtime::{RuntimeDir, VmDir};
 use crate::server::{self, Clients};
 use crate::spawn;
@@ -66,6 +66,9 @@ pub(crate) trait Operations: Send + Sync + 'static {
 
     /// Lets out what its network cards hold, and what follows. `false` if they hold nothing.
     fn let_out(&self) -> Result<bool, Failure>;
+
+    /// Lets that out while the lease is held.
+    fn go_on(&self) -> Result<(), Failure>;
 
     /// Nothing is going on but the guest: begins what is done meanwhile. May be called again.
     fn rest(&self);
@@ -171,7 +174,8 @@ impl Loop {
             Action::ReplyStatus(client) => self.reply_status(client)?,
             Action::BeginSave { request, then_stop } => self.begin_save(request, then_stop)?,
             Action::BeginProtection(request) => self.begin_protection(request)?,
-            Action::TakeUp(client) => self.take_up(client),
+            Action::TakeUp(client, how) => self.take_up(client, how),
+            Action::GoOn(client) => self.go_on(client),
             Action::LetOut(client) => self.let_out(client),
             Action::CancelSave => self.cancel(),
             Action::Release => self.ending.release(),
@@ -250,9 +254,9 @@ impl Loop {
     }
 
     /// That it can't be done is known at once.
-    fn take_up(&self, client: ClientId) {
+    fn take_up(&self, client: ClientId, how: FailoverRequest) {
         let none = || Failure::new(FailureKind::Usage, "the VM is no standby");
-        let begun = self.keeper.standby.as_ref().ok_or_else(none).and_then(|it| it.begin());
+        let begun = self.keeper.standby.as_ref().ok_or_else(none).and_then(|it| it.begin(how));
         if let Err(failure) = begun {
             let _ = self.sender.send(Event::TakeUpRefused(client, failure));
         }
@@ -273,6 +277,14 @@ impl Loop {
             }
         };
         client.into_iter().for_each(|client| self.clients.send(client, &reply));
+    }
+
+    fn go_on(&self, client: ClientId) {
+        let reply = match self.keeper.operations.go_on() {
+            Ok(()) => Reply::Done { facts: serde_json::Value::Null },
+            Err(failure) => Reply::Failed(failure),
+        };
+        self.clients.send(client, &reply);
     }
 
     fn end_hypervisor(&self, request: StopRequest) -> io::Result<()> {

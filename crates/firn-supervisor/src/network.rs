@@ -11,12 +11,16 @@
 //! **Shut.** Once a protection has held anything, its standby may run the VM, and nobody here can know: that the connection is lost
 //! is what both a dead standby and one that was failed over to look like. So nothing leaves any more until somebody says that this
 //! VM is the one that goes on. The journal says so too, for a successor.
+//!
+//! **Leased.** Where hosts agree who may run what (`firn-membership`), frames leave only while this host's lease is held, by a page that
+//! the agent writes (`firn_net::lease`). The journal has the timeline that it has to be of.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use firn_cluster::Epoch;
 use firn_memory::Process;
+use firn_net::lease::Lease;
 use firn_net::port::{self, Port};
 use firn_net::uplink::Uplink;
 use firn_vmm::command_line::{CardPlan, Uplink as Named};
@@ -55,6 +59,9 @@ pub struct CardStatus {
     pub connected: bool,
     /// Frames leave as they come. If not, they wait until their epoch is committed.
     pub open: bool,
+    /// Nothing leaves: the lease that its frames need is over.
+    #[serde(default)]
+    pub waits_for_lease: bool,
     /// Frames that wait.
     pub held_frames: usize,
     /// Their bytes.
@@ -205,6 +212,12 @@ impl Network {
         self.ports().for_each(Port::let_out);
     }
 
+    /// From now on frames leave only while the lease of this timeline is held by the page there, or need none.
+    pub(crate) fn obey(&self, page: &Path, lease: Option<u32>) {
+        self.ports()
+            .for_each(|port| port.obey(lease.map(|generation| Lease::new(page, generation))));
+    }
+
     /// Whether there are cards, and what they send is held.
     pub(crate) fn is_shut(&self) -> bool {
         self.ports().any(|port| !port.is_open())
@@ -238,6 +251,7 @@ fn status(card: &Card, now: &port::Now) -> CardStatus {
         uplink: card.uplink.clone(),
         connected: now.is_connected,
         open: now.is_open,
+        waits_for_lease: now.waits_for_lease,
         held_frames: now.held.frames,
         held_bytes: now.held.bytes,
         delay_ms: Percentiles::of(now.delays.iter().map(|delay| delay.as_secs_f64() * 1e3)),

@@ -107,6 +107,9 @@ impl Operations for Qemu {
             let failure = Failure::new(FailureKind::Refused, text);
             return Err(failure.hint("`firn release` lets it out, if that backup never runs it"));
         }
+        if request.lease.is_some() {
+            self.obey(request.lease)?;
+        }
         // One descriptor at a time can have the guest's memory.
         self.usage.finish();
         self.changes.finish();
@@ -140,12 +143,24 @@ impl Operations for Qemu {
     fn let_out(&self) -> Result<bool, Failure> {
         let was_shut = self.network.is_shut();
         let change = |journal: &mut Journal| {
+            (journal.shut, journal.lease) = (false, None);
+            journal.last.iter_mut().for_each(|note| note.text = note.text.replace(HELD, ""));
+        };
+        let had_lease = self.journal.read().lease.is_some();
+        self.journal.update(change).doing("writing the journal")?;
+        self.network.let_out();
+        self.network.obey(&self.vm.lease(), None);
+        Ok(was_shut || had_lease)
+    }
+
+    fn go_on(&self) -> Result<(), Failure> {
+        let change = |journal: &mut Journal| {
             journal.shut = false;
             journal.last.iter_mut().for_each(|note| note.text = note.text.replace(HELD, ""));
         };
         self.journal.update(change).doing("writing the journal")?;
         self.network.let_out();
-        Ok(was_shut)
+        Ok(())
     }
 
     fn rest(&self) {
@@ -195,6 +210,13 @@ impl Qemu {
         let (usage, changes, calls, protecting) = Default::default();
         let vm = vm.clone();
         Self { journal, hypervisor, usage, changes, calls, protecting, network, served, vm }
+    }
+
+    /// What the VM sends leaves only while that lease is held. Written down first: a successor may have to know.
+    fn obey(&self, lease: Option<u32>) -> Result<(), Failure> {
+        self.journal.update(|journal| journal.lease = lease).doing("writing the journal")?;
+        self.network.obey(&self.vm.lease(), lease);
+        Ok(())
     }
 
     /// Follows what the guest writes, and tells its applications what they did.

@@ -56,8 +56,23 @@ pub enum Request {
     Protect(ProtectRequest),
     /// Send no more.
     Release,
+    /// Nobody else can run the VM: what is held leaves, as the lease lets it.
+    GoOn,
     /// Run a standby's VM from its newest committed epoch.
-    Failover,
+    Failover(FailoverRequest),
+    /// The VM runs elsewhere: end it.
+    Fence {
+        /// Who says so.
+        why: String,
+    },
+}
+
+/// How to run a standby's VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailoverRequest {
+    /// What it sends leaves only while the lease of this timeline is held.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<u32>,
 }
 
 /// How to protect a VM.
@@ -72,6 +87,9 @@ pub struct ProtectRequest {
     /// When the backup is lost, what was held leaves, and the VM goes on alone.
     #[serde(default)]
     pub alone: bool,
+    /// What the VM sends leaves only while the lease of this timeline is held, until it is released.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<u32>,
 }
 
 /// How to save.
@@ -409,7 +427,9 @@ mod tests {
     #[test]
     fn requests_survive_the_wire() {
         let stop = Request::Stop(StopRequest { powerdown_s: Some(3), ..StopRequest::default() });
-        for request in [Request::Status, checkpoint(), stop, Request::Watch] {
+        let fence = Request::Fence { why: "it runs on b".to_owned() };
+        let failover = Request::Failover(FailoverRequest { lease: Some(3) });
+        for request in [Request::Status, checkpoint(), stop, Request::Watch, fence, failover] {
             let line = encode(&request);
             assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
             assert_eq!(decode::<Request>(&line).unwrap(), request);
@@ -430,6 +450,8 @@ mod tests {
     fn what_is_on_the_wire_is_what_the_documentation_shows() {
         let line = String::from_utf8(encode(&Request::Status)).unwrap();
         assert_eq!(line, "{\"v\":1,\"request\":\"status\"}\n");
+        let line = String::from_utf8(encode(&Request::Failover(FailoverRequest::default())));
+        assert_eq!(line.unwrap(), "{\"v\":1,\"request\":\"failover\"}\n");
     }
 
     #[test]

@@ -181,6 +181,11 @@ impl VmDir {
         self.path.join("stores.sock")
     }
 
+    /// Until when its frames may leave, if they need a lease: written by the agent.
+    pub fn lease(&self) -> PathBuf {
+        self.path.join("lease")
+    }
+
     /// The journal.
     pub fn journal(&self) -> PathBuf {
         self.path.join("journal.json")

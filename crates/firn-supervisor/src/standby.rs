@@ -35,7 +35,7 @@ use crate::journal::{Journal, JournalFile, Phase};
 use crate::keep::Restoring;
 use crate::meta::Meta;
 use crate::network::{Network, Sockets};
-use crate::protocol::Progress;
+use crate::protocol::{FailoverRequest, Progress};
 use crate::qemu::{self, Known};
 use crate::restore::{look, refuse, write_aux};
 use crate::served::Served;
@@ -65,7 +65,8 @@ pub struct Readiness {
 #[derive(Debug)]
 pub(crate) struct Takeover {
     stream: Stream,
-    state: Mutex<(Readiness, bool)>,
+    /// What there is to say, and how it is to be run, if it is.
+    state: Mutex<(Readiness, Option<FailoverRequest>)>,
     changed: Condvar,
 }
 
@@ -80,7 +81,7 @@ impl Takeover {
     }
 
     /// No more epochs are taken, and the newest committed one is run.
-    pub(crate) fn begin(&self) -> Result<(), Failure> {
+    pub(crate) fn begin(&self, how: FailoverRequest) -> Result<(), Failure> {
         let mut state = self.state();
         if state.0.released {
             let text = "the VM's primary has released it, and goes on alone";
@@ -91,7 +92,7 @@ impl Takeover {
             let none = Failure::new(FailureKind::Refused, "no epoch of the VM is committed here");
             return Err(none.hint("`firn status` says which are; the first takes two intervals"));
         }
-        state.1 = true;
+        state.1 = Some(how);
         self.stream.hear_no_more();
         self.changed.notify_all();
         Ok(())
@@ -99,7 +100,7 @@ impl Takeover {
 
     /// A primary that still runs hears that it is not alone.
     fn part(&self, receiver: &mut Receiver) {
-        if self.state().1 && self.stream.set_write_patience(LAST_WORDS).is_ok() {
+        if self.state().1.is_some() && self.stream.set_write_patience(LAST_WORDS).is_ok() {
             receiver.refuse("the VM is about to run here");
         }
         self.stream.close();
@@ -108,7 +109,7 @@ impl Takeover {
     /// The primary wants to go on alone. Whether the VM is never run here, which holds from now on.
     fn release(&self) -> bool {
         let mut state = self.state();
-        state.0.released = !state.1;
+        state.0.released = state.1.is_none();
         state.0.released
     }
 
@@ -118,19 +119,22 @@ impl Takeover {
     }
 
     /// Returns once it is to be run.
-    fn wait(&self, ended: &BackupError) {
+    fn wait(&self, ended: &BackupError) -> FailoverRequest {
         let mut state = self.state();
-        if !state.1 {
+        if state.1.is_none() {
             let failure = Failure::from_error(FailureKind::Other, ended);
             tracing::warn!("no more epochs come: {failure}");
             state.0.ended = Some(failure.to_string());
         }
-        while !state.1 {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        loop {
+            match state.1 {
+                Some(how) => return how,
+                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, (Readiness, bool)> {
+    fn state(&self) -> MutexGuard<'_, (Readiness, Option<FailoverRequest>)> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -263,7 +267,9 @@ impl Prepared {
         let (vm, process, journal) = (self.vm, self.process, place.journal_handle());
         let network = Arc::clone(&self.network);
         let taking = Arc::clone(&takeover);
-        let work = Work { receiver, standby, vm, process, journal, network, takeover: taking };
+        let page = place.vm.lease();
+        let work =
+            Work { receiver, standby, vm, process, journal, network, takeover: taking, page };
         let restoring = Some(work.boxed());
         let hypervisor = self.child.keep()?;
         let standby = Some(takeover);
@@ -296,6 +302,8 @@ struct Work {
     journal: Arc<JournalFile>,
     network: Arc<Network>,
     takeover: Arc<Takeover>,
+    /// Of its lease.
+    page: PathBuf,
 }
 
 impl Work {
@@ -308,9 +316,9 @@ impl Work {
         let (told, release) = (&mut |far| takeover.hear(far), &mut || takeover.release());
         let ended = self.receiver.receive(&mut self.standby, told, release);
         takeover.part(&mut self.receiver);
-        self.takeover.wait(&ended);
+        let FailoverRequest { lease } = self.takeover.wait(&ended);
         let since = Instant::now();
-        let Self { standby, mut vm, process, journal, network, .. } = self;
+        let Self { standby, mut vm, process, journal, network, page, .. } = self;
         let committed =
             standby.take_up().map_err(|error| Failure::from_error(FailureKind::Other, &error))?;
         let Committed { epoch, devices, aux, .. } = committed;
@@ -321,10 +329,12 @@ impl Work {
         // From here on its disks are the VM's own, and nothing that may be discarded.
         let own = |journal: &mut Journal| {
             journal.phase = Phase::Standby { started: true };
+            journal.lease = lease;
             journal.overlays.clear();
         };
         journal.update(own).doing("writing the journal")?;
         firn_fault::point("failover.started");
+        network.obey(&page, lease);
         network.plug();
         vm.cont().doing("letting the VM run")?;
         announce(&mut vm);

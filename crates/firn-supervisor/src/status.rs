@@ -60,6 +60,9 @@ pub struct Status {
     /// Of a standby: what it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standby: Option<Readiness>,
+    /// The timeline whose lease its network cards need, if they need one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<u32>,
     /// Its network cards whose frames pass through Firn.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub network: Vec<CardStatus>,
@@ -102,6 +105,7 @@ impl Status {
             recoveries: journal.recoveries,
             protection: None,
             standby: None,
+            lease: journal.lease,
             network: Vec::new(),
             supervisor_pid: None,
             guard_pid: None,

@@ -107,8 +107,9 @@ impl Begun {
         let machine = before.as_ref().and_then(|journal| journal.machine.clone());
         let overlays = before.as_ref().map(|it| it.overlays.clone()).unwrap_or_default();
         let shut = before.as_ref().is_some_and(|journal| journal.shut);
-        let journal =
-            Journal { machine, overlays, shut, ..Journal::new(vm.name().clone(), launching) };
+        let lease = before.as_ref().and_then(|journal| journal.lease);
+        let new = Journal::new(vm.name().clone(), launching);
+        let journal = Journal { machine, overlays, shut, lease, ..new };
         let journal = JournalFile::create(vm.journal(), journal).doing("writing the journal")?;
         Ok(Self { vm: vm.clone(), journal: Arc::new(journal), before, role })
     }
@@ -232,6 +233,7 @@ fn keep(
 ) -> io::Result<()> {
     let hypervisor = started.hypervisor;
     let network = started.network.unwrap_or_else(|| network_of(&journal));
+    network.obey(&vm.lease(), journal.read().lease);
     if started.standby.is_none() {
         network.plug();
     }

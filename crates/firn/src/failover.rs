@@ -1,7 +1,7 @@
 //! `firn failover`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, VmName, ask};
+use firn_supervisor::{FailoverRequest, Failure, Request, VmName, ask};
 
 use crate::output::Output;
 
@@ -23,8 +23,9 @@ impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let facts = ask(&base, &self.name, &Request::Failover, &mut |_| ())
-            .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))?;
+        let facts =
+            ask(&base, &self.name, &Request::Failover(FailoverRequest::default()), &mut |_| ())
+                .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))?;
         out.facts(&facts, || self.describe(&facts))
     }
 

@@ -88,7 +88,8 @@ impl Args {
             }
             (None, Some(to)) => {
                 let (to, alone) = (to.clone(), self.go_on_alone);
-                let request = Request::Protect(ProtectRequest { to, interval_ms, predicts, alone });
+                let how = ProtectRequest { to, interval_ms, predicts, alone, lease: None };
+                let request = Request::Protect(how);
                 ask(base, &self.name, &request, on_progress)
             }
             (None, None) => Err(Failure::new(FailureKind::Usage, "give --backup or --to")),

@@ -113,7 +113,7 @@ async fn what_is_not_so_is_refused(kind: Kind) {
     assert!(long.contains("make smaller clusters"), "{long}");
     let other = refused(|it| it.register.checkpoint.marks.clear()).await;
     assert!(other.contains("its checkpoint is of other VMs"), "{other}");
-    let nobody = refused(|it| drop(it.register.fence.insert(Host(60_000)))).await;
+    let nobody = refused(|it| it.register.fence.extend([Host(60_000)])).await;
     assert!(nobody.contains("never joined"), "{nobody}");
     let hosts = [
         members.join("a").await.unwrap(),

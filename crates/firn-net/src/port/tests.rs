@@ -187,3 +187,89 @@ fn a_vm_that_is_about_to_be_stopped_has_room() {
     fill();
     assert_eq!(fill(), 0, "it is at the bound again");
 }
+
+fn boot_time() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
+#[test]
+fn what_needs_a_lease_waits_while_it_is_over() {
+    let scene = Scene::new();
+    let mut outside = scene.outside();
+    let page = scene.dir.path().join("lease");
+    let grant = |ms| crate::lease::write(&page, 3, boot_time() + Duration::from_millis(ms));
+    scene.port.obey(Some(Lease::new(&page, 3)));
+    scene.vm.send(b"early").unwrap();
+    eventually(|| scene.port.now().waits_for_lease);
+    outside.set_read_timeout(Some(3 * RETRY)).unwrap();
+    assert!(outside.read(&mut [0]).is_err(), "it has left without a lease");
+    outside.set_read_timeout(Some(PATIENCE)).unwrap();
+    grant(60_000).unwrap();
+    assert_eq!(frame(&mut outside), b"early");
+    scene.vm.send(b"held").unwrap();
+    assert_eq!(frame(&mut outside), b"held");
+    // It ends by itself, in the middle of what is sent.
+    grant(50).unwrap();
+    let end = boot_time() + Duration::from_millis(50);
+    let sent = (0..).take_while(|_| boot_time() < end + Duration::from_millis(100));
+    let sent = sent.map(|number: u64| scene.vm.send(&number.to_le_bytes()).unwrap()).count();
+    assert!(scene.port.now().waits_for_lease && scene.port.now().left < sent as u64 + 2);
+    let left = scene.port.now().left;
+    thread::sleep(3 * RETRY);
+    assert_eq!(scene.port.now().left, left, "it sends after the end");
+    // What was held leaves in its order, of this timeline: nothing was lost.
+    scene.port.obey(None);
+    for number in 0..sent as u64 {
+        assert_eq!(frame(&mut outside), number.to_le_bytes());
+    }
+}
+
+/// The whole process is stopped, as by a debugger, and wakes after its lease: this test again, as a child.
+#[test]
+fn who_was_stopped_and_wakes_sends_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(dir.path().join("uplink")).unwrap();
+    let page = dir.path().join("lease");
+    crate::lease::write(&page, 1, boot_time() + Duration::from_secs(60)).unwrap();
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["port::tests::send_for_ever", "--exact", "--ignored", "--nocapture"])
+        .env("FIRN_SCENE", dir.path())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut outside = listener.accept().unwrap().0;
+    outside.set_read_timeout(Some(PATIENCE)).unwrap();
+    (0..100).for_each(|_| drop(frame(&mut outside)));
+    let signal = |signal| {
+        let pid = rustix::process::Pid::from_raw(child.id() as i32).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    };
+    signal(rustix::process::Signal::STOP);
+    crate::lease::write(&page, 1, boot_time()).unwrap();
+    // What left before is in the socket.
+    outside.set_read_timeout(Some(3 * RETRY)).unwrap();
+    let mut buffer = vec![0; 1 << 20];
+    while outside.read(&mut buffer).is_ok() {}
+    signal(rustix::process::Signal::CONT);
+    let woken = outside.read(&mut buffer);
+    // One frame at most was between the look and the write.
+    assert!(woken.as_ref().map_or(0, |bytes| *bytes) <= 12, "{woken:?}");
+    assert!(outside.read(&mut buffer).is_err(), "it goes on sending");
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+#[ignore = "a part of another test"]
+fn send_for_ever() {
+    let dir = std::path::PathBuf::from(std::env::var_os("FIRN_SCENE").unwrap());
+    let (theirs, ours) = pair().unwrap();
+    let port = Port::open(ours.try_clone().unwrap(), &dir.join("uplink"), None, true).unwrap();
+    port.obey(Some(Lease::new(&dir.join("lease"), 1)));
+    port.plug();
+    let vm = UnixDatagram::from(theirs);
+    loop {
+        vm.send(b"frame...").unwrap();
+    }
+}
