@@ -21,6 +21,7 @@ use tokio::task::JoinSet;
 
 use crate::config::Config;
 use crate::detect::{Health, Times};
+use crate::failover::{self, Failover};
 use crate::heartbeat::Peers;
 use crate::host::HostName;
 use crate::identity::Identity;
@@ -44,6 +45,7 @@ pub struct Agent {
     pub(crate) networks: Networks,
     pub(crate) refused: Refused,
     pub(crate) membership: Membership,
+    pub(crate) failover: Failover,
     /// VMs of this host whose epochs are carried to a peer.
     carried: Mutex<Vec<(VmName, HostName)>>,
     /// VMs that are about to be protected, or stood by for.
@@ -105,6 +107,7 @@ impl Ready {
             parts.spawn(local::serve_metrics(Arc::clone(&agent), listener));
         }
         parts.spawn(switch::serve(Arc::clone(&agent), self.networks));
+        parts.spawn(failover::run(Arc::clone(&agent)));
         parts.spawn(heartbeat::run(agent));
         // None of them ends but by a panic, which is told already.
         parts.join_next().await;
@@ -128,7 +131,7 @@ impl Agent {
         let peers = Peers::new(times, config.peers.clone());
         let refused = Refused::default();
         let (carried, claimed) = (Mutex::default(), Mutex::default());
-        let networks = Networks::default();
+        let (networks, failover) = (Networks::default(), Failover::default());
         Self {
             config,
             listen,
@@ -139,6 +142,7 @@ impl Agent {
             networks,
             refused,
             membership,
+            failover,
             carried,
             claimed,
         }
@@ -188,6 +192,11 @@ impl Agent {
 
     fn carried(&self) -> MutexGuard<'_, Vec<(VmName, HostName)>> {
         self.carried.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether somebody sets something up for that VM.
+    pub(crate) fn is_claimed(&self, vm: &VmName) -> bool {
+        self.claimed.lock().unwrap_or_else(PoisonError::into_inner).contains(vm)
     }
 
     /// Whoever has it may set something up for that VM.

@@ -60,7 +60,7 @@ fn view(agent: &Agent, status: Status) -> VmView {
             let health = health.map_or(Health::Lost, |health| *health.borrow());
             advice(&status, standby, host, health)
         }
-        _ => None,
+        _ => agent.failover.trouble(&status.name),
     };
     VmView {
         host: agent.config.name.clone(),

@@ -28,7 +28,7 @@
 //! | [`vms`] | the VMs of this host |
 //! | [`place`] | where the sockets are |
 //!
-//! The rest serves: `door` the peers, `local` the commands; `protect` and `standbys` are the two ends of a tunnel, `heartbeat` is the
+//! `failover` has the VMs of this host obey what hosts agree on. The rest serves: `door` the peers, `local` the commands; `protect` and `standbys` are the two ends of a tunnel, `heartbeat` is the
 //! shell around [`detect`]. The design is in `docs/design/012-agent.md`.
 
 #![forbid(unsafe_code)]
@@ -40,6 +40,7 @@ mod cluster;
 pub mod config;
 pub mod detect;
 mod door;
+mod failover;
 mod heartbeat;
 pub mod host;
 mod http;

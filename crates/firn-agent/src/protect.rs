@@ -15,11 +15,13 @@ use tokio::time::timeout;
 use crate::agent::Agent;
 use crate::api::Protect;
 use crate::detect::Health;
+use crate::failover;
 use crate::host::HostName;
 use crate::link::Link;
 use crate::place::Socket;
 use crate::standbys::tell;
 use crate::tunnel;
+use crate::vms::Vms;
 
 /// How long the VM's supervisor may take to connect. It looks at all of the VM's memory before.
 const SUPERVISOR_WAIT: Duration = Duration::from_secs(60);
@@ -30,10 +32,12 @@ pub(crate) async fn protect(
     wanted: Protect,
     mut on_progress: impl FnMut(&Progress) + Send + 'static,
 ) -> Result<Value, Failure> {
-    let Protect { vm, backup, interval_ms, predicts } = wanted;
+    let Protect { vm, backup, interval_ms, predicts } = wanted.clone();
     let address = agent.address(&backup)?;
     let _claim = agent.claim(&vm)?;
-    is_free(agent, &vm).await?;
+    let was_leased = is_free(agent, &vm).await?.lease.is_some();
+    // Before anybody else could run it.
+    let lease = failover::lease_for(agent, &wanted).await?;
     let path = agent.place.epochs(&backup, &vm);
     let to = format!("unix:{}", path.display());
     let to = to.parse().doing_or(FailureKind::Usage, "naming the VM's socket")?;
@@ -42,15 +46,22 @@ pub(crate) async fn protect(
     let health = agent.health(&backup)?;
     let far = standing_by(agent, &backup, address, &vm, health.clone()).await?;
     let (tell, connected) = oneshot::channel();
+    let (name, to_host) = (vm.clone(), backup.clone());
     let stream = Stream { agent: Arc::clone(agent), backup, vm: vm.clone(), socket, far, health };
     let sending = tokio::spawn(stream.send(tell));
-    let how = ProtectRequest { to, interval_ms, predicts, alone: false, lease: None };
+    let how = ProtectRequest { to, interval_ms, predicts, alone: false, lease };
     let begun = tokio::select! {
         begun = agent.blocking(move |vms| vms.protect(&vm, how, &mut on_progress)) => begun,
         () = too_late(connected) => Err(silent()),
     };
-    if begun.is_err() {
-        sending.abort();
+    match &begun {
+        Ok(_) => failover::backed(agent, &name, &to_host).await,
+        Err(_) => {
+            sending.abort();
+            if lease.is_some() && !was_leased {
+                let _ = agent.blocking(move |vms| leave_as_it_was(vms, &name)).await;
+            }
+        }
     }
     begun
 }
@@ -86,12 +97,21 @@ fn silent() -> Failure {
     Failure::new(FailureKind::Other, text).hint("the VM's log may say what it is doing")
 }
 
+/// A VM of which nothing was cut needs no lease: nobody can run it but here.
+fn leave_as_it_was(vms: &dyn Vms, vm: &VmName) -> Result<(), Failure> {
+    let status = vms.status(vm)?;
+    match status.lease.is_some() && status.network.iter().all(|card| card.open) {
+        true => vms.release(vm),
+        false => Ok(()),
+    }
+}
+
 /// Nobody is asked to stand by for a VM that can't be protected now. Its supervisor looks again.
-async fn is_free(agent: &Agent, vm: &VmName) -> Result<(), Failure> {
+async fn is_free(agent: &Agent, vm: &VmName) -> Result<Status, Failure> {
     let name = vm.clone();
-    let Status { state, .. } = agent.blocking(move |vms| vms.status(&name)).await?;
-    match state.as_str() {
-        "running" | "paused" => Ok(()),
+    let status = agent.blocking(move |vms| vms.status(&name)).await?;
+    match status.state.as_str() {
+        "running" | "paused" => Ok(status),
         state => {
             let text = format!("VM {vm} is {state}: only one that runs can be protected");
             Err(Failure::new(FailureKind::Busy, text).hint("`firn status` says more"))

@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_supervisor::{
-    Context as _, Failure, FailureKind, OnProgress, Plan, ProtectRequest, Request, RuntimeDir,
-    Starting, Status, StopRequest, VmName, ask, glance, glances,
+    Context as _, FailoverRequest, Failure, FailureKind, OnProgress, Plan, ProtectRequest, Request,
+    RuntimeDir, Starting, Status, StopRequest, VmName, ask, glance, glances,
 };
 use serde_json::Value;
 
@@ -57,6 +57,33 @@ pub trait Vms: Send + Sync + 'static {
         listen: &Path,
         on_ready: OnReady,
     ) -> Result<UnixStream, Failure>;
+
+    /// Runs a standby's VM, whose frames leave while the lease of this timeline is held.
+    ///
+    /// # Errors
+    /// Why it does not run.
+    fn fail_over(&self, vm: &VmName, generation: u32) -> Result<Value, Failure>;
+
+    /// Protects it no longer, and has it need no lease.
+    ///
+    /// # Errors
+    /// If it can't be told.
+    fn release(&self, vm: &VmName) -> Result<(), Failure>;
+
+    /// Lets out what it holds, while its lease is held: nobody else can run it.
+    ///
+    /// # Errors
+    /// If it can't be told.
+    fn go_on(&self, vm: &VmName) -> Result<(), Failure>;
+
+    /// Ends one that runs elsewhere.
+    ///
+    /// # Errors
+    /// If it goes on.
+    fn fence(&self, vm: &VmName, why: String) -> Result<(), Failure>;
+
+    /// Says until when frames of which timeline may leave.
+    fn grant(&self, vm: &VmName, lease: Option<(u32, Duration)>);
 
     /// Ends a standby that is never run.
     ///
@@ -110,6 +137,29 @@ impl Vms for Supervised {
             Ok(None) => Err(starting.finish(&mut |_| ()).err().unwrap_or_else(silent)),
             // Nobody waits for it any more: it ends by that.
             Err(failure) => Err(failure),
+        }
+    }
+
+    fn fail_over(&self, vm: &VmName, generation: u32) -> Result<Value, Failure> {
+        let how = FailoverRequest { lease: Some(generation) };
+        ask(&self.0, vm, &Request::Failover(how), &mut |_| ())
+    }
+
+    fn release(&self, vm: &VmName) -> Result<(), Failure> {
+        ask(&self.0, vm, &Request::Release, &mut |_| ()).map(drop)
+    }
+
+    fn go_on(&self, vm: &VmName) -> Result<(), Failure> {
+        ask(&self.0, vm, &Request::GoOn, &mut |_| ()).map(drop)
+    }
+
+    fn fence(&self, vm: &VmName, why: String) -> Result<(), Failure> {
+        ask(&self.0, vm, &Request::Fence { why }, &mut |_| ()).map(drop)
+    }
+
+    fn grant(&self, vm: &VmName, lease: Option<(u32, Duration)>) {
+        if let Err(error) = self.0.vm(vm).grant(lease) {
+            tracing::debug!("the lease of {vm} is not written: {error}");
         }
     }
 

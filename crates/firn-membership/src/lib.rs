@@ -27,6 +27,7 @@
 #![forbid(unsafe_code)]
 
 mod clock;
+mod control;
 pub mod embedded;
 pub mod etcd;
 mod members;
@@ -35,9 +36,10 @@ mod record;
 mod words;
 
 pub use clock::now;
+pub use control::control;
 pub use embedded::Embedded;
 pub use etcd::Etcd;
 pub use members::{Later, Members};
-pub use post::{Hosts, Post, Start, control};
+pub use post::{Hosts, Post, Start};
 pub use record::{RECORD_BYTES_MAX, Record};
 pub use words::{Changed, Cluster, Known, Leased, Revision, Trouble, View};

@@ -26,6 +26,7 @@ use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use thiserror::Error;
 
@@ -184,6 +185,15 @@ impl VmDir {
     /// Until when its frames may leave, if they need a lease: written by the agent.
     pub fn lease(&self) -> PathBuf {
         self.path.join("lease")
+    }
+
+    /// Says until when frames of which timeline may leave (`CLOCK_BOOTTIME`); none may without one.
+    ///
+    /// # Errors
+    /// If there is no such VM, or the file can't be written.
+    pub fn grant(&self, lease: Option<(u32, Duration)>) -> io::Result<()> {
+        let (generation, until) = lease.unwrap_or_default();
+        firn_net::lease::write(&self.lease(), generation, until)
     }
 
     /// The journal.

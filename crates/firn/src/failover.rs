@@ -8,7 +8,7 @@ use crate::output::Output;
 /// Run a standby's VM, whose primary is lost.
 ///
 /// It goes on from its newest committed epoch, the last but one that arrived. Make sure first that the VM runs nowhere else:
-/// nobody looks after that for you.
+/// nobody looks after that for you. Where hosts agree who may run what (`firn cluster status`), this is done without you.
 ///
 /// Example:
 ///   firn failover web

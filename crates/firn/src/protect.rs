@@ -30,6 +30,9 @@ use crate::output::Output;
 /// intervals. By other cards others may see what a failover undoes. When the standby is lost, the VM runs on, but what it
 /// sends stays held: the standby may have been made to run. `firn release` lets it out.
 ///
+/// Where the hosts agree who may run what (`[membership]`, see `firn-agent --help`), a VM with --backup fails over by itself when its host is
+/// lost, and is protected by another host then. What it sends leaves only while its host holds a lease.
+///
 /// Examples:
 ///   firn protect web --backup host2
 ///   firn protect web --to unix:/run/web.standby --interval 50ms --json

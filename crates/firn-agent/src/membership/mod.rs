@@ -19,6 +19,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use firn_cluster::Host;
+use firn_cluster::failover::Terms;
 use firn_membership::embedded::{self, Server};
 use firn_membership::{Cluster, Embedded, Etcd, Members, Record, Trouble, View};
 use firn_supervisor::{Failure, FailureKind};
@@ -90,6 +91,11 @@ impl Membership {
         }
     }
 
+    /// Where hosts agree, and what a lease is, if they do.
+    pub(crate) fn members(&self) -> Option<(Arc<dyn Members>, Terms)> {
+        self.0.as_ref().map(|part| (Arc::clone(&part.members), part.options.terms))
+    }
+
     /// What there is to tell.
     pub(crate) async fn view(&self, host: &HostName) -> Result<MembershipView, Failure> {
         let Some(part) = &self.0 else {
@@ -142,7 +148,7 @@ impl Part {
         for cluster in self.members.clusters().await? {
             let View { known, leases, names } = self.members.view(&cluster).await?;
             // It may have ended since.
-            if let Some(record) = known.record {
+            if let Some(record) = known.record.filter(|record| !record.register.is_ended()) {
                 clusters.push(cluster_view(&cluster, &record, leases, &names));
             }
         }

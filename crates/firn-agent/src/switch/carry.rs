@@ -24,8 +24,10 @@ pub(super) async fn stream(stream: impl AsyncRead + AsyncWrite, port: &Joined) -
 
 async fn read(mut from: impl AsyncRead + Unpin, port: &Joined) -> io::Result<()> {
     let (mut decoder, mut buffer) = (Decoder::new(), vec![0; PIECE_BYTES]);
+    let sleeps = port.sleeps();
     loop {
         let count = from.read(&mut buffer).await?;
+        port.check(sleeps)?;
         if count == 0 && decoder.is_between_frames() {
             return Ok(());
         }
@@ -38,8 +40,10 @@ async fn read(mut from: impl AsyncRead + Unpin, port: &Joined) -> io::Result<()>
 
 async fn write(mut to: impl AsyncWrite + Unpin, port: &Joined) -> io::Result<()> {
     let mut piece = Vec::new();
+    let sleeps = port.sleeps();
     loop {
         let frames = port.next(PIECE_BYTES).await;
+        port.check(sleeps)?;
         piece.clear();
         // None that came is longer than a frame can be.
         for (head, frame) in frames.iter().filter_map(|frame| Some((head(frame)?, frame))) {
@@ -67,7 +71,9 @@ pub(super) async fn device(device: impl AsyncRead + AsyncWrite, port: &Joined) -
     };
     let write = async {
         loop {
+            let sleeps = port.sleeps();
             for frame in port.next(PIECE_BYTES).await {
+                port.check(sleeps)?;
                 match to.write(&frame).await {
                     Ok(_) => port.left(1),
                     // One that is too short or too long, or the device is down: so is a cable.
@@ -78,6 +84,6 @@ pub(super) async fn device(device: impl AsyncRead + AsyncWrite, port: &Joined) -
     };
     tokio::select! {
         done = read => done,
-        () = write => Ok(()),
+        done = write => done,
     }
 }

@@ -20,6 +20,7 @@
 //! | `network` | who is connected, and where a frame goes |
 //! | `queue` | frames that wait for a port, and what is dropped |
 //! | `lane` | what is counted |
+//! | `awake` | whether frames lay here while this agent stood still |
 //! | `carry` | frames between a stream and a port |
 //! | `vms`, `links`, `world` | who is connected: VMs of this host, other hosts, the uplink |
 //!
@@ -31,6 +32,7 @@
 //!
 //! The design is in `docs/design/014-switch.md`.
 
+mod awake;
 mod carry;
 mod config;
 mod lane;
@@ -89,6 +91,7 @@ impl Networks {
 /// Serves for ever; `sockets` are those that the networks were opened with.
 pub(crate) async fn serve(agent: Arc<Agent>, sockets: Vec<Socket>) {
     let mut parts = JoinSet::new();
+    parts.spawn(look(Arc::clone(&agent)));
     for (network, socket) in agent.networks.0.values().zip(sockets) {
         parts.spawn(vms::serve(Arc::clone(network), socket));
         if let Some(uplink) = agent.config.networks[&network.name].uplink.clone() {
@@ -98,9 +101,16 @@ pub(crate) async fn serve(agent: Arc<Agent>, sockets: Vec<Socket>) {
             parts.spawn(links::dial(Arc::clone(&agent), Arc::clone(network), peer.clone()));
         }
     }
-    // Without networks there is nothing to do; else none of them ends but by a panic, which is told already.
-    match parts.is_empty() {
-        true => std::future::pending().await,
-        false => drop(parts.join_next().await),
+    // None of them ends but by a panic, which is told already.
+    parts.join_next().await;
+}
+
+/// Looks at the clock, for ever.
+async fn look(agent: Arc<Agent>) {
+    loop {
+        agent.networks.0.values().for_each(|network| {
+            network.awake.sleeps();
+        });
+        tokio::time::sleep(awake::LOOK_EVERY).await;
     }
 }

@@ -1,6 +1,7 @@
 //! One network at this host: who is connected, and where a frame goes.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -10,6 +11,7 @@ use firn_cluster::switch::{Port, Rules, Switch};
 use firn_supervisor::NetworkName;
 use tokio::task::AbortHandle;
 
+use super::awake::Awake;
 use super::config::{NetworkConfig, Uplink};
 use super::lane::{Lane, To};
 use super::queue::Queue;
@@ -32,6 +34,7 @@ pub(crate) struct Network {
     /// The newest connection of each peer that has connected to this host.
     links: Mutex<BTreeMap<HostName, AbortHandle>>,
     began: Instant,
+    pub(super) awake: Awake,
 }
 
 #[derive(Debug)]
@@ -68,6 +71,7 @@ impl Network {
             lanes: all.map(|to| (to, Arc::default())).collect(),
             links: Mutex::default(),
             began: Instant::now(),
+            awake: Awake::default(),
         }
     }
 
@@ -132,6 +136,16 @@ pub(super) struct Joined {
 }
 
 impl Joined {
+    /// How often this agent stood still; to be [checked](Self::check).
+    pub(super) fn sleeps(&self) -> u64 {
+        self.network.awake.sleeps()
+    }
+
+    /// See [`Awake::check`].
+    pub(super) fn check(&self, sleeps: u64) -> io::Result<()> {
+        self.network.awake.check(sleeps)
+    }
+
     /// A frame has come from whoever is connected here.
     pub(super) fn came(&self, frame: &[u8]) {
         self.member.lane.came();

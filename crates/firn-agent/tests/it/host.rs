@@ -126,6 +126,26 @@ impl Vms for Fake {
         Ok(near)
     }
 
+    fn fail_over(&self, vm: &VmName, _: u32) -> Result<Value, Failure> {
+        panic!("{vm} is not to be run");
+    }
+
+    fn release(&self, vm: &VmName) -> Result<(), Failure> {
+        panic!("{vm} is not to be released");
+    }
+
+    fn go_on(&self, vm: &VmName) -> Result<(), Failure> {
+        panic!("{vm} is not to go on");
+    }
+
+    fn fence(&self, vm: &VmName, _: String) -> Result<(), Failure> {
+        panic!("{vm} is not to be ended");
+    }
+
+    fn grant(&self, vm: &VmName, _: Option<(u32, Duration)>) {
+        panic!("{vm} has no lease");
+    }
+
     fn stop(&self, vm: &VmName) -> Result<(), Failure> {
         panic!("{vm} is not to be stopped");
     }
@@ -189,10 +209,21 @@ impl Host {
         config: Config,
         times: Times,
     ) -> Result<Self, Failure> {
-        let base = RuntimeDir::at(dir.path().join("run"));
         let (send, ends) = channel();
+        Self::with_vms(dir, config, times, Arc::new(Fake(send)), ends)
+    }
+
+    /// Begins one that has these VMs.
+    pub fn with_vms(
+        dir: tempfile::TempDir,
+        config: Config,
+        times: Times,
+        vms: Arc<dyn Vms>,
+        ends: Receiver<UnixStream>,
+    ) -> Result<Self, Failure> {
+        let base = RuntimeDir::at(dir.path().join("run"));
         let runtime = Runtime::new().unwrap();
-        let ready = Ready::new(config, Place::new(base.clone()), Arc::new(Fake(send)), times);
+        let ready = Ready::new(config, Place::new(base.clone()), vms, times);
         let ready = runtime.block_on(ready)?;
         let listen = ready.agent().listen;
         runtime.spawn(ready.serve());

@@ -4,6 +4,7 @@
 
 mod command;
 mod door;
+mod failover;
 mod half;
 mod host;
 mod lost;

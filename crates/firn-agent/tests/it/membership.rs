@@ -14,7 +14,7 @@ use crate::host::{Authority, Host, eventually, free_address, pair, write_config}
 const NAMES: [&str; 3] = ["a", "b", "c"];
 
 /// What three hosts are configured with.
-fn configured() -> Vec<(tempfile::TempDir, PathBuf)> {
+pub fn configured() -> Vec<(tempfile::TempDir, PathBuf)> {
     let authority = Authority::new();
     let addresses = NAMES.map(|name| (name, free_address()));
     let one = |(name, address): (&str, _)| {

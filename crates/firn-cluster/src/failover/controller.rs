@@ -90,11 +90,15 @@ impl Controller {
     /// What should be done, as far as is known.
     pub fn next(&self) -> Next {
         let register = &self.register;
+        // First: a primary that is fenced itself, because a cluster of its name has ended, has no lease before.
+        if let Some(next) = register.fenced(|host| self.is_harmless(host)) {
+            return Next::Propose(next);
+        }
         if let Some(vm) = self.lost() {
             return Next::Lost(vm);
         }
         if !register.fence.is_empty() {
-            return Self::propose(register.fenced(|host| self.is_harmless(host)));
+            return Next::Wait;
         }
         if self.must_go_back() || self.may_move_over() {
             return Self::propose(register.failed_over(&self.hosts));

@@ -79,6 +79,26 @@ impl Register {
         self.places = places;
     }
 
+    /// Of one VM: its backup has a copy that it can run from, or it has no backup any more. Nothing is rolled back.
+    pub fn backed_by(&self, backup: Option<Host>) -> Self {
+        let mut next = self.changed();
+        next.layout += 1;
+        next.places.values_mut().for_each(|place| place.backup = backup);
+        if backup.is_some() {
+            next.checkpoint.number += 1;
+            (next.checkpoint.generation, next.checkpoint.layout) = (next.generation, next.layout);
+        }
+        next
+    }
+
+    /// The agent of a host was restarted, and looks after what its predecessor ran, which goes on. Its backups have to be found anew.
+    pub fn taken_up(&self, before: Host, now: Host) -> Self {
+        let mut next = self.backed_by(None);
+        let its = next.places.values_mut().filter(|place| place.primary == before);
+        its.for_each(|place| place.primary = now);
+        next
+    }
+
     /// Hosts that run a VM.
     pub fn primaries(&self) -> BTreeSet<Host> {
         self.places.values().map(|place| place.primary).collect()

@@ -157,6 +157,38 @@ fn a_cluster_that_has_ended_leaves_its_timeline_behind() {
 }
 
 #[test]
+fn a_vm_of_its_own_has_the_backup_that_has_its_copy() {
+    let place = |backup| BTreeMap::from([(Vm(0), Place { primary: Host(0), backup })]);
+    let alone = Register::new(place(None));
+    let lost = Controller::new(alone.clone(), hosts(&[1]));
+    assert_eq!(lost.next(), Next::Lost(Vm(0)), "1 has nothing");
+    let backed = alone.backed_by(Some(Host(1)));
+    assert!(backed.is_protected() && backed.generation == alone.generation);
+    let next = proposed(&mut Controller::new(backed.clone(), hosts(&[1])));
+    assert_eq!((next.primaries(), next.fence.clone()), (hosts(&[1]), hosts(&[0])));
+    assert!(!next.is_protected(), "a second failure now would lose it");
+    let taken_up = backed.taken_up(Host(0), Host(7));
+    assert_eq!(
+        taken_up.places,
+        BTreeMap::from([(Vm(0), Place { primary: Host(7), backup: None })])
+    );
+    assert_eq!(Controller::new(taken_up, hosts(&[1])).next(), Next::Lost(Vm(0)));
+    assert!(!backed.backed_by(None).is_protected());
+}
+
+#[test]
+fn who_ran_a_cluster_that_has_ended_may_run_the_next_when_its_lease_is_over() {
+    let place = BTreeMap::from([(Vm(0), Place { primary: Host(0), backup: None })]);
+    let again = Register::new(place.clone()).ended().again(place);
+    assert_eq!(Controller::new(again.clone(), hosts(&[0])).next(), Next::Wait);
+    let next = proposed(&mut Controller::new(again, hosts(&[])));
+    assert!(next.fence.is_empty());
+    let mut guard = Guard::new(Host(0), TERMS);
+    guard.granted(S, &next);
+    assert!(guard.may_send(2 * S));
+}
+
+#[test]
 fn who_finds_no_register_stops() {
     let mut guard = Guard::new(Host(0), TERMS);
     assert_eq!(guard.unknown(), None);

@@ -108,7 +108,11 @@ pub struct Agent(Child);
 impl Agent {
     pub fn start(network: &Network, side: usize, session: &Session) -> Self {
         let program = Session::program_beside("firn-agent");
-        let mut command = network.command(side, &program);
+        Self::spawn(network.command(side, &program), session)
+    }
+
+    /// By a command that only lacks what it is to do.
+    pub fn spawn(mut command: Command, session: &Session) -> Self {
         command.arg("run").arg(session.path("agent.toml")).stdout(Stdio::piped());
         command.stderr(fs::File::create(session.path("agent.log")).unwrap());
         command.env("FIRN_RUNTIME_DIR", session.runtime_dir()).env_remove("FIRN_FAULT");
@@ -117,6 +121,10 @@ impl Agent {
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         assert!(line.contains("listens at"), "{line}");
         Self(child)
+    }
+
+    pub fn pid(&self) -> i64 {
+        self.0.id().into()
     }
 
     pub fn kill(&mut self) {
@@ -138,23 +146,31 @@ pub fn configure(network: &Network, sessions: [&Session; 2]) {
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
     for (side, (name, peer)) in [("a", "b"), ("b", "a")].into_iter().enumerate() {
-        let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        let certificate = params.signed_by(&key, &authority).unwrap();
+        write_identity(sessions[side], params, &authority);
         let (own, other) = (network.address(side), network.address(1 - side));
         let config = format!(
             "name = \"{name}\"\nlisten = \"{own}\"\ncertificate = \"cert.pem\"\nkey = \"key.pem\"\n\
              authority = \"ca.pem\"\n[peers]\n{peer} = \"{other}\"\n"
         );
-        let path = |file| sessions[side].path(file);
-        fs::write(path("cert.pem"), certificate.pem()).unwrap();
-        fs::write(path("key.pem"), key.serialize_pem()).unwrap();
-        fs::set_permissions(path("key.pem"), fs::Permissions::from_mode(0o600)).unwrap();
-        fs::write(path("ca.pem"), authority.pem()).unwrap();
-        fs::write(path("agent.toml"), config).unwrap();
+        fs::write(sessions[side].path("agent.toml"), config).unwrap();
     }
+}
+
+/// Writes a host's certificate, with its key and its authority.
+pub fn write_identity(
+    session: &Session,
+    params: CertificateParams,
+    authority: &CertifiedIssuer<'_, KeyPair>,
+) {
+    let (key, path) = (KeyPair::generate().unwrap(), |file| session.path(file));
+    let certificate = params.signed_by(&key, authority).unwrap();
+    fs::write(path("cert.pem"), certificate.pem()).unwrap();
+    fs::write(path("key.pem"), key.serialize_pem()).unwrap();
+    fs::set_permissions(path("key.pem"), fs::Permissions::from_mode(0o600)).unwrap();
+    fs::write(path("ca.pem"), authority.pem()).unwrap();
 }
 
 pub fn health(session: &Session) -> Value {

@@ -12,6 +12,7 @@ mod completions;
 mod damaged_image;
 mod disks;
 mod epoch_disks;
+mod failover;
 mod faults;
 mod file_system;
 mod help;

@@ -39,6 +39,8 @@ pub struct Heard {
     pub undone: Vec<(u64, u64)>,
     /// How long answers took, in milliseconds.
     pub delays_ms: Vec<f64>,
+    /// How many frames came by each connection.
+    pub frames_by: Vec<u64>,
     /// How often the guest's address was announced.
     pub announced: u64,
     asked: BTreeMap<u64, Instant>,
@@ -79,7 +81,12 @@ impl Outside {
                 let Some(station) = station.upgrade() else { return };
                 stream.set_write_timeout(Some(EVERY)).unwrap();
                 station.connections.lock().unwrap().push(stream.try_clone().unwrap());
-                thread::spawn(move || station.hear(stream));
+                let number = {
+                    let mut heard = station.heard.lock().unwrap();
+                    heard.frames_by.push(0);
+                    heard.frames_by.len() - 1
+                };
+                thread::spawn(move || station.hear(stream, number));
             }
         });
     }
@@ -131,13 +138,14 @@ impl Station {
         connections.retain_mut(|stream| is_there(stream.write_all(&frame)));
     }
 
-    fn hear(&self, mut stream: UnixStream) {
+    fn hear(&self, mut stream: UnixStream, number: usize) {
         let mut length = [0; 4];
         while stream.read_exact(&mut length).is_ok() {
             let mut frame = vec![0; u32::from_be_bytes(length) as usize];
             if stream.read_exact(&mut frame).is_err() {
                 return;
             }
+            self.heard.lock().unwrap().frames_by[number] += 1;
             match frame.get(12..14) {
                 Some(kind) if kind == ARP => {
                     if let Some(answer) = arp_answer(&frame) {

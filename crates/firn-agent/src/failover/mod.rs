@@ -1,0 +1,233 @@
+//! VMs that fail over by themselves: each that is protected by another host is a cluster of one in what hosts agree on, named after it.
+//!
+//! ```text
+//!   firn protect web --backup b
+//!     |                                                                      the record of "web"
+//!     v                                                                        (firn-membership)
+//!   lease_for: there is a record, it names this host, the lease is held <----->  { primary: a, backup: - }
+//!   protect:   epochs go to b, the VM's frames obey the lease                          |
+//!   backed:    an epoch is committed at b  ------------------------------------>  { primary: a, backup: b }
+//!                                                                                      |  the lease of a is over
+//!   at b: the Post has it run  <---------------------------------------------  { primary: b, generation + 1 }
+//! ```
+//!
+//! For each VM that a record may name there is a [`Post`], which asks for the lease and obeys, and beside it, again and again, what is
+//! [`due`]: the record is kept true, and a VM whose backup was lost is protected by another host. Nothing of it is kept: an agent that is
+//! started takes up what its predecessor ran, if nobody else has.
+
+mod due;
+mod hosts;
+mod tend;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use firn_cluster::failover::{Place, Register, Terms};
+use firn_cluster::{Host, Vm};
+use firn_membership::{Changed, Cluster, Members, Post, Record, Revision, Trouble, View, control};
+use firn_supervisor::{Failure, FailureKind, Status, VmName};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep};
+
+use crate::agent::Agent;
+use crate::api::Protect;
+use crate::host::HostName;
+
+/// How often a VM's lease is asked for in the time of one, and what is due looked at.
+const LOOKS: u32 = 5;
+
+/// How often what others have to do first is looked for.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// What this agent does for the VMs of its host.
+#[derive(Default)]
+pub(crate) struct Failover {
+    ours: OnceLock<Ours>,
+    tended: Mutex<BTreeMap<VmName, Tended>>,
+    /// Those that could not be run here.
+    given_up: Mutex<BTreeSet<VmName>>,
+    /// Why a VM has no backup.
+    troubles: Mutex<BTreeMap<VmName, String>>,
+    /// How a VM was to be protected.
+    wanted: Mutex<BTreeMap<VmName, Protect>>,
+}
+
+/// Where hosts agree, and which host this is.
+#[derive(Clone)]
+struct Ours {
+    members: Arc<dyn Members>,
+    terms: Terms,
+    host: Host,
+}
+
+struct Tended {
+    post: Arc<Post>,
+    task: AbortHandle,
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Failover {
+    /// Why a VM is not protected, if it is to be.
+    pub(crate) fn trouble(&self, vm: &VmName) -> Option<String> {
+        lock(&self.troubles).get(vm).cloned()
+    }
+}
+
+/// Takes part for ever, where hosts agree.
+pub(crate) async fn run(agent: Arc<Agent>) {
+    let Some((members, terms)) = agent.membership.members() else {
+        return std::future::pending().await;
+    };
+    let host = joined(&*members, agent.config.name.as_str(), terms).await;
+    tracing::info!("this agent is {host} among those that agree");
+    let _ = agent.failover.ours.set(Ours { members: Arc::clone(&members), terms, host });
+    let name = agent.config.name.to_string();
+    tokio::spawn(async move { control(members, &name, terms).await });
+    loop {
+        let statuses = agent.blocking(|vms| vms.list()).await.unwrap_or_default();
+        let given_up = lock(&agent.failover.given_up).clone();
+        let concerns = |it: &&Status| concerns(&agent, it) && !given_up.contains(&it.name);
+        statuses.iter().filter(concerns).for_each(|it| drop(tend(&agent, &it.name)));
+        sleep(terms.ttl / LOOKS).await;
+    }
+}
+
+async fn joined(members: &dyn Members, name: &str, terms: Terms) -> Host {
+    loop {
+        match members.join(name).await {
+            Ok(host) => return host,
+            Err(trouble) => tracing::warn!("this agent has no number among hosts: {trouble}"),
+        }
+        sleep(terms.ttl / LOOKS).await;
+    }
+}
+
+/// Whether a record may have something to say of it: it obeys a lease, or stands by for another host's VM.
+fn concerns(agent: &Agent, status: &Status) -> bool {
+    let is_standby = status.standby.is_some() && agent.place.origin(&status.name).is_some();
+    (status.lease.is_some() && status.state != "ended") || is_standby
+}
+
+/// Has a VM obey what is agreed on.
+fn tend(agent: &Arc<Agent>, vm: &VmName) -> Option<Arc<Post>> {
+    let Ours { members, terms, host } = agent.failover.ours.get()?.clone();
+    let cluster = Cluster::new(vm.as_str()).ok()?;
+    let mut tended = lock(&agent.failover.tended);
+    tended.retain(|_, it| !it.task.is_finished());
+    if let Some(it) = tended.get(vm) {
+        return Some(Arc::clone(&it.post));
+    }
+    let local = hosts::Local { agent: Arc::downgrade(agent), vm: vm.clone() };
+    let post = Arc::new(Post::new(members, Arc::new(local), cluster, host, terms));
+    let task = tokio::spawn(tend::keep(Arc::clone(agent), vm.clone(), Arc::clone(&post)));
+    tended.insert(vm.clone(), Tended { post: Arc::clone(&post), task: task.abort_handle() });
+    Some(post)
+}
+
+/// The timeline whose lease a VM's frames are to obey: this host is its primary by then, and holds the lease. None where hosts agree
+/// on nothing.
+pub(crate) async fn lease_for(
+    agent: &Arc<Agent>,
+    wanted: &Protect,
+) -> Result<Option<u32>, Failure> {
+    let Some((_, terms)) = agent.membership.members() else { return Ok(None) };
+    let vm = &wanted.vm;
+    lock(&agent.failover.given_up).remove(vm);
+    lock(&agent.failover.wanted).insert(vm.clone(), wanted.clone());
+    // What an earlier timeline has to be waited for, and an election.
+    let (until, mut why) = (Instant::now() + 6 * terms.ttl, String::new());
+    while Instant::now() < until {
+        match primary(agent, vm).await {
+            Ok(Some(generation)) => return Ok(Some(generation)),
+            Ok(None) => "the lease is not held yet".clone_into(&mut why),
+            Err(Trouble::Refused(text)) => return Err(refused(vm, text)),
+            Err(trouble) => why = trouble.to_string(),
+        }
+        sleep(RETRY).await;
+    }
+    let failure = Failure::new(FailureKind::Host, format!("{vm} gets no lease: {why}"));
+    Err(failure.hint("`firn cluster status` says who can be reached"))
+}
+
+fn refused(vm: &VmName, why: String) -> Failure {
+    let failure = Failure::new(FailureKind::Busy, why);
+    failure.hint(format!("`firn release {vm}` there ends that; else choose another name"))
+}
+
+/// Has the record name this host; tells the timeline once its lease is held.
+async fn primary(agent: &Arc<Agent>, vm: &VmName) -> Result<Option<u32>, Trouble> {
+    let none = || Trouble::Unreachable("this agent has no number among hosts yet".to_owned());
+    let Ours { members, host, .. } = agent.failover.ours.get().ok_or_else(none)?.clone();
+    let cluster = Cluster::new(vm.as_str())?;
+    let View { known, names, .. } = members.view(&cluster).await?;
+    let place = Place { primary: host, backup: None };
+    let places = BTreeMap::from([(Vm(0), place)]);
+    let vms = BTreeMap::from([(Vm(0), vm.to_string())]);
+    let begun = |register| Record { register, vms: vms.clone() };
+    let next = match &known.record {
+        None => begun(Register::new(places)),
+        Some(record) if record.register.is_ended() => begun(record.register.again(places)),
+        Some(record) => {
+            let register = &record.register;
+            let primary = register.primaries().first().copied().unwrap_or(host);
+            if primary != host {
+                let name = names.get(&primary).map_or("?", String::as_str);
+                let text =
+                    format!("{vm} is protected already, and runs at host {name} ({})", primary.0);
+                return Err(Trouble::Refused(text));
+            }
+            let post = tend(agent, vm).ok_or_else(none)?;
+            let holds = register.fence.is_empty() && post.may_send();
+            return Ok(holds.then_some(register.generation.0));
+        }
+    };
+    change(&*members, &cluster, known.revision, &next).await?;
+    tend(agent, vm);
+    Ok(None)
+}
+
+async fn change(
+    members: &dyn Members,
+    cluster: &Cluster,
+    from: Revision,
+    to: &Record,
+) -> Result<bool, Trouble> {
+    let changed = members.change(cluster, from, to).await?;
+    Ok(matches!(changed, Changed::Done(_)))
+}
+
+/// An epoch of a VM is committed at its backup, which may run it from now on. If that can't be recorded now, it is later.
+pub(crate) async fn backed(agent: &Arc<Agent>, vm: &VmName, backup: &HostName) {
+    lock(&agent.failover.troubles).remove(vm);
+    let Some(ours) = agent.failover.ours.get() else { return };
+    let until = Instant::now() + ours.terms.ttl;
+    while Instant::now() < until {
+        match record_backup(ours, vm, backup).await {
+            Ok(true) => return,
+            Ok(false) => {}
+            Err(trouble) => tracing::warn!("{vm} does not fail over to {backup} yet: {trouble}"),
+        }
+        sleep(RETRY).await;
+    }
+}
+
+async fn record_backup(ours: &Ours, vm: &VmName, backup: &HostName) -> Result<bool, Trouble> {
+    let cluster = Cluster::new(vm.as_str())?;
+    let View { known, names, .. } = ours.members.view(&cluster).await?;
+    let Some(record) = known.record else { return Ok(false) };
+    let Some(backup) = newest(&names, backup) else { return Ok(false) };
+    if record.register.primaries() != [ours.host].into() {
+        return Ok(false);
+    }
+    let register = record.register.backed_by(Some(backup));
+    change(&*ours.members, &cluster, known.revision, &Record { register, ..record }).await
+}
+
+/// The number of the agent of a host that was started last.
+fn newest(names: &BTreeMap<Host, String>, name: &HostName) -> Option<Host> {
+    names.iter().rev().find(|(_, it)| *it == name.as_str()).map(|(host, _)| *host)
+}

@@ -1,0 +1,184 @@
+//! Looking after one VM: its post, and what is due.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use firn_cluster::Host;
+use firn_membership::{Cluster, Post, Record, Trouble, View};
+use firn_supervisor::{FailureKind, VmName};
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
+
+use super::due::{Deed, Here, due};
+use super::{LOOKS, Ours, change, hosts, lock, newest};
+use crate::agent::Agent;
+use crate::api::Protect;
+use crate::detect::Health;
+use crate::host::HostName;
+
+/// How a VM is protected after a failover, unless this host was told otherwise: as `firn protect` does by itself.
+const INTERVAL_MS: u64 = 100;
+
+/// Until a VM could not be run here, or is nobody's affair any more.
+pub async fn keep(agent: Arc<Agent>, vm: VmName, post: Arc<Post>) {
+    tokio::select! {
+        done = post.keep() => {
+            if let Err(trouble) = done {
+                tracing::error!("{vm} is given up here: {trouble}");
+                lock(&agent.failover.given_up).insert(vm.clone());
+            }
+        }
+        () = tend(&agent, &vm) => {}
+    }
+    // Whatever it was granted is not for what has its name next.
+    agent.vms.grant(&vm, None);
+}
+
+async fn tend(agent: &Arc<Agent>, vm: &VmName) {
+    let Some(ours) = agent.failover.ours.get() else { return };
+    let mut tender = Tender { agent, vm, ours, protecting: None, tried: None };
+    loop {
+        match tender.look().await {
+            Ok(true) => {}
+            Ok(false) => return,
+            Err(trouble) => tracing::debug!("what is due for {vm} is not known: {trouble}"),
+        }
+        sleep(ours.terms.ttl / LOOKS).await;
+    }
+}
+
+struct Tender<'a> {
+    agent: &'a Arc<Agent>,
+    vm: &'a VmName,
+    ours: &'a Ours,
+    protecting: Option<JoinHandle<()>>,
+    /// The host that was tried last.
+    tried: Option<HostName>,
+}
+
+impl Tender<'_> {
+    /// Looks once, and does what is due. Whether to go on.
+    async fn look(&mut self) -> Result<bool, Trouble> {
+        let is_busy = self.protecting.as_ref().is_some_and(|it| !it.is_finished());
+        if is_busy || self.agent.is_claimed(self.vm) {
+            return Ok(true);
+        }
+        let cluster = Cluster::new(self.vm.as_str())?;
+        let View { known, names, .. } = self.ours.members.view(&cluster).await?;
+        let Some(here) = self.here(&names).await else { return Ok(true) };
+        // Somebody may have begun to set something up meanwhile.
+        let Some(record) = known.record.filter(|_| !self.agent.is_claimed(self.vm)) else {
+            return Ok(true);
+        };
+        let name = self.agent.config.name.as_str();
+        let mine = names.iter().filter(|(host, it)| **host < self.ours.host && *it == name);
+        let mine: BTreeSet<Host> = mine.map(|(host, _)| *host).collect();
+        let deed = due(self.ours.host, &mine, &record, here);
+        if deed != Deed::Nothing {
+            tracing::info!("{}: {deed:?}, for {here:?}", self.vm);
+        }
+        let register = &record.register;
+        let next = match deed {
+            Deed::Record(backup) => register.backed_by(backup),
+            Deed::TakeUp(before) => register.taken_up(before, self.ours.host),
+            Deed::End => register.ended(),
+            other => return Ok(self.perform(other, &record, &names).await),
+        };
+        let vms = if next.is_ended() { BTreeMap::new() } else { record.vms };
+        let to = Record { register: next, vms };
+        let is_done = change(&*self.ours.members, &cluster, known.revision, &to).await?;
+        let is_over = is_done && deed == Deed::End;
+        if is_over {
+            lock(&self.agent.failover.troubles).remove(self.vm);
+        }
+        Ok(!is_over)
+    }
+
+    async fn perform(
+        &mut self,
+        deed: Deed,
+        record: &Record,
+        names: &BTreeMap<Host, String>,
+    ) -> bool {
+        match deed {
+            Deed::Yield => {
+                tracing::warn!("{} has died here: its backup is to run it", self.vm);
+                return false;
+            }
+            Deed::Fence => {
+                let primary = record.register.primaries().first().copied();
+                let host = primary.and_then(|host| names.get(&host)).map_or("?", String::as_str);
+                let generation = record.register.generation.0;
+                let why = format!("it runs at host {host} since its timeline {generation} began");
+                hosts::end(self.agent, self.vm, &why).await;
+            }
+            Deed::GoOn => self.ask("go on", |vms, vm| vms.go_on(vm)).await,
+            Deed::Tidy => self.ask("end as a standby", |vms, vm| vms.stop(vm)).await,
+            Deed::Protect => self.protect(),
+            _ => {}
+        }
+        true
+    }
+
+    async fn ask(
+        &self,
+        what: &str,
+        work: fn(&dyn crate::Vms, &VmName) -> Result<(), firn_supervisor::Failure>,
+    ) {
+        let vm = self.vm.clone();
+        if let Err(failure) = self.agent.blocking(move |vms| work(vms, &vm)).await {
+            tracing::warn!("{} is to {what}: {failure}", self.vm);
+        }
+    }
+
+    /// What of the VM is here; nothing if nobody can tell now.
+    async fn here(&self, names: &BTreeMap<Host, String>) -> Option<Here> {
+        let (agent, vm) = (self.agent, self.vm.clone());
+        let backup = agent.backup_of(&vm).and_then(|host| newest(names, &host));
+        match agent.blocking(move |vms| vms.status(&vm)).await {
+            Ok(status) => Some(Here::of(&status, backup)),
+            Err(failure) if failure.kind == FailureKind::NoSuchVm => Some(Here::Nothing),
+            Err(_) => None,
+        }
+    }
+
+    /// Tries the next host that is there.
+    fn protect(&mut self) {
+        let alive = |peer: &HostName| {
+            self.agent.peers.health(peer).is_some_and(|it| *it.borrow() == Health::Alive)
+        };
+        let peers: Vec<&HostName> = self.agent.config.peers.keys().filter(|it| alive(it)).collect();
+        let after = |host: &&&HostName| self.tried.as_ref().is_none_or(|tried| **host > tried);
+        let Some(host) = peers.iter().find(after).or(peers.first()) else {
+            return note(self.agent, self.vm, "no other host is there".to_owned());
+        };
+        self.tried = Some((*host).clone());
+        let wanted = lock(&self.agent.failover.wanted).get(self.vm).cloned();
+        let wanted = wanted.unwrap_or_else(|| Protect {
+            vm: self.vm.clone(),
+            backup: (*host).clone(),
+            interval_ms: INTERVAL_MS,
+            predicts: true,
+        });
+        let wanted = Protect { backup: (*host).clone(), ..wanted };
+        self.protecting = Some(tokio::spawn(protect(Arc::clone(self.agent), wanted)));
+    }
+}
+
+async fn protect(agent: Arc<Agent>, wanted: Protect) {
+    let (vm, backup) = (wanted.vm.clone(), wanted.backup.clone());
+    // Boxed: protecting asks for the lease, whose tender this may be a part of.
+    let done = Box::pin(crate::protect::protect(&agent, wanted, |_| ())).await;
+    match done {
+        Ok(_) => tracing::info!("{vm} is protected again, by host {backup}"),
+        Err(failure) => note(&agent, &vm, format!("host {backup} can't: {failure}")),
+    }
+}
+
+fn note(agent: &Agent, vm: &VmName, why: String) {
+    let text = format!("{vm} is not protected: {why}");
+    let before = lock(&agent.failover.troubles).insert(vm.clone(), text.clone());
+    if before.as_ref() != Some(&text) {
+        tracing::warn!("{text}");
+    }
+}

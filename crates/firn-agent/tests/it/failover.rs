@@ -1,0 +1,275 @@
+//! Three agents that agree, and VMs that are only what supervisors would say: who runs `web`, and with which lease.
+
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use firn_agent::api::{MembershipView, PlaceView};
+use firn_agent::detect::Health;
+use firn_agent::vms::OnReady;
+use firn_agent::{Config, Times, Vms, client, membership};
+use firn_supervisor::{
+    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, Status, VmName,
+};
+use serde_json::{Value, json};
+
+use crate::host::{Host, eventually, name};
+use crate::membership::configured;
+
+/// `web` at one host.
+struct Model {
+    base: RuntimeDir,
+    web: Mutex<Web>,
+}
+
+#[derive(Default)]
+struct Web {
+    /// `running`, `protected`, `standby`, `ended`; or it is not there.
+    state: Option<&'static str>,
+    lease: Option<u32>,
+    /// What it sends is held, whatever its lease says.
+    is_held: bool,
+    /// Timelines whose lease it was granted.
+    granted: Vec<u32>,
+    why: String,
+    /// Its epochs go or come there.
+    stream: Option<UnixStream>,
+}
+
+impl Model {
+    fn web(&self) -> MutexGuard<'_, Web> {
+        self.web.lock().unwrap()
+    }
+
+    fn is(&self, state: &str) -> bool {
+        let mut web = self.web();
+        // Whoever is at the other end of a stream has gone.
+        let gone = web.stream.as_ref().is_some_and(|stream| {
+            stream.set_nonblocking(true).unwrap();
+            matches!(std::io::Read::read(&mut &*stream, &mut [0]), Ok(0))
+        });
+        if gone {
+            web.stream = None;
+            if web.state == Some("protected") {
+                (web.state, web.is_held) = (Some("running"), true);
+            }
+        }
+        web.state == Some(state)
+    }
+}
+
+impl Vms for Model {
+    fn list(&self) -> Result<Vec<Status>, Failure> {
+        Ok(self.status(&VmName::new("web").unwrap()).into_iter().collect())
+    }
+
+    fn status(&self, vm: &VmName) -> Result<Status, Failure> {
+        self.is("");
+        let web = self.web();
+        let none = || Failure::new(FailureKind::NoSuchVm, "no such VM");
+        let state = web.state.filter(|_| vm.as_str() == "web").ok_or_else(none)?;
+        let mut status = json!({ "name": vm, "state": state, "launched": true, "memory_bytes": 0,
+            "vcpus": 1, "qemu": "", "accel": "tcg", "since": 0, "recoveries": 0, "lease": web.lease });
+        let mut card = serde_json::to_value(firn_supervisor::CardStatus::default()).unwrap();
+        card["open"] = (!web.is_held).into();
+        status["network"] = json!([card]);
+        if state == "standby" {
+            let ended = web.stream.is_none().then_some("it has ended");
+            status["standby"] = json!({ "complete": 5, "committed": 4, "ended": ended });
+        }
+        if state == "protected" {
+            let mut now = serde_json::to_value(firn_supervisor::Protection::default()).unwrap();
+            now["committed"] = 4.into();
+            status["protection"] = now;
+        }
+        Ok(serde_json::from_value(status).unwrap())
+    }
+
+    fn protect(
+        &self,
+        _: &VmName,
+        how: ProtectRequest,
+        _: OnProgress<'_>,
+    ) -> Result<Value, Failure> {
+        let address = how.to.to_string();
+        let near = UnixStream::connect(address.strip_prefix("unix:").unwrap()).unwrap();
+        let mut web = self.web();
+        assert!(web.state == Some("running") && !web.is_held);
+        assert!(web.granted.last() == how.lease.as_ref(), "its lease is not held");
+        (web.state, web.lease, web.stream) = (Some("protected"), how.lease, Some(near));
+        Ok(json!({}))
+    }
+
+    fn stand_by(&self, vm: &VmName, _: &Path, ready: OnReady) -> Result<UnixStream, Failure> {
+        let (near, end) = UnixStream::pair().unwrap();
+        std::fs::create_dir_all(self.base.vm(vm).path()).unwrap();
+        let mut web = self.web();
+        assert!(matches!(web.state, None | Some("ended")), "{:?} is there", web.state);
+        *web = Web { state: Some("standby"), stream: Some(end), ..Web::default() };
+        drop(web);
+        ready(Ok(json!({})));
+        Ok(near)
+    }
+
+    fn fail_over(&self, _: &VmName, generation: u32) -> Result<Value, Failure> {
+        let mut web = self.web();
+        assert_eq!(web.state, Some("standby"));
+        assert_eq!(web.granted.last(), Some(&generation), "its lease is not held");
+        (web.state, web.lease, web.stream) = (Some("running"), Some(generation), None);
+        Ok(json!({ "epoch": 4 }))
+    }
+
+    fn release(&self, _: &VmName) -> Result<(), Failure> {
+        let mut web = self.web();
+        (web.state, web.lease, web.stream) = (Some("running"), None, None);
+        Ok(())
+    }
+
+    fn go_on(&self, _: &VmName) -> Result<(), Failure> {
+        let mut web = self.web();
+        assert_eq!(web.state, Some("running"));
+        web.is_held = false;
+        Ok(())
+    }
+
+    fn fence(&self, _: &VmName, why: String) -> Result<(), Failure> {
+        let mut web = self.web();
+        (web.state, web.why, web.stream) = (Some("ended"), why, None);
+        Ok(())
+    }
+
+    fn grant(&self, _: &VmName, lease: Option<(u32, Duration)>) {
+        let mut web = self.web();
+        match lease {
+            Some((generation, _)) if web.granted.last() == Some(&generation) => {}
+            Some((generation, _)) => web.granted.push(generation),
+            None => {}
+        }
+    }
+
+    fn stop(&self, _: &VmName) -> Result<(), Failure> {
+        let mut web = self.web();
+        assert_eq!(web.state, Some("standby"));
+        *web = Web::default();
+        Ok(())
+    }
+}
+
+/// Three hosts; `web` runs at `a`.
+struct Hosts {
+    hosts: Vec<Host>,
+    models: Vec<Arc<Model>>,
+}
+
+impl Hosts {
+    fn start() -> Self {
+        let (mut hosts, mut models) = (Vec::new(), Vec::new());
+        for (dir, file) in configured() {
+            let config = Config::load(&file).unwrap();
+            membership::found(&config).unwrap();
+            let base = RuntimeDir::at(dir.path().join("run"));
+            let model = Arc::new(Model { base, web: Mutex::default() });
+            let (_send, ends) = channel();
+            let vms = Arc::clone(&model) as Arc<dyn Vms>;
+            hosts.push(Host::with_vms(dir, config, Times::default(), vms, ends).unwrap());
+            models.push(model);
+        }
+        models[0].web().state = Some("running");
+        for peer in ["b", "c"] {
+            eventually("all are there", || hosts[0].peer(peer).health == Health::Alive);
+        }
+        Self { hosts, models }
+    }
+
+    fn protect(&self) {
+        eventually("somebody leads", || view(&self.hosts[0]).leader.is_some());
+        let protected = self.hosts[0].protect("web", "b");
+        protected.unwrap();
+        assert_eq!(place(&self.hosts[0]), ["a", "b"]);
+    }
+
+    fn is_at(&self, host: usize, state: &str) -> bool {
+        self.models[host].is(state)
+    }
+}
+
+fn view(host: &Host) -> MembershipView {
+    client::membership(&host.base).unwrap()
+}
+
+/// The names of primary and backup, as hosts have agreed.
+fn place(host: &Host) -> Vec<String> {
+    let view = view(host);
+    let vm = view.clusters.first().and_then(|cluster| cluster.vms.first());
+    let name = |it: &str| it.split(' ').next().unwrap_or_default().to_owned();
+    let of = |vm: &PlaceView| {
+        let backup = vm.backup.as_deref().map(name).into_iter();
+        [name(&vm.primary)].into_iter().chain(backup).collect()
+    };
+    vm.map(of).unwrap_or_default()
+}
+
+#[test]
+fn a_vm_whose_host_dies_runs_at_its_backup_and_is_protected_by_the_third() {
+    let mut hosts = Hosts::start();
+    hosts.protect();
+    assert!(hosts.is_at(0, "protected") && hosts.is_at(1, "standby"));
+    hosts.hosts[0].kill();
+    eventually("it runs at b", || hosts.is_at(1, "running") || hosts.is_at(1, "protected"));
+    assert_eq!(hosts.models[1].web().lease, Some(1));
+    eventually("it is protected by c", || hosts.is_at(2, "standby") && hosts.is_at(1, "protected"));
+    eventually("that is agreed on", || place(&hosts.hosts[1]) == ["b", "c"]);
+    assert_eq!(hosts.models[1].web().granted, [1]);
+}
+
+#[test]
+fn a_vm_that_dies_runs_at_its_backup_though_its_agent_lives() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    let mut web = hosts.models[0].web();
+    (web.state, web.stream) = (Some("ended"), None);
+    drop(web);
+    eventually("it runs at b", || hosts.is_at(1, "running") || hosts.is_at(1, "protected"));
+    assert_eq!(hosts.models[1].web().lease, Some(1));
+}
+
+#[test]
+fn a_vm_whose_backup_is_lost_goes_on_and_is_protected_by_the_third() {
+    let mut hosts = Hosts::start();
+    hosts.protect();
+    hosts.hosts[1].kill();
+    eventually("it is protected by c", || hosts.is_at(2, "standby") && hosts.is_at(0, "protected"));
+    eventually("that is agreed on", || place(&hosts.hosts[0]) == ["a", "c"]);
+    let web = hosts.models[0].web();
+    assert!(web.lease == Some(0) && web.granted == [0] && !web.is_held, "nothing was rolled back");
+}
+
+/// What its user releases, or ends, is nobody's affair any more; and may begin again, in another timeline.
+#[test]
+fn a_vm_that_is_released_is_no_cluster_and_may_be_one_again() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    hosts.models[0].release(&VmName::new("web").unwrap()).unwrap();
+    eventually("it is no cluster", || place(&hosts.hosts[0]).is_empty());
+    assert!(hosts.is_at(0, "running"));
+    // Its standby agreed never to run it, and gives way.
+    *hosts.models[1].web() = Web::default();
+    hosts.hosts[0].protect("web", "b").unwrap();
+    assert_eq!(place(&hosts.hosts[0]), ["a", "b"]);
+    assert_eq!(hosts.models[0].web().lease, Some(2));
+}
+
+/// Somebody else has the name.
+#[test]
+fn a_vm_of_the_same_name_elsewhere_is_refused() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    hosts.models[2].web().state = Some("running");
+    let refused = hosts.hosts[2].protect("web", "b").unwrap_err();
+    assert_eq!(refused.kind, FailureKind::Busy);
+    assert!(refused.to_string().contains("runs at host a"), "{refused}");
+    let advice = hosts.hosts[2].cluster();
+    assert!(advice.vms.iter().any(|vm| vm.host == name("c")));
+}
