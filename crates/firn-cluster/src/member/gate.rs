@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::Membership;
 use super::kept::{Kept, OfEpoch};
 use super::wire::{CARRIED_BYTES_MAX, Ends, Message, Says, is_wrapped};
 use crate::cut::{Answer, Arriving, Marker};
@@ -79,10 +80,14 @@ struct Other {
 }
 
 /// The card of one VM.
+///
+/// It is *open* while nothing can undo what the VM does, for it has no backup: then frames leave as they are sent, and what has arrived
+/// need not be kept by its sender. It is not from the first cut on, until it is opened again.
 #[derive(Clone, Debug)]
 pub struct Member {
     cluster: u32,
     own: (Vm, Mac),
+    is_open: bool,
     others: BTreeMap<Vm, Other>,
     times: Times,
     outbox: Outbox<Frame>,
@@ -93,23 +98,17 @@ pub struct Member {
 }
 
 impl Member {
-    /// The VM runs from the end of `base`, in a timeline that begins. `members` are all, with itself. Follow with
-    /// [`committed`](Self::committed) and [`globally`](Self::globally) of `base`: that lets out what may still be missing somewhere.
-    pub fn new(
-        cluster: u32,
-        own: Vm,
-        members: &BTreeMap<Vm, Mac>,
-        times: Times,
-        (generation, layout): (Generation, u64),
-        base: Epoch,
-        mut kept: Kept,
-    ) -> Self {
+    /// The VM runs from the end of `base`, in a timeline that begins. Follow with [`committed`](Self::committed) and
+    /// [`globally`](Self::globally) of `base`, or with [`open`](Self::open): that lets out what may still be missing somewhere.
+    pub fn new(of: &Membership, times: Times, base: Epoch, mut kept: Kept) -> Self {
         kept.roll_back(base);
+        let &Membership { cluster, own, generation, layout, .. } = of;
         let other = |mac| Other { mac, has: Seq(0), asked: Duration::ZERO, complained: None };
-        let others = members.iter().filter(|(vm, _)| **vm != own);
+        let others = of.members.iter().filter(|(vm, _)| **vm != own);
         Self {
             cluster,
-            own: (own, members.get(&own).copied().unwrap_or(Mac::BROADCAST)),
+            own: (own, of.members.get(&own).copied().unwrap_or(Mac::BROADCAST)),
+            is_open: false,
             others: others.map(|(&vm, &mac)| (vm, other(mac))).collect(),
             times,
             outbox: kept.outbox,
@@ -121,9 +120,9 @@ impl Member {
     }
 
     /// The VM has sent a frame. One that can't be wrapped goes nowhere.
-    pub fn sent(&mut self, frame: &[u8]) {
+    pub fn sent(&mut self, frame: &[u8]) -> Vec<Action> {
         let Some((to, _)) = Mac::ends(frame).filter(|_| frame.len() <= CARRIED_BYTES_MAX) else {
-            return;
+            return Vec::new();
         };
         let meant = |other: &Other| to.is_group() || other.mac == to;
         let members =
@@ -137,15 +136,39 @@ impl Member {
             let cost = frame.cost();
             self.outbox.push(self.running, way, frame.clone(), cost);
         }
+        if self.is_open { self.let_out(self.running) } else { Vec::new() }
+    }
+
+    /// Nothing undoes anything any more: what is held leaves, and so does what comes.
+    pub fn open(&mut self) -> Vec<Action> {
+        self.is_open = true;
+        self.let_out(self.running)
+    }
+
+    /// Whether frames leave as they are sent.
+    pub fn is_open(&self) -> bool {
+        self.is_open
+    }
+
+    /// Whether the others have said that they have everything that was let out to them.
+    pub fn is_settled(&self) -> bool {
+        self.others.iter().all(|(&vm, other)| other.has >= self.outbox.released(To::Vm(vm)))
+    }
+
+    /// The epoch that runs.
+    pub fn running(&self) -> Epoch {
+        self.running
     }
 
     /// The VM stands still at the end of its epoch, everything that it sent has been read, and it has read everything that it was
     /// given. What goes with that epoch.
     pub fn cut(&mut self) -> OfEpoch {
         let epoch = self.running;
+        let is_first = std::mem::replace(&mut self.is_open, false);
         self.inbox.cut(epoch);
         self.running = epoch.next();
         OfEpoch {
+            begins: if is_first { self.outbox.begins().collect() } else { Vec::new() },
             sent: self.outbox.frames_of(epoch),
             received: self.others.keys().map(|&vm| (vm, self.inbox.received(vm))).collect(),
             trimmed: std::mem::take(&mut self.trimmed).into_iter().collect(),
@@ -155,8 +178,26 @@ impl Member {
     /// An epoch is in the non-volatile copy: what it sent to other members leaves.
     pub fn committed(&mut self, epoch: Epoch) -> Vec<Action> {
         self.marker.committed(self.own.0, epoch);
+        self.inside(epoch)
+    }
+
+    fn inside(&mut self, epoch: Epoch) -> Vec<Action> {
         let sent = self.outbox.committed(epoch);
         sent.iter().filter_map(|sent| self.wrapped(sent)).collect()
+    }
+
+    fn outside(&mut self, epoch: Epoch) -> Vec<Action> {
+        let sent = self.outbox.globally(epoch);
+        if let Some(last) = sent.last() {
+            self.trim(To::Outside, last.seq);
+        }
+        sent.into_iter().map(|sent| Action::Send(sent.frame.into())).collect()
+    }
+
+    fn let_out(&mut self, epoch: Epoch) -> Vec<Action> {
+        let mut actions = self.inside(epoch);
+        actions.extend(self.outside(epoch));
+        actions
     }
 
     /// A global checkpoint with this VM at that epoch is on record: what it sent outside leaves, and others hear what they need not
@@ -166,10 +207,7 @@ impl Member {
         included.retain(|(_, seq)| *seq > Seq(0));
         let told = included.into_iter().filter_map(|(vm, seq)| self.say(vm, Says::Included(seq)));
         let mut actions: Vec<Action> = told.collect();
-        for Sent { to, seq, frame } in self.outbox.globally(epoch) {
-            actions.push(Action::Send(frame.into()));
-            self.trim(to, seq);
-        }
+        actions.extend(self.outside(epoch));
         actions
     }
 
@@ -184,7 +222,10 @@ impl Member {
             return self.unwrapped(frame, now).unwrap_or_default();
         }
         let from = Mac::ends(frame).map(|(_, from)| from);
-        match self.others.values().any(|other| Some(other.mac) == from) {
+        let is_member = self.others.values().any(|other| Some(other.mac) == from);
+        // Of one that is no member yet, or no more, it is meant for this VM.
+        let is_meant = Mac::ends(frame).is_some_and(|(to, _)| to == self.own.1) && self.is_open;
+        match is_member && !is_meant {
             true => Vec::new(),
             false => vec![Action::Deliver(frame.to_vec())],
         }
@@ -210,6 +251,11 @@ impl Member {
     /// Whether to go on reading from the VM's socket.
     pub fn flow(&self) -> Flow {
         self.outbox.flow()
+    }
+
+    /// Frames that are held or kept.
+    pub fn frames(&self) -> usize {
+        self.outbox.frames()
     }
 
     /// Bytes that are held or kept, and what it takes to keep them.
@@ -252,7 +298,10 @@ impl Member {
                 Accept::Missing(next) => actions.extend(self.complain(from, next, now)),
             },
             Says::Newest(_) => {
-                actions.extend(self.say(from, Says::Expects(self.inbox.received(from).next())))
+                let newest = self.inbox.received(from);
+                actions.extend(self.say(from, Says::Expects(newest.next())));
+                let included = self.is_open.then_some(Says::Included(newest));
+                actions.extend(included.and_then(|says| self.say(from, says)));
             }
             Says::Expects(next) => actions.extend(self.again(from, next)),
             Says::Included(seq) => self.trim(To::Vm(from), seq),

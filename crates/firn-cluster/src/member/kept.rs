@@ -9,6 +9,8 @@ use crate::{Epoch, Seq, Vm};
 /// What of a card belongs to an epoch of its VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfEpoch {
+    /// With the first epoch that a backup gets: where each way begins. What is before that has arrived for good.
+    pub begins: Vec<(To, Seq)>,
     /// What the VM has sent in it.
     pub sent: Vec<Sent<Frame>>,
     /// How far it had come with each sender at its end.
@@ -33,6 +35,9 @@ impl Kept {
 
     /// An epoch is complete. It may yet be dropped, with those after it, by [`Self::roll_back`].
     pub fn complete(&mut self, epoch: Epoch, of: OfEpoch) {
+        for (to, seq) in of.begins {
+            self.outbox.begin(to, seq);
+        }
         for Sent { to, frame, .. } in of.sent {
             let cost = frame.cost();
             self.outbox.push(epoch, to, frame, cost);

@@ -21,12 +21,34 @@
 //! record. A frame to all goes to each member by itself, and outside; what comes from a member's address without being
 //! wrapped is that copy, and is dropped.
 
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::switch::Mac;
+use crate::{Generation, Vm};
+
 mod gate;
 mod kept;
 pub mod wire;
 
 pub use gate::{Action, Frame, Member, Times};
 pub use kept::{Kept, OfEpoch};
+
+/// What a VM's gate has to know to be a member.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Membership {
+    /// The cluster: whoever is in another one is outside.
+    pub cluster: u32,
+    /// The VM's number in it.
+    pub own: Vm,
+    /// The addresses of all its VMs, this one among them.
+    pub members: BTreeMap<Vm, Mac>,
+    /// The timeline that begins.
+    pub generation: Generation,
+    /// Where the VMs and their backups are.
+    pub layout: u64,
+}
 
 #[cfg(test)]
 mod tests;

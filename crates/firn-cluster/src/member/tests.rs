@@ -1,7 +1,6 @@
 //! Three VMs that send each other and the outside numbered frames, over a network that loses, doubles and reorders; cuts, global
 //! checkpoints and rollbacks at any time.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -45,6 +44,7 @@ struct Node {
     /// At the ends of epochs.
     states: BTreeMap<Epoch, Guest>,
     complete: Epoch,
+    committed: Epoch,
 }
 
 struct World {
@@ -59,6 +59,7 @@ struct World {
     global: BTreeMap<Vm, Epoch>,
     now: Duration,
     number: u32,
+    is_opened: bool,
 }
 
 fn members() -> BTreeMap<Vm, Mac> {
@@ -66,7 +67,9 @@ fn members() -> BTreeMap<Vm, Mac> {
 }
 
 fn begun(vm: u16, generation: Generation, base: Epoch, kept: &Kept) -> Member {
-    Member::new(7, Vm(vm), &members(), Times::default(), (generation, 0), base, kept.clone())
+    let (cluster, own, members, layout) = (7, Vm(vm), members(), 0);
+    let of = Membership { cluster, own, members, generation, layout };
+    Member::new(&of, Times::default(), base, kept.clone())
 }
 
 impl World {
@@ -76,7 +79,14 @@ impl World {
             let kept = Kept::new(Epoch(0), BYTES_MAX);
             let states = BTreeMap::from([(Epoch(0), Guest::default())]);
             let member = begun(vm, generation, Epoch(0), &kept);
-            Node { member, guest: Guest::default(), kept, states, complete: Epoch(0) }
+            Node {
+                member,
+                guest: Guest::default(),
+                kept,
+                states,
+                complete: Epoch(0),
+                committed: Epoch(0),
+            }
         };
         Self {
             nodes: (0..VMS).map(node).collect(),
@@ -88,7 +98,23 @@ impl World {
             global: (0..VMS).map(|vm| (Vm(vm), Epoch(0))).collect(),
             now: Duration::from_secs(1),
             number: 0,
+            is_opened: false,
         }
+    }
+
+    /// As long as they have no backups: nothing can be gone back to.
+    fn opened() -> Self {
+        let mut world = Self { is_opened: true, ..Self::new() };
+        for vm in 0..VMS {
+            let actions = world.node(vm).member.open();
+            world.act(vm, actions);
+        }
+        world
+    }
+
+    /// Whether all have a copy that could be marked.
+    fn is_begun(&self) -> bool {
+        self.nodes.iter().all(|node| node.committed > Epoch(0))
     }
 
     fn node(&mut self, vm: u16) -> &mut Node {
@@ -104,7 +130,8 @@ impl World {
         for to in reached.into_iter().filter(|to| *to != from) {
             node.guest.sent.entry(to).or_default().push(number);
         }
-        node.member.sent(&frame(from, to, number));
+        let actions = node.member.sent(&frame(from, to, number));
+        self.act(from, actions);
     }
 
     fn cut(&mut self, vm: u16) {
@@ -119,6 +146,7 @@ impl World {
         let base = self.global[&Vm(vm)];
         let node = self.node(vm);
         let committed = node.complete.before().max(base);
+        node.committed = committed;
         let actions = node.member.committed(committed);
         self.act(vm, actions);
     }
@@ -138,6 +166,9 @@ impl World {
     }
 
     fn request(&mut self, vm: u16) {
+        if self.is_opened && !self.is_begun() {
+            return;
+        }
         let (generation, request) = (self.generation, self.request);
         if let Some(answer) = self.node(vm).member.requested(generation, request) {
             self.answered(&answer);
@@ -281,8 +312,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-fn play(steps: Vec<Step>) {
-    let (mut world, mut rolled_back) = (World::new(), false);
+fn play(mut world: World, steps: Vec<Step>) {
+    let mut rolled_back = false;
     for step in steps {
         let some = world.wire.len().max(1);
         match step {
@@ -291,6 +322,7 @@ fn play(steps: Vec<Step>) {
             Step::Commit(vm) => world.commit(vm),
             Step::Request(vm) => world.request(vm),
             Step::Tick => world.tick(),
+            Step::RollBack if world.is_opened && world.global[&Vm(0)] == Epoch(0) => {}
             Step::RollBack => {
                 rolled_back = true;
                 world.roll_back();
@@ -315,7 +347,13 @@ proptest! {
     /// everybody went back.
     #[test]
     fn nothing_between_members_is_lost_or_doubled(steps in prop::collection::vec(step(), 0..250)) {
-        play(steps);
+        play(World::new(), steps);
+    }
+
+    /// The same of VMs that are members before they have a backup: what is under way at their first cuts is kept too.
+    #[test]
+    fn nothing_under_way_when_protection_begins_is_lost(steps in prop::collection::vec(step(), 0..250)) {
+        play(World::opened(), steps);
     }
 
     #[test]
@@ -363,6 +401,32 @@ fn a_lost_frame_of_the_cut_is_there_after_a_rollback() {
     assert_eq!(world.wire.len(), 1);
     world.arrive(0);
     assert_eq!(world.nodes[1].guest.got[&0], [1]);
+}
+
+/// What has arrived before the first cut is no part of the first copy, and what follows has its number all the same.
+#[test]
+fn the_first_copy_knows_where_each_way_begins() {
+    let mut world = World::opened();
+    (0..2).for_each(|_| world.send(0, 1));
+    for _ in 0..3 {
+        world.tick();
+        while !world.wire.is_empty() {
+            world.arrive(0);
+        }
+    }
+    assert_eq!(world.nodes[0].member.held(), 0, "an open one has them for good");
+    world.send(0, 1);
+    world.wire.clear();
+    for vm in 0..VMS {
+        (0..2).for_each(|_| world.cut(vm));
+        world.commit(vm);
+    }
+    (0..VMS).for_each(|vm| world.request(vm));
+    world.roll_back();
+    while !world.wire.is_empty() {
+        world.arrive(0);
+    }
+    assert_eq!(world.nodes[1].guest.got[&0], [1, 2, 3]);
 }
 
 #[test]

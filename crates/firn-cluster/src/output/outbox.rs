@@ -143,6 +143,24 @@ impl<F: Clone> Outbox<F> {
         out.map(|(seq, entry)| Sent { to, seq, frame: entry.frame.clone() }).collect()
     }
 
+    /// Where each lane begins: what came before need not be kept any more.
+    pub fn begins(&self) -> impl Iterator<Item = (To, Seq)> {
+        self.lanes.iter().map(|(&to, lane)| (to, lane.trimmed))
+    }
+
+    /// A lane that has nothing yet begins behind that one.
+    pub fn begin(&mut self, to: To, seq: Seq) {
+        let lane = self.lanes.entry(to).or_insert_with(Lane::new);
+        if lane.entries.is_empty() {
+            (lane.trimmed, lane.released) = (seq.max(lane.trimmed), seq.max(lane.released));
+        }
+    }
+
+    /// How many frames are held or kept.
+    pub fn frames(&self) -> usize {
+        self.lanes.values().map(|lane| lane.entries.len()).sum()
+    }
+
     /// The newest that was released to a destination.
     pub fn released(&self, to: To) -> Seq {
         self.lanes.get(&to).map_or(Seq(0), |lane| lane.released)
