@@ -75,6 +75,8 @@ pub const POINTS: &[&str] = &[
     "protect.cut",
     // What a protected VM sends is held, unless this fails.
     "net.hold",
+    // What comes to a member of a cluster is marked first, unless this fails.
+    "net.mark",
     // A standby's.
     "standby.listen",
     "standby.stopped",

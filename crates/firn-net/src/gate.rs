@@ -27,7 +27,7 @@ use firn_cluster::{Epoch, Seq};
 /// What is counted for a frame besides its bytes: what it takes to keep one.
 const FRAME_COST: usize = 64;
 /// What is taken beyond the bound at most, so that a VM that is about to be stopped has nothing left to send.
-const OVER_MAX: usize = 1 << 20;
+pub(crate) const OVER_MAX: usize = 1 << 20;
 /// Delays that are remembered: the newest.
 const DELAYS: usize = 1000;
 

@@ -18,6 +18,7 @@
 //! |---|---|
 //! | [`gate`] | which frames may leave, and when (pure) |
 //! | [`lease`] | until when anything may leave |
+//! | [`joined`] | the same of a VM that belongs to a cluster (pure) |
 //! | [`port`] | a card, its gate and its uplink: a thread |
 //! | [`uplink`] | the connection to where frames go |
 //!
@@ -41,6 +42,8 @@
 #![forbid(unsafe_code)]
 
 pub mod gate;
+pub mod joined;
 pub mod lease;
 pub mod port;
 pub mod uplink;
+mod way;

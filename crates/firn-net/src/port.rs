@@ -20,14 +20,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use firn_cluster::Epoch;
+use firn_cluster::cut::Answer;
+use firn_cluster::member::{Kept, Membership, OfEpoch};
 use firn_cluster::output::Flow;
 use firn_cluster::switch::FRAME_BYTES_MAX;
+use firn_cluster::{Epoch, Generation, RequestNumber};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::gate::{Gate, Held};
+use crate::joined::Joined;
 use crate::lease::Lease;
 use crate::uplink::Uplink;
+use crate::way::Way;
 
 /// Most bytes of frames that a card's gate holds: a quarter of a second at a gigabit a second.
 pub const BYTES_MAX: usize = 32 << 20;
@@ -35,6 +39,22 @@ pub const BYTES_MAX: usize = 32 << 20;
 const BATCH: usize = 32;
 /// How often an uplink that is not there is tried, and a lease that is over looked at.
 const RETRY: Duration = Duration::from_millis(100);
+/// How often a member is to look whether others have what it sent.
+const TICK: Duration = Duration::from_millis(50);
+/// How long a member that is about to be stopped may take to read what it was given, and how often that is looked at. One that does not
+/// is as one whose card has no room: what it does not take is lost.
+const READ_WAIT: Duration = Duration::from_millis(20);
+const READ_LOOK: Duration = Duration::from_micros(200);
+
+/// From nobody to nobody: a card drops it. Once it is read, what was given before is in the guest's memory, and not in a queue of QEMU's.
+const PROBE: [u8; 60] = {
+    let mut frame = [0; 60];
+    frame[0] = 2;
+    frame[6] = 2;
+    frame[12] = 0x88;
+    frame[13] = 0xb5;
+    frame
+};
 
 /// What there is to say about a card.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -73,22 +93,25 @@ pub struct Port {
 
 impl Port {
     /// Begins to carry frames between a card and its uplink, which need not be there yet. `first` is a connection to it. Frames leave
-    /// only once the port is [plugged in](Self::plug).
+    /// only once the port is [plugged in](Self::plug). `theirs` is QEMU's end, to see what it has not read.
     ///
     /// # Errors
     /// If the system has no more descriptors or threads.
     pub fn open(
         card: OwnedFd,
+        theirs: Option<OwnedFd>,
         uplink: &Path,
         first: Option<Uplink>,
         is_open: bool,
     ) -> io::Result<Self> {
         let card = UnixDatagram::from(card);
         card.set_nonblocking(true)?;
-        let output =
-            Output { gate: Gate::new(BYTES_MAX, is_open), buffer: vec![0; FRAME_BYTES_MAX] };
+        let way = Way::Alone(Gate::new(BYTES_MAX, is_open));
+        let (is_frozen, buffer) = (false, vec![0; FRAME_BYTES_MAX]);
+        let output = Output { way, is_frozen, is_stuck: false, buffer };
         let shared = Arc::new(Shared {
             card,
+            theirs,
             uplink: uplink.to_owned(),
             output: Mutex::new(output),
             lease: Mutex::default(),
@@ -99,8 +122,8 @@ impl Port {
             came: AtomicU64::new(0),
             since: Instant::now(),
         });
-        let (tried, inward) = (None, VecDeque::new());
-        let relay = Relay { shared: Arc::clone(&shared), uplink: first, tried, inward };
+        let (tried, inward, ticked) = (None, VecDeque::new(), Duration::ZERO);
+        let relay = Relay { shared: Arc::clone(&shared), uplink: first, tried, inward, ticked };
         let relay = thread::Builder::new().name("card".into()).spawn(move || relay.run())?;
         Ok(Self { shared, relay: Some(relay) })
     }
@@ -113,45 +136,53 @@ impl Port {
 
     /// A protection begins: see [`Gate::begin`].
     pub fn begin(&self) {
-        self.shared.output().gate.begin();
+        self.shared.output().way.begin();
     }
 
-    /// The VM is about to be stopped: its socket is empty when this returns, and kept so, until it goes on. See [`Gate::flow`].
+    /// The VM is about to be stopped: its socket is empty when this returns, and kept so, until it goes on. See [`Gate::flow`]. A member
+    /// is given nothing from now on, and has read what it was given.
     pub fn stopping(&self) {
         let mut output = self.shared.output();
-        output.gate.stopping(true);
+        output.way.stopping(true);
+        output.is_frozen = output.way.joined().is_some();
         while self.shared.take(&mut output) {}
+        let is_member = output.is_frozen;
         drop(output);
         self.shared.wake();
+        if is_member {
+            self.shared.wait_until_read();
+        }
     }
 
     /// The VM was not stopped, or goes on.
     pub fn goes_on(&self) {
-        self.shared.output().gate.stopping(false);
+        let mut output = self.shared.output();
+        output.way.stopping(false);
+        output.is_frozen = false;
+        drop(output);
+        self.shared.wake();
     }
 
-    /// The VM stands still at the end of an epoch: see [`Gate::cut`].
-    pub fn cut(&self, epoch: Epoch) {
+    /// The VM stands still at the end of an epoch: see [`Gate::cut`]. What goes with it, of a member.
+    pub fn cut(&self, epoch: Epoch) -> Option<OfEpoch> {
         let mut output = self.shared.output();
         while self.shared.take(&mut output) {}
-        // For tests that want to see what happens without.
-        if firn_fault::io("net.hold").is_ok() {
-            output.gate.cut(epoch);
-        }
+        let of = output.way.cut(epoch);
         drop(output);
         // What was read just now may leave at once, if the gate was open until now.
         self.shared.wake();
+        of
     }
 
     /// Nothing undoes an epoch any more: see [`Gate::committed`].
     pub fn committed(&self, epoch: Epoch) {
-        self.shared.output().gate.committed(epoch);
+        self.shared.output().way.committed(epoch);
         self.shared.wake();
     }
 
     /// Lets out what is held, and what comes: see [`Gate::open`].
     pub fn let_out(&self) {
-        self.shared.output().gate.open();
+        self.shared.output().way.open();
         self.shared.wake();
     }
 
@@ -161,14 +192,72 @@ impl Port {
         self.shared.wake();
     }
 
+    /// The VM becomes a member of a cluster, or one of a new timeline. `false` if what it sends is being held.
+    pub fn join(&self, of: Membership) -> bool {
+        let mut output = self.shared.output();
+        let is_open = output.way.is_open();
+        if is_open {
+            output.way.become_member(Joined::open(of));
+        }
+        drop(output);
+        self.shared.wake();
+        is_open
+    }
+
+    /// The VM is about to run as a member, from the end of `base`: what was under way is sent again.
+    pub fn go_on(&self, of: Membership, base: Epoch, kept: Kept) {
+        self.shared.output().way.become_member(Joined::going_on(of, base, kept));
+        self.shared.wake();
+    }
+
+    /// The VM is no member any more. `false` if what it sends is being held.
+    pub fn leave(&self) -> bool {
+        let mut output = self.shared.output();
+        let is_open = output.way.is_open();
+        if is_open {
+            output.way.become_alone(BYTES_MAX, self.shared.since.elapsed());
+        }
+        drop(output);
+        self.shared.wake();
+        is_open
+    }
+
+    /// The VM's mark, for the one who makes global checkpoints, if there is one to give.
+    pub fn requested(&self, of: Generation, request: RequestNumber) -> Option<Answer> {
+        self.shared.output().way.joined_mut()?.requested(of, request)
+    }
+
+    /// A global checkpoint that has this VM at that epoch is on record.
+    pub fn globally(&self, epoch: Epoch) {
+        if let Some(joined) = self.shared.output().way.joined_mut() {
+            joined.globally(epoch);
+        }
+        self.shared.wake();
+    }
+
+    /// What it was told, if the VM is a member.
+    pub fn membership(&self) -> Option<Membership> {
+        self.shared.output().way.joined().map(|joined| joined.membership().clone())
+    }
+
+    /// Whether a protection can begin: a member has to have joined since the last.
+    pub fn is_new(&self) -> bool {
+        self.shared.output().way.joined().is_none_or(Joined::is_new)
+    }
+
+    /// Whether others have everything that was let out, as far as a member knows.
+    pub fn is_settled(&self) -> bool {
+        self.shared.output().way.joined().is_none_or(Joined::is_settled)
+    }
+
     /// Whether frames leave as they come.
     pub fn is_open(&self) -> bool {
-        self.shared.output().gate.is_open()
+        self.shared.output().way.is_open()
     }
 
     /// What there is to say about it now.
     pub fn now(&self) -> Now {
-        let gate = &self.shared.output().gate;
+        let gate = &self.shared.output().way;
         Now {
             is_connected: self.shared.is_connected.load(Ordering::Relaxed),
             is_open: gate.is_open(),
@@ -176,7 +265,7 @@ impl Port {
             held: gate.held(),
             left: gate.left(),
             came: self.shared.came.load(Ordering::Relaxed),
-            delays: gate.delays().collect(),
+            delays: gate.delays(),
         }
     }
 }
@@ -194,7 +283,11 @@ impl Drop for Port {
 
 #[derive(Debug)]
 struct Output {
-    gate: Gate,
+    way: Way,
+    /// The VM is given nothing.
+    is_frozen: bool,
+    /// It has not read what it was given, when that was waited for last.
+    is_stuck: bool,
     buffer: Vec<u8>,
 }
 
@@ -202,6 +295,8 @@ struct Output {
 #[derive(Debug)]
 struct Shared {
     card: UnixDatagram,
+    /// QEMU's end.
+    theirs: Option<OwnedFd>,
     uplink: PathBuf,
     output: Mutex<Output>,
     lease: Mutex<Option<Lease>>,
@@ -229,18 +324,50 @@ impl Shared {
 
     /// Whether frames were read from the card's socket, of which there may be more. None are at the bound.
     fn take(&self, output: &mut Output) -> bool {
-        let Output { gate, buffer } = output;
+        let Output { way, buffer, .. } = output;
         for _ in 0..BATCH {
-            if gate.flow() == Flow::Stop {
+            if way.flow() == Flow::Stop {
                 return false;
             }
             match self.card.recv(buffer) {
-                Ok(bytes) => gate.sent(&buffer[..bytes], self.since.elapsed()),
+                Ok(bytes) => way.sent(&buffer[..bytes], self.since.elapsed()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => return false,
             }
         }
         true
+    }
+
+    /// Returns when QEMU has given the guest what it was given, or doesn't.
+    fn wait_until_read(&self) {
+        if self.output().is_stuck && !self.is_read() {
+            return;
+        }
+        // What has no room is not read by who does not read.
+        let _ = self.card.send(&PROBE);
+        let since = Instant::now();
+        while !self.is_read() && since.elapsed() < READ_WAIT {
+            thread::sleep(READ_LOOK);
+        }
+        let is_stuck = !self.is_read();
+        self.output().is_stuck = is_stuck;
+        if is_stuck {
+            tracing::debug!("the VM does not take the frames that it is given");
+        }
+    }
+
+    /// Whether nothing waits at QEMU's end.
+    fn is_read(&self) -> bool {
+        let theirs = self.theirs.as_ref();
+        theirs.is_none_or(|theirs| rustix::io::ioctl_fionread(theirs).is_ok_and(|bytes| bytes == 0))
+    }
+
+    /// Whether the VM can be given a frame.
+    fn has_room(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut all = [PollFd::new(&self.card, PollFlags::OUT)];
+        let polled = rustix::io::retry_on_intr(|| poll(&mut all, Some(&now)));
+        polled.is_ok() && !all[0].revents().is_empty()
     }
 
     /// Has the thread look at everything anew. A counter that is full wakes as well.
@@ -257,6 +384,8 @@ struct Relay {
     tried: Option<Instant>,
     /// Frames for the VM.
     inward: VecDeque<Vec<u8>>,
+    /// When a member was last told what time it is.
+    ticked: Duration,
 }
 
 impl Relay {
@@ -269,6 +398,7 @@ impl Relay {
             }
             let mut output = self.shared.output();
             self.shared.take(&mut output);
+            self.ticked = tick(&mut output.way, self.ticked, self.shared.since.elapsed());
             drop(output);
             let carried = self.outward().and_then(|()| self.inward());
             if let Err(error) = carried {
@@ -294,10 +424,11 @@ impl Relay {
 
     /// What is waited for at the card and at the uplink. What nothing can be done about now isn't looked at.
     fn awaited(&self) -> (PollFlags, PollFlags) {
-        let gate = &self.shared.output().gate;
+        let output = self.shared.output();
+        let gate = &output.way;
         let mut card = PollFlags::empty();
         card.set(PollFlags::IN, gate.flow() == Flow::Go);
-        card.set(PollFlags::OUT, !self.inward.is_empty());
+        card.set(PollFlags::OUT, !self.inward.is_empty() && !output.is_frozen);
         let mut outside = PollFlags::empty();
         outside.set(PollFlags::IN, self.inward.is_empty());
         outside.set(PollFlags::OUT, gate.next().is_some() && self.shared.may_send());
@@ -321,9 +452,11 @@ impl Relay {
         if let Some(uplink) = self.uplink.as_ref().filter(|_| is_plugged && !outside.is_empty()) {
             all.push(PollFd::from_borrowed_fd(uplink.as_fd(), outside));
         }
-        let retry = Timespec { tv_sec: 0, tv_nsec: RETRY.subsec_nanos().into() };
-        let timeout = self.looks_again(is_plugged).then_some(&retry);
-        rustix::io::retry_on_intr(|| poll(&mut all, timeout))?;
+        let is_member = self.shared.output().way.joined().is_some();
+        let retries = self.looks_again(is_plugged).then_some(RETRY);
+        let timeout = retries.into_iter().chain(is_member.then_some(TICK)).min();
+        let timeout = timeout.map(|it| Timespec { tv_sec: 0, tv_nsec: it.subsec_nanos().into() });
+        rustix::io::retry_on_intr(|| poll(&mut all, timeout.as_ref()))?;
         // Nothing there is no error.
         let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
         Ok(())
@@ -333,14 +466,14 @@ impl Relay {
     fn outward(&mut self) -> io::Result<()> {
         let is_plugged = self.shared.is_plugged.load(Ordering::Relaxed);
         let Some(uplink) = self.uplink.as_mut().filter(|_| is_plugged) else {
-            self.shared.output().gate.lose();
+            self.shared.output().way.lose();
             return Ok(());
         };
         while self.shared.may_send() {
-            let Some(frame) = self.shared.output().gate.next() else { return Ok(()) };
+            let Some(frame) = self.shared.output().way.next() else { return Ok(()) };
             uplink.give(&frame);
             match uplink.write()? {
-                true => self.shared.output().gate.has_left(self.shared.since.elapsed()),
+                true => self.shared.output().way.has_left(self.shared.since.elapsed()),
                 false => return Ok(()),
             }
         }
@@ -354,17 +487,31 @@ impl Relay {
             Some(uplink) => uplink.read(&mut self.inward),
             None => Ok(()),
         };
-        while let Some(frame) = self.inward.front() {
-            match self.shared.card.send(frame) {
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Ok(_) => drop(self.shared.came.fetch_add(1, Ordering::Relaxed)),
-                // One that the socket does not take, or a VM that is gone.
-                Err(_) => {}
+        while !self.inward.is_empty() {
+            // Locked until it is given: what counts as received at a cut, the VM has.
+            let mut output = self.shared.output();
+            if output.is_frozen || !self.shared.has_room() {
+                break;
             }
-            self.inward.pop_front();
+            let Some(frame) = self.inward.pop_front() else { break };
+            for frame in output.way.arrived(frame, self.shared.since.elapsed()) {
+                // One that the socket does not take, or a VM that is gone, is no trouble.
+                if self.shared.card.send(&frame).is_ok() {
+                    self.shared.came.fetch_add(1, Ordering::Relaxed);
+                }
+            }
         }
         read
     }
+}
+
+/// Tells a member what time it is, not too often; when it was told last.
+fn tick(way: &mut Way, before: Duration, now: Duration) -> Duration {
+    let Some(joined) = way.joined_mut().filter(|_| now.saturating_sub(before) >= TICK) else {
+        return before;
+    };
+    joined.tick(now);
+    now
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use firn_cluster::Epoch;
+use firn_cluster::member::OfEpoch;
 use firn_memory::Process;
 use firn_net::lease::Lease;
 use firn_net::port::{self, Port};
@@ -46,6 +47,9 @@ pub struct Card {
     pub descriptor: i32,
     /// That socket's inode: the number may come to mean another file.
     pub inode: u64,
+    /// The same of the end that QEMU uses.
+    #[serde(default)]
+    pub theirs: Option<(i32, u64)>,
 }
 
 /// What `firn status` says of a network card.
@@ -125,7 +129,9 @@ impl Sockets {
     pub(crate) fn cards(&self) -> Result<Vec<Card>, Failure> {
         let card = |pair: &Pair| {
             let (id, uplink) = (pair.id.clone(), pair.uplink.clone());
-            Ok(Card { id, uplink, descriptor: pair.ours.as_raw_fd(), inode: inode(&pair.ours)? })
+            let theirs = Some((pair.theirs.as_raw_fd(), inode(&pair.theirs)?));
+            let (descriptor, inode) = (pair.ours.as_raw_fd(), inode(&pair.ours)?);
+            Ok(Card { id, uplink, descriptor, inode, theirs })
         };
         self.0.iter().map(card).collect()
     }
@@ -169,8 +175,9 @@ impl Network {
         let process = Process::open(pid).doing("reaching the hypervisor process")?;
         let connections = connections.into_iter().chain(std::iter::repeat_with(|| None));
         let open = |(card, first): (&Card, Option<Uplink>)| {
-            let socket = socket_of(&process, card)?;
-            let port = Port::open(socket, &card.uplink, first, is_open)
+            let socket = socket_of(&process, card, (card.descriptor, card.inode))?;
+            let theirs = card.theirs.map(|it| socket_of(&process, card, it)).transpose()?;
+            let port = Port::open(socket, theirs, &card.uplink, first, is_open)
                 .doing(format!("opening the network card {}", card.id))?;
             Ok((card.clone(), port))
         };
@@ -198,8 +205,8 @@ impl Network {
     }
 
     /// The VM stands still at the end of an epoch.
-    pub(crate) fn cut(&self, epoch: Epoch) {
-        self.ports().for_each(|port| port.cut(epoch));
+    pub(crate) fn cut(&self, epoch: Epoch) -> Option<OfEpoch> {
+        self.ports().fold(None, |of, port| port.cut(epoch).or(of))
     }
 
     /// Nothing undoes an epoch any more.
@@ -233,10 +240,13 @@ impl Network {
     }
 }
 
-fn socket_of(process: &Process, card: &Card) -> Result<OwnedFd, Failure> {
-    let socket =
-        process.copy_descriptor(card.descriptor).doing("taking a network card's socket")?;
-    match inode(&socket)? == card.inode {
+fn socket_of(
+    process: &Process,
+    card: &Card,
+    (number, expected): (i32, u64),
+) -> Result<OwnedFd, Failure> {
+    let socket = process.copy_descriptor(number).doing("taking a network card's socket")?;
+    match inode(&socket)? == expected {
         true => Ok(socket),
         false => {
             let text = format!("QEMU has closed the socket of its network card {}", card.id);

@@ -154,7 +154,7 @@ impl Protecting {
                     progress(Progress::new("copying its disks", done, all));
                 }
                 Told::Stopping => network.stopping(),
-                Told::Still(epoch) => network.cut(epoch),
+                Told::Still(epoch) => drop(network.cut(epoch)),
                 Told::GoesOn => network.goes_on(),
                 Told::Committed(epoch) => network.committed(epoch),
                 _ => {}

@@ -24,7 +24,7 @@ impl Scene {
         let path = dir.path().join("uplink");
         let listener = UnixListener::bind(&path).unwrap();
         let (theirs, ours) = pair().unwrap();
-        let port = Port::open(ours.try_clone().unwrap(), &path, None, true).unwrap();
+        let port = Port::open(ours.try_clone().unwrap(), None, &path, None, true).unwrap();
         let vm = UnixDatagram::from(theirs);
         vm.set_read_timeout(Some(PATIENCE)).unwrap();
         vm.set_write_timeout(Some(PATIENCE)).unwrap();
@@ -272,4 +272,69 @@ fn send_for_ever() {
     loop {
         vm.send(b"frame...").unwrap();
     }
+const VM: [u8; 6] = [2, 0, 0, 0, 0, 5];
+
+fn membership() -> Membership {
+    let mac = |last| firn_cluster::switch::Mac([2, 0, 0, 0, 0, last]);
+    let members = [(firn_cluster::Vm(0), mac(5)), (firn_cluster::Vm(1), mac(6))].into();
+    let (cluster, own, generation) = (1, firn_cluster::Vm(0), Generation(1));
+    Membership { cluster, own, members, generation, layout: 0 }
+}
+
+/// From somebody outside, behind its length.
+fn comes(byte: u8) -> Vec<u8> {
+    [&[0, 0, 0, 15][..], &VM, &[2, 0, 0, 0, 0, 9, 8, 0, byte]].concat()
+}
+
+/// A member that is about to be stopped is given nothing until it goes on, and has read what it was given before.
+#[test]
+fn a_member_that_stands_still_is_given_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("uplink");
+    let listener = UnixListener::bind(&path).unwrap();
+    let (theirs, ours) = pair().unwrap();
+    let vm = UnixDatagram::from(theirs.try_clone().unwrap());
+    let port = Port::open(ours, Some(theirs), &path, None, true).unwrap();
+    port.plug();
+    let mut outside = listener.accept().unwrap().0;
+    assert!(port.join(membership()) && port.is_new());
+    let mut got = [0; 100];
+    outside.write_all(&comes(1)).unwrap();
+    eventually(|| port.now().came == 1);
+    let reader = vm.try_clone().unwrap();
+    let reads = thread::spawn(move || {
+        thread::sleep(READ_WAIT / 4);
+        let first = reader.recv(&mut got).map(|_| got[14]).unwrap();
+        (first, reader.recv(&mut got).map(|_| got[0]).unwrap())
+    });
+    port.stopping();
+    assert!(port.shared.is_read() && !port.shared.output().is_stuck, "it was waited for");
+    assert_eq!(reads.join().unwrap(), (1, PROBE[0]));
+    outside.write_all(&comes(2)).unwrap();
+    vm.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    assert!(vm.recv(&mut got).is_err(), "it stands still");
+    assert!(port.cut(Epoch(1)).is_some());
+    port.goes_on();
+    vm.recv(&mut got).unwrap();
+    assert_eq!((got[14], port.now().came), (2, 2));
+    assert!(!port.is_new() && !port.is_open());
+    assert!(!port.join(membership()) && !port.leave(), "what it sends is held");
+    port.let_out();
+    assert!(port.leave() && port.membership().is_none());
+}
+
+/// One that reads nothing keeps nobody waiting for long, and not at each epoch.
+#[test]
+fn a_member_that_reads_nothing_is_not_waited_for() {
+    let (theirs, ours) = pair().unwrap();
+    let port = Port::open(ours, Some(theirs), Path::new("/none"), None, true).unwrap();
+    port.join(membership());
+    for _ in 0..3 {
+        port.stopping();
+        assert!(port.shared.output().is_stuck);
+        port.goes_on();
+    }
+    let since = Instant::now();
+    (0..100).for_each(|_| port.stopping());
+    assert!(since.elapsed() < 100 * READ_WAIT / 4, "{:?}", since.elapsed());
 }

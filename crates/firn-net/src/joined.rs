@@ -1,0 +1,295 @@
+//! The card of a VM that is a member of a cluster: what may leave, and when, is decided by `firn-cluster` (`member`). Pure.
+//!
+//! ```text
+//!   the VM ---> Member ---> leaving: wrapped, to other members        ---> the network
+//!                 |                  as they are, to everybody else
+//!   the VM <------'<--- unwrapped, each once and in order             <---
+//! ```
+//!
+//! While the VM is about to be stopped, and stands still, it is given nothing: what its state has received and what is counted as
+//! received have to be the same at the cut.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_cluster::cut::{Answer, Stamp};
+use firn_cluster::member::wire::Message;
+use firn_cluster::member::{Action, Kept, Member, Membership, OfEpoch, Times};
+use firn_cluster::output::Flow;
+use firn_cluster::{Epoch, Generation, RequestNumber};
+
+use crate::gate::{Held, OVER_MAX};
+use crate::port::BYTES_MAX;
+
+/// The output of a member's card, and its input.
+#[derive(Debug)]
+pub struct Joined {
+    of: Membership,
+    member: Member,
+    leaving: VecDeque<Arc<[u8]>>,
+    leaving_bytes: usize,
+    is_stopping: bool,
+    over: usize,
+    left: u64,
+}
+
+impl Joined {
+    /// A member that has no backup: nothing is held.
+    pub fn open(of: Membership) -> Self {
+        Self::going_on(of, Epoch(0), Kept::new(Epoch(0), BYTES_MAX))
+    }
+
+    /// One that goes on from the end of `base`, and has no backup yet. What was under way is sent again.
+    pub fn going_on(of: Membership, base: Epoch, kept: Kept) -> Self {
+        let member = Member::new(&of, Times::default(), base, kept);
+        let leaving = VecDeque::new();
+        let mut joined =
+            Self { of, member, leaving, leaving_bytes: 0, is_stopping: false, over: 0, left: 0 };
+        joined.let_out();
+        joined
+    }
+
+    /// What it was told.
+    pub fn membership(&self) -> &Membership {
+        &self.of
+    }
+
+    /// Whether no epoch was cut yet: a protection can begin.
+    pub fn is_new(&self) -> bool {
+        self.member.running() == Epoch(1)
+    }
+
+    /// The VM has sent a frame.
+    pub fn sent(&mut self, frame: &[u8]) {
+        self.over = match self.member.flow() {
+            Flow::Go => 0,
+            Flow::Stop => self.over + frame.len(),
+        };
+        let actions = self.member.sent(frame);
+        self.act(actions);
+    }
+
+    /// This leaves as it is: it was let out before the VM became a member.
+    pub fn passes(&mut self, frame: Arc<[u8]>) {
+        self.leaving_bytes += frame.len();
+        self.leaving.push_back(frame);
+    }
+
+    /// A frame has come for the VM, which does not stand still; what it is to be given.
+    pub fn arrived(&mut self, frame: &[u8], now: Duration) -> Vec<Vec<u8>> {
+        let actions = match unmarked(frame) {
+            Some(frame) => self.member.arrived(&frame, now),
+            None => self.member.arrived(frame, now),
+        };
+        self.act(actions)
+    }
+
+    /// The VM stands still at the end of its epoch. What goes with it.
+    pub fn cut(&mut self) -> OfEpoch {
+        let of = self.member.cut();
+        // For tests that want to see what happens without.
+        if firn_fault::io("net.hold").is_err() {
+            self.let_out();
+        }
+        of
+    }
+
+    /// An epoch is in the non-volatile copy.
+    pub fn committed(&mut self, epoch: Epoch) {
+        let actions = self.member.committed(epoch);
+        self.act(actions);
+    }
+
+    /// A global checkpoint that has this VM at that epoch is on record.
+    pub fn globally(&mut self, epoch: Epoch) {
+        let actions = self.member.globally(epoch);
+        self.act(actions);
+    }
+
+    /// A mark is asked for. None is set while nothing is held: what has left could be undone by going back to it.
+    pub fn requested(&mut self, of: Generation, request: RequestNumber) -> Option<Answer> {
+        let answer = self.member.requested(of, request)?;
+        answer.marks.iter().all(|(_, epoch)| *epoch > Epoch(0)).then_some(answer)
+    }
+
+    /// Nothing undoes anything any more.
+    pub fn let_out(&mut self) {
+        let actions = self.member.open();
+        self.act(actions);
+    }
+
+    /// Whether frames leave as they are sent.
+    pub fn is_open(&self) -> bool {
+        self.member.is_open()
+    }
+
+    /// Whether everything that was let out has arrived.
+    pub fn is_settled(&self) -> bool {
+        self.leaving.is_empty() && self.member.is_settled()
+    }
+
+    /// Time has passed. Who can't send now asks nobody.
+    pub fn tick(&mut self, now: Duration) {
+        if self.leaving.is_empty() {
+            let actions = self.member.tick(now);
+            self.act(actions);
+        }
+    }
+
+    /// The next frame that is to leave.
+    pub fn next(&self) -> Option<Arc<[u8]>> {
+        self.leaving.front().map(Arc::clone)
+    }
+
+    /// The next frame has left.
+    pub fn has_left(&mut self) {
+        let Some(frame) = self.leaving.pop_front() else { return };
+        self.leaving_bytes -= frame.len();
+        self.left += 1;
+    }
+
+    /// What is to leave can't. Of what was for other members nothing is lost: it is sent again.
+    pub fn lose(&mut self) {
+        self.leaving.clear();
+        self.leaving_bytes = 0;
+    }
+
+    /// The VM is about to be stopped, or is not any more.
+    pub fn stopping(&mut self, is_stopping: bool) {
+        self.is_stopping = is_stopping;
+    }
+
+    /// Whether to go on reading from the VM's socket.
+    pub fn flow(&self) -> Flow {
+        match self.leaving_bytes > BYTES_MAX {
+            _ if self.is_stopping && self.over < OVER_MAX => Flow::Go,
+            true => Flow::Stop,
+            false => self.member.flow(),
+        }
+    }
+
+    /// What is held, or kept until it has arrived for good.
+    pub fn held(&self) -> Held {
+        Held { frames: self.member.frames(), bytes: self.member.held() }
+    }
+
+    /// How many frames have left.
+    pub fn left(&self) -> u64 {
+        self.left
+    }
+
+    /// What is for the VM is returned. An answer without a question is none of the initiator's: it asks for it.
+    fn act(&mut self, actions: Vec<Action>) -> Vec<Vec<u8>> {
+        let mut given = Vec::new();
+        for action in actions {
+            match action {
+                Action::Send(frame) => self.passes(frame.into()),
+                Action::Deliver(frame) => given.push(frame),
+                Action::Answer(_) => {}
+            }
+        }
+        given
+    }
+}
+
+/// For tests that want to see what happens when a receiver does not mark before it delivers: a frame without its sender's mark.
+fn unmarked(frame: &[u8]) -> Option<Vec<u8>> {
+    firn_fault::io("net.mark").err()?;
+    let Message { ends, stamp, says } = Message::of(frame)?;
+    let stamp = Stamp { mark: RequestNumber::default(), ..stamp };
+    Some(Message { ends, stamp, says }.to_frame())
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_cluster::Vm;
+    use firn_cluster::switch::Mac;
+
+    use super::*;
+
+    const NOW: Duration = Duration::from_secs(1);
+    const MACS: [Mac; 3] =
+        [Mac([2, 0, 0, 0, 0, 0]), Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 9])];
+
+    fn joined(own: u16) -> Joined {
+        let members = (0..2).map(|vm| (Vm(vm), MACS[usize::from(vm)])).collect();
+        let (cluster, own, generation) = (3, Vm(own), Generation(1));
+        Joined::open(Membership { cluster, own, members, generation, layout: 0 })
+    }
+
+    fn frame(from: usize, to: usize, byte: u8) -> Vec<u8> {
+        [&MACS[to].0[..], &MACS[from].0, &[8, 0, byte]].concat()
+    }
+
+    fn leaves(joined: &mut Joined) -> Vec<Arc<[u8]>> {
+        let mut left = Vec::new();
+        while let Some(frame) = joined.next() {
+            left.push(frame);
+            joined.has_left();
+        }
+        left
+    }
+
+    fn request(count: u32) -> RequestNumber {
+        RequestNumber { term: 1, count }
+    }
+
+    #[test]
+    fn without_a_backup_nothing_is_held_and_nothing_is_marked() {
+        let (mut a, mut b) = (joined(0), joined(1));
+        a.sent(&frame(0, 1, 7));
+        a.sent(&frame(0, 2, 8));
+        let left = leaves(&mut a);
+        assert_eq!(left.len(), 2);
+        assert_eq!(b.arrived(&left[0], NOW), [frame(0, 1, 7)]);
+        assert_eq!(&left[1][..], frame(0, 2, 8));
+        assert_eq!(a.requested(Generation(1), request(1)), None);
+        assert!(!a.is_settled());
+        a.tick(NOW);
+        for question in leaves(&mut a) {
+            assert!(b.arrived(&question, NOW).is_empty());
+        }
+        for answer in leaves(&mut b) {
+            assert!(a.arrived(&answer, NOW).is_empty());
+        }
+        assert!(a.is_settled() && a.held() == Held::default());
+    }
+
+    #[test]
+    fn inside_waits_for_the_own_copy_and_outside_for_everybodys() {
+        let mut a = joined(0);
+        a.cut();
+        a.sent(&frame(0, 1, 7));
+        a.sent(&frame(0, 2, 8));
+        a.cut();
+        a.committed(Epoch(1));
+        assert!(leaves(&mut a).is_empty());
+        a.committed(Epoch(2));
+        assert_eq!(leaves(&mut a).len(), 1);
+        let answer = a.requested(Generation(1), request(1)).unwrap();
+        assert_eq!(answer.marks, [(Vm(0), Epoch(2))]);
+        assert_eq!(a.requested(Generation(2), request(2)), None);
+        a.globally(Epoch(1));
+        assert!(leaves(&mut a).is_empty());
+        a.globally(Epoch(2));
+        assert_eq!(leaves(&mut a), [frame(0, 2, 8).into()]);
+        a.sent(&frame(0, 2, 9));
+        assert!(leaves(&mut a).is_empty());
+        a.let_out();
+        assert_eq!(leaves(&mut a), [frame(0, 2, 9).into()]);
+    }
+
+    #[test]
+    fn at_the_bound_the_vm_waits_until_others_have_it_for_good() {
+        let mut a = joined(0);
+        a.cut();
+        let large = [&frame(0, 1, 7)[..], &[0; 60_000]].concat();
+        while a.flow() == Flow::Go {
+            a.sent(&large);
+        }
+        assert!((BYTES_MAX..BYTES_MAX + 100_000).contains(&a.held().bytes));
+        a.stopping(true);
+        assert_eq!(a.flow(), Flow::Go);
+    }
+}
