@@ -8,6 +8,7 @@
 //! ```
 
 use firn_cluster::Epoch;
+use firn_cluster::member::OfEpoch;
 use firn_cluster::predict::{CutPlan, PageSet};
 use firn_disks::Change;
 use firn_image::AuxBlock;
@@ -32,6 +33,8 @@ pub struct EpochCopy {
     pub aux: Vec<AuxBlock>,
     /// What was changed on each disk.
     pub disks: Vec<Vec<Change>>,
+    /// What of its card goes with it, of a member of a cluster.
+    pub card: Option<OfEpoch>,
     /// No epoch follows.
     pub last: bool,
 }

@@ -24,13 +24,14 @@ use crate::copy::EpochCopy;
 use crate::endpoint::Stream;
 use crate::guest::{Guest, GuestError};
 use crate::sender::{Event, Job, Sending, hear, writer};
+use crate::standby::MEMBER_KEPT_MAX;
 use crate::wire::{Hello, WireError, Writer};
 
 mod options;
 mod pause;
 mod seed;
 
-pub use options::{CutNumbers, Ending, Options, Told};
+pub use options::{CutNumbers, Ending, Options, Told, Watch};
 use pause::{Found, Inside, Stopping};
 use seed::Seed;
 
@@ -91,7 +92,7 @@ pub fn protect(
     hello: &Hello,
     options: Options,
     ending: &Ending,
-    told: &dyn Fn(Told),
+    told: &dyn Watch,
 ) -> Result<(), PrimaryError> {
     let ended = Connection { stream, hello, options, ending, told }.protect(&mut guest);
     let detached = guest.detach();
@@ -105,7 +106,7 @@ struct Connection<'a> {
     hello: &'a Hello,
     options: Options,
     ending: &'a Ending,
-    told: &'a dyn Fn(Told),
+    told: &'a dyn Watch,
 }
 
 impl<'a> Connection<'a> {
@@ -169,6 +170,7 @@ impl<'a> Connection<'a> {
             heard: Duration::ZERO,
             cut: None,
             pace: Pace::Free,
+            global: self.hello.member.as_ref().map(|_| Epoch(0)),
         })
     }
 }
@@ -217,7 +219,7 @@ struct Protection<'a> {
     jobs: Sender<Job>,
     events: Receiver<Event>,
     ending: &'a Ending,
-    told: &'a dyn Fn(Told),
+    told: &'a dyn Watch,
     started: Instant,
     spares: Vec<Vec<u8>>,
     /// Pages that the last cut copied.
@@ -227,6 +229,8 @@ struct Protection<'a> {
     /// The epoch that was cut last, until it is sent.
     cut: Option<Box<EpochCopy>>,
     pace: Pace,
+    /// Of a member: the newest epoch that the backup was told to fold.
+    global: Option<Epoch>,
 }
 
 impl Protection<'_> {
@@ -280,12 +284,12 @@ impl Protection<'_> {
             // One that comes after the next cut is about pages that may have changed since.
             Event::Compared { epoch, plan, same } if epoch.next() == self.epochs.epoch() => {
                 self.predictor.unchanged(&plan, &same);
-                (self.told)(Told::Counts(self.predictor.counts()));
+                self.told.told(Told::Counts(self.predictor.counts()));
             }
             Event::Compared { .. } => {}
             Event::Sent { epoch, pages, bytes } => {
                 tracing::trace!("{epoch} is sent: {pages} pages, {bytes} bytes");
-                (self.told)(Told::Sent(epoch, pages, bytes));
+                self.told.told(Told::Sent(epoch, pages, bytes));
             }
             Event::Spare(bytes) => self.spares.push(bytes),
             Event::Progress(progress) => {
@@ -299,7 +303,7 @@ impl Protection<'_> {
                     progress.complete,
                     progress.committed
                 );
-                (self.told)(Told::Progress(progress));
+                self.told.told(Told::Progress(progress));
                 self.heard = self.now();
                 let actions = self.epochs.acknowledged(self.now(), progress);
                 self.perform(actions)?;
@@ -319,6 +323,9 @@ impl Protection<'_> {
             }
             _ => {}
         }
+        if self.is_far_ahead()? {
+            return Ok(());
+        }
         // How much is written counts only where room is scarce.
         let is_scarce = self.now() >= self.due() && self.epochs.buffered() > 0;
         let written = if is_scarce { self.guest.glance()?.len() as u64 } else { 0 };
@@ -329,6 +336,18 @@ impl Protection<'_> {
             Pace::Slowed => self.stand_still(NO_ROOM),
             Pace::Stopped => self.stand_still(STOPPED),
         }
+    }
+
+    /// The backup of a member keeps what is newer than the newest global checkpoint, so many epochs and no more: until there is another,
+    /// the epoch that runs is not cut.
+    fn is_far_ahead(&mut self) -> Result<bool, PrimaryError> {
+        let Some(global) = &mut self.global else { return Ok(false) };
+        let newest = self.told.globally();
+        if newest > *global {
+            *global = newest;
+            self.jobs.send(Job::Globally(newest)).map_err(|_| GuestError::NobodyTakes)?;
+        }
+        Ok(self.epochs.epoch().0 - global.0 > MEMBER_KEPT_MAX)
     }
 
     fn stand_still(&mut self, time: Duration) -> Result<(), PrimaryError> {
@@ -342,7 +361,7 @@ impl Protection<'_> {
                 Action::Cut(epoch) => self.cut(epoch)?,
                 Action::Send { .. } => self.send()?,
                 Action::Free(_) => {}
-                Action::Committed(epoch) => (self.told)(Told::Committed(epoch)),
+                Action::Committed(epoch) => self.told.told(Told::Committed(epoch)),
                 Action::Pace(pace) => self.pace = pace,
             }
         }
@@ -374,7 +393,7 @@ impl Protection<'_> {
         };
         let (found, pause) = self.guest.pause(|still| inside.run(still))?;
         drop(stopping);
-        let Found { plan, pages, disks, numbers } = found;
+        let Found { plan, pages, disks, card, numbers } = found;
         firn_fault::point("protect.cut");
         let numbers = CutNumbers {
             downtime_ms: ms(pause.downtime),
@@ -385,10 +404,10 @@ impl Protection<'_> {
         self.copied = ahead.len() + pages.len();
         let (devices, aux) = (pause.devices, pause.aux);
         let last = false;
-        let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, last };
+        let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, card, last };
         let copied = copy.plan.pages() as u64 + copy.disk_pages();
         self.cut = Some(Box::new(copy));
-        (self.told)(Told::Cut(numbers));
+        self.told.told(Told::Cut(numbers));
         let actions = self.epochs.copied(self.now(), copied);
         self.perform(actions)
     }

@@ -19,6 +19,8 @@ pub(crate) enum Job {
     Part(Epoch, Pages),
     /// An epoch, or the rest of one.
     Epoch(Box<EpochCopy>),
+    /// A global checkpoint has this epoch.
+    Globally(Epoch),
     /// The primary goes on alone.
     Release,
 }
@@ -66,6 +68,7 @@ impl<W: Write> Sending<W> {
         match job {
             Job::Part(epoch, pages) => self.writer.pages(epoch, pages.iter()),
             Job::Epoch(copy) => self.epoch(*copy),
+            Job::Globally(epoch) => self.writer.globally(epoch),
             Job::Release => self.writer.release(),
         }
     }
@@ -79,10 +82,13 @@ impl<W: Write> Sending<W> {
         for (disk, changes) in (0..).zip(&copy.disks) {
             self.writer.changes(epoch, disk, changes)?;
         }
+        if let Some(card) = &copy.card {
+            self.writer.card(epoch, card)?;
+        }
         self.writer.end(epoch, &copy.devices, &copy.aux, copy.last)?;
         let bytes = self.writer.sent() - before;
         self.tell(Event::Sent { epoch, pages: pages as u64, bytes });
-        let copy = EpochCopy { disks: Vec::new(), ..copy };
+        let copy = EpochCopy { disks: Vec::new(), card: None, ..copy };
         let spare = std::mem::replace(&mut self.before, copy).bytes;
         self.tell(Event::Spare(spare));
         Ok(())

@@ -9,6 +9,14 @@
 //!                                                   folded into RAM, devices(n): committed    what a failover runs
 //! ```
 //!
+//! Of a member of a cluster, what is newer than the newest global checkpoint stays apart, for a failover goes back to that:
+//!
+//! ```text
+//!     [ RAM, devices at 7 ]   [ 8 ][ 9 ] .. [ 12 ]    [ 13 ]          Globally(9) folds 8 and 9
+//!       a global checkpoint     committed: any of     complete
+//!       has it                  them may be marked
+//! ```
+//!
 //! RAM changes only by folding a committed epoch: it always is that of the newest committed one, ready to be mapped by a
 //! hypervisor. What arrives is kept apart until it is whole, and then until the next is.
 
@@ -18,6 +26,7 @@ use std::sync::Arc;
 
 use firn_cluster::Epoch;
 use firn_cluster::epoch::{Arrival, Backup, Piece, Progress, RestoreError};
+use firn_cluster::member::{Kept, Membership, OfEpoch};
 use firn_disks::{Change, Store};
 use firn_image::AuxBlock;
 use firn_types::{Page, RegionMap};
@@ -27,6 +36,10 @@ use crate::wire::{Message, Pages};
 
 /// Epochs kept at most: one that is complete, and one that has just become so.
 const KEPT_MAX: u64 = 2;
+/// Of a member of a cluster: since the newest global checkpoint.
+pub(crate) const MEMBER_KEPT_MAX: u64 = 64;
+/// Bytes that what is kept of a member's card is counted by; the primary bounds it.
+const CARD_BYTES_MAX: usize = 64 << 20;
 
 /// Blocks of memory beside RAM that an epoch has at most, and their bytes in all.
 const AUX_MAX: usize = 64;
@@ -107,7 +120,13 @@ pub enum StandbyError {
         "no epoch is committed: the primary has to be protected for two intervals after the first whole copy"
     )]
     Nothing,
-    /// The cores disagree, which is a bug.
+    /// What only a member of a cluster has, or what it has to have.
+    #[error("{epoch} has no part of the VM's network card, or one for a VM that is in no cluster")]
+    Card {
+        /// Which one.
+        epoch: Epoch,
+    },
+    /// An epoch that is not here any more, or not yet.
     #[error(transparent)]
     Restore(#[from] RestoreError),
 }
@@ -120,6 +139,7 @@ struct Apart {
     count: u64,
     devices: Vec<u8>,
     aux: Vec<AuxBlock>,
+    card: Option<OfEpoch>,
 }
 
 /// The state of a VM that can be run.
@@ -133,6 +153,8 @@ pub struct Committed<R> {
     pub devices: Vec<u8>,
     /// Small RAM blocks beside guest RAM.
     pub aux: Vec<AuxBlock>,
+    /// Its network card, if it belongs to a cluster.
+    pub card: Option<(Membership, Kept)>,
 }
 
 /// The copies of one VM.
@@ -148,6 +170,9 @@ pub struct Standby<R> {
     /// Devices and the like of the newest committed epoch.
     committed: Apart,
     disks: Vec<DiskCopy>,
+    member: Option<(Membership, Kept)>,
+    /// The newest epoch that a global checkpoint has.
+    global: Epoch,
 }
 
 /// The copy of a disk.
@@ -171,7 +196,18 @@ impl<R: Ram> Standby<R> {
             kept: BTreeMap::new(),
             committed: Apart::default(),
             disks,
+            member: None,
+            global: Epoch(0),
         }
+    }
+
+    /// The same, of a VM that belongs to a cluster, if it does.
+    pub fn of_member(mut self, of: Option<Membership>) -> Self {
+        if let Some(of) = of {
+            self.epochs = Backup::new(Epoch(0), MEMBER_KEPT_MAX);
+            self.member = Some((of, Kept::new(Epoch(0), CARD_BYTES_MAX)));
+        }
+        self
     }
 
     /// How far it is.
@@ -186,6 +222,8 @@ impl<R: Ram> Standby<R> {
             Message::Devices(epoch, devices) => self.expect(epoch)?.devices = devices,
             Message::Aux(epoch, block) => self.aux(epoch, block)?,
             Message::Changes(epoch, disk, changes) => self.changes(epoch, disk, changes)?,
+            Message::Card(epoch, of) => self.expect(epoch)?.card = Some(of),
+            Message::Globally(epoch) => self.globally(epoch)?,
             Message::End { epoch, last } => return self.end(epoch, last).map(Some),
             Message::Hello(_) | Message::Progress(_) | Message::Refusal(_) | Message::Release => {
                 return Err(StandbyError::Message);
@@ -194,13 +232,21 @@ impl<R: Ram> Standby<R> {
         Ok(None)
     }
 
-    /// Gives up what is not committed, and everything else to whoever runs it.
-    pub fn take_up(mut self) -> Result<Committed<R>, StandbyError> {
-        let epoch = self.progress().committed;
+    /// Gives up what is newer than `at`, the newest that is committed if it is not said, and everything else to whoever runs it.
+    pub fn take_up(mut self, at: Option<Epoch>) -> Result<Committed<R>, StandbyError> {
+        let epoch = at.unwrap_or(self.progress().committed);
         if epoch == Epoch(0) || self.is_spoiled {
             return Err(StandbyError::Nothing);
         }
-        self.epochs.restore(epoch)?;
+        let fold = self.epochs.restore(epoch)?.fold;
+        self.fold(fold)?;
+        if self.member.is_some() {
+            self.fold_disks(epoch)?;
+        }
+        let card = self.member.map(|(of, mut kept)| {
+            kept.roll_back(epoch);
+            (of, kept)
+        });
         for disk in self.disks {
             let (disk, _) = disk.take_up()?;
             if disk != epoch {
@@ -208,7 +254,7 @@ impl<R: Ram> Standby<R> {
             }
         }
         let Apart { devices, aux, .. } = self.committed;
-        Ok(Committed { epoch, ram: self.ram, devices, aux })
+        Ok(Committed { epoch, ram: self.ram, devices, aux, card })
     }
 
     /// What has arrived of an epoch, if it is its turn.
@@ -266,7 +312,7 @@ impl<R: Ram> Standby<R> {
     }
 
     fn end(&mut self, epoch: Epoch, last: bool) -> Result<Progress, StandbyError> {
-        let arrived = std::mem::take(self.expect(epoch)?);
+        let mut arrived = std::mem::take(self.expect(epoch)?);
         if !self.is_seeded {
             self.is_seeded = true;
             self.disks.iter_mut().try_for_each(|disk| disk.complete(epoch))?;
@@ -275,37 +321,62 @@ impl<R: Ram> Standby<R> {
         if arrived.devices.is_empty() {
             return Err(StandbyError::NoDevices { epoch });
         }
+        if arrived.card.is_some() != self.member.is_some() {
+            return Err(StandbyError::Card { epoch });
+        }
         let expected = self.progress().complete.next();
         match self.epochs.arrived(Piece { epoch, index: 0, of: 1, last }) {
             Arrival::Store => {
                 self.disks.iter_mut().try_for_each(|disk| disk.complete(epoch))?;
+                if let (Some(of), Some((_, kept))) = (arrived.card.take(), &mut self.member) {
+                    kept.complete(epoch, of);
+                }
                 self.kept.insert(epoch, arrived)
             }
             Arrival::Known | Arrival::Refused => {
                 return Err(StandbyError::Order { got: epoch, expected });
             }
         };
-        self.fold()?;
-        let folded = self.fold_disks();
-        self.is_spoiled |= folded.is_err();
-        folded?;
+        if self.member.is_none() {
+            self.fold_up_to(self.progress().committed)?;
+        }
         Ok(self.progress())
     }
 
-    /// Brings disks to the newest committed epoch. Nobody is told that it is committed before: of what could not be folded nothing
-    /// has left the primary.
-    fn fold_disks(&mut self) -> Result<(), StandbyError> {
-        let committed = self.progress().committed;
-        for disk in &mut self.disks {
-            disk.commit(committed)?;
-            while disk.fold()?.is_some() {}
+    /// A global checkpoint has this epoch.
+    fn globally(&mut self, epoch: Epoch) -> Result<(), StandbyError> {
+        if self.member.is_none() {
+            return Err(StandbyError::Card { epoch });
+        }
+        self.fold_up_to(epoch)?;
+        if let Some((_, kept)) = self.member.as_mut().filter(|_| epoch > self.global) {
+            kept.globally(epoch);
+            self.global = epoch;
         }
         Ok(())
     }
 
-    /// Brings RAM to the newest committed epoch.
-    fn fold(&mut self) -> Result<(), StandbyError> {
-        for epoch in self.epochs.globally(self.progress().committed)? {
+    fn fold_up_to(&mut self, epoch: Epoch) -> Result<(), StandbyError> {
+        let fold = self.epochs.globally(epoch)?;
+        self.fold(fold)?;
+        self.fold_disks(epoch)
+    }
+
+    /// Brings disks to an epoch that is committed. Nobody is told that it is committed before: of what could not be folded nothing
+    /// has left the primary.
+    fn fold_disks(&mut self, committed: Epoch) -> Result<(), StandbyError> {
+        let folded = self.disks.iter_mut().try_for_each(|disk| {
+            disk.commit(committed)?;
+            while disk.fold()?.is_some() {}
+            Ok::<_, firn_disks::standby::StandbyError>(())
+        });
+        self.is_spoiled |= folded.is_err();
+        Ok(folded?)
+    }
+
+    /// Writes these to RAM, in order.
+    fn fold(&mut self, epochs: Vec<Epoch>) -> Result<(), StandbyError> {
+        for epoch in epochs {
             let Some(apart) = self.kept.remove(&epoch) else { continue };
             apart.pages.iter().try_for_each(|pages| self.write(epoch, pages))?;
             self.committed = Apart { pages: Vec::new(), ..apart };
@@ -323,6 +394,10 @@ impl<R: Ram> Standby<R> {
 
 #[cfg(test)]
 mod tests {
+    use firn_cluster::member::{Member, Times};
+    use firn_cluster::output::{Sent, To};
+    use firn_cluster::switch::Mac;
+    use firn_cluster::{Generation, Seq, Vm};
     use firn_types::PAGE_SIZE;
 
     use super::*;
@@ -370,7 +445,7 @@ mod tests {
         let progress =
             received(&mut standby, vec![pages(2, 1, 3), pages(2, 2, 3), devices(2), end(2)]);
         assert_eq!(progress, Some(Progress { complete: Epoch(2), committed: Epoch(1) }));
-        let committed = standby.take_up().unwrap();
+        let committed = standby.take_up(None).unwrap();
         assert_eq!(committed.ram, Bytes([1, 2, 0, 0]));
         assert_eq!((committed.epoch, committed.devices), (Epoch(1), vec![1]));
     }
@@ -380,7 +455,7 @@ mod tests {
         let mut standby = standby();
         received(&mut standby, vec![end(0), devices(1), end(1), pages(2, 0, 9)]);
         assert_eq!(standby.ram, Bytes::default());
-        assert!(matches!(standby.take_up(), Err(StandbyError::Nothing)));
+        assert!(matches!(standby.take_up(None), Err(StandbyError::Nothing)));
     }
 
     #[test]
@@ -388,7 +463,7 @@ mod tests {
         let mut standby = standby();
         let last = Message::End { epoch: Epoch(1), last: true };
         received(&mut standby, vec![end(0), devices(1), pages(1, 3, 7), last]);
-        assert_eq!(standby.take_up().unwrap().ram, Bytes([0, 0, 0, 7]));
+        assert_eq!(standby.take_up(None).unwrap().ram, Bytes([0, 0, 0, 7]));
     }
 
     #[test]
@@ -430,6 +505,64 @@ mod tests {
             standby.receive(message).unwrap();
         }
         assert!(matches!(standby.receive(end(2)), Err(StandbyError::Ram { .. })));
-        assert!(matches!(standby.take_up(), Err(StandbyError::Nothing)));
+        assert!(matches!(standby.take_up(None), Err(StandbyError::Nothing)));
+    }
+
+    fn member() -> Standby<Bytes> {
+        let members = [0, 1].map(|vm| (Vm(vm), Mac([2, 0, 0, 0, 0, vm as u8]))).into();
+        let (cluster, own, generation, layout) = (1, Vm(0), Generation(1), 0);
+        standby().of_member(Some(Membership { cluster, own, members, generation, layout }))
+    }
+
+    /// An epoch of a member: one page, and one frame to the other.
+    fn epoch(number: u64) -> Vec<Message> {
+        let bytes = [&[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 8, 0][..], &[number as u8]].concat();
+        let sent = vec![Sent { to: To::Vm(Vm(1)), seq: Seq(number), frame: bytes.into() }];
+        let of = OfEpoch { sent, ..OfEpoch::default() };
+        let card = Message::Card(Epoch(number), of);
+        vec![pages(number, 0, number as u8), card, devices(number), end(number)]
+    }
+
+    #[test]
+    fn a_member_goes_back_to_any_epoch_since_the_newest_global_checkpoint() {
+        let run = |globally: Option<u64>, at: u64| {
+            let mut standby = member();
+            received(&mut standby, vec![end(0)]);
+            let epochs = (1..=6).flat_map(epoch);
+            let far = received(&mut standby, epochs.collect());
+            assert_eq!(far, Some(Progress { complete: Epoch(6), committed: Epoch(5) }));
+            assert_eq!(standby.ram, Bytes::default(), "all of them are kept");
+            let told = globally.map(|epoch| Message::Globally(Epoch(epoch)));
+            received(&mut standby, told.into_iter().collect());
+            standby.take_up(Some(Epoch(at)))
+        };
+        for (globally, at) in [(None, 1), (None, 5), (Some(3), 3), (Some(3), 5)] {
+            let Committed { epoch, ram, devices, card, .. } = run(globally, at).unwrap();
+            assert_eq!((epoch, ram.0[0], devices), (Epoch(at), at as u8, vec![at as u8]));
+            let (of, kept) = card.unwrap();
+            let again = Member::new(&of, Times::default(), epoch, kept).committed(epoch).len();
+            assert_eq!(again, at as usize, "what was in flight is there");
+        }
+        assert!(matches!(run(Some(3), 2), Err(StandbyError::Restore(_))), "it is folded");
+        assert!(matches!(run(None, 6), Err(StandbyError::Restore(_))), "it is not committed");
+    }
+
+    #[test]
+    fn a_global_checkpoint_is_of_what_is_committed_and_of_members() {
+        let mut standby = member();
+        received(&mut standby, vec![end(0)]);
+        received(&mut standby, (1..=3).flat_map(epoch).collect());
+        received(&mut standby, vec![Message::Globally(Epoch(2))]);
+        assert_eq!(standby.ram, Bytes([2, 0, 0, 0]));
+        received(&mut standby, vec![Message::Globally(Epoch(1))]);
+        let early = standby.receive(Message::Globally(Epoch(3)));
+        assert!(matches!(early, Err(StandbyError::Restore(_))));
+        let mut alone = self::standby();
+        received(&mut alone, vec![end(0)]);
+        let wrong = alone.receive(Message::Globally(Epoch(1)));
+        assert!(matches!(wrong, Err(StandbyError::Card { .. })));
+        let mut bare = member();
+        received(&mut bare, vec![end(0), devices(1)]);
+        assert!(matches!(bare.receive(end(1)), Err(StandbyError::Card { .. })));
     }
 }

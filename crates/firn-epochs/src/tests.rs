@@ -153,7 +153,8 @@ impl World {
         bytes.extend(copied);
         let (devices, aux, last) = (vec![1], Vec::new(), false);
         let disks = Vec::new();
-        let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, last };
+        let card = None;
+        let copy = EpochCopy { epoch, plan, ahead, pages, bytes, devices, aux, disks, card, last };
         self.cuts.push(self.memory);
         self.sending.send(Job::Epoch(Box::new(copy))).unwrap();
     }
@@ -181,7 +182,7 @@ impl World {
     /// Whether what a failover would run is what the primary was.
     fn ends_well(self) -> bool {
         let expected = self.standby.progress().committed;
-        match self.standby.take_up() {
+        match self.standby.take_up(None) {
             Ok(committed) => {
                 let at_cut = self.cuts[committed.epoch.0 as usize - 1];
                 committed.epoch == expected && committed.ram == at_cut
@@ -212,7 +213,7 @@ fn a_release_is_agreed_to_or_not_answered() {
         let (primary, backup) = Stream::pair().unwrap();
         let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
         let (disks, meta) = (Vec::new(), serde_json::Value::Null);
-        let hello = Hello { version: VERSION, regions, disks, meta };
+        let hello = Hello { version: VERSION, regions, disks, member: None, meta };
         let mut writer = Writer::new(primary.try_clone().unwrap());
         writer.hello(&hello).unwrap();
         writer.release().unwrap();

@@ -20,9 +20,11 @@
 //!   8     0           nothing: the primary goes on alone                               last
 //!   8     0           nothing: then the backup never runs the VM                       from the backup, last
 //!   9     of these    changes of a disk (`firn_disks::wire`)                           any number of times
+//!   10    of this     the card of a member of a cluster: `OfEpoch`, postcard           of a member
+//!   11    in it       nothing: a global checkpoint has this epoch                      of a member, between epochs
 //! ```
 //!
-//! The checksum of kind 5 is over all messages of kinds 2 to 4 and 9 since the last of kind 5, heads and bodies. So each epoch has
+//! The checksum of kind 5 is over all messages of kinds 2 to 4, 9 and 10 since the last of kind 5, heads and bodies. So each epoch has
 //! one, and until it has been compared nothing of the epoch may be applied: [`Reader::receive`] gives [`Message::End`] only if it is
 //! right. Epoch 0 is the seed.
 //!
@@ -34,6 +36,7 @@ use std::io::{self, Read, Write};
 
 use firn_cluster::Epoch;
 use firn_cluster::epoch::Progress;
+use firn_cluster::member::{Membership, OfEpoch};
 use firn_disks::Change;
 use firn_image::AuxBlock;
 use firn_types::{PAGE_SIZE, Page, RegionMap};
@@ -42,7 +45,7 @@ use thiserror::Error;
 use twox_hash::XxHash3_64;
 
 /// What both sides must agree on.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Most pages in one message.
 pub const PAGES_MAX: usize = 256;
 
@@ -54,6 +57,8 @@ const HELLO_BYTES_MAX: usize = 16 << 20;
 /// The most device state, and the largest small RAM block.
 const STATE_BYTES_MAX: usize = 256 << 20;
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
+/// The most that a card can have sent in an epoch: what its outbox holds, and what it takes to write that.
+const CARD_BYTES_MAX: usize = 64 << 20;
 
 const HELLO: u32 = 1;
 const PAGES: u32 = 2;
@@ -64,6 +69,8 @@ const PROGRESS: u32 = 6;
 const REFUSAL: u32 = 7;
 const RELEASE: u32 = 8;
 const DISK: u32 = 9;
+const CARD: u32 = 10;
+const GLOBAL: u32 = 11;
 
 /// Why a stream can't be gone on with.
 #[derive(Debug, Error)]
@@ -124,6 +131,9 @@ pub struct Hello {
     pub regions: RegionMap,
     /// Its disks that belong to its epochs.
     pub disks: Vec<DiskHello>,
+    /// The cluster that it belongs to: its epochs are kept until a global checkpoint has them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub member: Option<Membership>,
     /// Whatever else the backup needs to start it.
     pub meta: serde_json::Value,
 }
@@ -168,6 +178,10 @@ pub enum Message {
     Aux(Epoch, AuxBlock),
     /// Changes of the disk of this number, in order.
     Changes(Epoch, u32, Vec<Change>),
+    /// What of the card of a member of a cluster belongs to an epoch.
+    Card(Epoch, OfEpoch),
+    /// A global checkpoint has this epoch: nothing goes back behind it.
+    Globally(Epoch),
     /// All of an epoch is there, and is what was sent.
     End {
         /// Which one.
@@ -234,6 +248,18 @@ impl<W: Write> Writer<W> {
     ) -> Result<(), WireError> {
         firn_disks::wire::encode(disk, changes)
             .try_for_each(|body| self.message(DISK, epoch, &[&body]))
+    }
+
+    /// What of the card of a member of a cluster belongs to an epoch.
+    pub fn card(&mut self, epoch: Epoch, of: &OfEpoch) -> Result<(), WireError> {
+        let body = postcard::to_stdvec(of).map_err(io::Error::other)?;
+        self.message(CARD, epoch, &[&body])
+    }
+
+    /// That a global checkpoint has an epoch.
+    pub fn globally(&mut self, epoch: Epoch) -> Result<(), WireError> {
+        self.message(GLOBAL, epoch, &[])?;
+        Ok(self.to.flush()?)
     }
 
     /// What is saved beside RAM, and the end of an epoch.
@@ -337,6 +363,8 @@ impl<R: Read> Reader<R> {
                 let (disk, changes) = firn_disks::wire::decode(&body)?;
                 return Ok(Message::Changes(epoch, disk, changes));
             }
+            CARD => postcard::from_bytes(&body).ok().map(|of| Message::Card(epoch, of)),
+            GLOBAL => Some(Message::Globally(epoch)),
             PROGRESS => number(&body, 0).map(|committed| {
                 Message::Progress(Progress { complete: epoch, committed: Epoch(committed) })
             }),
@@ -363,7 +391,7 @@ impl<R: Read> Reader<R> {
 }
 
 fn is_summed(kind: u32) -> bool {
-    matches!(kind, PAGES | DEVICES | AUX | DISK)
+    matches!(kind, PAGES | DEVICES | AUX | DISK | CARD)
 }
 
 fn longest(kind: u32) -> usize {
@@ -373,6 +401,7 @@ fn longest(kind: u32) -> usize {
         DEVICES | AUX => STATE_BYTES_MAX,
         END => 16,
         DISK => firn_disks::wire::BYTES_MAX,
+        CARD => CARD_BYTES_MAX,
         PROGRESS => 8,
         REFUSAL => REFUSAL_BYTES_MAX,
         _ => 0,
@@ -437,6 +466,9 @@ fn aux(body: &[u8]) -> Option<AuxBlock> {
 
 #[cfg(test)]
 mod tests {
+    use firn_cluster::output::{Sent, To};
+    use firn_cluster::switch::Mac;
+    use firn_cluster::{Generation, Seq, Vm};
     use proptest::prelude::*;
 
     use super::*;
@@ -498,15 +530,25 @@ mod tests {
         let regions = RegionMap::lay_out([("ram", 1 << 20)]).unwrap();
         let disks = vec![DiskHello { id: "d".into(), size: 9, head: vec![1] }];
         let meta = serde_json::json!({ "name": "web" });
-        let hello = Hello { version: VERSION, regions, disks, meta };
+        let members = [(Vm(0), Mac([2, 0, 0, 0, 0, 1]))].into();
+        let (cluster, own, generation, layout) = (7, Vm(0), Generation(2), 1);
+        let member = Some(Membership { cluster, own, members, generation, layout });
+        let hello = Hello { version: VERSION, regions, disks, member, meta };
         let progress = Progress { complete: Epoch(3), committed: Epoch(2) };
         let mut writer = Writer::new(Vec::new());
         writer.hello(&hello).unwrap();
         writer.progress(progress).unwrap();
+        let frame = Sent { to: To::Vm(Vm(1)), seq: Seq(3), frame: vec![1, 2, 3].into() };
+        let received = vec![(Vm(1), Seq(9))];
+        let of = OfEpoch { sent: vec![frame], received, ..OfEpoch::default() };
+        writer.card(Epoch(4), &of).unwrap();
+        writer.globally(Epoch(2)).unwrap();
         writer.refusal("full").unwrap();
         let expected = [
             Message::Hello(Box::new(hello)),
             Message::Progress(progress),
+            Message::Card(Epoch(4), of),
+            Message::Globally(Epoch(2)),
             Message::Refusal("full".into()),
         ];
         assert_eq!(read(&writer.to).0, expected);

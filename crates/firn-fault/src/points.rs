@@ -77,6 +77,9 @@ pub const POINTS: &[&str] = &[
     "net.hold",
     // What comes to a member of a cluster is marked first, unless this fails.
     "net.mark",
+    // A global checkpoint of a cluster.
+    "cluster.record",
+    "cluster.failover",
     // A standby's.
     "standby.listen",
     "standby.stopped",

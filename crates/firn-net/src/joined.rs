@@ -32,6 +32,7 @@ pub struct Joined {
     is_stopping: bool,
     over: usize,
     left: u64,
+    global: Epoch,
 }
 
 impl Joined {
@@ -44,8 +45,9 @@ impl Joined {
     pub fn going_on(of: Membership, base: Epoch, kept: Kept) -> Self {
         let member = Member::new(&of, Times::default(), base, kept);
         let leaving = VecDeque::new();
+        let (leaving_bytes, is_stopping, over, left, global) = (0, false, 0, 0, Epoch(0));
         let mut joined =
-            Self { of, member, leaving, leaving_bytes: 0, is_stopping: false, over: 0, left: 0 };
+            Self { of, member, leaving, leaving_bytes, is_stopping, over, left, global };
         joined.let_out();
         joined
     }
@@ -103,8 +105,14 @@ impl Joined {
 
     /// A global checkpoint that has this VM at that epoch is on record.
     pub fn globally(&mut self, epoch: Epoch) {
+        self.global = self.global.max(epoch);
         let actions = self.member.globally(epoch);
         self.act(actions);
+    }
+
+    /// The newest epoch that a global checkpoint has.
+    pub fn global(&self) -> Epoch {
+        self.global
     }
 
     /// A mark is asked for. None is set while nothing is held: what has left could be undone by going back to it.

@@ -227,12 +227,19 @@ impl Port {
         self.shared.output().way.joined_mut()?.requested(of, request)
     }
 
-    /// A global checkpoint that has this VM at that epoch is on record.
-    pub fn globally(&self, epoch: Epoch) {
-        if let Some(joined) = self.shared.output().way.joined_mut() {
-            joined.globally(epoch);
-        }
+    /// A global checkpoint that has this VM at that epoch is on record. `false` if the VM is in no such timeline.
+    pub fn globally(&self, of: Generation, epoch: Epoch) -> bool {
+        let mut output = self.shared.output();
+        let joined = output.way.joined_mut().filter(|it| it.membership().generation == of);
+        let is_heard = joined.map(|joined| joined.globally(epoch)).is_some();
+        drop(output);
         self.shared.wake();
+        is_heard
+    }
+
+    /// The newest epoch of a member that a global checkpoint has.
+    pub fn global(&self) -> Epoch {
+        self.shared.output().way.joined().map_or(Epoch(0), Joined::global)
     }
 
     /// What it was told, if the VM is a member.
@@ -437,7 +444,7 @@ impl Relay {
 
     /// Nobody says when a lease is held again.
     fn looks_again(&self, is_plugged: bool) -> bool {
-        let waits = || self.shared.output().gate.next().is_some() && !self.shared.may_send();
+        let waits = || self.shared.output().way.next().is_some() && !self.shared.may_send();
         is_plugged && (self.uplink.is_none() || waits())
     }
 

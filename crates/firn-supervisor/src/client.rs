@@ -186,9 +186,11 @@ pub fn ask(
         settle(&vm);
         match request {
             Request::Status | Request::Watch => {}
-            Request::Protect(_) | Request::Release | Request::Fence { .. } => {
-                return died_while_asked();
-            }
+            Request::Protect(_)
+            | Request::Release
+            | Request::ReleaseMember
+            | Request::Member(_)
+            | Request::Fence { .. } => return died_while_asked(),
             Request::GoOn => {}
             Request::Failover(_) => return after_failover(base, &vm),
             Request::Detach if !is_detached(&vm)? => {}
@@ -225,7 +227,7 @@ fn ask_once(
     on_progress: OnProgress<'_>,
 ) -> Result<Option<Result<serde_json::Value, Failure>>, Failure> {
     let stream = connect(base, vm)?;
-    let quick = matches!(request, Request::Status | Request::Detach);
+    let quick = matches!(request, Request::Status | Request::Detach | Request::Member(_));
     stream.set_read_timeout(quick.then_some(ANSWER_WAIT)).doing("preparing to wait")?;
     if protocol::write(&mut &stream, request).is_err() {
         return Ok(None);

@@ -23,7 +23,8 @@ use std::collections::BTreeSet;
 use crate::failure::{Failure, FailureKind};
 use crate::journal::Exit;
 use crate::protocol::{
-    FailoverRequest, Progress, ProtectRequest, Reply, Request, SaveRequest, StopRequest,
+    FailoverRequest, MemberRequest, Progress, ProtectRequest, Reply, Request, SaveRequest,
+    StopRequest,
 };
 
 /// A connection of a `firn` command.
@@ -85,6 +86,8 @@ pub enum Action {
     BeginProtection(ProtectRequest),
     /// Run the standby's VM; reports by [`Event::RestoreEnded`], or [`Event::TakeUpRefused`].
     TakeUp(ClientId, FailoverRequest),
+    /// Answer who makes a cluster's global checkpoints.
+    Member(ClientId, MemberRequest),
     /// Let out what the VM's network cards hold, and tell this command whether they held anything.
     LetOut(Option<ClientId>),
     /// Let out what they hold while the lease is held, and tell this command.
@@ -152,6 +155,8 @@ pub struct Core {
     leaving: bool,
     /// The VM's disks are served here: without that it stands still.
     serves: bool,
+    /// The VM belongs to a cluster: what concerns all of it is not done to it alone.
+    is_member: bool,
     /// Why the hypervisor is being killed.
     reason: Option<Failure>,
 }
@@ -177,6 +182,7 @@ impl Core {
             lost: None,
             leaving: false,
             serves: false,
+            is_member: false,
             reason: None,
         }
     }
@@ -184,6 +190,11 @@ impl Core {
     /// The same, that serves the VM's disks, or not.
     pub fn serving(self, serves: bool) -> Self {
         Self { serves, ..self }
+    }
+
+    /// Whether the VM belongs to a cluster.
+    pub fn belongs(&mut self, is_member: bool) {
+        self.is_member = is_member;
     }
 
     /// How far what is going on has come.
@@ -226,9 +237,14 @@ impl Core {
             Request::Stop(request) => self.stop(client, request),
             Request::Detach => self.detach(client),
             Request::Protect(request) => self.protect(client, request),
-            Request::Release => self.release(client),
+            Request::Release => match (self.is_member, &self.activity) {
+                (true, Activity::Protecting { .. }) => vec![failed(client, of_a_cluster())],
+                _ => self.release(client),
+            },
+            Request::ReleaseMember => self.release(client),
             Request::GoOn => self.go_on(client),
             Request::Failover(how) => self.failover(client, how),
+            Request::Member(request) => self.member(client, request),
             Request::Fence { why } => self.fence(client, why),
         }
     }
@@ -370,6 +386,15 @@ impl Core {
         }
         self.reason = Some(Failure::new(FailureKind::Lost, why));
         vec![Action::KillHypervisor { discard: false }, done(client, serde_json::Value::Null)]
+    }
+
+    /// Only a VM with which nothing else goes on becomes a member, or is one no more.
+    fn member(&mut self, client: ClientId, request: MemberRequest) -> Vec<Action> {
+        let changes = matches!(request, MemberRequest::Join(_) | MemberRequest::Leave);
+        match self.busy().filter(|_| changes) {
+            Some(busy) => vec![failed(client, busy)],
+            None => vec![Action::Member(client, request)],
+        }
     }
 
     fn failover(&mut self, client: ClientId, how: FailoverRequest) -> Vec<Action> {
@@ -587,6 +612,12 @@ impl Core {
             }
         }
     }
+}
+
+fn of_a_cluster() -> Failure {
+    let text = "the VM is protected with the cluster that it belongs to";
+    let hint = "`firn cluster release` where the cluster was made";
+    Failure::new(FailureKind::Refused, text).hint(hint)
 }
 
 fn failed(client: ClientId, failure: Failure) -> Action {

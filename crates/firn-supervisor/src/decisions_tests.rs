@@ -351,6 +351,8 @@ fn any_event() -> impl Strategy<Value = Event> {
         Just(protect()),
         Just(Request::Release),
         Just(Request::Failover(HOW)),
+        Just(Request::ReleaseMember),
+        Just(Request::Member(crate::protocol::MemberRequest::Leave)),
         any::<bool>().prop_map(|cancel| Request::Checkpoint(request(cancel))),
         any::<bool>().prop_map(|cancel| Request::Suspend(request(cancel))),
     ];
@@ -432,7 +434,9 @@ proptest! {
                         prop_assert!(waiting.remove(&client), "{client:?} was not waiting");
                     }
                     Action::LetOut(Some(client)) => prop_assert!(waiting.remove(&client)),
-                    Action::ReplyStatus(client) => prop_assert!(waiting.remove(&client)),
+                    Action::ReplyStatus(client) | Action::Member(client, _) => {
+                        prop_assert!(waiting.remove(&client));
+                    }
                     Action::LetGo | Action::RecordEnd { .. } => over = true,
                     _ => {}
                 }
@@ -441,4 +445,26 @@ proptest! {
         prop_assert!(over);
         prop_assert_eq!(waiting, BTreeSet::new());
     }
+}
+
+#[test]
+fn a_member_is_released_with_its_cluster_only() {
+    let mut core = Core::new(false);
+    core.belongs(true);
+    core.on(Event::Request(A, protect()));
+    let refused = core.on(Event::Request(B, Request::Release));
+    assert!(matches!(&refused[..], [Action::Reply(B, Reply::Failed(failure))]
+        if failure.kind == FailureKind::Refused));
+    let leave = Request::Member(crate::protocol::MemberRequest::Leave);
+    let busy = core.on(Event::Request(B, leave.clone()));
+    assert!(matches!(&busy[..], [Action::Reply(B, Reply::Failed(failure))]
+        if failure.kind == FailureKind::Busy));
+    let card = crate::protocol::MemberRequest::Card;
+    let asked = core.on(Event::Request(B, Request::Member(card.clone())));
+    assert_eq!(asked, [Action::Member(B, card)]);
+    assert_eq!(core.on(Event::Request(B, Request::ReleaseMember)), [Action::Release]);
+    core.on(Event::ProtectionEnded(Ok(serde_json::Value::Null)));
+    assert!(matches!(core.on(Event::Request(B, leave))[..], [Action::Member(B, _)]));
+    // Its backup is lost: whoever says so is believed.
+    assert_eq!(core.on(Event::Request(B, Request::Release)), [Action::LetOut(Some(B))]);
 }

@@ -27,7 +27,9 @@ use crate::journal::{Exit, Journal, JournalFile, Phase, now};
 use crate::lock::{self, Role};
 use crate::network::CardStatus;
 use crate::protection::Protection;
-use crate::protocol::{FailoverRequest, Progress, ProtectRequest, Reply, SaveRequest, StopRequest};
+use crate::protocol::{
+    FailoverRequest, MemberRequest, Progress, ProtectRequest, Reply, SaveRequest, StopRequest,
+};
 use crate::runtime::{RuntimeDir, VmDir};
 use crate::server::{self, Clients};
 use crate::spawn;
@@ -69,6 +71,12 @@ pub(crate) trait Operations: Send + Sync + 'static {
 
     /// Lets that out while the lease is held.
     fn go_on(&self) -> Result<(), Failure>;
+
+    /// Answers who makes a cluster's global checkpoints.
+    fn member(&self, request: &MemberRequest) -> Result<serde_json::Value, Failure>;
+
+    /// Whether the VM belongs to a cluster.
+    fn is_member(&self) -> bool;
 
     /// Nothing is going on but the guest: begins what is done meanwhile. May be called again.
     fn rest(&self);
@@ -145,6 +153,7 @@ impl Loop {
     fn run(mut self) -> io::Result<()> {
         self.rest();
         while let Ok(event) = self.events.recv() {
+            self.core.belongs(self.keeper.operations.is_member());
             let actions = self.core.on(event);
             let over = actions
                 .iter()
@@ -176,6 +185,7 @@ impl Loop {
             Action::BeginProtection(request) => self.begin_protection(request)?,
             Action::TakeUp(client, how) => self.take_up(client, how),
             Action::GoOn(client) => self.go_on(client),
+            Action::Member(client, request) => self.member(client, request)?,
             Action::LetOut(client) => self.let_out(client),
             Action::CancelSave => self.cancel(),
             Action::Release => self.ending.release(),
@@ -250,6 +260,18 @@ impl Loop {
             let protect = || operations.protect(&request, &ending, &begun, &progress);
             let ended = catch("the protection", protect);
             let _ = sender.send(Event::ProtectionEnded(ended));
+        })
+    }
+
+    /// On a thread of its own: QEMU may be asked.
+    fn member(&self, client: ClientId, request: MemberRequest) -> io::Result<()> {
+        let (operations, clients) = (Arc::clone(&self.keeper.operations), self.clients.clone());
+        watch::spawn("member", move || {
+            let reply = match operations.member(&request) {
+                Ok(facts) => Reply::Done { facts },
+                Err(failure) => Reply::Failed(failure),
+            };
+            clients.send(client, &reply);
         })
     }
 

@@ -19,17 +19,22 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use firn_cluster::Epoch;
-use firn_cluster::member::OfEpoch;
+use firn_cluster::member::{Kept, Membership, OfEpoch};
+use firn_cluster::switch::Mac;
 use firn_memory::Process;
 use firn_net::lease::Lease;
 use firn_net::port::{self, Port};
 use firn_net::uplink::Uplink;
-use firn_vmm::command_line::{CardPlan, Uplink as Named};
+use firn_vmm::command_line::{self, CardPlan, Uplink as Named};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::failure::{Context, Failure, FailureKind};
+use crate::journal::Machine;
 use crate::name::NetworkName;
 use crate::percentiles::Percentiles;
+use crate::protocol::{MemberCard, MemberRequest};
+use crate::qemu;
 use crate::runtime::VmDir;
 
 /// What a user is told of a VM whose cards let nothing out.
@@ -214,6 +219,56 @@ impl Network {
         self.ports().for_each(|port| port.committed(epoch));
     }
 
+    /// Answers who makes a cluster's global checkpoints.
+    pub(crate) fn member(
+        &self,
+        request: &MemberRequest,
+        machine: &Machine,
+    ) -> Result<Value, Failure> {
+        let [(card, port)] = &self.0[..] else { return Err(no_card()) };
+        let done = |is_done: bool| is_done.then_some(Value::Null);
+        match request {
+            MemberRequest::Card => {
+                let mac = match port.membership() {
+                    Some(of) => of.members.iter().find(|(vm, _)| *vm == of.own).map(|it| it.1),
+                    None => address(card, machine)?,
+                };
+                let mac = mac.ok_or_else(no_card)?;
+                let facts = MemberCard { mac, is_settled: port.is_settled() };
+                serde_json::to_value(facts).doing("describing the card")
+            }
+            MemberRequest::Join(of) => done(port.join(of.clone())).ok_or_else(held),
+            MemberRequest::Mark { generation, number } => {
+                let answer = port.requested(*generation, *number).ok_or_else(no_mark)?;
+                serde_json::to_value(answer).doing("describing the mark")
+            }
+            MemberRequest::Globally { generation, epoch } => {
+                done(port.globally(*generation, *epoch)).ok_or_else(no_mark)
+            }
+            MemberRequest::Leave => done(port.leave()).ok_or_else(held),
+        }
+    }
+
+    /// The VM is about to run as a member of a cluster.
+    pub(crate) fn go_on(&self, of: &Membership, base: Epoch, kept: &Kept) {
+        self.ports().for_each(|port| port.go_on(of.clone(), base, kept.clone()));
+    }
+
+    /// What the VM's card was told, if the VM belongs to a cluster.
+    pub(crate) fn membership(&self) -> Option<Membership> {
+        self.ports().find_map(Port::membership)
+    }
+
+    /// Whether a protection can begin.
+    pub(crate) fn is_new(&self) -> bool {
+        self.ports().all(Port::is_new)
+    }
+
+    /// The newest epoch of a member that a global checkpoint has.
+    pub(crate) fn global(&self) -> Epoch {
+        self.ports().map(Port::global).max().unwrap_or_default()
+    }
+
     /// Nothing undoes anything any more.
     pub(crate) fn let_out(&self) {
         self.ports().for_each(Port::let_out);
@@ -238,6 +293,33 @@ impl Network {
     fn ports(&self) -> impl Iterator<Item = &Port> {
         self.0.iter().map(|(_, port)| port)
     }
+}
+
+/// QEMU is asked, which gives addresses to cards that have none on its command line.
+fn address(card: &Card, machine: &Machine) -> Result<Option<Mac>, Failure> {
+    let plan =
+        command_line::plan(&machine.meta.qemu.user_args).doing("reading the VM's command line")?;
+    if !plan.other_cards().is_empty() {
+        return Ok(None);
+    }
+    let address = qemu::connect(&machine.qmp)?.address(&card.id);
+    Ok(address.doing("asking QEMU for the card's address")?.map(Mac))
+}
+
+fn no_card() -> Failure {
+    let text = "a VM of a cluster has one network card of Firn's, `-netdev firn`, and no other";
+    Failure::new(FailureKind::Refused, text)
+}
+
+fn held() -> Failure {
+    let text = "what the VM sends is held, for it can still be gone back to";
+    Failure::new(FailureKind::Refused, text)
+        .hint("`firn cluster release`, or `firn release` if its backup never runs it")
+}
+
+fn no_mark() -> Failure {
+    let text = "the VM has no mark to give: it is not protected in that timeline of its cluster";
+    Failure::new(FailureKind::Refused, text).hint("`firn cluster protect` begins another")
 }
 
 fn socket_of(

@@ -24,7 +24,9 @@ use crate::keep::Operations;
 use crate::meta::Meta;
 use crate::network::{CardStatus, HELD, Network};
 use crate::protection::{Protecting, Protection, With};
-use crate::protocol::{Progress, ProtectRequest, SaveChoices, SaveRequest, StopRequest};
+use crate::protocol::{
+    MemberRequest, Progress, ProtectRequest, SaveChoices, SaveRequest, StopRequest,
+};
 use crate::qemu::{self, Memory};
 use crate::runtime::VmDir;
 use crate::served::Served;
@@ -107,6 +109,11 @@ impl Operations for Qemu {
             let failure = Failure::new(FailureKind::Refused, text);
             return Err(failure.hint("`firn release` lets it out, if that backup never runs it"));
         }
+        if !self.network.is_new() {
+            let text = "the VM's cluster was protected before";
+            let failure = Failure::new(FailureKind::Refused, text);
+            return Err(failure.hint("`firn cluster protect` protects all of it anew"));
+        }
         if request.lease.is_some() {
             self.obey(request.lease)?;
         }
@@ -161,6 +168,14 @@ impl Operations for Qemu {
         self.journal.update(change).doing("writing the journal")?;
         self.network.let_out();
         Ok(())
+    }
+
+    fn member(&self, request: &MemberRequest) -> Result<serde_json::Value, Failure> {
+        self.network.member(request, &self.machine()?)
+    }
+
+    fn is_member(&self) -> bool {
+        self.network.membership().is_some()
     }
 
     fn rest(&self) {

@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use firn_cluster::Epoch;
+use firn_cluster::member::OfEpoch;
 use firn_epochs::guest::{Guest, GuestError, Witness};
-use firn_epochs::primary::{self, CutNumbers, Ending, Options, PrimaryError, Told};
+use firn_epochs::primary::{self, CutNumbers, Ending, Options, PrimaryError, Told, Watch};
 use firn_epochs::wire::{self, Hello};
 use firn_vmm::command_line;
 use serde::{Deserialize, Serialize};
@@ -89,6 +90,26 @@ impl Tally {
     }
 }
 
+/// The VM's network cards go along with its protection.
+struct Watching<'a> {
+    told: &'a dyn Fn(Told),
+    network: &'a Network,
+}
+
+impl Watch for Watching<'_> {
+    fn told(&self, told: Told) {
+        (self.told)(told);
+    }
+
+    fn still(&self, epoch: Epoch) -> Option<OfEpoch> {
+        self.network.cut(epoch)
+    }
+
+    fn globally(&self) -> Epoch {
+        self.network.global()
+    }
+}
+
 /// What of a VM belongs to its epochs beside memory.
 pub(crate) struct With<'a> {
     pub(crate) network: &'a Network,
@@ -136,7 +157,8 @@ impl Protecting {
         };
         let regions = guest.memory().map().clone();
         let disks = served.hello()?;
-        let hello = Hello { version: wire::VERSION, regions, disks, meta };
+        let member = network.membership();
+        let hello = Hello { version: wire::VERSION, regions, disks, member, meta };
         let interval_ms = request.interval_ms;
         let not_held = command_line::plan(&machine.meta.qemu.user_args)
             .map(|plan| plan.other_cards())
@@ -154,7 +176,6 @@ impl Protecting {
                     progress(Progress::new("copying its disks", done, all));
                 }
                 Told::Stopping => network.stopping(),
-                Told::Still(epoch) => drop(network.cut(epoch)),
                 Told::GoesOn => network.goes_on(),
                 Told::Committed(epoch) => network.committed(epoch),
                 _ => {}
@@ -166,7 +187,8 @@ impl Protecting {
         let interval = Duration::from_millis(interval_ms);
         let options = Options { interval, predicts: request.predicts, ..Options::default() };
         network.begin();
-        let ended = primary::protect(guest, &stream, &hello, options, ending, &told);
+        let watch = Watching { told: &told, network };
+        let ended = primary::protect(guest, &stream, &hello, options, ending, &watch);
         *self.tally() = None;
         ended.map_err(|error| failure(&error))
     }

@@ -17,6 +17,9 @@ use std::io::{self, BufRead, Read, Write};
 use std::path::{Path, PathBuf};
 
 use firn_checkpoint::{Estimator, Strategy};
+use firn_cluster::member::Membership;
+use firn_cluster::switch::Mac;
+use firn_cluster::{Epoch, Generation, RequestNumber};
 use firn_epochs::endpoint::Endpoint;
 use firn_image::Codec;
 use firn_restore::Mode;
@@ -60,6 +63,10 @@ pub enum Request {
     GoOn,
     /// Run a standby's VM from its newest committed epoch.
     Failover(FailoverRequest),
+    /// Of who makes the global checkpoints of a cluster, to a VM that belongs to it.
+    Member(MemberRequest),
+    /// As `Release`, of a whole cluster.
+    ReleaseMember,
     /// The VM runs elsewhere: end it.
     Fence {
         /// Who says so.
@@ -73,6 +80,53 @@ pub struct FailoverRequest {
     /// What it sends leaves only while the lease of this timeline is held.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
+    /// From where it goes on, if it belongs to a cluster.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub member: Option<FailoverMember>,
+}
+
+/// What is asked of a member of a cluster.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "ask", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum MemberRequest {
+    /// How its network card is: a [`MemberCard`].
+    Card,
+    /// It is a member from now on, in a timeline that begins.
+    Join(Membership),
+    /// Its mark, for a global checkpoint: an answer of `firn-cluster`, `cut`.
+    Mark {
+        /// The timeline.
+        generation: Generation,
+        /// The request.
+        number: RequestNumber,
+    },
+    /// A global checkpoint that has it at this epoch is on record.
+    Globally {
+        /// The timeline.
+        generation: Generation,
+        /// The epoch.
+        epoch: Epoch,
+    },
+    /// It is no member any more.
+    Leave,
+}
+
+/// The network card of a VM that is or could be a member of a cluster.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberCard {
+    /// Its address.
+    pub mac: Mac,
+    /// What was let out has arrived.
+    pub is_settled: bool,
+}
+
+/// From where a member of a cluster is to go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailoverMember {
+    /// Its epoch in the newest global checkpoint.
+    pub epoch: Epoch,
+    /// The timeline that begins.
+    pub generation: Generation,
 }
 
 /// How to protect a VM.
@@ -414,6 +468,7 @@ impl From<MessageError> for Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use firn_cluster::Vm;
     use proptest::prelude::*;
 
     fn checkpoint() -> Request {
@@ -428,8 +483,15 @@ mod tests {
     fn requests_survive_the_wire() {
         let stop = Request::Stop(StopRequest { powerdown_s: Some(3), ..StopRequest::default() });
         let fence = Request::Fence { why: "it runs on b".to_owned() };
-        let failover = Request::Failover(FailoverRequest { lease: Some(3) });
-        for request in [Request::Status, checkpoint(), stop, Request::Watch, fence, failover] {
+        let (cluster, own, generation, layout) = (1, Vm(0), Generation(2), 3);
+        let members = vec![(own, Mac([2, 0, 0, 0, 0, 1]))];
+        let join = MemberRequest::Join(Membership { cluster, own, members, generation, layout });
+        let mark = MemberRequest::Mark { generation, number: RequestNumber::default() };
+        let member = Some(FailoverMember { epoch: Epoch(7), generation });
+        let run = Request::Failover(FailoverRequest { lease: Some(3), member });
+        let members = [join, mark, MemberRequest::Card].map(Request::Member);
+        let others = [Request::Status, checkpoint(), stop, Request::Watch, fence, run];
+        for request in others.into_iter().chain(members) {
             let line = encode(&request);
             assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
             assert_eq!(decode::<Request>(&line).unwrap(), request);

@@ -15,10 +15,11 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use firn_cluster::epoch::Progress as Far;
+use firn_cluster::member::Membership;
 use firn_epochs::backup::{BackupError, RamFiles, Receiver};
 use firn_epochs::endpoint::{Endpoint, Stream};
 use firn_epochs::standby::{Committed, DiskCopy, Standby};
@@ -35,7 +36,7 @@ use crate::journal::{Journal, JournalFile, Phase};
 use crate::keep::Restoring;
 use crate::meta::Meta;
 use crate::network::{Network, Sockets};
-use crate::protocol::{FailoverRequest, Progress};
+use crate::protocol::{FailoverMember, FailoverRequest, Progress};
 use crate::qemu::{self, Known};
 use crate::restore::{look, refuse, write_aux};
 use crate::served::Served;
@@ -56,6 +57,9 @@ pub struct Readiness {
     /// Its primary goes on alone: the VM is never run here.
     #[serde(default)]
     pub released: bool,
+    /// It belongs to a cluster, and is run with all of it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub member: bool,
     /// Why no more come, if so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<String>,
@@ -71,8 +75,9 @@ pub(crate) struct Takeover {
 }
 
 impl Takeover {
-    fn new(stream: Stream) -> Arc<Self> {
-        Arc::new(Self { stream, state: Mutex::default(), changed: Condvar::new() })
+    fn new(stream: Stream, member: bool) -> Arc<Self> {
+        let state = Mutex::new((Readiness { member, ..Readiness::default() }, None));
+        Arc::new(Self { stream, state, changed: Condvar::new() })
     }
 
     /// What there is to say about it now.
@@ -80,9 +85,10 @@ impl Takeover {
         self.state().0.clone()
     }
 
-    /// No more epochs are taken, and the newest committed one is run.
+    /// No more epochs are taken, and the newest committed one is run, or that of a global checkpoint.
     pub(crate) fn begin(&self, how: FailoverRequest) -> Result<(), Failure> {
         let mut state = self.state();
+        refuse_alone(&state.0, how.member)?;
         if state.0.released {
             let text = "the VM's primary has released it, and goes on alone";
             let failure = Failure::new(FailureKind::Refused, text);
@@ -92,7 +98,8 @@ impl Takeover {
             let none = Failure::new(FailureKind::Refused, "no epoch of the VM is committed here");
             return Err(none.hint("`firn status` says which are; the first takes two intervals"));
         }
-        state.1 = Some(how);
+        // Asked twice, it is the first that counts.
+        state.1.get_or_insert(how);
         self.stream.hear_no_more();
         self.changed.notify_all();
         Ok(())
@@ -136,6 +143,25 @@ impl Takeover {
 
     fn state(&self) -> MutexGuard<'_, (Readiness, Option<FailoverRequest>)> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A member of a cluster goes on from a global checkpoint, and nobody else does.
+fn refuse_alone(now: &Readiness, to: Option<FailoverMember>) -> Result<(), Failure> {
+    let committed = now.committed;
+    match to {
+        None if now.member => {
+            let text = "the VM belongs to a cluster, and goes on with all of it";
+            Err(Failure::new(FailureKind::Refused, text).hint("`firn cluster failover`"))
+        }
+        Some(_) if !now.member => {
+            Err(Failure::new(FailureKind::Refused, "the VM belongs to no cluster"))
+        }
+        Some(FailoverMember { epoch, .. }) if epoch.0 > committed => {
+            let text = format!("{epoch} is not here: {committed} is the newest that is committed");
+            Err(Failure::new(FailureKind::Refused, text))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -262,8 +288,9 @@ impl Prepared {
         stream: Stream,
         hello: Hello,
     ) -> Result<Started, Failure> {
-        let takeover = Takeover::new(stream);
+        let takeover = Takeover::new(stream, hello.member.is_some());
         let standby = Standby::with_disks(hello.regions, self.ram, self.copies);
+        let standby = standby.of_member(hello.member);
         let (vm, process, journal) = (self.vm, self.process, place.journal_handle());
         let network = Arc::clone(&self.network);
         let taking = Arc::clone(&takeover);
@@ -319,9 +346,11 @@ impl Work {
         let FailoverRequest { lease } = self.takeover.wait(&ended);
         let since = Instant::now();
         let Self { standby, mut vm, process, journal, network, page, .. } = self;
-        let committed =
-            standby.take_up().map_err(|error| Failure::from_error(FailureKind::Other, &error))?;
-        let Committed { epoch, devices, aux, .. } = committed;
+        let to = how.member;
+        let committed = standby
+            .take_up(to.map(|to| to.epoch))
+            .map_err(|error| Failure::from_error(FailureKind::Other, &error))?;
+        let Committed { epoch, devices, aux, card, .. } = committed;
         vm.load_device_state(&devices).doing("loading the VM's devices")?;
         write_aux(&mut vm, &process, &aux)?;
         firn_fault::point("failover.loaded");
@@ -335,6 +364,9 @@ impl Work {
         journal.update(own).doing("writing the journal")?;
         firn_fault::point("failover.started");
         network.obey(&page, lease);
+        if let (Some((of, kept)), Some(FailoverMember { generation, .. })) = (card, to) {
+            network.go_on(&Membership { generation, ..of }, epoch, &kept);
+        }
         network.plug();
         vm.cont().doing("letting the VM run")?;
         announce(&mut vm);

@@ -136,6 +136,11 @@ impl Vm {
         self.qmp.execute("announce-self", announcing()).map(drop)
     }
 
+    /// The Ethernet address of the network card that has this back end.
+    pub fn address(&mut self, netdev: &str) -> Result<Option<[u8; 6]>, QmpError> {
+        Ok(hmp::parse_address(&self.qmp.hmp("info network")?, netdev))
+    }
+
     /// Ends the VM. A QEMU that dies before it has answered counts as ended.
     pub fn quit(&mut self) -> Result<(), QmpError> {
         match self.qmp.execute("quit", Value::Null) {

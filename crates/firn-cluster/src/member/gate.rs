@@ -103,13 +103,14 @@ impl Member {
     pub fn new(of: &Membership, times: Times, base: Epoch, mut kept: Kept) -> Self {
         kept.roll_back(base);
         let &Membership { cluster, own, generation, layout, .. } = of;
+        let own_mac = of.members.iter().find(|(vm, _)| *vm == own);
         let other = |mac| Other { mac, has: Seq(0), asked: Duration::ZERO, complained: None };
-        let others = of.members.iter().filter(|(vm, _)| **vm != own);
+        let others = of.members.iter().filter(|(vm, _)| *vm != own);
         Self {
             cluster,
-            own: (own, of.members.get(&own).copied().unwrap_or(Mac::BROADCAST)),
+            own: (own, own_mac.map_or(Mac::BROADCAST, |(_, mac)| *mac)),
             is_open: false,
-            others: others.map(|(&vm, &mac)| (vm, other(mac))).collect(),
+            others: others.map(|&(vm, mac)| (vm, other(mac))).collect(),
             times,
             outbox: kept.outbox,
             inbox: kept.inbox,

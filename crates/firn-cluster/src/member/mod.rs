@@ -21,8 +21,6 @@
 //! record. A frame to all goes to each member by itself, and outside; what comes from a member's address without being
 //! wrapped is that copy, and is dropped.
 
-use std::collections::BTreeMap;
-
 use serde::{Deserialize, Serialize};
 
 use crate::switch::Mac;
@@ -43,7 +41,7 @@ pub struct Membership {
     /// The VM's number in it.
     pub own: Vm,
     /// The addresses of all its VMs, this one among them.
-    pub members: BTreeMap<Vm, Mac>,
+    pub members: Vec<(Vm, Mac)>,
     /// The timeline that begins.
     pub generation: Generation,
     /// Where the VMs and their backups are.

@@ -1,6 +1,7 @@
 //! Three VMs that send each other and the outside numbered frames, over a network that loses, doubles and reorders; cuts, global
 //! checkpoints and rollbacks at any time.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -62,7 +63,7 @@ struct World {
     is_opened: bool,
 }
 
-fn members() -> BTreeMap<Vm, Mac> {
+fn members() -> Vec<(Vm, Mac)> {
     (0..VMS).map(|vm| (Vm(vm), mac(vm))).collect()
 }
 

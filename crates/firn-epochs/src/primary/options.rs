@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use firn_cluster::Epoch;
 use firn_cluster::epoch::{Limits, LimitsError, Progress};
+use firn_cluster::member::OfEpoch;
 use firn_cluster::predict::Counts;
 use serde::{Deserialize, Serialize};
 
@@ -95,6 +96,32 @@ pub struct CutNumbers {
     pub device_bytes: u64,
 }
 
+/// Who goes along with a protection. A function that hears what there is to tell will do for a VM by itself.
+pub trait Watch {
+    /// There is something to tell.
+    fn told(&self, told: Told);
+
+    /// The VM stands still at the end of an epoch: nothing that it sends from now on is part of it. What of the network card of a member
+    /// of a cluster is. Whoever hears this is waited for, and so is the VM.
+    fn still(&self, epoch: Epoch) -> Option<OfEpoch>;
+
+    /// The newest epoch of a member that a global checkpoint on record has.
+    fn globally(&self) -> Epoch {
+        Epoch(0)
+    }
+}
+
+impl<F: Fn(Told)> Watch for F {
+    fn told(&self, told: Told) {
+        self(told);
+    }
+
+    fn still(&self, epoch: Epoch) -> Option<OfEpoch> {
+        self(Told::Still(epoch));
+        None
+    }
+}
+
 /// What there is to tell.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Told {
@@ -104,8 +131,7 @@ pub enum Told {
     SeedingDisks(u64, u64),
     /// The VM is about to be stopped. Whoever hears this is waited for.
     Stopping,
-    /// The VM stands still at the end of an epoch: nothing that it sends from now on is part of it. Whoever hears this is waited
-    /// for, and so is the VM.
+    /// The VM stands still at the end of an epoch (see [`Watch::still`]).
     Still(Epoch),
     /// The VM goes on, or was not stopped after all.
     GoesOn,

@@ -5,11 +5,12 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{SendTimeoutError, Sender};
 use firn_cluster::Epoch;
+use firn_cluster::member::OfEpoch;
 use firn_cluster::predict::{CutPlan, PageSet, Predictor};
 use firn_disks::Change;
 use firn_types::Page;
 
-use super::{CutNumbers, Ending, LOOK, Options, Told, ms};
+use super::{CutNumbers, Ending, LOOK, Options, Told, Watch, ms};
 use crate::guest::{Guest, GuestError, Still};
 use crate::sender::Job;
 use crate::wire::{PAGES_MAX, Pages};
@@ -18,18 +19,18 @@ use crate::wire::{PAGES_MAX, Pages};
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 
 /// The VM is about to be stopped, until this is dropped.
-pub(super) struct Stopping<'a>(&'a dyn Fn(Told));
+pub(super) struct Stopping<'a>(&'a dyn Watch);
 
 impl<'a> Stopping<'a> {
-    pub(super) fn tell(told: &'a dyn Fn(Told)) -> Self {
-        told(Told::Stopping);
+    pub(super) fn tell(told: &'a dyn Watch) -> Self {
+        told.told(Told::Stopping);
         Self(told)
     }
 }
 
 impl Drop for Stopping<'_> {
     fn drop(&mut self) {
-        (self.0)(Told::GoesOn);
+        self.0.told(Told::GoesOn);
     }
 }
 
@@ -61,7 +62,7 @@ pub(super) struct Inside<'a> {
     pub(super) options: &'a Options,
     pub(super) jobs: &'a Sender<Job>,
     pub(super) ending: &'a Ending,
-    pub(super) told: &'a dyn Fn(Told),
+    pub(super) told: &'a dyn Watch,
     /// Where copies go, behind those of this many pages that were copied ahead.
     pub(super) bytes: &'a mut Vec<u8>,
     pub(super) ahead: usize,
@@ -76,13 +77,15 @@ pub(super) struct Found {
     pub(super) pages: Vec<Page>,
     /// What was changed on each disk.
     pub(super) disks: Vec<Vec<Change>>,
+    /// What of its card goes with it.
+    pub(super) card: Option<OfEpoch>,
     pub(super) numbers: CutNumbers,
 }
 
 impl Inside<'_> {
     /// Cuts disks and memory.
     pub(super) fn run(&mut self, still: &Still<'_>) -> Result<Found, GuestError> {
-        (self.told)(Told::Still(self.epoch));
+        let card = self.told.still(self.epoch);
         let disks = still.cut_disks(self.epoch)?;
         let started = Instant::now();
         let scanned = match self.options.predicts {
@@ -114,7 +117,7 @@ impl Inside<'_> {
             protected: plan.protect.len() as u64,
             ..self.numbers
         };
-        Ok(Found { plan, pages, disks, numbers })
+        Ok(Found { plan, pages, disks, card, numbers })
     }
 
     fn copy(&mut self, still: &Still<'_>, pages: &PageSet) -> Result<Vec<Page>, GuestError> {

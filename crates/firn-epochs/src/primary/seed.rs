@@ -8,7 +8,7 @@ use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
 use firn_types::{PAGE_SIZE, Page};
 
-use super::{Ending, PrimaryError, Told};
+use super::{Ending, PrimaryError, Told, Watch};
 use crate::endpoint::Stream;
 use crate::guest::{Guest, GuestError};
 use crate::sender::Event;
@@ -25,7 +25,7 @@ pub(super) struct Seed<'a> {
     pub(super) writer: &'a mut Writer<BufWriter<Stream>>,
     pub(super) events: &'a Receiver<Event>,
     pub(super) ending: &'a Ending,
-    pub(super) told: &'a dyn Fn(Told),
+    pub(super) told: &'a dyn Watch,
 }
 
 impl Seed<'_> {
@@ -54,7 +54,7 @@ impl Seed<'_> {
         self.guest.disks().begin();
         while !self.disks_step()? && !self.is_over()? {
             let (done, all) = self.guest.disks().seeded();
-            (self.told)(Told::SeedingDisks(done, all));
+            self.told.told(Told::SeedingDisks(done, all));
         }
         Ok(())
     }
@@ -89,7 +89,7 @@ impl Seed<'_> {
             let contents = bytes.chunks_exact(PAGE_SIZE);
             self.writer.pages(Epoch(0), some.iter().copied().zip(contents))?;
             *sent += some.len() as u64;
-            (self.told)(Told::Seeding(*sent));
+            self.told.told(Told::Seeding(*sent));
         }
         Ok(())
     }

@@ -335,7 +335,7 @@ fn serve(address: SocketAddr, seed: u64) -> Result<WebLoad> {
 
 fn hello(guest: &Followed) -> Hello {
     let regions = guest.memory().map().clone();
-    Hello { version: VERSION, regions, disks: Vec::new(), meta: Value::Null }
+    Hello { version: VERSION, regions, disks: Vec::new(), member: None, meta: Value::Null }
 }
 
 /// Has a backup receive while `primary` sends.

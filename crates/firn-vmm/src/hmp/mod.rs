@@ -7,11 +7,13 @@
 
 mod hva;
 mod mtree;
+mod network;
 mod ramblock;
 mod registers;
 
 pub use hva::parse_hva;
 pub use mtree::{FlatRange, FlatView, RangeKind, parse_mtree};
+pub use network::parse_address;
 pub use ramblock::{RamBlock, parse_ramblock};
 pub use registers::{VcpuRegisters, parse_registers};
 
