@@ -29,6 +29,7 @@ use crate::membership::Membership;
 use crate::place::{Place, Socket, Sole};
 use crate::refused::Refused;
 use crate::switch::{self, Networks};
+use crate::together::Together;
 use crate::vms::Vms;
 use crate::{door, heartbeat, local};
 
@@ -46,6 +47,7 @@ pub struct Agent {
     pub(crate) refused: Refused,
     pub(crate) membership: Membership,
     pub(crate) failover: Failover,
+    pub(crate) together: Together,
     /// VMs of this host whose epochs are carried to a peer.
     carried: Mutex<Vec<(VmName, HostName)>>,
     /// VMs that are about to be protected, or stood by for.
@@ -143,6 +145,7 @@ impl Agent {
             refused,
             membership,
             failover,
+            together: Together::default(),
             carried,
             claimed,
         }

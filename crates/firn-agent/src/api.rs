@@ -6,6 +6,9 @@
 //!     POST /v1/protect    Protect -> replies, a line of JSON each      GET  /v1/vms             -> [VmView]
 //!     GET  /metrics       -> text for Prometheus                       POST /v1/standbys/NAME   Upgrade: firn-epochs
 //!                                                                      POST /v1/networks/NAME   Upgrade: firn-frames
+//!     GET  /v1/clusters             -> [Record]                        POST /v1/vms/NAME/member   Request -> facts
+//!     POST /v1/clusters             Create -> Record                   POST /v1/vms/NAME/protect  ProtectHere -> facts
+//!     POST /v1/clusters/NAME/VERB   -> Record
 //!     GET  /v1/members    -> MembershipView                            POST /v1/members         bytes -> bytes (firn-membership)
 //! ```
 //!
@@ -51,6 +54,13 @@ pub const HEARTBEAT: &str = "/v1/heartbeat";
 pub const MEMBERS: &str = "/v1/members";
 /// Where a peer's VMs can be had.
 pub const VMS: &str = "/v1/vms";
+/// What is asked of a VM of a peer's; its name is before that, after [`VMS`].
+pub const MEMBER: &str = "member";
+/// That it is to be protected by who asks; likewise.
+pub const PROTECTED: &str = "protect";
+/// Clusters that this host keeps the copies of; a name and a verb may follow.
+pub const CLUSTERS: &str = "/v1/clusters";
+
 /// Where standbys are started; the name follows.
 pub const STANDBYS: &str = "/v1/standbys/";
 
@@ -69,6 +79,26 @@ pub struct Protect {
     pub interval_ms: u64,
     /// What was written in one epoch starts the next writable.
     pub predicts: bool,
+}
+
+/// A VM is to be protected by who asks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProtectHere {
+    /// Milliseconds from one cut to the next.
+    pub interval_ms: u64,
+    /// What was written in one epoch starts the next writable.
+    pub predicts: bool,
+}
+
+/// VMs are to fail over together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Create {
+    /// What they are called together.
+    pub name: VmName,
+    /// They, and where they run, if that is said.
+    pub vms: Vec<(VmName, Option<HostName>)>,
 }
 
 /// The answer of a host that is there.

@@ -7,11 +7,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use firn_supervisor::{Context as _, Failure, FailureKind, OnProgress, Reply, RuntimeDir};
 use http_body_util::{BodyExt as _, Full};
+pub use hyper::Method;
 use hyper::body::Incoming;
 use hyper::client::conn::http1::handshake;
-use hyper::{Method, Request, Response};
+use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
@@ -67,6 +69,19 @@ pub fn protect(
             false => Err(http::told_failure(answer).await),
         }
     })
+}
+
+/// Asks about clusters that this host keeps the copies of. A failover or a protection takes as long as it takes.
+///
+/// # Errors
+/// What the agent says.
+pub fn clusters<T: DeserializeOwned>(
+    base: &RuntimeDir,
+    method: Method,
+    path: &str,
+    body: Option<&impl Serialize>,
+) -> Result<T, Failure> {
+    run(async { http::told(ask(base, method, path, body).await?).await })
 }
 
 fn run<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {

@@ -94,6 +94,11 @@ fn advice(status: &Status, standby: &Readiness, host: &HostName, health: Health)
     };
     Some(match standby.committed {
         0 => format!("{gone}, and there is nothing to go on from: `firn stop {name}`"),
+        _ if standby.member => {
+            format!(
+                "{gone}: it belongs to a cluster, and goes on with it by `firn cluster failover` here"
+            )
+        }
         epoch => format!(
             "{gone}: when you are sure that {name} does not run there any more, `firn failover {name}` here goes on from \
              epoch {epoch}"

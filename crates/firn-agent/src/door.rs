@@ -24,7 +24,7 @@ use crate::host::HostName;
 use crate::http::{self, Answer};
 use crate::identity::peer_of;
 use crate::refused::Refusal;
-use crate::{cluster, standbys, switch, tunnel};
+use crate::{cluster, standbys, switch, together, tunnel};
 
 /// How long a greeting may take.
 const GREETING_WAIT: Duration = Duration::from_secs(5);
@@ -128,6 +128,10 @@ async fn answer(agent: Arc<Agent>, peer: HostName, request: Request<Incoming>) -
     let standby = path.strip_prefix(STANDBYS);
     if let (&Method::POST, Some(network)) = (request.method(), path.strip_prefix(NETWORKS)) {
         return switch::accept(&agent, peer, network, request);
+    }
+    let vm = path.strip_prefix(VMS).and_then(|rest| rest.strip_prefix('/'));
+    if let (&Method::POST, Some(rest)) = (request.method(), vm) {
+        return together::answer(&agent, peer, rest, request).await;
     }
     match (request.method(), path.as_str(), standby) {
         (&Method::GET, HEARTBEAT, _) => http::json(&Heartbeat { host: agent.config.name.clone() }),

@@ -25,6 +25,7 @@
 //! | [`client`] | how commands reach the agent |
 //! | [`tunnel`] | carrying a stream of epochs |
 //! | [`switch`] | the network between VMs |
+//! | [`together`] | clusters: VMs that are marked and fail over together |
 //! | [`vms`] | the VMs of this host |
 //! | [`place`] | where the sockets are |
 //!
@@ -54,6 +55,7 @@ mod protect;
 mod refused;
 mod standbys;
 pub mod switch;
+pub mod together;
 pub mod tunnel;
 pub mod vms;
 

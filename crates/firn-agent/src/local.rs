@@ -13,9 +13,9 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::time::sleep;
 
 use crate::agent::Agent;
-use crate::api::{MEMBERS, METRICS, PROTECT, Protect, STATUS};
+use crate::api::{CLUSTERS, MEMBERS, METRICS, PROTECT, Protect, STATUS};
 use crate::http::{self, Answer};
-use crate::{cluster, metrics, protect};
+use crate::{cluster, metrics, protect, together};
 
 /// Most connections at once.
 const CONNECTIONS_MAX: usize = 64;
@@ -63,6 +63,9 @@ pub(crate) async fn serve_metrics(agent: Arc<Agent>, listener: TcpListener) {
 }
 
 async fn answer(agent: Arc<Agent>, request: Request<Incoming>) -> Answer {
+    if request.uri().path().starts_with(CLUSTERS) {
+        return together::command(&agent, request).await;
+    }
     match (request.method(), request.uri().path()) {
         (&Method::GET, STATUS) => match cluster::cluster(&agent).await {
             Ok(cluster) => http::json(&cluster),

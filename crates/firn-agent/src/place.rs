@@ -4,6 +4,7 @@
 //!   /run/firn/.agent/       0700
 //!     lock                         whose agent this is
 //!     agent.sock            0600   requests of `firn` commands (local.rs)
+//!     clusters/shop.json           VMs that fail over together (together)
 //!     b/web.sock            0600   the epochs of web, to or from host b, while nobody has connected
 //!   /run/firn/.network/     0700
 //!     lan.sock              0600   VMs' network cards (switch.rs)
@@ -93,6 +94,11 @@ impl Place {
         let path = self.base.network(name);
         path.parent().map_or(Ok(()), make_private).doing("making the directory of networks")?;
         Ok(path)
+    }
+
+    /// Where it is kept what is known of clusters.
+    pub fn clusters(&self) -> PathBuf {
+        self.directory().join("clusters")
     }
 
     fn directory(&self) -> PathBuf {

@@ -46,6 +46,12 @@ pub trait Vms: Send + Sync + 'static {
         on_progress: OnProgress<'_>,
     ) -> Result<Value, Failure>;
 
+    /// Asks its supervisor something.
+    ///
+    /// # Errors
+    /// What that says.
+    fn ask(&self, vm: &VmName, request: &Request) -> Result<Value, Failure>;
+
     /// Starts a standby that listens there, and connects to it. It ends with that connection if no primary introduces itself;
     /// `on_ready` hears what becomes of it; it is dropped if nothing does.
     ///
@@ -112,6 +118,10 @@ impl Vms for Supervised {
         on_progress: OnProgress<'_>,
     ) -> Result<Value, Failure> {
         ask(&self.0, vm, &Request::Protect(how), on_progress)
+    }
+
+    fn ask(&self, vm: &VmName, request: &Request) -> Result<Value, Failure> {
+        ask(&self.0, vm, request, &mut |_| ())
     }
 
     fn stand_by(

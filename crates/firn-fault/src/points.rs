@@ -79,6 +79,8 @@ pub const POINTS: &[&str] = &[
     "net.mark",
     // A global checkpoint of a cluster.
     "cluster.record",
+    // VMs are asked for their marks at the same time, unless this fails.
+    "cluster.ask",
     "cluster.failover",
     // A standby's.
     "standby.listen",

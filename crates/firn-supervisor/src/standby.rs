@@ -15,7 +15,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use firn_cluster::epoch::Progress as Far;
@@ -343,10 +343,9 @@ impl Work {
         let (told, release) = (&mut |far| takeover.hear(far), &mut || takeover.release());
         let ended = self.receiver.receive(&mut self.standby, told, release);
         takeover.part(&mut self.receiver);
-        let FailoverRequest { lease } = self.takeover.wait(&ended);
+        let FailoverRequest { lease, member: to } = self.takeover.wait(&ended);
         let since = Instant::now();
         let Self { standby, mut vm, process, journal, network, page, .. } = self;
-        let to = how.member;
         let committed = standby
             .take_up(to.map(|to| to.epoch))
             .map_err(|error| Failure::from_error(FailureKind::Other, &error))?;

@@ -106,7 +106,7 @@ impl Args {
 }
 
 /// Milliseconds, with their unit.
-fn interval(words: &str) -> Result<Duration, String> {
+pub fn interval(words: &str) -> Result<Duration, String> {
     let ms = words.strip_suffix("ms").and_then(|number| number.parse().ok());
     match ms {
         Some(ms @ 50..=500) => Ok(Duration::from_millis(ms)),

@@ -15,7 +15,7 @@ use firn_agent::detect::Health;
 use firn_agent::vms::OnReady;
 use firn_agent::{Config, HostName, Place, Ready, Times, Vms, client};
 use firn_supervisor::{
-    Failure, FailureKind, OnProgress, ProtectRequest, RuntimeDir, Status, VmName,
+    Failure, FailureKind, OnProgress, ProtectRequest, Request, RuntimeDir, Status, VmName,
 };
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
@@ -115,6 +115,11 @@ impl Vms for Fake {
         let near = UnixStream::connect(path).unwrap();
         self.0.send(near).unwrap();
         Ok(json!({}))
+    }
+
+    fn ask(&self, vm: &VmName, _: &Request) -> Result<Value, Failure> {
+        let text = format!("VM {vm} has no supervisor to be asked");
+        Err(Failure::new(FailureKind::NoSuchVm, text))
     }
 
     fn stand_by(&self, vm: &VmName, _: &Path, _: OnReady) -> Result<UnixStream, Failure> {

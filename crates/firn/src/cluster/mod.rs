@@ -5,9 +5,13 @@ use firn_supervisor::Failure;
 
 use crate::output::Output;
 
+mod create;
 mod status;
+mod verbs;
 
-/// Ask what hosts agree on.
+/// Protect several VMs together, and ask what hosts agree on.
+///
+/// All verbs are for the host that keeps the copies, where the cluster was made.
 #[derive(Debug, ClapArgs)]
 pub struct Args {
     #[command(subcommand)]
@@ -16,14 +20,24 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    Create(create::Args),
+    Protect(verbs::Protect),
+    Checkpoint(verbs::Checkpoint),
     Status(status::Args),
+    Failover(verbs::Failover),
+    Release(verbs::Release),
 }
 
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         match &self.verb {
+            Verb::Create(args) => args.run(out),
+            Verb::Protect(args) => args.run(out),
+            Verb::Checkpoint(args) => args.run(out),
             Verb::Status(args) => args.run(out),
+            Verb::Failover(args) => args.run(out),
+            Verb::Release(args) => args.run(out),
         }
     }
 }

@@ -3,14 +3,18 @@
 use std::fmt::Write as _;
 
 use clap::Args as ClapArgs;
-use firn_agent::api::{ClusterView, MembershipView};
-use firn_agent::client;
+use firn_agent::api::{CLUSTERS, ClusterView, MembershipView};
+use firn_agent::client::{self, Method, clusters};
+use firn_agent::together::{Record, State};
 use firn_supervisor::Failure;
+use serde::Serialize;
 
+use super::verbs::marks;
 use crate::output::{Output, table};
 use crate::units;
 
-/// Show what hosts agree on: who leads, where the VMs of each cluster are, and which hosts hold a lease.
+/// Show the clusters that this host keeps the copies of, and what hosts agree on: who leads, where the VMs of each cluster are, and which
+/// hosts hold a lease.
 ///
 /// A host with a number is the agent of that host from one start to the next. A fenced host may still send in an older timeline;
 /// while there is one, none of the cluster's VMs runs.
@@ -18,6 +22,7 @@ use crate::units;
 /// Examples:
 ///   firn cluster status
 ///   firn cluster status --json | jq -r .leader
+///   firn cluster status --json | jq '.kept[0].checkpoint.number'
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {}
@@ -26,10 +31,48 @@ impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let view = client::membership(&base)
-            .map_err(|failure| failure.while_doing("can't ask this host's agent"))?;
-        out.facts(&view, || describe(&view))
+        let doing = |failure: Failure| failure.while_doing("can't ask this host's agent");
+        let kept: Vec<Record> =
+            clusters(&base, Method::GET, CLUSTERS, None::<&()>).map_err(doing)?;
+        // A host that keeps clusters need not agree with others on anything.
+        let agreed = match client::membership(&base) {
+            Err(failure) if kept.is_empty() => return Err(doing(failure)),
+            agreed => agreed.ok(),
+        };
+        let view = View { agreed, kept };
+        out.facts(&view, || view.describe())
     }
+}
+
+#[derive(Serialize)]
+struct View {
+    #[serde(flatten)]
+    agreed: Option<MembershipView>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    kept: Vec<Record>,
+}
+
+impl View {
+    fn describe(&self) -> String {
+        let kept = self.kept.iter().map(kept);
+        kept.chain(self.agreed.as_ref().map(describe)).collect::<Vec<_>>().join("\n")
+    }
+}
+
+fn kept(record: &Record) -> String {
+    let vms: Vec<String> =
+        record.vms.iter().map(|placed| format!("{} on {}", placed.vm, placed.host)).collect();
+    let state = match record.state {
+        State::Made => "not protected",
+        State::Protected => "protected",
+        State::FailingOver => "being run here: `firn cluster failover` again goes on",
+        State::FailedOver => "failed over",
+    };
+    let mut text = format!("{}: {state}; {}\n{}", record.name, vms.join(", "), marks(record));
+    if let Some(trouble) = &record.trouble {
+        let _ = writeln!(text, "no new global checkpoint: {trouble}");
+    }
+    text
 }
 
 fn describe(view: &MembershipView) -> String {
@@ -72,6 +115,20 @@ fn places(clusters: &[ClusterView]) -> Vec<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_kept_here_is_told_first() {
+        let record = serde_json::json!({
+            "name": "shop", "id": 1, "state": "protected", "interval_ms": 100, "term": 1, "generation": 2,
+            "vms": [{ "vm": "web", "host": "a", "mac": [2, 0, 0, 0, 0, 1] }], "trouble": "no word from a",
+            "checkpoint": { "number": 9, "generation": 2, "layout": 0, "request": { "term": 1, "count": 9 }, "marks": { "0": 7 } },
+        });
+        let record = serde_json::from_value(record).unwrap();
+        let text = View { agreed: None, kept: vec![record] }.describe();
+        let wanted = "shop: protected; web on a\nglobal checkpoint 9: web at epoch 7\n\
+            no new global checkpoint: no word from a\n";
+        assert_eq!(text, wanted);
+    }
 
     #[test]
     fn clusters_are_lined_up_and_leases_follow() {
