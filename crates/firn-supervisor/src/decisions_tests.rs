@@ -5,7 +5,7 @@ use serde_json::json;
 const A: ClientId = ClientId(1);
 const B: ClientId = ClientId(2);
 
-const HOW: FailoverRequest = FailoverRequest { lease: None };
+const HOW: FailoverRequest = FailoverRequest { lease: None, member: None };
 
 fn request(cancel_with_client: bool) -> SaveRequest {
     SaveRequest { image: "/web.firn".into(), choices: Default::default(), cancel_with_client }

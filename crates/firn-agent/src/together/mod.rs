@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 
 use firn_cluster::{Generation, Vm};
 use firn_supervisor::{
-    Context as _, FailoverMember, Failure, FailureKind, MemberCard, MemberRequest, Request, VmName,
+    Context as _, FailoverMember, FailoverRequest, Failure, FailureKind, MemberCard, MemberRequest,
+    Request, VmName,
 };
 use hyper::Method;
 use hyper::body::Incoming;
@@ -343,7 +344,8 @@ async fn run_all(
     for (vm, to) in waiting {
         let agent = Arc::clone(agent);
         begun.spawn(async move {
-            let request = Request::FailoverMember(to);
+            let how = FailoverRequest { lease: None, member: Some(to) };
+            let request = Request::Failover(how);
             let name = vm.clone();
             let run = agent.blocking(move |vms| vms.ask(&name, &request)).await;
             run.map_err(|failure| failure.while_doing(format!("running {vm}")))
