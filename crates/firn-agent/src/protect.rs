@@ -30,6 +30,20 @@ const SUPERVISOR_WAIT: Duration = Duration::from_secs(60);
 pub(crate) async fn protect(
     agent: &Arc<Agent>,
     wanted: Protect,
+    on_progress: impl FnMut(&Progress) + Send + 'static,
+) -> Result<Value, Failure> {
+    begin(agent, wanted, true, on_progress).await
+}
+
+/// The same of a member of a cluster, which doesn't fail over by itself.
+pub(crate) async fn protect_member(agent: &Arc<Agent>, wanted: Protect) -> Result<Value, Failure> {
+    begin(agent, wanted, false, |_| ()).await
+}
+
+async fn begin(
+    agent: &Arc<Agent>,
+    wanted: Protect,
+    fails_over: bool,
     mut on_progress: impl FnMut(&Progress) + Send + 'static,
 ) -> Result<Value, Failure> {
     let Protect { vm, backup, interval_ms, predicts } = wanted.clone();
@@ -37,7 +51,10 @@ pub(crate) async fn protect(
     let _claim = agent.claim(&vm)?;
     let was_leased = is_free(agent, &vm).await?.lease.is_some();
     // Before anybody else could run it.
-    let lease = failover::lease_for(agent, &wanted).await?;
+    let lease = match fails_over {
+        true => failover::lease_for(agent, &wanted).await?,
+        false => None,
+    };
     let path = agent.place.epochs(&backup, &vm);
     let to = format!("unix:{}", path.display());
     let to = to.parse().doing_or(FailureKind::Usage, "naming the VM's socket")?;
@@ -55,7 +72,8 @@ pub(crate) async fn protect(
         () = too_late(connected) => Err(silent()),
     };
     match &begun {
-        Ok(_) => failover::backed(agent, &name, &to_host).await,
+        Ok(_) if lease.is_some() => failover::backed(agent, &name, &to_host).await,
+        Ok(_) => {}
         Err(_) => {
             sending.abort();
             if lease.is_some() && !was_leased {

@@ -73,8 +73,8 @@ pub use network::{Card, CardStatus};
 pub use percentiles::Percentiles;
 pub use protection::Protection;
 pub use protocol::{
-    FailoverMember, FailoverRequest, MemberCard, MemberRequest, Plan, Progress, ProtectRequest, Reply,
-    Request, RestoreDisks, RestoreNow, SaveChoices, SaveDisks, SaveRequest, StopRequest,
+    FailoverMember, FailoverRequest, MemberCard, MemberRequest, Plan, Progress, ProtectRequest,
+    Reply, Request, RestoreDisks, RestoreNow, SaveChoices, SaveDisks, SaveRequest, StopRequest,
 };
 pub use restore::Timings;
 pub use runtime::{RuntimeDir, RuntimeError, VmDir, make_private};

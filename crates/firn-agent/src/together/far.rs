@@ -116,7 +116,7 @@ async fn protected(
     let wanted = Protect { vm: named(vm)?, backup, interval_ms, predicts };
     // It goes on also when whoever asked for it has gone.
     let agent = Arc::clone(agent);
-    let begun = tokio::spawn(async move { protect::protect(&agent, wanted, |_| ()).await });
+    let begun = tokio::spawn(async move { protect::protect_member(&agent, wanted).await });
     begun.await.doing("protecting the VM")?
 }
 

@@ -272,6 +272,8 @@ fn send_for_ever() {
     loop {
         vm.send(b"frame...").unwrap();
     }
+}
+
 const VM: [u8; 6] = [2, 0, 0, 0, 0, 5];
 
 fn membership() -> Membership {
