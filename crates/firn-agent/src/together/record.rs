@@ -195,7 +195,7 @@ pub(super) mod tests {
         assert!(records.list().unwrap().is_empty());
         assert!(records.known(&shop.name).unwrap_err().to_string().contains("shop"));
         records.store(&Record { trouble: Some("x".to_owned()), ..shop.clone() }).unwrap();
-        assert_eq!(records.list().unwrap(), [shop.clone()]);
+        assert_eq!(records.list().unwrap(), std::slice::from_ref(&shop));
         assert_eq!((shop.epoch(Vm(1)), shop.epoch(Vm(2))), (Some(Epoch(9)), None));
         fs::write(dir.path().join(".agent/clusters/shop.json"), "{").unwrap();
         assert!(records.known(&shop.name).unwrap_err().to_string().contains("shop.json"));

@@ -102,6 +102,11 @@ impl Vms for Model {
         Ok(json!({}))
     }
 
+    fn ask(&self, vm: &VmName, request: &firn_supervisor::Request) -> Result<Value, Failure> {
+        let text = format!("{vm} belongs to no cluster: {request:?}");
+        Err(Failure::new(FailureKind::Refused, text))
+    }
+
     fn stand_by(&self, vm: &VmName, _: &Path, ready: OnReady) -> Result<UnixStream, Failure> {
         let (near, end) = UnixStream::pair().unwrap();
         std::fs::create_dir_all(self.base.vm(vm).path()).unwrap();
