@@ -109,7 +109,7 @@ mod tests {
             (|it| it.vms.clear(), "has no name"),
             (|it| drop(it.vms.insert(Vm(8), "a/b".to_owned())), "none of a VM"),
             (|it| it.register.checkpoint.marks.clear(), "of other VMs"),
-            (|it| drop(it.register.checkpoint.marks.insert(Vm(8), Epoch(1))), "of other VMs"),
+            (|it| it.register.checkpoint.marks.extend([(Vm(8), Epoch(1))]), "of other VMs"),
             (|it| it.register.checkpoint.generation = Generation(1), "a timeline to come"),
             (|it| it.register.places.get_mut(&Vm(7)).unwrap().primary = Host(2), "both primary"),
         ];
