@@ -22,6 +22,9 @@ use firn_cluster::{Epoch, Generation, RequestNumber};
 use crate::gate::{Held, OVER_MAX};
 use crate::port::BYTES_MAX;
 
+/// Bytes that wait for somebody at the uplink.
+const WAITING_MAX: usize = 1 << 20;
+
 /// The output of a member's card, and its input.
 #[derive(Debug)]
 pub struct Joined {
@@ -157,10 +160,13 @@ impl Joined {
         self.left += 1;
     }
 
-    /// What is to leave can't. Of what was for other members nothing is lost: it is sent again.
+    /// What is to leave can't. The newest of it waits: a member that goes on elsewhere has something to say before somebody is at its
+    /// uplink. Of what was for other members nothing is lost in any case: it is sent again.
     pub fn lose(&mut self) {
-        self.leaving.clear();
-        self.leaving_bytes = 0;
+        while self.leaving_bytes > WAITING_MAX {
+            let Some(frame) = self.leaving.pop_front() else { return };
+            self.leaving_bytes -= frame.len();
+        }
     }
 
     /// The VM is about to be stopped, or is not any more.
@@ -286,6 +292,18 @@ mod tests {
         assert!(leaves(&mut a).is_empty());
         a.let_out();
         assert_eq!(leaves(&mut a), [frame(0, 2, 9).into()]);
+    }
+
+    #[test]
+    fn the_newest_waits_for_an_uplink() {
+        let mut a = joined(0);
+        (0..3000).for_each(|_| a.sent(&[&frame(0, 2, 7)[..], &[0; 1000]].concat()));
+        a.sent(&frame(0, 2, 9));
+        a.lose();
+        let left = leaves(&mut a);
+        assert_eq!(left.last().map(|last| last[14]), Some(9));
+        let bytes: usize = left.iter().map(|frame| frame.len()).sum();
+        assert!((WAITING_MAX - 2000..=WAITING_MAX).contains(&bytes), "{bytes}");
     }
 
     #[test]

@@ -390,8 +390,13 @@ impl Core {
 
     /// Only a VM with which nothing else goes on becomes a member, or is one no more.
     fn member(&mut self, client: ClientId, request: MemberRequest) -> Vec<Action> {
-        let changes = matches!(request, MemberRequest::Join(_) | MemberRequest::Leave);
-        match self.busy().filter(|_| changes) {
+        let waits = match request {
+            MemberRequest::Join(_) | MemberRequest::Leave => true,
+            // QEMU would have to be asked, which is busy then.
+            MemberRequest::Card => !self.is_member,
+            MemberRequest::Mark { .. } | MemberRequest::Globally { .. } => false,
+        };
+        match self.busy().filter(|_| waits) {
             Some(busy) => vec![failed(client, busy)],
             None => vec![Action::Member(client, request)],
         }

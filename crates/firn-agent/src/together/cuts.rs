@@ -26,7 +26,7 @@ use super::record::{Record, Records};
 use crate::agent::Agent;
 
 /// How much later the next VM is asked, in tests.
-const LATE: Duration = Duration::from_millis(400);
+const LATE: Duration = Duration::from_millis(800);
 
 /// Somebody wants one now.
 type Order = oneshot::Sender<Result<GlobalCheckpoint, Failure>>;

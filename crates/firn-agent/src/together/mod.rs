@@ -31,6 +31,7 @@ use crate::agent::Agent;
 use crate::api::{CLUSTERS, Create, ProtectHere};
 use crate::host::HostName;
 use crate::http::{self, Answer};
+use crate::vms::Vms;
 
 mod cuts;
 mod far;
@@ -390,7 +391,18 @@ async fn release(agent: &Arc<Agent>, name: &VmName) -> Result<Record, Failure> {
     (record.state, record.checkpoint) = (State::Made, None);
     records.store(&record)?;
     let_go(agent, &record).await?;
+    for Placed { vm, .. } in record.vms.clone() {
+        agent.blocking(move |vms| no_copy(vms, &vm)).await?;
+    }
     Ok(record)
+}
+
+/// A copy that is left when its VM goes on alone would be in the way of the next, and never runs.
+fn no_copy(vms: &dyn Vms, vm: &VmName) -> Result<(), Failure> {
+    match vms.status(vm).ok().and_then(|status| status.standby) {
+        Some(standby) if standby.member => vms.stop(vm),
+        _ => Ok(()),
+    }
 }
 
 /// Backups agree that they never run their VM, what was held leaves, and each VM is for itself.
