@@ -6,6 +6,7 @@
 
 mod count;
 mod echo;
+mod gossip;
 pub mod load;
 mod talk;
 
@@ -43,6 +44,14 @@ enum Role {
         #[arg(long, default_value_t = COUNT_PORT)]
         port: u16,
     },
+    /// Tells another how far it is and hears how far that is, for ever.
+    Gossip {
+        /// Where the other listens, on the same port.
+        to: SocketAddr,
+        /// Messages per second at most.
+        #[arg(long, default_value_t = 100.0)]
+        rate: f64,
+    },
     /// Sends messages over one TCP connection and checks their echoes, for as long as it lasts.
     Talk {
         /// Where to.
@@ -78,6 +87,7 @@ pub fn run(args: &NetDma) -> Result<bool> {
     match &args.role {
         Role::Echo { port } => echo::serve(*port).map(|()| true),
         Role::Count { port } => count::serve(*port).map(|()| true),
+        Role::Gossip { to, rate } => gossip::gossip(to.port(), *to, *rate).map(|()| true),
         Role::Talk { to, bytes, rate } => talk::talk(*to, *bytes, *rate),
         Role::Send { to, udp, bytes, rate, seconds } => {
             let mut load = load::EchoLoad::new(*to, *udp, *bytes);

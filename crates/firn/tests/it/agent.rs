@@ -46,6 +46,11 @@ impl Network {
         }
     }
 
+    /// All hosts are on this machine's loopback.
+    pub fn loopback() -> Self {
+        Self { namespaces: None }
+    }
+
     fn cabled(&self, [a, b]: &[String; 2]) -> Result<(), String> {
         let [at_a, at_b] = ADDRESSES.map(|address| format!("{address}/30"));
         let steps: [&[&str]; 9] = [
@@ -107,15 +112,29 @@ pub struct Agent(Child);
 
 impl Agent {
     pub fn start(network: &Network, side: usize, session: &Session) -> Self {
+        Self::start_with(network, side, session, None)
+    }
+
+    pub fn start_with(
+        network: &Network,
+        side: usize,
+        session: &Session,
+        fault: Option<&str>,
+    ) -> Self {
         let program = Session::program_beside("firn-agent");
-        Self::spawn(network.command(side, &program), session)
+        Self::spawn_with(network.command(side, &program), session, fault)
     }
 
     /// By a command that only lacks what it is to do.
-    pub fn spawn(mut command: Command, session: &Session) -> Self {
+    pub fn spawn(command: Command, session: &Session) -> Self {
+        Self::spawn_with(command, session, None)
+    }
+
+    fn spawn_with(mut command: Command, session: &Session, fault: Option<&str>) -> Self {
         command.arg("run").arg(session.path("agent.toml")).stdout(Stdio::piped());
         command.stderr(fs::File::create(session.path("agent.log")).unwrap());
         command.env("FIRN_RUNTIME_DIR", session.runtime_dir()).env_remove("FIRN_FAULT");
+        command.envs(fault.map(|fault| ("FIRN_FAULT", fault)));
         let mut child = command.spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -142,18 +161,26 @@ impl Drop for Agent {
 
 /// Writes what an agent needs for each host.
 pub fn configure(network: &Network, sessions: [&Session; 2]) {
+    certified(network, &["a", "b"], &sessions);
+}
+
+/// The same for any number.
+pub fn certified(network: &Network, names: &[&str], sessions: &[&Session]) {
     let mut params = CertificateParams::new(Vec::new()).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
-    for (side, (name, peer)) in [("a", "b"), ("b", "a")].into_iter().enumerate() {
-        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+    for (side, name) in names.iter().enumerate() {
+        let mut params = CertificateParams::new(vec![(*name).to_owned()]).unwrap();
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         write_identity(sessions[side], params, &authority);
-        let (own, other) = (network.address(side), network.address(1 - side));
+        let own = network.address(side);
+        let others = names.iter().enumerate().filter(|(other, _)| *other != side);
+        let peers = others.map(|(at, peer)| format!("{peer} = \"{}\"\n", network.address(at)));
         let config = format!(
             "name = \"{name}\"\nlisten = \"{own}\"\ncertificate = \"cert.pem\"\nkey = \"key.pem\"\n\
-             authority = \"ca.pem\"\n[peers]\n{peer} = \"{other}\"\n"
+             authority = \"ca.pem\"\n[peers]\n{}",
+            peers.collect::<String>()
         );
         fs::write(sessions[side].path("agent.toml"), config).unwrap();
     }

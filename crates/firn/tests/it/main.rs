@@ -8,6 +8,7 @@
 mod agent;
 mod attribution;
 mod calls;
+mod cluster;
 mod completions;
 mod damaged_image;
 mod disks;

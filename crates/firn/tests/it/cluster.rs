@@ -1,0 +1,231 @@
+//! Two VMs on two hosts, marked together and kept by a third, which all of them fail over to. The hosts are agents on this machine's loopback.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::time::{Duration, Instant};
+
+use firn_lab::guest::{Control, JobState, QemuArgs, accel};
+use serde_json::Value;
+
+use crate::agent::{Agent, Network, certified};
+use crate::outside::Outside;
+use crate::session::{Session, eventually, kill, text};
+use crate::vm::{Vm, image};
+
+const PATIENCE: Duration = Duration::from_secs(120);
+const NAMES: [&str; 3] = ["a", "b", "c"];
+
+/// The card of a VM.
+fn card(last: u8) -> [String; 4] {
+    let device = format!("virtio-net-pci,netdev=net,romfile=,mac=52:54:00:12:34:{last:02x}");
+    ["-netdev", "firn,id=net,network=lan", "-device", &device].map(str::to_owned)
+}
+
+/// `web` at `a`, `peer` at `b`; `c` keeps the copies.
+struct Hosts {
+    agents: Vec<Agent>,
+    outside: Outside,
+    /// Of the two. A standby's QEMU takes the names of their sockets.
+    controls: Vec<Control>,
+    b: Session,
+    c: Session,
+    _network: Network,
+    // The last to go: then another test may begin.
+    web: Vm,
+}
+
+impl Hosts {
+    /// Supervisors at `a` and `b` have a fault, `c` asks some later than others.
+    fn start(fault: Option<&str>) -> Self {
+        let (mut web, mut b, c) = (Vm::alone(), Session::new(), Session::new());
+        let network = Network::loopback();
+        certified(&network, &NAMES, &[&web.session, &b, &c]);
+        let outside = Outside::start();
+        for (session, has_uplink) in [(&web.session, true), (&b, false), (&c, true)] {
+            let path = session.path("uplink");
+            outside.listen(&path);
+            let mut file =
+                OpenOptions::new().append(true).open(session.path("agent.toml")).unwrap();
+            file.write_all(b"[networks.lan]\n").unwrap();
+            if has_uplink {
+                writeln!(file, "uplink = {:?}", text(&path)).unwrap();
+            }
+        }
+        let late = Some("cluster.ask=EIO");
+        let faults = [(&web.session, None), (&b, None), (&c, late)];
+        let agents = (0..).zip(faults);
+        let agents = agents
+            .map(|(side, (it, fault))| Agent::start_with(&network, side, it, fault))
+            .collect();
+        for session in [&web.session, &b, &c] {
+            eventually("all are there", PATIENCE, || {
+                let peers = session.json(&["agent", "status"])["peers"].clone();
+                peers.as_array().unwrap().iter().all(|peer| peer["health"] == "alive")
+            });
+        }
+        web.session.arm(fault);
+        b.arm(fault);
+        let words = card(0x56);
+        let web = web.with(&words.each_ref().map(String::as_str)).booted_with(&[]);
+        web.session.firn(&["status", "web"]).succeeds();
+        let controls = vec![web.control(), peer(&b)];
+        let mut hosts = Self { agents, outside, controls, b, c, _network: network, web };
+        hosts.controls[0].spawn("count", &["firn-guest", "net-dma", "count"]).unwrap();
+        for (side, to) in ["10.0.2.16:7009", "10.0.2.15:7009"].into_iter().enumerate() {
+            let gossip = ["firn-guest", "net-dma", "gossip", to];
+            hosts.controls[side].spawn("gossip", &gossip).unwrap();
+        }
+        hosts.goes_on(50);
+        hosts
+    }
+
+    /// What each of the two knows.
+    #[track_caller]
+    fn known(&mut self) -> [Value; 2] {
+        [0, 1].map(|side| {
+            let control = &mut self.controls[side];
+            let state = control.poll("gossip").unwrap();
+            let JobState::Running { stdout, .. } = state else { unreachable!("{state:?}") };
+            let last = stdout.lines().rfind(|line| line.contains("received"));
+            last.map_or(Value::Null, |line| serde_json::from_str(line).unwrap())
+        })
+    }
+
+    fn received(&mut self) -> [u64; 2] {
+        self.known().map(|known| known["received"].as_u64().unwrap_or_default())
+    }
+
+    #[track_caller]
+    fn goes_on(&mut self, messages: u64) {
+        let before = self.received();
+        let start = Instant::now();
+        loop {
+            let now = self.received();
+            if (0..2).all(|side| now[side] >= before[side] + messages) {
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "{now:?} after {before:?}");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    fn protect(&self) {
+        let c = &self.c;
+        c.firn(&["cluster", "create", "shop", "--vm", "web@a", "--vm", "peer@b"]).succeeds();
+        eprintln!("{}", c.firn(&["cluster", "protect", "shop"]).succeeds().out);
+        let number = || c.json(&["cluster", "checkpoint", "shop"])["checkpoint"]["number"].as_u64();
+        let first = number().unwrap();
+        eventually("global checkpoints", PATIENCE, || number().unwrap() >= first + 4);
+        eprintln!("{}", c.firn(&["cluster", "status"]).succeeds().out);
+    }
+
+    /// Both hosts are lost at once.
+    fn fail_over(&mut self) {
+        for agent in &mut self.agents[..2] {
+            agent.kill();
+        }
+        for (session, vm) in [(&self.web.session, "web"), (&self.b, "peer")] {
+            let status = session.status(vm);
+            kill(status["guard_pid"].as_i64().unwrap());
+            kill(status["supervisor_pid"].as_i64().unwrap());
+            kill(status["pid"].as_i64().unwrap());
+        }
+        let c = &self.c;
+        let ended = |vm: &str| c.status(vm)["standby"]["ended"].is_string();
+        eventually("the standbys know", PATIENCE, || ended("web") && ended("peer"));
+        c.firn(&["failover", "web"]).fails(5, "belongs to a cluster");
+        let since = Instant::now();
+        eprintln!("{}", c.firn(&["cluster", "failover", "shop"]).succeeds().out);
+        eprintln!("it took {:?}", since.elapsed());
+        let peer = Control::connect(&self.b.path("peer.sock"), PATIENCE).unwrap();
+        self.controls = vec![self.web.control(), peer];
+    }
+
+    /// Of both: orphans and repeated ones, and what is missing.
+    fn wrong(&mut self) -> (u64, u64) {
+        let known = self.known();
+        eprintln!("{known:?}");
+        let sum = |what: &str| known.iter().map(|it| it[what].as_u64().unwrap()).sum::<u64>();
+        (sum("orphans") + sum("repeated"), sum("missing"))
+    }
+}
+
+/// Boots the other VM.
+fn peer(b: &Session) -> Control {
+    let args = QemuArgs::new(image(), accel::decide().accel)
+        .memory_mib(128)
+        .append("no_timer_check")
+        .append("firn.ip=10.0.2.16")
+        .agent(&b.path("peer.sock"));
+    let program = text(args.program_name().as_ref()).to_owned();
+    let words = [vec![program], args.args(), card(0x16).to_vec()].concat();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    b.firn(&[&["run", "peer", "--quiet", "--"], &words[..]].concat()).succeeds();
+    Control::connect(&b.path("peer.sock"), PATIENCE).unwrap()
+}
+
+/// All primaries are killed at once. Nobody has received what its peer has not sent, nothing that was under way is lost, and the client
+/// outside sees nothing undone.
+#[test]
+fn a_cluster_goes_on_from_one_consistent_state() {
+    let mut hosts = Hosts::start(None);
+    hosts.outside.is_answered(20);
+    hosts.protect();
+    hosts.goes_on(50);
+    hosts.outside.is_answered(20);
+    hosts.web.session.firn(&["release", "web"]).fails(5, "with the cluster");
+    hosts.fail_over();
+    hosts.goes_on(100);
+    hosts.outside.is_answered(20);
+    assert_eq!(hosts.wrong(), (0, 0));
+    assert!(hosts.outside.heard().undone.is_empty(), "{:?}", hosts.outside.heard().undone);
+    hosts.controls.clear();
+    hosts.web.is_well();
+}
+
+/// The same where a receiver does not mark before it delivers: one of them has received what the other has not sent.
+#[test]
+fn without_marks_the_state_is_not_consistent() {
+    let mut hosts = Hosts::start(Some("net.mark=EIO"));
+    hosts.protect();
+    hosts.goes_on(50);
+    hosts.fail_over();
+    hosts.goes_on(20);
+    let (orphans, _) = hosts.wrong();
+    assert!(orphans > 0, "marks would not be needed");
+}
+
+/// The same where nothing is held.
+#[test]
+fn without_holding_the_state_is_not_consistent() {
+    let mut hosts = Hosts::start(Some("net.hold=EIO"));
+    hosts.protect();
+    hosts.goes_on(50);
+    hosts.fail_over();
+    hosts.goes_on(20);
+    hosts.outside.is_answered(20);
+    let (orphans, _) = hosts.wrong();
+    let undone = !hosts.outside.heard().undone.is_empty();
+    assert!(orphans > 0 || undone, "holding would not be needed");
+}
+
+/// Who is released runs on, is heard again, and can be protected again.
+#[test]
+fn a_cluster_that_is_released_runs_on() {
+    let mut hosts = Hosts::start(None);
+    let c = &hosts.c;
+    c.firn(&["cluster", "protect", "shop"]).fails(2, "no cluster shop");
+    c.firn(&["cluster", "create", "shop", "--vm", "web@c"]).fails(2, "no host that none");
+    c.firn(&["cluster", "create", "shop", "--vm", "nobody@a"]).fails(3, "nobody");
+    hosts.protect();
+    for _ in 0..2 {
+        hosts.c.firn(&["cluster", "release", "shop"]).succeeds();
+        hosts.goes_on(50);
+        hosts.outside.is_answered(20);
+        hosts.c.firn(&["cluster", "failover", "shop"]).fails(5, "not protected");
+        hosts.c.firn(&["cluster", "protect", "shop"]).succeeds();
+        hosts.goes_on(50);
+    }
+    let (orphans, _) = hosts.wrong();
+    assert_eq!(orphans, 0);
+}
