@@ -212,15 +212,18 @@ fn what_needs_a_lease_waits_while_it_is_over() {
     // It ends by itself, in the middle of what is sent.
     grant(50).unwrap();
     let end = boot_time() + Duration::from_millis(50);
-    let sent = (0..).take_while(|_| boot_time() < end + Duration::from_millis(100));
-    let sent = sent.map(|number: u64| scene.vm.send(&number.to_le_bytes()).unwrap()).count();
-    assert!(scene.port.now().waits_for_lease && scene.port.now().left < sent as u64 + 2);
+    let mut sent: u64 = 0;
+    while boot_time() < end + Duration::from_millis(100) {
+        scene.vm.send(&sent.to_le_bytes()).unwrap();
+        sent += 1;
+    }
+    assert!(scene.port.now().waits_for_lease && scene.port.now().left < sent + 2);
     let left = scene.port.now().left;
     thread::sleep(3 * RETRY);
     assert_eq!(scene.port.now().left, left, "it sends after the end");
     // What was held leaves in its order, of this timeline: nothing was lost.
     scene.port.obey(None);
-    for number in 0..sent as u64 {
+    for number in 0..sent {
         assert_eq!(frame(&mut outside), number.to_le_bytes());
     }
 }
@@ -265,7 +268,8 @@ fn who_was_stopped_and_wakes_sends_nothing() {
 fn send_for_ever() {
     let dir = std::path::PathBuf::from(std::env::var_os("FIRN_SCENE").unwrap());
     let (theirs, ours) = pair().unwrap();
-    let port = Port::open(ours.try_clone().unwrap(), &dir.join("uplink"), None, true).unwrap();
+    let port =
+        Port::open(ours.try_clone().unwrap(), None, &dir.join("uplink"), None, true).unwrap();
     port.obey(Some(Lease::new(&dir.join("lease"), 1)));
     port.plug();
     let vm = UnixDatagram::from(theirs);
