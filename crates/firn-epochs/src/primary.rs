@@ -14,9 +14,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
-use firn_cluster::Epoch;
 use firn_cluster::epoch::{Action, LimitsError, Pace, Primary};
 use firn_cluster::predict::Predictor;
+use firn_cluster::{Epoch, Seq};
 use firn_types::PAGE_SIZE;
 use thiserror::Error;
 
@@ -170,7 +170,7 @@ impl<'a> Connection<'a> {
             heard: Duration::ZERO,
             cut: None,
             pace: Pace::Free,
-            global: self.hello.member.as_ref().map(|_| Epoch(0)),
+            told_backup: self.hello.member.as_ref().map(|_| Default::default()),
         })
     }
 }
@@ -229,8 +229,8 @@ struct Protection<'a> {
     /// The epoch that was cut last, until it is sent.
     cut: Option<Box<EpochCopy>>,
     pace: Pace,
-    /// Of a member: the newest epoch that the backup was told to fold.
-    global: Option<Epoch>,
+    /// Of a member: the newest epoch that the backup was told to fold, and the newest frame that it knows to have left.
+    told_backup: Option<(Epoch, Seq)>,
 }
 
 impl Protection<'_> {
@@ -338,14 +338,19 @@ impl Protection<'_> {
         }
     }
 
-    /// The backup of a member keeps what is newer than the newest global checkpoint, so many epochs and no more: until there is another,
-    /// the epoch that runs is not cut.
+    /// Tells the backup of a member what can't be undone any more. It keeps what is newer than the newest global checkpoint, so many
+    /// epochs and no more: until there is another, the epoch that runs is not cut.
     fn is_far_ahead(&mut self) -> Result<bool, PrimaryError> {
-        let Some(global) = &mut self.global else { return Ok(false) };
+        let Some((global, gone)) = &mut self.told_backup else { return Ok(false) };
         let newest = self.told.globally();
         if newest > *global {
             *global = newest;
             self.jobs.send(Job::Globally(newest)).map_err(|_| GuestError::NobodyTakes)?;
+        }
+        let newest = self.told.gone();
+        if newest > *gone {
+            *gone = newest;
+            self.jobs.send(Job::Gone(newest)).map_err(|_| GuestError::NobodyTakes)?;
         }
         Ok(self.epochs.epoch().0 - global.0 > MEMBER_KEPT_MAX)
     }

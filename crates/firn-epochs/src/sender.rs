@@ -3,9 +3,9 @@
 use std::io::{BufReader, BufWriter, Write};
 
 use crossbeam_channel::{Receiver, Sender};
-use firn_cluster::Epoch;
 use firn_cluster::epoch::Progress;
 use firn_cluster::predict::{CutPlan, PageSet};
+use firn_cluster::{Epoch, Seq};
 
 use crate::copy::EpochCopy;
 use crate::endpoint::Stream;
@@ -21,6 +21,8 @@ pub(crate) enum Job {
     Epoch(Box<EpochCopy>),
     /// A global checkpoint has this epoch.
     Globally(Epoch),
+    /// What a member has sent outside has left, up to this.
+    Gone(Seq),
     /// The primary goes on alone.
     Release,
 }
@@ -69,6 +71,7 @@ impl<W: Write> Sending<W> {
             Job::Part(epoch, pages) => self.writer.pages(epoch, pages.iter()),
             Job::Epoch(copy) => self.epoch(*copy),
             Job::Globally(epoch) => self.writer.globally(epoch),
+            Job::Gone(seq) => self.writer.gone(seq),
             Job::Release => self.writer.release(),
         }
     }

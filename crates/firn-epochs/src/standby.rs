@@ -24,9 +24,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
-use firn_cluster::Epoch;
 use firn_cluster::epoch::{Arrival, Backup, Piece, Progress, RestoreError};
 use firn_cluster::member::{Kept, Membership, OfEpoch};
+use firn_cluster::{Epoch, Seq};
 use firn_disks::{Change, Store};
 use firn_image::AuxBlock;
 use firn_types::{Page, RegionMap};
@@ -224,6 +224,7 @@ impl<R: Ram> Standby<R> {
             Message::Changes(epoch, disk, changes) => self.changes(epoch, disk, changes)?,
             Message::Card(epoch, of) => self.expect(epoch)?.card = Some(of),
             Message::Globally(epoch) => self.globally(epoch)?,
+            Message::Gone(seq) => self.gone(seq)?,
             Message::End { epoch, last } => return self.end(epoch, last).map(Some),
             Message::Hello(_) | Message::Progress(_) | Message::Refusal(_) | Message::Release => {
                 return Err(StandbyError::Message);
@@ -356,6 +357,14 @@ impl<R: Ram> Standby<R> {
         Ok(())
     }
 
+    /// It need not be sent again, whichever epoch a failover goes back to.
+    fn gone(&mut self, seq: Seq) -> Result<(), StandbyError> {
+        let epoch = self.progress().complete;
+        let (_, kept) = self.member.as_mut().ok_or(StandbyError::Card { epoch })?;
+        kept.gone(seq);
+        Ok(())
+    }
+
     fn fold_up_to(&mut self, epoch: Epoch) -> Result<(), StandbyError> {
         let fold = self.epochs.globally(epoch)?;
         self.fold(fold)?;
@@ -397,7 +406,7 @@ mod tests {
     use firn_cluster::member::{Member, Times};
     use firn_cluster::output::{Sent, To};
     use firn_cluster::switch::Mac;
-    use firn_cluster::{Generation, Seq, Vm};
+    use firn_cluster::{Generation, Vm};
     use firn_types::PAGE_SIZE;
 
     use super::*;
@@ -545,6 +554,32 @@ mod tests {
         }
         assert!(matches!(run(Some(3), 2), Err(StandbyError::Restore(_))), "it is folded");
         assert!(matches!(run(None, 6), Err(StandbyError::Restore(_))), "it is not committed");
+    }
+
+    #[test]
+    fn what_has_left_is_known_whatever_is_undone() {
+        let run = |gone: Vec<Message>| {
+            let mut standby = member();
+            received(&mut standby, vec![end(0)]);
+            for number in 1..=4 {
+                let bytes = vec![2; 60];
+                let sent = Sent { to: To::Outside, seq: Seq(number), frame: bytes.into() };
+                // The last one says that the first had left.
+                let trimmed = if number == 4 { vec![(To::Outside, Seq(1))] } else { Vec::new() };
+                let of = OfEpoch { sent: vec![sent], trimmed, ..OfEpoch::default() };
+                let card = Message::Card(Epoch(number), of);
+                received(&mut standby, vec![card, devices(number), end(number)]);
+            }
+            received(&mut standby, vec![Message::Globally(Epoch(2))]);
+            received(&mut standby, gone);
+            let Committed { epoch, card, .. } = standby.take_up(Some(Epoch(2))).unwrap();
+            let (of, kept) = card.unwrap();
+            Member::new(&of, Times::default(), epoch, kept).globally(epoch).len()
+        };
+        assert_eq!(run(Vec::new()), 1);
+        assert_eq!(run(vec![Message::Gone(Seq(2))]), 0);
+        let mut alone = standby();
+        assert!(matches!(alone.receive(Message::Gone(Seq(1))), Err(StandbyError::Card { .. })));
     }
 
     #[test]

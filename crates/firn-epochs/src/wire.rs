@@ -22,11 +22,12 @@
 //!   9     of these    changes of a disk (`firn_disks::wire`)                           any number of times
 //!   10    of this     the card of a member of a cluster: `OfEpoch`, postcard           of a member
 //!   11    in it       nothing: a global checkpoint has this epoch                      of a member, between epochs
+//!   12    a frame     nothing: what it sent outside has left, up to this frame         of a member, between epochs
 //! ```
 //!
 //! The checksum of kind 5 is over all messages of kinds 2 to 4, 9 and 10 since the last of kind 5, heads and bodies. So each epoch has
 //! one, and until it has been compared nothing of the epoch may be applied: [`Reader::receive`] gives [`Message::End`] only if it is
-//! right. Epoch 0 is the seed.
+//! right. Epoch 0 is the seed. Kind 12 has the place of a frame on its way in place of an epoch.
 //!
 //! The check of a head keeps a damaged length from being believed. Lengths have bounds, and memory for a body is taken as its bytes
 //! come in, so that nobody can have it taken by a number alone.
@@ -34,9 +35,9 @@
 use std::hash::Hasher as _;
 use std::io::{self, Read, Write};
 
-use firn_cluster::Epoch;
 use firn_cluster::epoch::Progress;
 use firn_cluster::member::{Membership, OfEpoch};
+use firn_cluster::{Epoch, Seq};
 use firn_disks::Change;
 use firn_image::AuxBlock;
 use firn_types::{PAGE_SIZE, Page, RegionMap};
@@ -45,7 +46,7 @@ use thiserror::Error;
 use twox_hash::XxHash3_64;
 
 /// What both sides must agree on.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Most pages in one message.
 pub const PAGES_MAX: usize = 256;
 
@@ -71,6 +72,7 @@ const RELEASE: u32 = 8;
 const DISK: u32 = 9;
 const CARD: u32 = 10;
 const GLOBAL: u32 = 11;
+const GONE: u32 = 12;
 
 /// Why a stream can't be gone on with.
 #[derive(Debug, Error)]
@@ -182,6 +184,8 @@ pub enum Message {
     Card(Epoch, OfEpoch),
     /// A global checkpoint has this epoch: nothing goes back behind it.
     Globally(Epoch),
+    /// What a member of a cluster has sent outside has left, up to this frame.
+    Gone(Seq),
     /// All of an epoch is there, and is what was sent.
     End {
         /// Which one.
@@ -259,6 +263,12 @@ impl<W: Write> Writer<W> {
     /// That a global checkpoint has an epoch.
     pub fn globally(&mut self, epoch: Epoch) -> Result<(), WireError> {
         self.message(GLOBAL, epoch, &[])?;
+        Ok(self.to.flush()?)
+    }
+
+    /// That what was sent outside has left, up to a frame.
+    pub fn gone(&mut self, seq: Seq) -> Result<(), WireError> {
+        self.message(GONE, Epoch(seq.0), &[])?;
         Ok(self.to.flush()?)
     }
 
@@ -365,6 +375,7 @@ impl<R: Read> Reader<R> {
             }
             CARD => postcard::from_bytes(&body).ok().map(|of| Message::Card(epoch, of)),
             GLOBAL => Some(Message::Globally(epoch)),
+            GONE => Some(Message::Gone(Seq(epoch.0))),
             PROGRESS => number(&body, 0).map(|committed| {
                 Message::Progress(Progress { complete: epoch, committed: Epoch(committed) })
             }),
@@ -468,7 +479,7 @@ fn aux(body: &[u8]) -> Option<AuxBlock> {
 mod tests {
     use firn_cluster::output::{Sent, To};
     use firn_cluster::switch::Mac;
-    use firn_cluster::{Generation, Seq, Vm};
+    use firn_cluster::{Generation, Vm};
     use proptest::prelude::*;
 
     use super::*;
@@ -543,12 +554,14 @@ mod tests {
         let of = OfEpoch { sent: vec![frame], received, ..OfEpoch::default() };
         writer.card(Epoch(4), &of).unwrap();
         writer.globally(Epoch(2)).unwrap();
+        writer.gone(Seq(1 << 40)).unwrap();
         writer.refusal("full").unwrap();
         let expected = [
             Message::Hello(Box::new(hello)),
             Message::Progress(progress),
             Message::Card(Epoch(4), of),
             Message::Globally(Epoch(2)),
+            Message::Gone(Seq(1 << 40)),
             Message::Refusal("full".into()),
         ];
         assert_eq!(read(&writer.to).0, expected);

@@ -17,7 +17,7 @@ use firn_cluster::cut::{Answer, Stamp};
 use firn_cluster::member::wire::Message;
 use firn_cluster::member::{Action, Kept, Member, Membership, OfEpoch, Times};
 use firn_cluster::output::Flow;
-use firn_cluster::{Epoch, Generation, RequestNumber};
+use firn_cluster::{Epoch, Generation, RequestNumber, Seq};
 
 use crate::gate::{Held, OVER_MAX};
 use crate::port::BYTES_MAX;
@@ -30,13 +30,18 @@ const WAITING_MAX: usize = 1 << 20;
 pub struct Joined {
     of: Membership,
     member: Member,
-    leaving: VecDeque<Arc<[u8]>>,
+    leaving: VecDeque<Leaving>,
     leaving_bytes: usize,
     is_stopping: bool,
     over: usize,
     left: u64,
     global: Epoch,
+    gone: Seq,
 }
+
+/// A frame that may leave, with its place on the way to the outside if it goes there and its backup knows of it.
+#[derive(Debug)]
+struct Leaving(Option<Seq>, Arc<[u8]>);
 
 impl Joined {
     /// A member that has no backup: nothing is held.
@@ -48,9 +53,10 @@ impl Joined {
     pub fn going_on(of: Membership, base: Epoch, kept: Kept) -> Self {
         let member = Member::new(&of, Times::default(), base, kept);
         let leaving = VecDeque::new();
-        let (leaving_bytes, is_stopping, over, left, global) = (0, false, 0, 0, Epoch(0));
+        let (leaving_bytes, is_stopping, over, left) = (0, false, 0, 0);
+        let (global, gone) = (Epoch(0), Seq(0));
         let mut joined =
-            Self { of, member, leaving, leaving_bytes, is_stopping, over, left, global };
+            Self { of, member, leaving, leaving_bytes, is_stopping, over, left, global, gone };
         joined.let_out();
         joined
     }
@@ -77,8 +83,12 @@ impl Joined {
 
     /// This leaves as it is: it was let out before the VM became a member.
     pub fn passes(&mut self, frame: Arc<[u8]>) {
-        self.leaving_bytes += frame.len();
-        self.leaving.push_back(frame);
+        self.leave(Leaving(None, frame));
+    }
+
+    fn leave(&mut self, leaving: Leaving) {
+        self.leaving_bytes += leaving.1.len();
+        self.leaving.push_back(leaving);
     }
 
     /// A frame has come for the VM, which does not stand still; what it is to be given.
@@ -118,6 +128,11 @@ impl Joined {
         self.global
     }
 
+    /// The newest frame to the outside that has left.
+    pub fn gone(&self) -> Seq {
+        self.gone
+    }
+
     /// A mark is asked for. None is set while nothing is held: what has left could be undone by going back to it.
     pub fn requested(&mut self, of: Generation, request: RequestNumber) -> Option<Answer> {
         let answer = self.member.requested(of, request)?;
@@ -135,9 +150,9 @@ impl Joined {
         self.member.is_open()
     }
 
-    /// Whether everything that was let out has arrived.
+    /// Whether others have what was let out when the gate was opened.
     pub fn is_settled(&self) -> bool {
-        self.leaving.is_empty() && self.member.is_settled()
+        self.member.is_settled()
     }
 
     /// Time has passed. Who can't send now asks nobody.
@@ -150,23 +165,29 @@ impl Joined {
 
     /// The next frame that is to leave.
     pub fn next(&self) -> Option<Arc<[u8]>> {
-        self.leaving.front().map(Arc::clone)
+        self.leaving.front().map(|Leaving(_, frame)| Arc::clone(frame))
     }
 
     /// The next frame has left.
     pub fn has_left(&mut self) {
-        let Some(frame) = self.leaving.pop_front() else { return };
+        self.left += u64::from(self.ends().is_some());
+    }
+
+    /// The next frame that is to leave has, or never will.
+    fn ends(&mut self) -> Option<()> {
+        let Leaving(seq, frame) = self.leaving.pop_front()?;
         self.leaving_bytes -= frame.len();
-        self.left += 1;
+        if let Some(seq) = seq {
+            self.gone = seq;
+            self.member.gone(seq);
+        }
+        Some(())
     }
 
     /// What is to leave can't. The newest of it waits: a member that goes on elsewhere has something to say before somebody is at its
     /// uplink. Of what was for other members nothing is lost in any case: it is sent again.
     pub fn lose(&mut self) {
-        while self.leaving_bytes > WAITING_MAX {
-            let Some(frame) = self.leaving.pop_front() else { return };
-            self.leaving_bytes -= frame.len();
-        }
+        while self.leaving_bytes > WAITING_MAX && self.ends().is_some() {}
     }
 
     /// The VM is about to be stopped, or is not any more.
@@ -199,6 +220,7 @@ impl Joined {
         for action in actions {
             match action {
                 Action::Send(frame) => self.passes(frame.into()),
+                Action::Out(seq, frame) => self.leave(Leaving(Some(seq), frame.into())),
                 Action::Deliver(frame) => given.push(frame),
                 Action::Answer(_) => {}
             }
@@ -218,6 +240,7 @@ fn unmarked(frame: &[u8]) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use firn_cluster::Vm;
+    use firn_cluster::output::To;
     use firn_cluster::switch::Mac;
 
     use super::*;
@@ -259,7 +282,7 @@ mod tests {
         assert_eq!(b.arrived(&left[0], NOW), [frame(0, 1, 7)]);
         assert_eq!(&left[1][..], frame(0, 2, 8));
         assert_eq!(a.requested(Generation(1), request(1)), None);
-        assert!(!a.is_settled());
+        assert_ne!(a.held(), Held::default());
         a.tick(NOW);
         for question in leaves(&mut a) {
             assert!(b.arrived(&question, NOW).is_empty());
@@ -267,7 +290,7 @@ mod tests {
         for answer in leaves(&mut b) {
             assert!(a.arrived(&answer, NOW).is_empty());
         }
-        assert!(a.is_settled() && a.held() == Held::default());
+        assert_eq!(a.held(), Held::default());
     }
 
     #[test]
@@ -292,6 +315,23 @@ mod tests {
         assert!(leaves(&mut a).is_empty());
         a.let_out();
         assert_eq!(leaves(&mut a), [frame(0, 2, 9).into()]);
+    }
+
+    #[test]
+    fn a_frame_has_gone_when_it_is_written() {
+        let mut a = joined(0);
+        a.cut();
+        (7..9).for_each(|byte| a.sent(&frame(0, 2, byte)));
+        a.cut();
+        a.globally(Epoch(2));
+        assert_eq!(
+            (a.gone(), a.cut().trimmed),
+            (Seq(0), Vec::new()),
+            "it waits, for a lease perhaps"
+        );
+        a.has_left();
+        assert_eq!((a.gone(), a.cut().trimmed), (Seq(1), vec![(To::Outside, Seq(1))]));
+        assert_eq!((leaves(&mut a).len(), a.gone(), a.held()), (1, Seq(2), Held::default()));
     }
 
     #[test]

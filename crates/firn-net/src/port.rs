@@ -24,7 +24,7 @@ use firn_cluster::cut::Answer;
 use firn_cluster::member::{Kept, Membership, OfEpoch};
 use firn_cluster::output::Flow;
 use firn_cluster::switch::FRAME_BYTES_MAX;
-use firn_cluster::{Epoch, Generation, RequestNumber};
+use firn_cluster::{Epoch, Generation, RequestNumber, Seq};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::gate::{Gate, Held};
@@ -242,6 +242,11 @@ impl Port {
         self.shared.output().way.joined().map_or(Epoch(0), Joined::global)
     }
 
+    /// The newest frame of a member to the outside that has left.
+    pub fn gone(&self) -> Seq {
+        self.shared.output().way.joined().map_or(Seq(0), Joined::gone)
+    }
+
     /// What it was told, if the VM is a member.
     pub fn membership(&self) -> Option<Membership> {
         self.shared.output().way.joined().map(|joined| joined.membership().clone())
@@ -252,7 +257,7 @@ impl Port {
         self.shared.output().way.joined().is_none_or(Joined::is_new)
     }
 
-    /// Whether others have everything that was let out, as far as a member knows.
+    /// Whether others have what was let out when a member's gate was opened, as far as it knows.
     pub fn is_settled(&self) -> bool {
         self.shared.output().way.joined().is_none_or(Joined::is_settled)
     }

@@ -18,9 +18,9 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use firn_cluster::Epoch;
 use firn_cluster::member::{Kept, Membership, OfEpoch};
 use firn_cluster::switch::Mac;
+use firn_cluster::{Epoch, Seq};
 use firn_memory::Process;
 use firn_net::lease::Lease;
 use firn_net::port::{self, Port};
@@ -267,6 +267,11 @@ impl Network {
     /// The newest epoch of a member that a global checkpoint has.
     pub(crate) fn global(&self) -> Epoch {
         self.ports().map(Port::global).max().unwrap_or_default()
+    }
+
+    /// The newest frame of a member to the outside that has left.
+    pub(crate) fn gone(&self) -> Seq {
+        self.ports().map(Port::gone).max().unwrap_or_default()
     }
 
     /// Nothing undoes anything any more.

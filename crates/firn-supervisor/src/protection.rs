@@ -4,8 +4,8 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use firn_cluster::Epoch;
 use firn_cluster::member::OfEpoch;
+use firn_cluster::{Epoch, Seq};
 use firn_epochs::guest::{Guest, GuestError, Witness};
 use firn_epochs::primary::{self, CutNumbers, Ending, Options, PrimaryError, Told, Watch};
 use firn_epochs::wire::{self, Hello};
@@ -107,6 +107,10 @@ impl Watch for Watching<'_> {
 
     fn globally(&self) -> Epoch {
         self.network.global()
+    }
+
+    fn gone(&self) -> Seq {
+        self.network.gone()
     }
 }
 

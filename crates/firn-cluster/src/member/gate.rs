@@ -45,8 +45,10 @@ impl From<Frame> for Vec<u8> {
 /// What is to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Give it to the switch.
+    /// Give it to the switch: it is for another member.
     Send(Vec<u8>),
+    /// Give it to the switch as it is, and say [`Member::gone`] when that is done: it is for the outside.
+    Out(Seq, Vec<u8>),
     /// Give it to the VM.
     Deliver(Vec<u8>),
     /// Tell the initiator, whose request has not come yet.
@@ -74,6 +76,8 @@ struct Other {
     mac: Mac,
     /// It has told that it has so many.
     has: Seq,
+    /// So many were let out when the gate was opened.
+    due: Seq,
     asked: Duration,
     /// The hole that it was told of, and when.
     complained: Option<(Seq, Duration)>,
@@ -104,7 +108,8 @@ impl Member {
         kept.roll_back(base);
         let &Membership { cluster, own, generation, layout, .. } = of;
         let own_mac = of.members.iter().find(|(vm, _)| *vm == own);
-        let other = |mac| Other { mac, has: Seq(0), asked: Duration::ZERO, complained: None };
+        let (has, due, asked, complained) = (Seq(0), Seq(0), Duration::ZERO, None);
+        let other = |mac| Other { mac, has, due, asked, complained };
         let others = of.members.iter().filter(|(vm, _)| *vm != own);
         Self {
             cluster,
@@ -142,8 +147,13 @@ impl Member {
 
     /// Nothing undoes anything any more: what is held leaves, and so does what comes.
     pub fn open(&mut self) -> Vec<Action> {
-        self.is_open = true;
-        self.let_out(self.running)
+        let actions = self.let_out(self.running);
+        if !std::mem::replace(&mut self.is_open, true) {
+            for (&vm, other) in &mut self.others {
+                other.due = self.outbox.released(To::Vm(vm));
+            }
+        }
+        actions
     }
 
     /// Whether frames leave as they are sent.
@@ -151,9 +161,10 @@ impl Member {
         self.is_open
     }
 
-    /// Whether the others have said that they have everything that was let out to them.
+    /// Whether the others have said that they have what was let out when the gate was opened: what was held, or was under way when this
+    /// VM went back. What is sent since then always is under way.
     pub fn is_settled(&self) -> bool {
-        self.others.iter().all(|(&vm, other)| other.has >= self.outbox.released(To::Vm(vm)))
+        self.others.values().all(|other| other.has >= other.due)
     }
 
     /// The epoch that runs.
@@ -189,10 +200,12 @@ impl Member {
 
     fn outside(&mut self, epoch: Epoch) -> Vec<Action> {
         let sent = self.outbox.globally(epoch);
-        if let Some(last) = sent.last() {
-            self.trim(To::Outside, last.seq);
-        }
-        sent.into_iter().map(|sent| Action::Send(sent.frame.into())).collect()
+        sent.into_iter().map(|sent| Action::Out(sent.seq, sent.frame.into())).collect()
+    }
+
+    /// Frames to the outside up to this one have left, and need not be kept any more.
+    pub fn gone(&mut self, seq: Seq) {
+        self.trim(To::Outside, seq);
     }
 
     fn let_out(&mut self, epoch: Epoch) -> Vec<Action> {

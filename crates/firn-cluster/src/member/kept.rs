@@ -43,10 +43,16 @@ impl Kept {
             self.outbox.push(epoch, to, frame, cost);
         }
         self.inbox.cut_with(epoch, of.received);
-        // What was trimmed had left, and what had left was committed: nothing goes back behind that.
+        // What was trimmed had left for good, and what had left was committed: nothing goes back behind that. It stays true though the
+        // epoch that says so is rolled back.
         for (to, seq) in of.trimmed {
             self.outbox.trim_to(to, seq);
         }
+    }
+
+    /// The primary says, without waiting for the end of its epoch, that what it sent outside up to this one has left.
+    pub fn gone(&mut self, seq: Seq) {
+        self.outbox.trim_to(To::Outside, seq);
     }
 
     /// A global checkpoint has the VM at that epoch: no failover goes back behind it.

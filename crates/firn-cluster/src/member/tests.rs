@@ -8,9 +8,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::cut::Answer;
-use crate::output::Flow;
+use crate::output::{Flow, To};
 use crate::switch::Mac;
-use crate::{Epoch, Generation, RequestNumber, Vm};
+use crate::{Epoch, Generation, RequestNumber, Seq, Vm};
 
 const VMS: u16 = 3;
 const BYTES_MAX: usize = 1 << 20;
@@ -46,6 +46,9 @@ struct Node {
     states: BTreeMap<Epoch, Guest>,
     complete: Epoch,
     committed: Epoch,
+    /// The newest that was let out to the outside, and the newest of which the backup knows that it has left.
+    out: Seq,
+    told: Seq,
 }
 
 struct World {
@@ -87,6 +90,8 @@ impl World {
                 states,
                 complete: Epoch(0),
                 committed: Epoch(0),
+                out: Seq(0),
+                told: Seq(0),
             }
         };
         Self {
@@ -138,7 +143,10 @@ impl World {
     fn cut(&mut self, vm: u16) {
         let node = self.node(vm);
         let epoch = node.complete.next();
-        node.kept.complete(epoch, node.member.cut());
+        let of = node.member.cut();
+        let gone = of.trimmed.iter().filter(|(to, _)| *to == To::Outside).map(|(_, seq)| *seq);
+        node.told = gone.max().unwrap_or_default().max(node.told);
+        node.kept.complete(epoch, of);
         node.states.insert(epoch, node.guest.clone());
         node.complete = epoch;
     }
@@ -155,8 +163,13 @@ impl World {
     fn act(&mut self, vm: u16, actions: Vec<Action>) {
         for action in actions {
             match action {
-                Action::Send(frame) if wire::is_wrapped(&frame) => self.wire.push(frame),
-                Action::Send(frame) => self.outside.push(read(&frame)),
+                Action::Send(frame) => self.wire.push(frame),
+                Action::Out(seq, frame) => {
+                    let node = self.node(vm);
+                    assert!(seq > node.told, "the backup knew that {seq:?} had left");
+                    node.out = seq;
+                    self.outside.push(read(&frame));
+                }
                 Action::Deliver(frame) => {
                     let (from, number) = read(&frame);
                     self.node(vm).guest.got.entry(from).or_default().push(number);
@@ -173,6 +186,16 @@ impl World {
         let (generation, request) = (self.generation, self.request);
         if let Some(answer) = self.node(vm).member.requested(generation, request) {
             self.answered(&answer);
+        }
+    }
+
+    /// What was let out to the outside has left. The backup hears of it at once, or with the next epoch.
+    fn gone(&mut self, vm: u16, at_once: bool) {
+        let node = self.node(vm);
+        node.member.gone(node.out);
+        if at_once {
+            node.kept.gone(node.out);
+            node.told = node.out.max(node.told);
         }
     }
 
@@ -224,6 +247,7 @@ impl World {
             node.member = begun(vm.0, generation, base, &node.kept);
             node.guest = node.states[&base].clone();
             node.complete = base;
+            node.out = Seq(0);
         }
         for (vm, base) in self.global.clone() {
             for actions in
@@ -250,6 +274,7 @@ impl World {
                 self.cut(vm);
                 self.commit(vm);
                 self.request(vm);
+                self.gone(vm, false);
             }
             self.tick();
             while !self.wire.is_empty() {
@@ -291,6 +316,7 @@ enum Step {
     Cut(u16),
     Commit(u16),
     Request(u16),
+    Gone(u16, bool),
     Arrive(usize),
     Lose(usize),
     Double(usize),
@@ -305,6 +331,7 @@ fn step() -> impl Strategy<Value = Step> {
         6 => (0..VMS).prop_map(Step::Cut),
         6 => (0..VMS).prop_map(Step::Commit),
         4 => (0..VMS).prop_map(Step::Request),
+        2 => (0..VMS, any::<bool>()).prop_map(|(vm, at_once)| Step::Gone(vm, at_once)),
         12 => any::<usize>().prop_map(Step::Arrive),
         1 => any::<usize>().prop_map(Step::Lose),
         1 => any::<usize>().prop_map(Step::Double),
@@ -322,6 +349,7 @@ fn play(mut world: World, steps: Vec<Step>) {
             Step::Cut(vm) => world.cut(vm),
             Step::Commit(vm) => world.commit(vm),
             Step::Request(vm) => world.request(vm),
+            Step::Gone(vm, at_once) => world.gone(vm, at_once),
             Step::Tick => world.tick(),
             Step::RollBack if world.is_opened && world.global[&Vm(0)] == Epoch(0) => {}
             Step::RollBack => {
@@ -464,4 +492,49 @@ fn a_hole_is_told_and_filled() {
         world.arrive(at);
     }
     assert_eq!(world.nodes[1].guest.got[&0], [1, 2, 3, 4]);
+}
+
+/// What the outside gets twice: what the backup has not heard to have left.
+#[test]
+fn only_what_was_not_told_to_have_left_comes_twice() {
+    for (is_gone, at_once, cuts, twice) in
+        [(false, false, 1, 2), (true, false, 0, 2), (true, false, 1, 0), (true, true, 0, 0)]
+    {
+        let mut world = World::new();
+        (0..2).for_each(|_| world.send(0, OUTSIDE));
+        for vm in 0..VMS {
+            (0..2).for_each(|_| world.cut(vm));
+            world.commit(vm);
+        }
+        (0..VMS).for_each(|vm| world.request(vm));
+        assert_eq!(world.outside.len(), 2);
+        if is_gone {
+            world.gone(0, at_once);
+        }
+        // One that is complete, and is undone.
+        (0..cuts).for_each(|_| world.cut(0));
+        world.roll_back();
+        assert_eq!(world.outside.len(), 2 + twice, "{is_gone} {at_once} {cuts}");
+    }
+}
+
+/// What is sent after the gate was opened is no part of what was held or under way.
+#[test]
+fn who_is_settled_may_be_sending() {
+    let mut world = World::new();
+    world.send(0, 1);
+    (0..2).for_each(|_| world.cut(0));
+    world.commit(0);
+    let actions = world.node(0).member.open();
+    world.act(0, actions);
+    assert!(!world.nodes[0].member.is_settled());
+    world.tick();
+    while !world.wire.is_empty() {
+        world.arrive(0);
+    }
+    world.send(0, 1);
+    assert!(world.nodes[0].member.is_settled());
+    let actions = world.node(0).member.open();
+    world.act(0, actions);
+    assert!(world.nodes[0].member.is_settled(), "it was open");
 }

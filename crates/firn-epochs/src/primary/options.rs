@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use firn_cluster::Epoch;
 use firn_cluster::epoch::{Limits, LimitsError, Progress};
 use firn_cluster::member::OfEpoch;
 use firn_cluster::predict::Counts;
+use firn_cluster::{Epoch, Seq};
 use serde::{Deserialize, Serialize};
 
 /// How a VM is protected.
@@ -108,6 +108,11 @@ pub trait Watch {
     /// The newest epoch of a member that a global checkpoint on record has.
     fn globally(&self) -> Epoch {
         Epoch(0)
+    }
+
+    /// The newest frame of a member to the outside that has left.
+    fn gone(&self) -> Seq {
+        Seq(0)
     }
 }
 

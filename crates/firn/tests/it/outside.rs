@@ -35,8 +35,10 @@ pub struct Heard {
     pub answers: u64,
     /// The highest number.
     pub newest: u64,
-    /// Numbers that were not higher than one heard before: what the guest had done was undone.
+    /// Questions and numbers of which the one was heard with another of the other before: what the guest had done was undone.
     pub undone: Vec<(u64, u64)>,
+    /// How many answers came once more, the same as before: frames may come twice.
+    pub repeated: u64,
     /// How long answers took, in milliseconds.
     pub delays_ms: Vec<f64>,
     /// How many frames came by each connection.
@@ -44,6 +46,9 @@ pub struct Heard {
     /// How often the guest's address was announced.
     pub announced: u64,
     asked: BTreeMap<u64, Instant>,
+    /// The question that each number answered, and the number of each question.
+    answered: BTreeMap<u64, u64>,
+    numbers: BTreeMap<u64, u64>,
 }
 
 /// The client; it asks until it is dropped.
@@ -169,8 +174,12 @@ impl Station {
         if let Some(asked) = heard.asked.remove(&question) {
             heard.delays_ms.push(asked.elapsed().as_secs_f64() * 1e3);
         }
-        if number <= heard.newest {
-            heard.undone.push((heard.newest, number));
+        let before = *heard.answered.entry(number).or_insert(question);
+        let numbered = heard.numbers.insert(question, number);
+        match numbered {
+            Some(same) if same == number => heard.repeated += 1,
+            None if before == question => {}
+            _ => heard.undone.push((question, number)),
         }
         heard.newest = heard.newest.max(number);
     }
