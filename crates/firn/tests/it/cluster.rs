@@ -215,7 +215,7 @@ fn a_cluster_that_is_released_runs_on() {
     let mut hosts = Hosts::start(None);
     let c = &hosts.c;
     c.firn(&["cluster", "protect", "shop"]).fails(2, "no cluster shop");
-    c.firn(&["cluster", "create", "shop", "--vm", "web@c"]).fails(2, "no host that none");
+    c.firn(&["cluster", "create", "shop", "--vm", "web@c"]).fails(2, "web runs on this host");
     c.firn(&["cluster", "create", "shop", "--vm", "nobody@a"]).fails(3, "nobody");
     hosts.protect();
     for _ in 0..2 {
