@@ -19,9 +19,11 @@
 
 pub mod agent;
 pub mod arena;
+pub mod bank;
 pub mod disk;
 pub mod heartbeat;
 pub mod ledger;
+pub mod lines;
 pub mod mem_report;
 pub mod net;
 pub mod npb;
@@ -29,6 +31,7 @@ pub mod pace;
 pub mod port;
 pub mod programs;
 pub mod protocol;
+pub mod ring;
 pub mod sha;
 pub mod stamp;
 pub mod threads;

@@ -10,7 +10,8 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use firn_guest::walkers::{random, synthetic, toucher};
 use firn_guest::{
-    agent, disk, heartbeat, ledger, mem_report, net, npb, programs, sha, transactions, writers,
+    agent, bank, disk, heartbeat, ledger, mem_report, net, npb, programs, ring, sha, transactions,
+    writers,
 };
 
 /// Programs for Firn's test guests.
@@ -24,6 +25,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Verb {
     Agent(agent::Agent),
+    Bank(bank::Bank),
     Writers(writers::Writers),
     Verify(writers::Verify),
     Synthetic(synthetic::Synthetic),
@@ -32,6 +34,7 @@ enum Verb {
     DiskDma(disk::DiskDma),
     NetDma(net::NetDma),
     Heartbeat(heartbeat::Heartbeat),
+    Ring(ring::Ring),
     Sha(sha::Sha),
     Ledger(ledger::Ledger),
     Npb(npb::Npb),
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
 fn run(verb: Verb) -> Result<bool> {
     match verb {
         Verb::Agent(args) => agent::run(&args).map(|()| true),
+        Verb::Bank(args) => bank::run(&args).map(|()| true),
         Verb::Writers(args) => writers::run(&args),
         Verb::Verify(args) => writers::verify(&args),
         Verb::Synthetic(args) => synthetic::run(&args),
@@ -63,6 +67,7 @@ fn run(verb: Verb) -> Result<bool> {
         Verb::DiskDma(args) => disk::run(&args),
         Verb::NetDma(args) => net::run(&args),
         Verb::Heartbeat(args) => heartbeat::run(&args).map(|()| true),
+        Verb::Ring(args) => ring::run(&args).map(|()| true),
         Verb::Sha(args) => sha::run(&args).map(|()| true),
         Verb::Ledger(args) => ledger::run(&args),
         Verb::Npb(args) => npb::run(&args),
