@@ -19,6 +19,7 @@
     reason = "those of raft and redb are, and only failures cost it"
 )]
 
+mod elections;
 mod foundings;
 mod machine;
 mod message;
