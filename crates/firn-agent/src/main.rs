@@ -24,6 +24,9 @@ mod hidden;
 /// The environment variable that says how much is logged, as for supervisors.
 const LOG: &str = "FIRN_LOG";
 
+/// How much, if that does not say it. Raft has ten lines a second to say of a server that is lost; what matters of it is told here.
+const LOG_DEFAULT: &str = "info,openraft=off";
+
 /// Watch other hosts, and carry the epochs of protected VMs to them and from them.
 ///
 /// One runs on each host, as the user whose VMs it is for. It is asked by `firn protect NAME --backup HOST` and
@@ -209,7 +212,7 @@ async fn reap(mut children: tokio::signal::unix::Signal) {
 }
 
 fn log() {
-    let filter = EnvFilter::try_from_env(LOG).unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = EnvFilter::try_from_env(LOG).unwrap_or_else(|_| EnvFilter::new(LOG_DEFAULT));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(false)
