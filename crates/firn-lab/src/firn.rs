@@ -53,6 +53,8 @@ pub enum FirnError {
 pub struct Firn {
     program: PathBuf,
     runtime: PathBuf,
+    /// The network namespace that it is run in, if not this program's.
+    namespace: Option<String>,
     /// The disk that the last restore was from.
     disk: Arc<Mutex<Option<DiskProfile>>>,
 }
@@ -110,7 +112,12 @@ impl Firn {
         let beside = || Some(std::env::current_exe().ok()?.parent()?.join("firn"));
         let program = std::env::var_os(VARIABLE).map(PathBuf::from).or_else(beside);
         let program = program.unwrap_or_else(|| "firn".into());
-        Self { program, runtime: runtime.to_owned(), disk: Arc::default() }
+        Self { program, runtime: runtime.to_owned(), namespace: None, disk: Arc::default() }
+    }
+
+    /// The same, run in a network namespace: its VMs are there.
+    pub fn within(runtime: &Path, namespace: &str) -> Self {
+        Self { namespace: Some(namespace.to_owned()), ..Self::new(runtime) }
     }
 
     /// The program.
@@ -224,6 +231,13 @@ impl Firn {
         self.runtime.join(name).join("restore.json")
     }
 
+    /// Any other command.
+    pub fn call(&self, verb: &str, words: &[&str]) -> Result<Said, FirnError> {
+        let mut command = self.command(verb);
+        command.args(words);
+        self.finish(verb, command)
+    }
+
     /// `firn image VERB`.
     pub fn image(&self, verb: &str, words: &[&OsStr]) -> Result<Said, FirnError> {
         let mut command = self.command("image");
@@ -244,7 +258,15 @@ impl Firn {
     }
 
     fn command(&self, verb: &str) -> Command {
-        self.prepared(Command::new(&self.program), verb)
+        let command = match &self.namespace {
+            None => Command::new(&self.program),
+            Some(namespace) => {
+                let mut command = Command::new("ip");
+                command.args(["netns", "exec", namespace]).arg(&self.program);
+                command
+            }
+        };
+        self.prepared(command, verb)
     }
 
     fn under(&self, throttle: &Throttle, verb: &str) -> Command {

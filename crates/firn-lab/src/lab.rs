@@ -5,6 +5,7 @@ use std::io;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -61,14 +62,17 @@ impl Extent {
 
 /// The place where experiments run. Everything in it goes when it is dropped, its VMs first; also when the program is
 /// interrupted.
-#[derive(Debug)]
 pub struct Lab {
     /// How much to do.
     pub extent: Extent,
     firn: Firn,
     dir: TempDir,
     since: Instant,
+    ends: Ends,
 }
+
+/// What else is to be done when the program is interrupted.
+type Ends = Arc<Mutex<Vec<Box<dyn Fn() + Send>>>>;
 
 impl Lab {
     /// Makes a directory for images and runtime files.
@@ -81,8 +85,14 @@ impl Lab {
         let runtime = dir.path().join("run");
         private_dir(&runtime)?;
         let firn = Firn::new(&runtime);
-        clean_up_when_interrupted(firn.clone(), dir.path().to_owned())?;
-        Ok(Self { extent, firn, dir, since: Instant::now() })
+        let ends = Ends::default();
+        clean_up_when_interrupted(firn.clone(), dir.path().to_owned(), Arc::clone(&ends))?;
+        Ok(Self { extent, firn, dir, since: Instant::now(), ends })
+    }
+
+    /// Has something done as well when the program is interrupted: what an experiment leaves beside the lab's directory and VMs.
+    pub fn when_interrupted(&self, end: impl Fn() + Send + 'static) {
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(end));
     }
 
     /// Where images go.
@@ -176,10 +186,11 @@ impl Drop for Lab {
 }
 
 /// A guest must not outlive the experiment it was for.
-fn clean_up_when_interrupted(firn: Firn, dir: PathBuf) -> io::Result<()> {
+fn clean_up_when_interrupted(firn: Firn, dir: PathBuf, ends: Ends) -> io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if let Some(signal) = signals.forever().next() {
+            ends.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|end| end());
             firn.stop_all();
             let _ = fs::remove_dir_all(&dir);
             std::process::exit(128 + signal);

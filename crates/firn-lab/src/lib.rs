@@ -15,6 +15,7 @@ pub mod peer;
 pub mod prober;
 pub mod recorder;
 pub mod report;
+pub mod site;
 pub mod stats;
 pub mod toucher;
 pub mod traffic;

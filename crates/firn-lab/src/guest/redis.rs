@@ -90,6 +90,11 @@ impl Redis {
         self.call(&[b"SET", key.as_bytes(), value])?.expect_simple("OK")
     }
 
+    /// Appends to the value of a key; tells how long it is then.
+    pub fn append(&mut self, key: &str, value: &[u8]) -> Result<u64, RedisError> {
+        self.call(&[b"APPEND", key.as_bytes(), value])?.number()
+    }
+
     /// The value of a key.
     pub fn get(&mut self, key: &str) -> Result<Option<Vec<u8>>, RedisError> {
         self.call(&[b"GET", key.as_bytes()])?.value()
@@ -97,10 +102,7 @@ impl Redis {
 
     /// How many keys there are.
     pub fn dbsize(&mut self) -> Result<u64, RedisError> {
-        match self.call(&[b"DBSIZE"])? {
-            Reply::Number(keys) => Ok(keys.unsigned_abs()),
-            other => Err(other.confused()),
-        }
+        self.call(&[b"DBSIZE"])?.number()
     }
 
     /// Forgets all keys.
@@ -162,6 +164,13 @@ impl Reply {
             Ok(())
         } else {
             Err(self.confused())
+        }
+    }
+
+    fn number(self) -> Result<u64, RedisError> {
+        match self {
+            Self::Number(number) => Ok(number.unsigned_abs()),
+            other => Err(other.confused()),
         }
     }
 

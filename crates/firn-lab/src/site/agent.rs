@@ -1,0 +1,66 @@
+//! An agent at a host.
+
+use std::fs::File;
+use std::io::{BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::config::FILE;
+use crate::firn::Firn;
+
+/// An agent; it ends with this value.
+#[derive(Debug)]
+pub(super) struct Agent(Child);
+
+/// What an agent says while it runs.
+pub(super) fn log(dir: &Path) -> PathBuf {
+    dir.join("agent.log")
+}
+
+impl Agent {
+    /// Starts one, with a store where it needs one, and waits until it listens.
+    pub(super) fn start(dir: &Path, namespace: &str) -> Result<Self> {
+        let program = Firn::new(dir).program().with_file_name("firn-agent");
+        let config = dir.join(FILE);
+        found(&program, &config)?;
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace]).arg(&program).arg("run").arg(&config);
+        command.env("FIRN_RUNTIME_DIR", dir.join("run")).env_remove("FIRN_FAULT");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(log(dir))?);
+        let mut child = command.spawn().with_context(|| format!("{}", program.display()))?;
+        let mut line = String::new();
+        if let Some(said) = child.stdout.take() {
+            BufReader::new(said).read_line(&mut line)?;
+        }
+        ensure!(line.contains("listens at"), "it ended: {}", last_words(dir));
+        Ok(Self(child))
+    }
+}
+
+/// Makes what a server of the embedded kind must not forget, once.
+fn found(program: &Path, config: &Path) -> Result<()> {
+    if !std::fs::read_to_string(config)?.contains("state-dir")
+        || config.with_file_name("state").exists()
+    {
+        return Ok(());
+    }
+    let done = Command::new(program).arg("found").arg(config).output()?;
+    let said = String::from_utf8_lossy(&done.stderr);
+    ensure!(done.status.success(), "firn-agent found: {}", said.trim());
+    Ok(())
+}
+
+fn last_words(dir: &Path) -> String {
+    let log = std::fs::read_to_string(log(dir)).unwrap_or_default();
+    log.lines().last().unwrap_or("it said nothing").to_owned()
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        // It may have been killed with its host.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}

@@ -1,0 +1,57 @@
+//! etcd's servers, one at each of three hosts: a host that is lost takes one with it.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context as _, Result};
+
+use super::Plan;
+use super::network::host_address;
+
+/// How many.
+pub(super) const SERVERS: usize = 3;
+
+/// Where they listen: for those who ask, and for each other.
+const CLIENTS: u16 = 2379;
+const PEERS: u16 = 2380;
+
+/// One server; it ends with this value.
+#[derive(Debug)]
+pub(super) struct Etcd(Child);
+
+/// For those who ask.
+pub(super) fn endpoints() -> Vec<String> {
+    (0..SERVERS).map(|host| url(host, CLIENTS)).collect()
+}
+
+fn url(host: usize, port: u16) -> String {
+    format!("http://{}:{port}", host_address(host))
+}
+
+impl Etcd {
+    /// Starts one. They need a majority of each other before they answer anybody.
+    pub(super) fn start(dir: &Path, namespace: &str, host: usize, plan: &Plan<'_>) -> Result<Self> {
+        let [clients, peers] = [CLIENTS, PEERS].map(|port| url(host, port));
+        let servers = plan.hosts.iter().enumerate().take(SERVERS);
+        let all: Vec<String> =
+            servers.map(|(host, name)| format!("{name}={}", url(host, PEERS))).collect();
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace, "etcd", "--name", plan.hosts[host]]);
+        command.args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients]);
+        command.args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers]);
+        command.args(["--initial-cluster", &all.join(","), "--initial-cluster-state", "new"]);
+        command.arg("--data-dir").arg(dir.join("etcd"));
+        let log = File::create(dir.join("etcd.log"))?;
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        Ok(Self(command.spawn().context("starting etcd")?))
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        // It may have been killed with its host.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
