@@ -19,7 +19,6 @@
     reason = "those of raft and redb are, and only failures cost it"
 )]
 
-mod elections;
 mod foundings;
 mod machine;
 mod message;

@@ -1,19 +1,16 @@
 //! Raft while it runs: one run, from the opening of the store to its failure.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use openraft::error::{CheckIsLeaderError, ClientWriteError, ForwardToLeader, RaftError};
 use openraft::{BasicNode, Config, Raft, SnapshotPolicy};
 use sha2::{Digest as _, Sha256};
-use tokio::task::JoinSet;
 
-use super::elections;
 use super::foundings::Foundings;
 use super::machine::Machine;
-use super::message::{self, Letter, Reply, Rpc, Told};
+use super::message::Told;
 use super::network::Network;
 use super::state::{Done, Op, State};
 use super::store::{Founded, Store};
@@ -28,9 +25,6 @@ const KEPT_MAX: u64 = 200;
 const ENTRIES_MAX: u64 = 3;
 const PIECE_BYTES: u64 = 32 << 10;
 
-/// How long it is waited for a leader before an election: a time in between, in milliseconds.
-pub const ELECTION_MS: Range<u64> = 1000..2000;
-
 /// One run. Clones are the same one.
 #[derive(Clone)]
 pub struct Running {
@@ -39,7 +33,6 @@ pub struct Running {
     pub servers: BTreeMap<u64, String>,
     pub foundings: Foundings,
     me: u64,
-    _elections: Arc<JoinSet<()>>,
 }
 
 /// Who leads, and in which term.
@@ -77,22 +70,6 @@ impl Running {
         }
     }
 
-    /// Answers what the server of that name says.
-    pub async fn told(&self, from: &str, letter: Letter) -> Result<Vec<u8>, Trouble> {
-        let Self { raft, servers, foundings, .. } = self;
-        if !servers.contains_key(&number(from)) {
-            return Err(Trouble::Refused("it is none of the servers".to_owned()));
-        }
-        // Without an answer: who is refused is not to take this one for a server of its own.
-        foundings.meet((number(from), from), letter.from, letter.to).await?;
-        let answer = match letter.rpc {
-            Rpc::Append(rpc) => message::encode(&raft.append_entries(rpc).await),
-            Rpc::Vote(rpc) => message::encode(&raft.vote(rpc).await),
-            Rpc::Snapshot(rpc) => message::encode(&raft.install_snapshot(rpc).await),
-        };
-        message::encode(&Reply { from: foundings.own(), answer: answer? })
-    }
-
     pub fn has_failed(&self) -> Option<String> {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow();
@@ -104,13 +81,8 @@ fn elsewhere(to: ForwardToLeader<u64, BasicNode>) -> Told {
     Told::Elsewhere(to.leader_node.map(|node| node.addr))
 }
 
-/// Begins with what is in the store. `times_ms`: when raft's own timer takes a leader for lost.
-pub async fn run(
-    directory: &Path,
-    me: &str,
-    wire: &Arc<dyn Wire>,
-    times_ms: Range<u64>,
-) -> Result<Running, Trouble> {
+/// Begins with what is in the store.
+pub async fn run(directory: &Path, me: &str, wire: &Arc<dyn Wire>) -> Result<Running, Trouble> {
     let (store, Founded { founding, servers }) = Store::open(directory, number(me))?;
     let failed = |error: &dyn std::fmt::Display| {
         Trouble::Unreachable(format!("raft does not begin: {error}"))
@@ -125,8 +97,7 @@ pub async fn run(
     let machine = Machine::open(store.clone()).map_err(|error| failed(&error))?;
     let foundings = Foundings::open(store.clone(), founding).map_err(|error| failed(&error))?;
     let network = Network { wire: Arc::clone(wire), foundings: foundings.clone() };
-    let raft =
-        Raft::new(number(me), Arc::new(config(times_ms)?), network, store, machine.clone()).await;
+    let raft = Raft::new(number(me), Arc::new(config()?), network, store, machine.clone()).await;
     let raft = raft.map_err(|error| failed(&error))?;
     if !raft.is_initialized().await.map_err(|error| failed(&error))? {
         let nodes = servers.iter().map(|(id, name)| (*id, BasicNode::new(name)));
@@ -136,18 +107,15 @@ pub async fn run(
             tracing::debug!("membership has begun already: {error}");
         }
     }
-    let mut held = JoinSet::new();
-    held.spawn(elections::hold(raft.clone(), ELECTION_MS));
-    let _elections = Arc::new(held);
-    Ok(Running { raft, machine, servers, foundings, me: number(me), _elections })
+    Ok(Running { raft, machine, servers, foundings, me: number(me) })
 }
 
-fn config(times_ms: Range<u64>) -> Result<Config, Trouble> {
+fn config() -> Result<Config, Trouble> {
     let config = Config {
         cluster_name: "firn".to_owned(),
         heartbeat_interval: 250,
-        election_timeout_min: times_ms.start,
-        election_timeout_max: times_ms.end,
+        election_timeout_min: 1000,
+        election_timeout_max: 2000,
         install_snapshot_timeout: 1000,
         max_payload_entries: ENTRIES_MAX,
         snapshot_policy: SnapshotPolicy::LogsSinceLast(SNAPSHOT_EVERY),

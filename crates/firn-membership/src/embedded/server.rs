@@ -10,9 +10,9 @@ use firn_cluster::failover::Terms;
 use tokio::time::{sleep, timeout};
 
 use super::Wire;
-use super::message::{self, Ask, Message, Told};
+use super::message::{self, Ask, Letter, Message, Reply, Rpc, Told};
 use super::offices::Offices;
-use super::running::{ELECTION_MS, Running, number, run};
+use super::running::{Running, number, run};
 use super::state::{Done, Op, State};
 use super::store::Store;
 use crate::{Cluster, Known, Leased, Trouble, View, now};
@@ -67,7 +67,7 @@ impl Server {
         terms: Terms,
         wire: Arc<dyn Wire>,
     ) -> Result<Arc<Self>, Trouble> {
-        let running = run(directory, me, &wire, ELECTION_MS).await?;
+        let running = run(directory, me, &wire).await?;
         let server = Arc::new(Self {
             me: me.to_owned(),
             directory: directory.to_owned(),
@@ -91,14 +91,27 @@ impl Server {
     pub async fn answer(&self, from: Option<&str>, bytes: &[u8]) -> Vec<u8> {
         let answered = match message::decode(bytes) {
             Ok(Message::Ask(ask)) => message::encode(&self.asked(from, ask).await),
-            Ok(Message::Raft(letter)) => match self.running() {
-                Ok(running) => running.told(from.unwrap_or(&self.me), letter).await,
-                Err(trouble) => Err(trouble),
-            },
+            Ok(Message::Raft(letter)) => self.told_by_raft(from, letter).await,
             Err(trouble) => message::encode(&Told::Trouble(trouble)),
         };
         // Nobody can read an empty answer: that is trouble at the other end.
         answered.unwrap_or_default()
+    }
+
+    async fn told_by_raft(&self, from: Option<&str>, letter: Letter) -> Result<Vec<u8>, Trouble> {
+        let Running { raft, servers, foundings, .. } = self.running()?;
+        let name = from.unwrap_or(&self.me);
+        if !servers.contains_key(&number(name)) {
+            return Err(Trouble::Refused("it is none of the servers".to_owned()));
+        }
+        // Without an answer: who is refused is not to take this one for a server of its own.
+        foundings.meet((number(name), name), letter.from, letter.to).await?;
+        let answer = match letter.rpc {
+            Rpc::Append(rpc) => message::encode(&raft.append_entries(rpc).await),
+            Rpc::Vote(rpc) => message::encode(&raft.vote(rpc).await),
+            Rpc::Snapshot(rpc) => message::encode(&raft.install_snapshot(rpc).await),
+        };
+        message::encode(&Reply { from: foundings.own(), answer: answer? })
     }
 
     async fn asked(&self, from: Option<&str>, ask: Ask) -> Told {
@@ -240,7 +253,7 @@ async fn keep_running(server: std::sync::Weak<Server>) {
             Err(trouble) => trouble.to_string(),
         };
         sleep(AGAIN_AFTER).await;
-        match run(&server.directory, &server.me, &server.wire, ELECTION_MS).await {
+        match run(&server.directory, &server.me, &server.wire).await {
             Ok(running) => {
                 tracing::info!("this host is a server of the cluster again");
                 server.set_running(Ok(running));
