@@ -1,12 +1,12 @@
 # The disk of the full guest: PostgreSQL with a pgbench database, nginx with generated pages, a JVM, compilers with
-# something to compile, a player with something to play, Open MPI, sysbench and stress-ng.
+# something to compile, a player with something to play, Open MPI, sysbench and stress-ng, Perl, bzip2 and Xalan.
 #
 # mmdebstrap installs the packages as root, or as an ordinary user through user namespaces (package uidmap). The disk
 # is filled by mke2fs from the directory: nothing is mounted as a loop. It is not the same bytes every time (keys,
 # database cluster), so it is made once and cached by what it is made of.
 
 full_packages="busybox-static postgresql nginx-light redis-server openjdk-17-jdk-headless gcc make libc6-dev
-    openmpi-bin libopenmpi-dev openssh-client procps mpv ffmpeg sysbench stress-ng"
+    openmpi-bin libopenmpi-dev openssh-client procps mpv ffmpeg sysbench stress-ng perl bzip2 xalan"
 full_source=zlib
 full_disk_bytes=6G
 
