@@ -1,6 +1,7 @@
 //! `firn-guest npb`: EP or IS of the NAS Parallel Benchmarks, alone or among several guests (see `firn_npb`).
 //!
 //! ```text
+//!   {"begun":true,"rank":0}
 //!   {"done":true,"program":"is","class":"S","rank":0,"size":2,"seconds":0.41,"right":true}
 //! ```
 
@@ -62,6 +63,7 @@ pub fn run(args: &Npb) -> Result<bool> {
         _ => Some(Peers::meet(args.rank, &args.peers)?),
     };
     // They are all there: starting them is no part of it.
+    println!("{}", json!({ "begun": true, "rank": args.rank }));
     let since = Instant::now();
     let right = match &mut peers {
         None => args.program.run(args.class, &mut Alone)?,

@@ -54,8 +54,7 @@ pub fn run(class: Class, talk: &mut impl Talk) -> std::result::Result<Result, Pe
         numbers.fill_with(|| random.next());
         tally(&numbers, &mut sums, &mut counts);
     }
-    talk.sum_floats(&mut sums)?;
-    talk.sum(&mut counts)?;
+    talk.sum_both(&mut sums, &mut counts)?;
     let is_near =
         |(sum, specified): (&f64, f64)| ((sum - specified) / specified).abs() <= TOLERANCE;
     let is_right = sums.iter().zip(class.sums()).all(is_near);

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   rank r listens at its own address, connects to all lower ranks, and says its rank (4 bytes)
-//!   a message: count (4 bytes), then so many words of 8 bytes; little-endian
+//!   a message: length (4 bytes), then so many bytes: words of 8 in sums, of 4 in parcels; little-endian
 //! ```
 //!
 //! Sums are made at rank 0 and told to all, always in the order of ranks: floats give the same result each time. Exchanges go round:
@@ -60,11 +60,11 @@ pub trait Talk {
     /// # Errors
     /// If one is gone.
     fn sum(&mut self, numbers: &mut [u64]) -> Result<(), PeersError>;
-    /// The same with floats.
+    /// The same with floats as well, in the same messages.
     ///
     /// # Errors
     /// If one is gone.
-    fn sum_floats(&mut self, numbers: &mut [f64]) -> Result<(), PeersError>;
+    fn sum_both(&mut self, floats: &mut [f64], numbers: &mut [u64]) -> Result<(), PeersError>;
     /// Sends a parcel to each, and gives those that came, by rank.
     ///
     /// # Errors
@@ -89,7 +89,7 @@ impl Talk for Alone {
         Ok(())
     }
 
-    fn sum_floats(&mut self, _: &mut [f64]) -> Result<(), PeersError> {
+    fn sum_both(&mut self, _: &mut [f64], _: &mut [u64]) -> Result<(), PeersError> {
         Ok(())
     }
 
@@ -136,20 +136,34 @@ impl Peers {
         self.lines.get(rank).and_then(Option::as_ref).ok_or_else(none)
     }
 
-    fn send(&self, to: usize, words: &[u64]) -> Result<(), PeersError> {
-        let mut bytes = (words.len() as u32).to_le_bytes().to_vec();
-        bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
-        self.line(to)?.write_all(&bytes).map_err(gone(to))
+    fn send(&self, to: usize, words: impl Iterator<Item: AsRef<[u8]>>) -> Result<(), PeersError> {
+        let mut message = vec![0; 4];
+        words.for_each(|word| message.extend_from_slice(word.as_ref()));
+        let length = (message.len() - 4) as u32;
+        message[..4].copy_from_slice(&length.to_le_bytes());
+        self.line(to)?.write_all(&message).map_err(gone(to))
     }
 
-    fn receive(&self, from: usize) -> Result<Vec<u64>, PeersError> {
+    fn receive<T, const BYTES: usize>(
+        &self,
+        from: usize,
+        word: fn([u8; BYTES]) -> T,
+    ) -> Result<Vec<T>, PeersError> {
         let mut line = self.line(from)?;
-        let mut count = [0; 4];
-        line.read_exact(&mut count).map_err(gone(from))?;
-        let mut bytes = vec![0; u32::from_le_bytes(count) as usize * 8];
+        let mut length = [0; 4];
+        line.read_exact(&mut length).map_err(gone(from))?;
+        let mut bytes = vec![0; u32::from_le_bytes(length) as usize];
         line.read_exact(&mut bytes).map_err(gone(from))?;
-        let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
-        Ok(bytes.chunks_exact(8).map(word).collect())
+        let words = bytes.chunks_exact(BYTES).filter_map(|bytes| bytes.try_into().ok());
+        Ok(words.map(word).collect())
+    }
+
+    fn send_numbers(&self, to: usize, numbers: &[u64]) -> Result<(), PeersError> {
+        self.send(to, numbers.iter().map(|number| number.to_le_bytes()))
+    }
+
+    fn receive_numbers(&self, from: usize) -> Result<Vec<u64>, PeersError> {
+        self.receive(from, u64::from_le_bytes)
     }
 
     /// Puts together what all have, at rank 0, and tells all.
@@ -159,14 +173,14 @@ impl Peers {
         mut add: impl FnMut(&mut [u64], &[u64]),
     ) -> Result<Vec<u64>, PeersError> {
         if self.rank > 0 {
-            self.send(0, &own)?;
-            return self.receive(0);
+            self.send_numbers(0, &own)?;
+            return self.receive_numbers(0);
         }
         let mut all = own;
         for rank in 1..self.size() {
-            add(&mut all, &self.receive(rank)?);
+            add(&mut all, &self.receive_numbers(rank)?);
         }
-        (1..self.size()).try_for_each(|rank| self.send(rank, &all))?;
+        (1..self.size()).try_for_each(|rank| self.send_numbers(rank, &all))?;
         Ok(all)
     }
 }
@@ -207,22 +221,23 @@ impl Talk for Peers {
     }
 
     fn sum(&mut self, numbers: &mut [u64]) -> Result<(), PeersError> {
-        let add = |all: &mut [u64], other: &[u64]| {
-            all.iter_mut().zip(other).for_each(|(all, other)| *all = all.wrapping_add(*other));
-        };
-        let all = self.reduce(numbers.to_vec(), add)?;
-        numbers.iter_mut().zip(all).for_each(|(number, all)| *number = all);
-        Ok(())
+        self.sum_both(&mut [], numbers)
     }
 
-    fn sum_floats(&mut self, numbers: &mut [f64]) -> Result<(), PeersError> {
+    fn sum_both(&mut self, floats: &mut [f64], numbers: &mut [u64]) -> Result<(), PeersError> {
+        let own = floats.iter().map(|float| float.to_bits()).chain(numbers.iter().copied());
+        let split = floats.len();
         let add = |all: &mut [u64], other: &[u64]| {
-            let sum =
-                |one: u64, other: u64| (f64::from_bits(one) + f64::from_bits(other)).to_bits();
-            all.iter_mut().zip(other).for_each(|(all, other)| *all = sum(*all, *other));
+            for (place, (all, other)) in all.iter_mut().zip(other).enumerate() {
+                *all = match place < split {
+                    true => (f64::from_bits(*all) + f64::from_bits(*other)).to_bits(),
+                    false => all.wrapping_add(*other),
+                };
+            }
         };
-        let all = self.reduce(numbers.iter().map(|number| number.to_bits()).collect(), add)?;
-        numbers.iter_mut().zip(all).for_each(|(number, all)| *number = f64::from_bits(all));
+        let all = self.reduce(own.collect(), add)?;
+        floats.iter_mut().zip(&all).for_each(|(float, all)| *float = f64::from_bits(*all));
+        numbers.iter_mut().zip(all.iter().skip(split)).for_each(|(number, all)| *number = *all);
         Ok(())
     }
 
@@ -232,15 +247,15 @@ impl Talk for Peers {
         come[rank] = std::mem::take(&mut parcels[rank]);
         for step in 1..size {
             let (to, from) = ((rank + step) % size, (rank + size - step) % size);
-            let parcel: Vec<u64> = parcels[to].iter().map(|&word| u64::from(word)).collect();
-            let this = &*self;
+            let (this, parcel) = (&*self, &parcels[to]);
             let (sent, received) = thread::scope(|scope| {
-                let sent = scope.spawn(move || this.send(to, &parcel));
-                let received = this.receive(from);
+                let words = parcel.iter().map(|word| word.to_le_bytes());
+                let sent = scope.spawn(move || this.send(to, words));
+                let received = this.receive(from, u32::from_le_bytes);
                 (sent.join(), received)
             });
             sent.unwrap_or_else(|_| Err(gone(to)(io::ErrorKind::Other.into())))?;
-            come[from] = received?.into_iter().map(|word| word as u32).collect();
+            come[from] = received?;
         }
         Ok(come)
     }
@@ -270,9 +285,10 @@ pub(crate) mod tests {
         let came = among(4, |mut peers| {
             let rank = peers.rank() as u64;
             let (mut numbers, mut floats) = ([rank, 10], [0.5 * rank as f64]);
-            peers.sum(&mut numbers).unwrap();
-            peers.sum_floats(&mut floats).unwrap();
+            peers.sum_both(&mut floats, &mut numbers).unwrap();
             assert_eq!((numbers, floats), ([6, 40], [3.0]));
+            peers.sum(&mut numbers).unwrap();
+            assert_eq!(numbers, [24, 160]);
             let parcels = (0..4).map(|to| vec![rank as u32 * 10 + to; 100_000]).collect();
             peers.exchange(parcels).unwrap()
         });
