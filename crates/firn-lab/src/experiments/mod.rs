@@ -11,6 +11,7 @@ mod cow_compile;
 mod cow_downtime;
 mod cow_spaces;
 mod cow_writers;
+mod epochs;
 mod exactness;
 mod fault_latency;
 mod halite_compression;
@@ -24,6 +25,7 @@ mod pauses;
 mod peers_restore;
 mod peers_ttr;
 mod synthetic;
+mod vpc_size;
 mod vpc_solo;
 mod workload;
 mod ws;
@@ -129,6 +131,11 @@ pub const ALL: &[Experiment] = &[
         name: "peers-ttr",
         about: "time to responsiveness seen by a client: Firn's modes and QEMU itself, on four disks",
         run: peers_ttr::run,
+    },
+    Experiment {
+        name: "vpc-size",
+        about: "Table II of VPC: pages of an epoch by program and interval, with and without prediction",
+        run: vpc_size::run,
     },
     Experiment {
         name: "vpc-solo",

@@ -30,31 +30,25 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
-use firn_epochs::backup::{RamFiles, Receiver};
-use firn_epochs::disks::Disks;
 use firn_epochs::endpoint::Stream;
 use firn_epochs::guest::{Guest as Followed, Pause};
-use firn_epochs::primary::{CutNumbers, Ending, Options, Told, protect};
-use firn_epochs::standby::Standby;
-use firn_epochs::wire::{Hello, VERSION, Writer};
-use firn_memory::Process;
+use firn_epochs::primary::{CutNumbers, Options};
+use firn_epochs::wire::Writer;
 use firn_report::plot::BarPlot;
 use firn_types::{PAGE_SIZE, Page};
-use firn_vmm::Vm;
 use serde_json::{Value, json};
 
+use crate::experiments::epochs::{epochs, follow, hello, with_backup};
 use crate::experiments::pauses::percentiles;
 use crate::guest::{Control, GuestImage, HostForward, QemuArgs, accel, free_tcp_port};
 use crate::lab::{Lab, interleaved};
 use crate::prober::GuestClock;
-use crate::recorder::open_memory;
 use crate::report::Report;
 use crate::stats::Sample;
 use crate::web::{WebLoad, first_page};
@@ -220,31 +214,14 @@ impl<'a> Guest<'a> {
     }
 
     fn follow(&self) -> Result<Followed> {
-        let mut vm = Vm::connect(&self.monitor)?;
-        let layout = vm.layout()?;
-        let process = Arc::new(Process::open(self.pid)?);
-        let memory = open_memory(&process, &layout)?;
-        Ok(Followed::attach(vm, process, memory, layout.aux, Disks::default(), Box::new(()))?)
+        follow(&self.monitor, self.pid)
     }
 
     /// Firn's own.
     fn epochs(&self, predicts: bool, cuts: usize) -> Result<Vec<CutNumbers>> {
-        let guest = self.follow()?;
-        let hello = hello(&guest);
-        let ending = Ending::default();
-        let numbers = Mutex::new(Vec::new());
-        let told = |told: Told| {
-            let mut numbers = numbers.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Told::Cut(cut) = told {
-                numbers.push(cut);
-            }
-            if numbers.len() > cuts {
-                ending.leave();
-            }
-        };
         let options = Options { interval: INTERVAL, predicts, ..Options::default() };
-        with_backup(|stream| Ok(protect(guest, stream, &hello, options, &ending, &told)?))?;
-        Ok(numbers.into_inner().unwrap_or_else(PoisonError::into_inner))
+        let epochs = epochs(self.follow()?, options, cuts)?;
+        Ok(epochs.into_iter().map(|epoch| epoch.cut).collect())
     }
 
     fn remus(&self, cuts: usize) -> Result<Vec<CutNumbers>> {
@@ -323,7 +300,7 @@ fn args(workload: Workload) -> Result<(QemuArgs, Option<SocketAddr>)> {
     let args = QemuArgs::new(&image, accel)
         .memory_mib(WEB_MIB)
         .append("firn.services=nginx")
-        .root_in_memory(&image)
+        .cached_root_in_memory(&image)
         .network(&[HostForward::tcp(port, HTTP)]);
     Ok((args, Some((Ipv4Addr::LOCALHOST, port).into())))
 }
@@ -331,31 +308,6 @@ fn args(workload: Workload) -> Result<(QemuArgs, Option<SocketAddr>)> {
 fn serve(address: SocketAddr, seed: u64) -> Result<WebLoad> {
     first_page(address, 0, AGAIN, BOOT).context("no page")?;
     Ok(WebLoad::start(address, CLIENTS, seed, PATIENCE))
-}
-
-fn hello(guest: &Followed) -> Hello {
-    let regions = guest.memory().map().clone();
-    Hello { version: VERSION, regions, disks: Vec::new(), member: None, meta: Value::Null }
-}
-
-/// Has a backup receive while `primary` sends.
-fn with_backup<T>(primary: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
-    let (ours, theirs) = Stream::pair()?;
-    thread::scope(|scope| {
-        let backup = scope.spawn(|| -> Result<Epoch> {
-            let (mut receiver, hello) = Receiver::meet(&theirs)?;
-            let ram = RamFiles::create(&hello.regions)?;
-            let mut standby = Standby::new(hello.regions, ram);
-            receiver.receive(&mut standby, &mut |_| (), &mut || true);
-            Ok(standby.progress().committed)
-        });
-        let done = primary(&ours);
-        ours.close();
-        let committed = backup.join().map_err(|_| anyhow::anyhow!("the backup panicked"))?;
-        let done = done?;
-        ensure!(committed? > Epoch(0), "the backup has committed nothing");
-        Ok(done)
-    })
 }
 
 /// What one of two buffers holds.

@@ -1,0 +1,114 @@
+//! Epochs of a guest by the library, with a backup in this process: what `vpc-solo` and `vpc-size` have in common.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use anyhow::{Context as _, Result, ensure};
+use firn_cluster::Epoch;
+use firn_epochs::backup::{RamFiles, Receiver};
+use firn_epochs::disks::Disks;
+use firn_epochs::endpoint::Stream;
+use firn_epochs::guest::Guest;
+use firn_epochs::primary::{CutNumbers, Ending, Options, Told, protect};
+use firn_epochs::standby::Standby;
+use firn_epochs::wire::{Hello, VERSION};
+use firn_memory::Process;
+use firn_vmm::Vm;
+use serde_json::Value;
+
+use crate::recorder::open_memory;
+
+/// An epoch, in numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Numbers {
+    /// What its cut was like.
+    pub cut: CutNumbers,
+    /// Pages that were sent: those that hold what they did before are not. None if it was not sent by the end.
+    pub sent: Option<u64>,
+}
+
+/// Takes hold of the guest of a hypervisor.
+pub fn follow(monitor: &Path, pid: i32) -> Result<Guest> {
+    let mut vm = Vm::connect(monitor)?;
+    let layout = vm.layout()?;
+    let process = Arc::new(Process::open(pid)?);
+    let memory = open_memory(&process, &layout)?;
+    Ok(Guest::attach(vm, process, memory, layout.aux, Disks::default(), Box::new(()))?)
+}
+
+/// What a backup is told first.
+pub fn hello(guest: &Guest) -> Hello {
+    let regions = guest.memory().map().clone();
+    Hello { version: VERSION, regions, disks: Vec::new(), member: None, meta: Value::Null }
+}
+
+/// Has a backup receive while `primary` sends.
+pub fn with_backup<T>(primary: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
+    let (ours, theirs) = Stream::pair()?;
+    thread::scope(|scope| {
+        let backup = scope.spawn(|| -> Result<Epoch> {
+            let (mut receiver, hello) = Receiver::meet(&theirs)?;
+            let ram = RamFiles::create(&hello.regions)?;
+            let mut standby = Standby::new(hello.regions, ram);
+            receiver.receive(&mut standby, &mut |_| (), &mut || true);
+            Ok(standby.progress().committed)
+        });
+        let done = primary(&ours);
+        ours.close();
+        let committed = backup.join().map_err(|_| anyhow::anyhow!("the backup panicked"))?;
+        let done = done?;
+        ensure!(committed? > Epoch(0), "the backup has committed nothing");
+        Ok(done)
+    })
+}
+
+/// Protects a guest until it was cut so often, and once more: the first cut is about the seed. Lets go of it.
+///
+/// # Errors
+/// Also where pages are to be predicted, and the guest has a disk with which they are not.
+pub fn epochs(mut guest: Guest, options: Options, cuts: usize) -> Result<Vec<Numbers>> {
+    let is_predicted = !options.predicts || guest.can_be_copied_ahead()?;
+    ensure!(is_predicted, "the guest has a disk that is read past the page cache");
+    let hello = hello(&guest);
+    let ending = Ending::default();
+    let all = Mutex::new(Vec::new());
+    let told = |told: Told| {
+        let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+        note(&mut all, told);
+        if all.len() > cuts {
+            ending.leave();
+        }
+    };
+    with_backup(|stream| {
+        protect(guest, stream, &hello, options, &ending, &told).context("epochs")
+    })?;
+    Ok(all.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn note(all: &mut Vec<Numbers>, told: Told) {
+    match told {
+        Told::Cut(cut) => all.push(Numbers { cut, sent: None }),
+        Told::Sent(epoch, pages, _) => {
+            let its = all.iter_mut().find(|numbers| numbers.cut.epoch == epoch);
+            its.into_iter().for_each(|numbers| numbers.sent = Some(pages));
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_sent_belongs_to_its_cut() {
+        let mut all = Vec::new();
+        for epoch in [3, 4] {
+            note(&mut all, Told::Cut(CutNumbers { epoch: Epoch(epoch), ..CutNumbers::default() }));
+        }
+        note(&mut all, Told::Sent(Epoch(3), 70, 1 << 16));
+        note(&mut all, Told::Sent(Epoch(1), 9, 1 << 10));
+        assert_eq!(all.iter().map(|it| it.sent).collect::<Vec<_>>(), [Some(70), None]);
+    }
+}

@@ -1,0 +1,236 @@
+//! `vpc-size`: how many pages an epoch has, by program and interval, with prediction and without.
+//!
+//! Reproduces Table II of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", V.D): perl, bzip2, gcc
+//! and Xalan. They are not those of SPEC CPU2006 but the distribution's own, on inputs that the guest makes (`vpc_size.sh`): words are
+//! counted and sorted, a text is packed and unpacked, a file of C is compiled, a catalogue is transformed, over and over. A page that is
+//! written in an interval is one, whichever the program; how many that are depends on how fast the guest is, so tables of two machines are
+//! not to be compared by their numbers, but by how they grow.
+//!
+//! **What varies**: the program; the interval, 50, 100 and 500 ms; prediction.
+//!
+//! **What is held equal**: the guest (1 GiB, its root in memory, one vCPU). All take turns in it: each attaches, is cut so often, lets go.
+//! The library sends to a backup in this process, as in `vpc-solo`.
+//!
+//! **What is measured**, each as percentiles over all cuts but the first of each turn: `pages.PROGRAM.INTERVAL`: pages copied at the cut or ahead
+//! of it, which is what an epoch takes in memory; `pages_np`, the same without prediction: pages that were written. `faults` (and
+//! `faults_np`): pages found written that had been protected. `sent`: pages that went to the backup, those left out which hold what they
+//! did before.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use firn_epochs::primary::Options;
+use firn_report::plot::BarPlot;
+use serde_json::{Value, json};
+
+use crate::experiments::epochs::{Numbers, epochs, follow};
+use crate::experiments::pauses::percentiles;
+use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::lab::{Lab, interleaved};
+use crate::report::Report;
+use crate::stats::Sample;
+
+const MIB: u32 = 1024;
+const BOOT: Duration = Duration::from_secs(300);
+/// How long the guest may take to make what programs read.
+const MAKE: Duration = Duration::from_secs(300);
+/// What a program is given before it is looked at.
+const SETTLE: Duration = Duration::from_secs(2);
+const SCRIPT: &str = include_str!("vpc_size.sh");
+const VM: &str = "size";
+const PROGRAMS: [&str; 4] = ["perl", "bzip2", "gcc", "xalan"];
+/// From one cut to the next, in milliseconds.
+const INTERVALS: [u64; 3] = [50, 100, 500];
+/// How long a turn is at least, and in how many cuts, in quick and in full runs.
+const LONG: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(10));
+const CUTS: (usize, usize) = (15, 50);
+/// Turns of each, in quick and in full runs.
+const TURNS: (usize, usize) = (1, 3);
+const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
+/// What is told of each epoch.
+const FIELDS: [&str; 3] = ["pages", "faults", "sent"];
+const SIGKILL: i32 = 9;
+
+/// Whether pages are predicted, and how keys end by that.
+const SYSTEMS: [(bool, &str); 2] = [(true, ""), (false, "_np")];
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("vpc-size");
+    let programs = lab.extent.wanted(&PROGRAMS, str::to_owned);
+    let mut guest = Guest::start(lab)?;
+    for &program in &programs {
+        guest.run(program)?;
+        let turns: Vec<(u64, bool)> = INTERVALS
+            .into_iter()
+            .flat_map(|interval| SYSTEMS.map(|(predicts, _)| (interval, predicts)))
+            .collect();
+        interleaved(lab.extent.runs(TURNS.0, TURNS.1), &turns, |_, &(interval, predicts)| {
+            guest.turn(program, interval, predicts, &mut report)
+        })?;
+        guest.end(program)?;
+        figures(program, &mut report);
+    }
+    lab.firn().stop(VM);
+    let drawing = drawing(&programs, &report)?;
+    report.drawing("vpc-size", drawing);
+    Ok(report)
+}
+
+struct Guest<'a> {
+    lab: &'a Lab,
+    control: Control,
+    monitor: PathBuf,
+    pid: i32,
+}
+
+impl<'a> Guest<'a> {
+    fn start(lab: &'a Lab) -> Result<Self> {
+        let image = GuestImage::full()?;
+        let [monitor, agent, console] = ["monitor", "agent", "console"].map(|it| lab.file(it));
+        let args = QemuArgs::new(&image, accel::decide().accel)
+            .memory_mib(MIB)
+            .vcpus(1)
+            .append("firn.services=none")
+            .cached_root_in_memory(&image)
+            .console(&console)
+            .agent(&agent)
+            .more(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+        lab.firn().run(VM, &args)?;
+        let mut control = Control::connect(&agent, BOOT)?;
+        control.run_within(&["sh", "-c", "cat > /tmp/work"], SCRIPT, MAKE)?;
+        let made = control.run_within(&["sh", "/tmp/work", "make"], "", MAKE)?;
+        ensure!(made.exit == 0, "the guest can't make what programs read: {}", made.stderr);
+        lab.say("the guest has made what programs read");
+        let pid = lab.firn().status(VM)?["pid"].as_i64().context("no process")?;
+        Ok(Self { lab, control, monitor, pid: i32::try_from(pid)? })
+    }
+
+    /// Has a program run, and do so for a while.
+    fn run(&mut self, program: &str) -> Result<()> {
+        self.control.spawn(program, &["sh", "/tmp/work", program])?;
+        std::thread::sleep(SETTLE);
+        self.check(program)
+    }
+
+    /// A program that has ended was not measured.
+    fn check(&mut self, program: &str) -> Result<()> {
+        match self.control.poll(program)? {
+            crate::guest::JobState::Running { .. } => Ok(()),
+            crate::guest::JobState::Ended(ended) => {
+                anyhow::bail!("{program} has ended: {} {}", ended.exit, ended.stderr)
+            }
+        }
+    }
+
+    fn end(&mut self, program: &str) -> Result<()> {
+        self.check(program)?;
+        Ok(self.control.signal(program, SIGKILL)?)
+    }
+
+    fn turn(
+        &self,
+        program: &str,
+        interval: u64,
+        predicts: bool,
+        report: &mut Report,
+    ) -> Result<()> {
+        let long = self.lab.extent.pick(LONG.0, LONG.1).as_millis() as u64 / interval;
+        let cuts = self.lab.extent.pick(CUTS.0, CUTS.1).max(usize::try_from(long)?);
+        let interval_of = Duration::from_millis(interval);
+        let options = Options { interval: interval_of, predicts, ..Options::default() };
+        let epochs = epochs(follow(&self.monitor, self.pid)?, options, cuts)?;
+        let turn = told(program, interval, predicts, &epochs);
+        let pages = turn["pages"].as_array().into_iter().flatten().filter_map(Value::as_f64);
+        let median = Sample::new(pages).context("no epoch")?.median();
+        let how = if predicts { "" } else { ", without prediction" };
+        self.lab.say(&format!("{program}, {interval} ms{how}: {median:.0} pages"));
+        report.repetition(turn);
+        Ok(())
+    }
+}
+
+fn told(program: &str, interval: u64, predicts: bool, epochs: &[Numbers]) -> Value {
+    let rest = || epochs.iter().skip(1);
+    json!({ "program": program, "interval": interval, "predicts": predicts,
+        "pages": rest().map(|it| it.cut.copied + it.cut.ahead).collect::<Vec<_>>(),
+        "faults": rest().map(|it| it.cut.written).collect::<Vec<_>>(),
+        "sent": rest().filter_map(|it| it.sent).collect::<Vec<_>>() })
+}
+
+/// What was told of each epoch.
+fn of_epochs(
+    report: &Report,
+    program: &str,
+    interval: u64,
+    predicts: bool,
+    field: &str,
+) -> Vec<f64> {
+    let is_it = |turn: &&Value| {
+        turn["program"] == program && turn["interval"] == interval && turn["predicts"] == predicts
+    };
+    let turns = report.repetitions().iter().filter(is_it);
+    let values = turns.filter_map(|turn| turn[field].as_array()).flatten();
+    values.filter_map(Value::as_f64).collect()
+}
+
+fn figures(program: &str, report: &mut Report) {
+    for interval in INTERVALS {
+        for field in FIELDS {
+            for (predicts, ending) in SYSTEMS {
+                let values = of_epochs(report, program, interval, predicts, field);
+                let key = format!("{field}{ending}.{program}.{interval}");
+                percentiles(&key, values, &PERCENTILES, report);
+            }
+        }
+    }
+}
+
+fn drawing(programs: &[&str], report: &Report) -> Result<String> {
+    let series = SYSTEMS.into_iter().flat_map(|(_, ending)| {
+        INTERVALS.map(|interval| {
+            let of = |program: &&str| {
+                let key = format!("pages{ending}.{program}.{interval}.p50");
+                report.value(&key).unwrap_or(f64::NAN)
+            };
+            (format!("vpc{ending} {interval} ms"), programs.iter().map(of).collect())
+        })
+    });
+    let plot = BarPlot {
+        title: "Pages of an epoch, median".into(),
+        y: "pages".into(),
+        groups: programs.iter().map(|&program| program.to_owned()).collect(),
+        series: series.collect(),
+    };
+    plot.svg().context("the pages")
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_epochs::primary::CutNumbers;
+
+    use super::*;
+
+    #[test]
+    fn epochs_of_all_turns_count_but_for_the_first_of_each() {
+        let mut report = Report::new("vpc-size", true);
+        let numbers = |copied, ahead, sent| Numbers {
+            cut: CutNumbers { copied, ahead, written: copied, ..CutNumbers::default() },
+            sent,
+        };
+        let seed = numbers(9000, 0, Some(9000));
+        for (predicts, pages) in [(true, 100), (false, 80), (true, 300)] {
+            let turn = [seed, numbers(pages, 20, Some(pages)), numbers(pages, 20, None)];
+            report.repetition(told("gcc", 100, predicts, &turn));
+        }
+        figures("gcc", &mut report);
+        assert_eq!(report.value("pages.gcc.100.p50"), Some(120.0));
+        assert_eq!(report.value("pages.gcc.100.p95"), Some(320.0));
+        assert_eq!(report.value("pages.gcc.100.n"), Some(4.0));
+        assert_eq!(report.value("pages_np.gcc.100.p95"), Some(100.0));
+        assert_eq!(report.value("faults.gcc.100.p95"), Some(300.0));
+        assert_eq!(report.value("sent.gcc.100.n"), Some(2.0));
+        assert!(report.json()["pages.gcc.50.p50"].is_null(), "it was not measured");
+    }
+}
