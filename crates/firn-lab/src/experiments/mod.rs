@@ -25,6 +25,8 @@ mod pauses;
 mod peers_restore;
 mod peers_ttr;
 mod synthetic;
+mod vpc_downtime;
+mod vpc_overhead;
 mod vpc_size;
 mod vpc_solo;
 mod workload;
@@ -131,6 +133,16 @@ pub const ALL: &[Experiment] = &[
         name: "peers-ttr",
         about: "time to responsiveness seen by a client: Firn's modes and QEMU itself, on four disks",
         run: peers_ttr::run,
+    },
+    Experiment {
+        name: "vpc-downtime",
+        about: "Figure 4 of VPC: a cluster whose hosts are lost, until all of its VMs run and answer again",
+        run: vpc_downtime::run,
+    },
+    Experiment {
+        name: "vpc-overhead",
+        about: "Figure 5 of VPC: EP and IS in two guests that are protected together, or each alone; memory",
+        run: vpc_overhead::run,
     },
     Experiment {
         name: "vpc-size",

@@ -19,6 +19,7 @@ mod config;
 mod etcd;
 mod network;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -101,6 +102,15 @@ impl Site {
             }
         }
         self.hosts.iter_mut().try_for_each(Host::start)?;
+        self.hosts.iter().try_for_each(Host::sees_all)
+    }
+
+    /// Starts hosts again that were killed. Returns when every host sees all others.
+    ///
+    /// # Errors
+    /// If an agent doesn't start.
+    pub fn revive(&mut self, numbers: Range<usize>) -> Result<()> {
+        self.hosts[numbers].iter_mut().try_for_each(Host::start)?;
         self.hosts.iter().try_for_each(Host::sees_all)
     }
 

@@ -1,0 +1,505 @@
+//! `vpc-overhead`: how much longer programs take whose VMs are protected together.
+//!
+//! Reproduces Figure 5 of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", V.E), and the memory of
+//! V.D: EP and IS of the NAS Parallel Benchmarks (`firn_npb`), as one program in two guests on two hosts, which talk by the guests'
+//! network. EP (class W in quick runs, A in full ones) computes, and puts its sums together at the end. IS (class S) exchanges keys in each
+//! of ten iterations. A third host keeps the copies.
+//!
+//! **What varies**:
+//!
+//! - `none`: nobody is protected.
+//! - `vpc`: `firn cluster protect`. What one guest sends the other waits until its own epoch is committed.
+//! - `remus-like`: each VM is protected alone, without prediction (`firn protect --no-prediction`); all that it sends waits.
+//!
+//! each at 50, 100 and 500 ms from one cut to the next.
+//!
+//! **What is held equal**: the same two guests (512 MiB, one vCPU each) take all turns, in each round anew. The run begins when the
+//! first of the two says that they have met, and ends when both are done, by this machine's clock: a guest's own stands still in pauses. The
+//! result has to be the specified one, or it is no run.
+//!
+//! **What is measured**: `normalized_time.PROGRAM.SYSTEM.INTERVAL`: of each round, the run's time to that of `none`. `normalized_cpu`: the same
+//! with the processor time of both hypervisors, so what protection costs the guests where supervisors have processors of their own;
+//! `beside_cpu`: what all else at the three hosts took, to the same. `memory_overhead.PROGRAM.SYSTEM.INTERVAL`: memory of a VM's
+//! supervisor and its guard while it is protected, each page shared out among who has it (Pss), without guest RAM, to the guest's RAM; the
+//! larger of both VMs', the most that was seen. `memory_overhead`: the most of `vpc`.
+//!
+//! All of three hosts runs on this machine's processors. Where they are few, and a guest is emulated, what supervisors do is taken from
+//! what guests have.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use firn_report::plot::BarPlot;
+use procfs::process::{MMapPath, Process};
+use serde_json::{Value, json};
+
+use crate::firn::Firn;
+use crate::guest::{Control, GuestImage, QemuArgs, accel};
+use crate::lab::Lab;
+use crate::report::Report;
+use crate::site::{Plan, Site, vm_network};
+use crate::stats::Sample;
+
+const MIB: u32 = 512;
+const PROGRAMS: [&str; 2] = ["ep", "is"];
+/// How large they are. In quick runs EP is so short that the few messages at its end show, which are held; in full ones it is not.
+const EP: (&str, &str) = ("W", "A");
+const IS: &str = "S";
+/// From one cut to the next, in milliseconds.
+const INTERVALS: [u64; 3] = [50, 100, 500];
+/// Rounds, in quick and in full runs.
+const ROUNDS: (usize, usize) = (1, 5);
+/// The hosts; the last keeps the copies.
+const HOSTS: [&str; 3] = ["a", "b", "c"];
+const KEEPS: usize = 2;
+const VMS: [&str; 2] = ["one", "other"];
+const CLUSTER: &str = "pair";
+/// Where the programs listen.
+const PORT: u16 = 7100;
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How long a program may take.
+const RUN: Duration = Duration::from_secs(600);
+/// How long protection goes on before a program begins.
+const SETTLE: Duration = Duration::from_secs(1);
+/// How often a console is looked at, and memory.
+const LOOK: Duration = Duration::from_millis(2);
+const LOOK_MEMORY: Duration = Duration::from_secs(1);
+/// What guest RAM is called.
+const RAM: &str = "firn-ram";
+
+/// Who protects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum System {
+    Vpc,
+    RemusLike,
+}
+
+impl System {
+    const ALL: [Self; 2] = [Self::Vpc, Self::RemusLike];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Vpc => "vpc",
+            Self::RemusLike => "remus-like",
+        }
+    }
+}
+
+/// What is protected by whom and how often; nobody.
+type How = Option<(System, u64)>;
+
+fn told(how: How) -> (&'static str, u64) {
+    how.map_or(("none", 0), |(system, interval)| (system.name(), interval))
+}
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("vpc-overhead");
+    let programs = lab.extent.wanted(&PROGRAMS, str::to_owned);
+    let systems = lab.extent.wanted(&System::ALL, |system| system.name().to_owned());
+    let protected = INTERVALS.into_iter().flat_map(|at| systems.iter().map(move |it| (*it, at)));
+    let hows: Vec<How> = std::iter::once(None).chain(protected.map(Some)).collect();
+    let mut pair = Pair::boot(lab)?;
+    for round in 0..lab.extent.runs(ROUNDS.0, ROUNDS.1) {
+        for &how in &hows {
+            pair.turn(how, &programs, round, &mut report).with_context(|| format!("{how:?}"))?;
+        }
+    }
+    programs.iter().for_each(|program| figures(program, &mut report));
+    memory(&mut report);
+    let drawing = drawing(&programs, &report)?;
+    report.drawing("vpc-overhead", drawing);
+    Ok(report)
+}
+
+/// The guests, and the hosts.
+struct Pair<'a> {
+    lab: &'a Lab,
+    /// Connected before there are copies: those take the names of these sockets.
+    guests: [Control; 2],
+    site: Site,
+    runs: usize,
+}
+
+/// A run that gave the right result.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Ran {
+    seconds: f64,
+    /// Processor time of both hypervisors, and of all else.
+    cpu_s: f64,
+    beside_cpu_s: f64,
+    /// Memory of supervisors, to guest RAM.
+    memory: f64,
+}
+
+impl<'a> Pair<'a> {
+    fn boot(lab: &'a Lab) -> Result<Self> {
+        let plan = Plan { hosts: &HOSTS, agreement: None, lease: PATIENCE };
+        let site = Site::build(lab, &plan)?;
+        let image = GuestImage::small()?;
+        let guests = [boot_one(lab, &site, &image, 0)?, boot_one(lab, &site, &image, 1)?];
+        lab.say(&format!("two guests of {MIB} MiB run"));
+        Ok(Self { lab, guests, site, runs: 0 })
+    }
+
+    /// All programs under one protection.
+    fn turn(
+        &mut self,
+        how: How,
+        programs: &[&str],
+        round: usize,
+        report: &mut Report,
+    ) -> Result<()> {
+        self.protect(how)?;
+        thread::sleep(SETTLE);
+        let (system, interval) = told(how);
+        for program in programs {
+            let Ran { seconds, cpu_s, beside_cpu_s, memory } = self.run(program)?;
+            self.lab.say(&format!(
+                "{program}, {system} {interval} ms: {seconds:.2} s, hypervisors {cpu_s:.2} s, beside them {beside_cpu_s:.2} s, \
+                 memory {:.1} %",
+                100.0 * memory
+            ));
+            report.repetition(json!({ "program": program, "system": system, "interval": interval, "round": round,
+                "seconds": seconds, "cpu_s": cpu_s, "beside_cpu_s": beside_cpu_s, "memory": memory }));
+        }
+        self.release(how)
+    }
+
+    fn keeper(&self) -> &Firn {
+        self.site.host(KEEPS).firn()
+    }
+
+    fn protect(&self, how: How) -> Result<()> {
+        let Some((system, interval)) = how else { return Ok(()) };
+        let interval = format!("{interval}ms");
+        match system {
+            System::Vpc => {
+                let vms: Vec<String> =
+                    VMS.iter().zip(HOSTS).map(|(vm, host)| format!("{vm}@{host}")).collect();
+                let create = ["create", CLUSTER, "--vm", &vms[0], "--vm", &vms[1]];
+                self.keeper().call("cluster", &create)?;
+                self.keeper().call("cluster", &["protect", CLUSTER, "--interval", &interval])?;
+            }
+            System::RemusLike => {
+                for (host, vm) in VMS.iter().enumerate() {
+                    let words = [vm, "--backup", HOSTS[KEEPS], "--interval", &interval];
+                    let words = [&words[..], &["--no-prediction"]].concat();
+                    self.site.host(host).firn().call("protect", &words)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn release(&self, how: How) -> Result<()> {
+        match how {
+            None => {}
+            Some((System::Vpc, _)) => {
+                self.keeper().call("cluster", &["release", CLUSTER])?;
+            }
+            Some((System::RemusLike, _)) => {
+                for (host, vm) in VMS.iter().enumerate() {
+                    self.site.host(host).firn().call("release", &[vm])?;
+                    // What stood by never runs, and would be in the way of the next.
+                    self.keeper().stop(vm);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// One run of a program in both guests.
+    fn run(&mut self, program: &str) -> Result<Ran> {
+        self.runs += 1;
+        let job = format!("run{}", self.runs);
+        let consoles = [0, 1].map(|vm| console(self.lab, vm));
+        let begun = consoles.each_ref().map(|console| said(console, BEGUN));
+        let statuses = (0..VMS.len()).map(|host| self.site.host(host).firn().status(VMS[host]));
+        let statuses = statuses.collect::<Result<Vec<Value>, _>>()?;
+        for (rank, guest) in self.guests.iter_mut().enumerate() {
+            let command = command(program, self.lab.extent.quick, rank);
+            guest.spawn(&job, &["sh", "-c", &command])?;
+        }
+        wait_often("the programs meet", || {
+            let now = consoles.each_ref().map(|console| said(console, BEGUN));
+            (now != begun).then_some(())
+        })?;
+        let (since, before) = (Instant::now(), self.cpu(&statuses)?);
+        let is_over = AtomicBool::new(false);
+        let guests = &mut self.guests;
+        let (ended, memory) = thread::scope(|scope| {
+            let memory = scope.spawn(|| most_memory(&statuses, &is_over));
+            let job = &job;
+            let waiting = guests.each_mut().map(|guest| {
+                scope.spawn(move || guest.wait(job, RUN).map(|ended| (ended, Instant::now())))
+            });
+            let ended = waiting.map(|one| one.join().map_err(|_| "the thread that waits panicked"));
+            is_over.store(true, Ordering::Relaxed);
+            (ended, memory.join())
+        });
+        let after = self.cpu(&statuses)?;
+        let mut last = since;
+        for ended in ended {
+            let (ended, at) = ended.map_err(anyhow::Error::msg)??;
+            let what = format!("{program}: {}{}", ended.stdout, ended.stderr);
+            ensure!(ended.exit == 0, "the result is not the specified one: {what}");
+            last = last.max(at);
+        }
+        let memory = memory.map_err(|_| anyhow::anyhow!("the thread that looks panicked"))??;
+        Ok(Ran {
+            seconds: (last - since).as_secs_f64(),
+            cpu_s: after.hypervisors - before.hypervisors,
+            beside_cpu_s: after.beside_since(&before),
+            memory,
+        })
+    }
+
+    fn cpu(&self, statuses: &[Value]) -> Result<Cpu> {
+        let primaries: Vec<i32> =
+            statuses.iter().map(|status| pid(status, "pid")).collect::<Result<_>>()?;
+        let mut cpu = Cpu::default();
+        for host in self.site.hosts() {
+            for process in host.processes()? {
+                // It may have ended.
+                let Ok(seconds) = cpu_seconds(process.pid) else { continue };
+                match primaries.contains(&process.pid) {
+                    true => cpu.hypervisors += seconds,
+                    false => drop(cpu.beside.insert(process.pid, seconds)),
+                }
+            }
+        }
+        Ok(cpu)
+    }
+}
+
+/// Processor time so far.
+#[derive(Debug, Default)]
+struct Cpu {
+    hypervisors: f64,
+    beside: BTreeMap<i32, f64>,
+}
+
+impl Cpu {
+    /// Of all processes that there are now. One that was not there before has begun since.
+    fn beside_since(&self, before: &Self) -> f64 {
+        let of = |(pid, now): (&i32, &f64)| now - before.beside.get(pid).copied().unwrap_or(0.0);
+        self.beside.iter().map(of).sum()
+    }
+}
+
+fn cpu_seconds(pid: i32) -> Result<f64> {
+    let stat = Process::new(pid)?.stat()?;
+    Ok((stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64)
+}
+
+const BEGUN: &str = "\"begun\"";
+
+fn boot_one(lab: &Lab, site: &Site, image: &GuestImage, vm: usize) -> Result<Control> {
+    let agent = lab.file(&format!("{}.agent", VMS[vm]));
+    let (card, address) = vm_network(number(vm));
+    let args = QemuArgs::new(image, accel::decide().accel)
+        .memory_mib(MIB)
+        .vcpus(1)
+        .append(&address)
+        .console(&console(lab, vm))
+        .agent(&agent)
+        .more(&card.each_ref().map(String::as_str));
+    site.host(vm).firn().run(VMS[vm], &args)?;
+    Ok(Control::connect(&agent, PATIENCE)?)
+}
+
+/// Its address ends so.
+fn number(vm: usize) -> u8 {
+    vm as u8 + 1
+}
+
+fn console(lab: &Lab, vm: usize) -> PathBuf {
+    lab.file(&format!("{}.console", VMS[vm]))
+}
+
+/// How often something was said on a console. A copy of the VM that is made empties the file.
+fn said(console: &PathBuf, words: &str) -> usize {
+    let text = fs::read(console).unwrap_or_default();
+    String::from_utf8_lossy(&text).matches(words).count()
+}
+
+/// A rank's part. That it has met the other is told on the console, which nobody holds.
+fn command(program: &str, quick: bool, rank: usize) -> String {
+    let class = match (program, quick) {
+        ("ep", true) => EP.0,
+        ("ep", false) => EP.1,
+        _ => IS,
+    };
+    let peers = [0, 1].map(|vm| format!("{}:{PORT}", Site::vm_address(number(vm)))).join(",");
+    format!("firn-guest npb {program} --class {class} --peers {peers} --rank {rank} > /dev/ttyS0")
+}
+
+fn wait_often<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> Result<T> {
+    let since = Instant::now();
+    loop {
+        if let Some(answer) = ask() {
+            return Ok(answer);
+        }
+        ensure!(since.elapsed() < PATIENCE, "{what}: not within {} s", PATIENCE.as_secs());
+        thread::sleep(LOOK);
+    }
+}
+
+fn pid(status: &Value, what: &str) -> Result<i32> {
+    let pid = status[what].as_i64().with_context(|| format!("the VM has no {what}"))?;
+    Ok(i32::try_from(pid)?)
+}
+
+/// The most that the supervisors of a VM had of memory until it is over, to the VM's RAM.
+fn most_memory(statuses: &[Value], is_over: &AtomicBool) -> Result<f64> {
+    let mut most = 0.0;
+    let bytes = f64::from(MIB) * f64::from(1 << 20);
+    loop {
+        for status in statuses {
+            let own = [pid(status, "supervisor_pid")?, pid(status, "guard_pid")?];
+            let own = own.map(own_memory).into_iter().collect::<Result<Vec<u64>>>()?;
+            most = f64::max(most, own.iter().sum::<u64>() as f64 / bytes);
+        }
+        if is_over.load(Ordering::Relaxed) {
+            return Ok(most);
+        }
+        thread::sleep(LOOK_MEMORY);
+    }
+}
+
+/// Bytes of a process's memory (Pss), without guest RAM.
+fn own_memory(pid: i32) -> Result<u64> {
+    let maps = Process::new(pid)?.smaps()?;
+    let is_ram = |path: &MMapPath| match path {
+        MMapPath::Path(path) => path.to_string_lossy().contains(RAM),
+        MMapPath::Other(name) => name.contains(RAM),
+        _ => false,
+    };
+    let own = maps.iter().filter(|map| !is_ram(&map.pathname));
+    Ok(own.filter_map(|map| map.extension.map.get("Pss")).sum())
+}
+
+/// What was measured, by round, of a program under a protection.
+fn rounds(report: &Report, program: &str, how: How, field: &str) -> BTreeMap<u64, f64> {
+    let (system, interval) = told(how);
+    let is_it = |run: &&Value| {
+        run["program"] == program && run["system"] == system && run["interval"] == interval
+    };
+    let runs = report.repetitions().iter().filter(is_it);
+    runs.filter_map(|run| Some((run["round"].as_u64()?, run[field].as_f64()?))).collect()
+}
+
+/// Of each round, to what that round had without protection.
+fn normalized(report: &Report, program: &str, how: How, field: &str, to: &str) -> Vec<f64> {
+    let bare = rounds(report, program, None, to);
+    let protected = rounds(report, program, how, field);
+    protected.into_iter().filter_map(|(round, it)| Some(it / bare.get(&round)?)).collect()
+}
+
+fn figures(program: &str, report: &mut Report) {
+    let seconds = rounds(report, program, None, "seconds");
+    report.sample(format!("seconds.{program}.none"), seconds.into_values());
+    for (system, interval) in every() {
+        let how = Some((system, interval));
+        let of = format!("{program}.{}.{interval}", system.name());
+        for (key, field, to) in [
+            ("normalized_time", "seconds", "seconds"),
+            ("normalized_cpu", "cpu_s", "cpu_s"),
+            ("beside_cpu", "beside_cpu_s", "cpu_s"),
+        ] {
+            let values = normalized(report, program, how, field, to);
+            report.sample(format!("{key}.{of}"), values);
+        }
+        let memory = rounds(report, program, how, "memory");
+        report.sample(format!("memory_overhead.{of}"), memory.into_values());
+    }
+}
+
+fn every() -> impl Iterator<Item = (System, u64)> {
+    System::ALL.into_iter().flat_map(|system| INTERVALS.map(|interval| (system, interval)))
+}
+
+/// The most that a VM of a cluster needs.
+fn memory(report: &mut Report) {
+    let is_vpc = |run: &&Value| run["system"] == System::Vpc.name();
+    let all = report.repetitions().iter().filter(is_vpc).filter_map(|run| run["memory"].as_f64());
+    match Sample::new(all) {
+        Some(sample) => report.number("memory_overhead", sample.max()),
+        None => report.missing("memory_overhead", "nothing was protected"),
+    }
+}
+
+fn drawing(programs: &[&str], report: &Report) -> Result<String> {
+    let series = every().map(|(system, interval)| {
+        let of = |program: &&str| {
+            let key = format!("normalized_time.{program}.{}.{interval}", system.name());
+            report.value(&key).unwrap_or(f64::NAN)
+        };
+        let name = format!("{} {interval} ms", system.name());
+        (name, programs.iter().map(of).collect())
+    });
+    let plot = BarPlot {
+        title: "Time of a program, to that without protection".into(),
+        y: "times".into(),
+        groups: programs.iter().map(|&program| program.to_owned()).collect(),
+        series: series.collect(),
+    };
+    plot.svg().context("the times")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_compared_with_that_of_its_own_round() {
+        let mut report = Report::new("vpc-overhead", true);
+        let mut ran = |how: How, round: u64, seconds: f64| {
+            let (system, interval) = told(how);
+            report.repetition(json!({ "program": "ep", "system": system, "interval": interval, "round": round,
+                "seconds": seconds, "cpu_s": 2.0 * seconds, "beside_cpu_s": 1.0, "memory": seconds / 100.0 }));
+        };
+        for (round, bare) in [(0, 4.0), (1, 8.0), (2, 5.0)] {
+            ran(None, round, bare);
+            ran(Some((System::Vpc, 100)), round, bare * 1.25);
+        }
+        ran(Some((System::RemusLike, 50)), 1, 16.0);
+        ran(Some((System::RemusLike, 50)), 3, 99.0);
+        figures("ep", &mut report);
+        memory(&mut report);
+        assert_eq!(report.value("normalized_time.ep.vpc.100"), Some(1.25));
+        assert_eq!(report.json()["normalized_time.ep.vpc.100.n"], 3);
+        let remus = "normalized_time.ep.remus-like.50";
+        assert_eq!(report.value(remus), Some(2.0), "its other round has nothing to compare with");
+        assert_eq!(report.value("beside_cpu.ep.vpc.100.max"), None);
+        assert_eq!(report.json()["beside_cpu.ep.vpc.100.max"], 0.125);
+        assert_eq!(report.value("memory_overhead"), Some(0.1));
+        assert!(report.json()["normalized_time.ep.vpc.50"].is_null(), "it was not measured");
+    }
+
+    #[test]
+    fn processes_that_end_or_begin_count_for_what_they_took() {
+        let cpu = |beside: &[(i32, f64)]| Cpu {
+            hypervisors: 0.0,
+            beside: beside.iter().copied().collect(),
+        };
+        let (before, after) = (cpu(&[(1, 2.0), (2, 5.0)]), cpu(&[(1, 3.0), (3, 0.5)]));
+        assert_eq!(after.beside_since(&before), 1.5);
+    }
+
+    #[test]
+    fn own_memory_grows_with_what_is_held() {
+        let pid = std::process::id() as i32;
+        let before = own_memory(pid).unwrap();
+        let held = std::hint::black_box(vec![1_u8; 64 << 20]);
+        let after = own_memory(pid).unwrap();
+        drop(std::hint::black_box(held));
+        assert!(after > before + (60 << 20), "{before}, then {after}");
+    }
+}
