@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh Debian or Ubuntu machine: `make demo` and `make test`.
 # Both install what they need (scripts/setup), as root or with sudo.
 
-.PHONY: demo demo-app test test-platforms test-kvm test-kvm-new test-qemu10 bench setup build guest lint fmt doc clean
+.PHONY: demo demo-app demo-cluster test test-platforms test-kvm test-kvm-new test-qemu10 bench setup build guest lint fmt doc clean
 
 CARGO ?= cargo
 
@@ -20,6 +20,12 @@ demo: setup build guest
 # Builds a memcached that can be killed (examples/memcached), and kills it under load.
 demo-app: setup build
 	./target/release/firn-lab demo-app
+
+# Three hosts, each a network namespace: one with a VM under load is killed, which goes on at another. MEMBERSHIP=embedded|etcd|both: what hosts
+# agree by.
+MEMBERSHIP ?= both
+demo-cluster: setup build guest
+	$(AS_ROOT) ./target/release/firn-lab demo-cluster --membership $(MEMBERSHIP)
 
 # Unit tests, and end-to-end tests on real VMs. TESTS="NAME..." runs only these. Those of agreement wait for leases and elections
 # most of the time, so that more of them run at once.

@@ -4,6 +4,7 @@
 
 pub mod demo;
 pub mod demo_app;
+pub mod demo_cluster;
 pub mod disk_profile;
 pub mod experiments;
 pub mod firn;

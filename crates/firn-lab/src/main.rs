@@ -12,7 +12,8 @@ use clap::{Parser, Subcommand};
 use firn_lab::experiments::{self, Experiment};
 use firn_lab::lab::{Extent, Lab};
 use firn_lab::report::Report;
-use firn_lab::{demo, demo_app, disk_profile, recorder, toucher};
+use firn_lab::site::Agreement;
+use firn_lab::{demo, demo_app, demo_cluster, disk_profile, recorder, toucher};
 
 /// Reproduces tables and figures, and measures Firn against its floors and its peers.
 #[derive(Parser)]
@@ -37,6 +38,12 @@ enum Verb {
         #[arg(long, default_value_t = 20)]
         kills: u64,
     },
+    /// Loses a host of three: a VM with Redis under load goes on at another, by itself, and is protected again.
+    DemoCluster {
+        /// What hosts agree by.
+        #[arg(long, value_enum, default_value_t = Membership::Both)]
+        membership: Membership,
+    },
     KvmHost(firn_lab::kvm_host::Command),
     /// Reads randomly from a file and says how fast that went.
     #[command(hide = true)]
@@ -51,6 +58,23 @@ enum Verb {
     /// Restores a guest as told on standard input, and says what happened.
     #[command(hide = true)]
     RestoreRecorded,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Membership {
+    Embedded,
+    Etcd,
+    Both,
+}
+
+impl Membership {
+    fn agreements(self) -> &'static [Agreement] {
+        match self {
+            Self::Embedded => &[Agreement::Embedded],
+            Self::Etcd => &[Agreement::Etcd],
+            Self::Both => &[Agreement::Embedded, Agreement::Etcd],
+        }
+    }
 }
 
 #[derive(clap::Args)]
@@ -95,6 +119,9 @@ fn run(verb: Verb) -> Result<bool> {
         Verb::Run(args) => run_experiments(&args),
         Verb::Demo => show_demo(),
         Verb::DemoApp { kills } => demo_app::run(&quick_lab()?, kills).map(|()| true),
+        Verb::DemoCluster { membership } => {
+            demo_cluster::run(&quick_lab()?, membership.agreements()).map(|()| true)
+        }
         Verb::KvmHost(command) => Ok(command.run()? == 0),
         Verb::ProbeDisk { file } => {
             println!("{}", serde_json::to_string(&disk_profile::probe(&file)?)?);

@@ -1,0 +1,192 @@
+//! Clients outside: each writes one number after another, waits for each answer, and now and then reads all of its own.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::journal::Journal;
+use crate::guest::{Redis, RedisError};
+use crate::prober::Timeline;
+use crate::site::Inside;
+
+/// How many there are: what a protected VM says is held for some tenths of a second, and each of them waits for that.
+const CLIENTS: usize = 48;
+/// A client asks no more often than that: so there are about as many answers before the VM is protected and after.
+const EVERY: Duration = Duration::from_millis(200);
+/// After so many writes a client reads what is there.
+const READ_EVERY: u64 = 8;
+/// How long an answer may take before it is asked on by another connection.
+const PATIENCE: Duration = Duration::from_millis(1500);
+/// How long it is waited after a connection was refused.
+const MOMENT: Duration = Duration::from_millis(50);
+
+/// Clients at work, until they are asked to end.
+#[derive(Debug)]
+pub(super) struct Clients {
+    started: Instant,
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<Result<Journal>>>,
+    address: SocketAddr,
+    outside: Inside,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    is_over: AtomicBool,
+    replies: Mutex<Vec<Duration>>,
+}
+
+impl Shared {
+    fn replies(&self) -> MutexGuard<'_, Vec<Duration>> {
+        self.replies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What became of all they wrote.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Outcome {
+    pub(super) acknowledged: usize,
+    pub(super) lost: usize,
+}
+
+impl Clients {
+    /// Waits until Redis answers, and begins.
+    pub(super) fn start(address: SocketAddr, outside: Inside, limit: Duration) -> Result<Self> {
+        let inside = outside.clone();
+        let knocks = thread::spawn(move || {
+            inside.enter()?;
+            Redis::connect(address, limit).map(drop).map_err(anyhow::Error::from)
+        });
+        knocks.join().map_err(panicked)??;
+        let (started, shared) = (Instant::now(), Arc::<Shared>::default());
+        let begin = |id| {
+            let (shared, outside) = (Arc::clone(&shared), outside.clone());
+            thread::spawn(move || {
+                outside.enter()?;
+                Client { id, address, journal: Journal::default(), started, shared }.work()
+            })
+        };
+        let threads = (0..CLIENTS).map(begin).collect();
+        Ok(Self { started, shared, threads, address, outside })
+    }
+
+    /// Now, on the timeline.
+    pub(super) fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// When replies came.
+    pub(super) fn timeline(&self) -> Timeline {
+        Timeline::new(self.shared.replies().clone())
+    }
+
+    /// Has them end, and looks for all that was acknowledged to them.
+    ///
+    /// # Errors
+    /// If something else was there than what they wrote.
+    pub(super) fn finish(mut self) -> Result<Outcome> {
+        self.shared.is_over.store(true, Ordering::Release);
+        let threads = std::mem::take(&mut self.threads);
+        let ended = threads.into_iter().map(|it| it.join().map_err(panicked)?);
+        let journals = ended.collect::<Result<Vec<Journal>>>()?;
+        let (address, outside) = (self.address, self.outside.clone());
+        let looked = thread::spawn(move || {
+            outside.enter()?;
+            outcome(&journals, &mut Redis::connect(address, 20 * PATIENCE)?)
+        });
+        looked.join().map_err(panicked)?
+    }
+}
+
+fn panicked(_: Box<dyn std::any::Any + Send>) -> anyhow::Error {
+    anyhow::anyhow!("a client panicked")
+}
+
+fn outcome(journals: &[Journal], redis: &mut Redis) -> Result<Outcome> {
+    let mut outcome = Outcome::default();
+    for (id, journal) in journals.iter().enumerate() {
+        outcome.acknowledged += journal.acknowledged();
+        outcome.lost += look(journal, id, redis)?;
+    }
+    Ok(outcome)
+}
+
+/// Compares a journal with what is there.
+fn look(journal: &Journal, id: usize, redis: &mut Redis) -> Result<usize> {
+    let there = redis.get(&key(id))?.unwrap_or_default();
+    let text = std::str::from_utf8(&there).context("what is there is no text")?;
+    journal.lost(text).with_context(|| format!("{}: {text:?}", key(id)))
+}
+
+fn key(id: usize) -> String {
+    format!("client:{id}")
+}
+
+impl Drop for Clients {
+    fn drop(&mut self) {
+        self.shared.is_over.store(true, Ordering::Release);
+    }
+}
+
+/// One client.
+struct Client {
+    id: usize,
+    address: SocketAddr,
+    journal: Journal,
+    started: Instant,
+    shared: Arc<Shared>,
+}
+
+impl Client {
+    /// On one connection after another.
+    fn work(mut self) -> Result<Journal> {
+        while !self.is_over() {
+            let Ok(redis) = Redis::try_connect(self.address, PATIENCE) else {
+                thread::sleep(MOMENT);
+                continue;
+            };
+            match self.work_by(redis) {
+                Err(error) if !is_broken(&error) => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(self.journal)
+    }
+
+    fn work_by(&mut self, mut redis: Redis) -> Result<()> {
+        redis.set_patience(PATIENCE).map_err(RedisError::from)?;
+        while !self.is_over() {
+            let asked = Instant::now();
+            let number = self.journal.ask();
+            redis.append(&key(self.id), Journal::entry(number).as_bytes())?;
+            self.journal.acknowledge(number);
+            self.heard();
+            if number % READ_EVERY == 0 {
+                let lost = look(&self.journal, self.id, &mut redis)?;
+                ensure!(lost == 0, "{lost} acknowledged writes of client {} are gone", self.id);
+                self.heard();
+            }
+            thread::sleep(EVERY.saturating_sub(asked.elapsed()));
+        }
+        Ok(())
+    }
+
+    /// Clients' clocks are one: what is noted is in order if who notes has the list.
+    fn heard(&self) {
+        let mut replies = self.shared.replies();
+        replies.push(self.started.elapsed());
+    }
+
+    fn is_over(&self) -> bool {
+        self.shared.is_over.load(Ordering::Acquire)
+    }
+}
+
+/// Whether it is the connection that failed, and not what came by it.
+fn is_broken(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(RedisError::Broken(_) | RedisError::Unreachable(..)))
+}
