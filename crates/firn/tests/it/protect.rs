@@ -122,8 +122,9 @@ fn a_disk_past_the_page_cache_that_comes_later_ends_protection() {
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
     let vm = vm.with(&["-qmp", &qmp]).booted_with(&[]);
-    // The standby's QEMU takes the name of this socket.
+    // The standby's QEMU takes the names of these sockets.
     let mut user = firn_vmm::Vm::connect(&monitor).unwrap();
+    let mut control = vm.control();
     protected(&vm, &[]);
     let add = |user: &mut firn_vmm::Vm, name: &str, direct: bool| {
         let disk = serde_json::json!({ "driver": "file", "node-name": name, "filename": text(&disk),
@@ -138,7 +139,6 @@ fn a_disk_past_the_page_cache_that_comes_later_ends_protection() {
     let last = vm.session.status("web")["last"]["text"].to_string();
     assert!(last.contains("past the page cache"), "{last}");
     assert_eq!(userfaultfds(vm.pid()), 0);
-    let mut control = vm.control();
     let writes_before = writes(&mut control);
     eventually("writers go on", PATIENCE, || writes(&mut control) > writes_before);
 }
