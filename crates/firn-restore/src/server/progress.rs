@@ -105,7 +105,7 @@ impl<B: Clone> Server<B> {
     }
 
     /// Some pages of a block were installed and others not: workers that have passed it must come back.
-    fn go_back_to(&mut self, unit: Unit) -> Stir {
+    pub(super) fn go_back_to(&mut self, unit: Unit) -> Stir {
         if self.rules.account_use && !self.is_fill(unit) {
             return Stir::default();
         }

@@ -179,8 +179,10 @@ impl<B: Clone> Server<B> {
     /// With use accounted for, units stay out of the guest's reach until there is nothing else to do.
     fn release_spared(&mut self) -> Take {
         self.rules.account_use = false;
-        let spared = std::mem::take(&mut self.spared);
-        self.ready.extend(spared);
+        // From the first block on: workers may have passed one of which a single page was on its way.
+        for unit in std::mem::take(&mut self.spared) {
+            let _ = self.go_back_to(unit);
+        }
         Take::Idle
     }
 

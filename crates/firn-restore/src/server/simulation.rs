@@ -539,6 +539,39 @@ fn a_block_installed_in_part_while_accounting_ended_is_completed() {
     assert!(server.installed(&rest).finished);
 }
 
+/// The unit came by the fill, so workers know of it; the page cache lost it, and it came again because the guest waited.
+#[test]
+fn a_block_that_workers_passed_before_accounting_ended_is_completed() {
+    let ram = RegionMap::lay_out([("ram", 4096 * 4)]).unwrap();
+    let (block_size, at) = (BlockSize::default(), Duration::from_secs(1));
+    let mut plan = Plan::new(2);
+    plan.push([Block(0), Block(1)]);
+    let settled = Settled::new(&ram, block_size);
+    let rules = Rules { account_use: true, ..Rules::default() };
+    let mut server: Server<()> = Server::new(block_size, plan, settled, rules, Duration::ZERO);
+    let read = |server: &mut Server<()>, why| {
+        let Take::Read(read) = server.take_read(at, true) else { panic!() };
+        assert_eq!(read.why, why);
+        server.read_done(why);
+        let _ = server.arrived(at, Unit(0), Source::PageCache, why);
+    };
+    read(&mut server, Why::Fill);
+    let Answer::Install(lost) = server.fault(Duration::ZERO, Page(1)) else { panic!() };
+    let _ = server.lost(&lost);
+    read(&mut server, Why::Demand);
+    let Some(Work::Install(page)) = server.take_urgent() else { panic!() };
+    assert_eq!((page.block, page.pages), (Block(0), PageMask(0b10)));
+    let Some(Work::Install(other)) = server.take_install(at) else { panic!() };
+    assert_eq!(other.block, Block(1));
+    let _ = server.installed(&other);
+    assert_eq!(server.take_install(at), None, "the other block is taken");
+    assert!(!server.installed(&page).finished);
+    assert_eq!(server.take_read(at, true), Take::Idle);
+    let Some(Work::Install(rest)) = server.take_install(at) else { panic!() };
+    assert_eq!((rest.block, rest.pages), (Block(0), PageMask(0b01)));
+    assert!(server.installed(&rest).finished);
+}
+
 #[test]
 fn far_storage_is_read_from_front_to_back() {
     let ram = RegionMap::lay_out([("ram", 4096 * 1000)]).unwrap();
