@@ -11,8 +11,13 @@
 //! why "taken" and "saved" are two states and not one.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::time::Duration;
 
 use firn_types::Block;
+
+/// How often a copy that is under way is looked at before sleeping, and how long a sleep is.
+const SPINS: u32 = 1000;
+const LOOK: Duration = Duration::from_micros(50);
 
 const UNSAVED: u8 = 0;
 const COPYING: u8 = 1;
@@ -55,9 +60,15 @@ impl Ledger {
         state.compare_exchange(UNSAVED, COPYING, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
+    /// Sleeps if it takes long: who copies may be waiting for a processor, and for this one.
     fn wait_saved(&self, block: Block) -> Claim {
-        while self.states[block.index()].load(Ordering::Acquire) != SAVED {
-            std::thread::yield_now();
+        let is_saved = || self.states[block.index()].load(Ordering::Acquire) == SAVED;
+        let mut looks = 0..SPINS;
+        while !is_saved() {
+            match looks.next() {
+                Some(_) => std::hint::spin_loop(),
+                None => std::thread::sleep(LOOK),
+            }
         }
         Claim::Saved
     }

@@ -22,6 +22,7 @@
 
 mod access_bits;
 mod armed;
+mod buffers;
 mod cut;
 mod lane;
 mod ledger;

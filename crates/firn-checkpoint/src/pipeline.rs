@@ -8,16 +8,14 @@
 //!        +------- empty buffers ------------+
 //! ```
 //!
-//! The buffers are limited in number: whoever copies a block first takes an empty one, and waits if there is none. That
-//! is the stated limit of a save's memory, and what slows a guest that touches memory faster than it can be written. Some
-//! are there from the beginning, so that the first faults need not wait for memory; the others are made when they are
-//! needed, for a small save needs few.
+//! The buffers are limited in number ([`Buffers`]): whoever copies a block first takes an empty one, and waits if there is none. That
+//! is the stated limit of a save's memory, and what slows a guest that touches memory faster than it can be written.
 //! When the file can't be written the pipeline keeps taking blocks and drops them, so that nobody waits for a buffer
 //! that never comes; the error is returned at the end.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -25,18 +23,14 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use firn_image::{
     Codec, Compressed, FilledBy, Geometry, Image, ImageError, PackedBlock, Packer, Writer, compress,
 };
+use firn_memory::urgency;
 use firn_types::Block;
 
+use crate::buffers::Buffers;
 use crate::lane::Lane;
-
-/// How far compressors step back, in nice(2) units.
-const NICENESS: i32 = 10;
 
 /// How often a thread that waits for the pipeline looks at it.
 const SETTLE_LOOK: Duration = Duration::from_micros(200);
-
-/// Buffers that are there from the beginning.
-const BUFFERS_READY: usize = 256;
 
 /// A memory block as it was at the cut.
 pub(crate) struct RawBlock {
@@ -64,8 +58,7 @@ struct ZeroBlock {
 #[derive(Clone)]
 pub(crate) struct Intake {
     blocks: Sender<RawBlock>,
-    empty: Receiver<Box<[u8]>>,
-    block_bytes: usize,
+    buffers: Arc<Buffers>,
     state: Arc<PipelineState>,
 }
 
@@ -73,8 +66,6 @@ pub(crate) struct Intake {
 struct PipelineState {
     failed: AtomicBool,
     written: AtomicU64,
-    /// Buffers that may still be made.
-    unmade: AtomicUsize,
     /// Blocks that went in, and that came out at the end.
     submitted: AtomicU64,
     done: AtomicU64,
@@ -94,20 +85,12 @@ impl Drop for Alarm {
 impl Intake {
     /// An empty buffer of one memory block, waiting for one if need be. `None` once the pipeline is gone.
     pub(crate) fn buffer(&self) -> Option<Box<[u8]>> {
-        self.empty.try_recv().ok().or_else(|| self.make()).or_else(|| self.empty.recv().ok())
+        self.buffers.take()
     }
 
     /// How many buffers there may be.
     pub(crate) fn buffers(&self) -> usize {
-        self.empty.capacity().unwrap_or(0)
-    }
-
-    /// Makes a buffer, if there may be one more.
-    fn make(&self) -> Option<Box<[u8]>> {
-        let take = |unmade: usize| unmade.checked_sub(1);
-        let unmade = &self.state.unmade;
-        unmade.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).ok()?;
-        Some(empty_buffer(self.block_bytes))
+        self.buffers.most()
     }
 
     /// Hands a filled buffer on. Never waits: there are no more blocks than buffers.
@@ -133,8 +116,7 @@ impl Intake {
 
     /// Whether enough buffers are empty that taking one leaves some for the fault handler.
     pub(crate) fn has_room(&self) -> bool {
-        let free = self.empty.len() + self.state.unmade.load(Ordering::Acquire);
-        free * 4 > self.buffers()
+        self.buffers.free() * 4 > self.buffers.most()
     }
 
     /// Whether the image can no longer be written.
@@ -166,27 +148,27 @@ impl Pipeline {
         let geometry = writer.geometry();
         let block_bytes = geometry.block_size.bytes();
         let buffers = (limits.buffer_bytes / block_bytes).max(16);
-        let (blocks, raw) = bounded(buffers);
-        let (recycle, empty) = bounded(buffers);
+        // Twice as many places: whoever puts one in never comes to a place that somebody is just taking one out of.
+        let (blocks, raw) = bounded(2 * buffers);
+        let buffers = Arc::new(Buffers::new(buffers, block_bytes));
         let (finished, packed) = bounded(1024);
-        let ready = buffers.min(BUFFERS_READY);
-        (0..ready).for_each(|_| drop(recycle.send(empty_buffer(block_bytes))));
-        let unmade = AtomicUsize::new(buffers - ready);
-        let state = Arc::new(PipelineState { unmade, ..PipelineState::default() });
+        let state: Arc<PipelineState> = Arc::default();
+        let giver = Arc::new(Giver(Arc::clone(&buffers)));
         let compressors = (0..limits.compressors.max(1))
             .map(|_| Compressor {
                 codec,
                 parent: parent.clone(),
                 raw: raw.clone(),
-                recycle: recycle.clone(),
+                giver: Arc::clone(&giver),
                 finished: finished.clone(),
                 alarm: Alarm(Arc::clone(&state)),
             })
             .map(|compressor| thread::spawn(move || compressor.run()))
             .collect();
-        let intake = Intake { blocks, empty, block_bytes, state: Arc::clone(&state) };
+        let intake = Intake { blocks, buffers, state: Arc::clone(&state) };
         let writer = thread::spawn(move || {
             let _alarm = Alarm(Arc::clone(&state));
+            urgency::step_back();
             write_all(writer, geometry, &packed, &state)
         });
         (Self { compressors, writer }, intake)
@@ -202,10 +184,6 @@ impl Pipeline {
     }
 }
 
-fn empty_buffer(bytes: usize) -> Box<[u8]> {
-    vec![0; bytes].into_boxed_slice()
-}
-
 /// What a pipeline may use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
@@ -219,21 +197,30 @@ fn propagate_panic(thread: JoinHandle<()>) {
     }
 }
 
+/// What gives buffers back: shared by all compressors, and closed with the last of them.
+struct Giver(Arc<Buffers>);
+
+impl Drop for Giver {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
 /// One of the threads that compress.
 struct Compressor {
     codec: Codec,
     parent: Option<Arc<Image>>,
     raw: Receiver<RawBlock>,
-    recycle: Sender<Box<[u8]>>,
+    giver: Arc<Giver>,
     finished: Sender<Finished>,
     alarm: Alarm,
 }
 
 impl Compressor {
     fn run(self) {
-        let Self { codec, parent, raw, recycle, finished, alarm } = self;
+        let Self { codec, parent, raw, giver, finished, alarm } = self;
         let mut buffer = Vec::new();
-        step_back();
+        urgency::step_back();
         for RawBlock { lane, block, bytes, again } in raw {
             let parent = parent.as_ref().filter(|_| !again);
             let done = match parent.is_some_and(|it| it.holds(block, &bytes, &mut buffer)) {
@@ -243,20 +230,13 @@ impl Compressor {
                     Compressed::Packed(packed) => Finished::Packed(lane, packed),
                 },
             };
-            drop(recycle.try_send(bytes));
+            giver.0.give(bytes);
             if finished.send(done).is_err() {
                 break;
             }
         }
         drop(alarm);
     }
-}
-
-/// Lets the guest's own threads, and the fault handler, go first on a busy host.
-fn step_back() {
-    let myself = Some(rustix::thread::gettid());
-    // Only a courtesy: a host that refuses it gets a save that is less polite.
-    let _ = rustix::process::setpriority_process(myself, NICENESS);
 }
 
 /// The writing thread. On an error it goes on receiving, so that compressors and copiers never hang.

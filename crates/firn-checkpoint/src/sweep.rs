@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use firn_memory::urgency;
 use firn_types::Block;
 
 use crate::cut::Steps;
@@ -48,6 +49,7 @@ impl Sweep<'_> {
     /// Copies every block of `order` that nobody has copied yet, and lets go of the first `let_go` of them. Ends early if the
     /// image can't be written. Tells when all was copied, and the guest watched for as long as it must be.
     pub(crate) fn run(&mut self, order: Vec<Block>, let_go: usize) -> Result<Duration, SaveError> {
+        urgency::step_back();
         let numbered = order.into_iter().enumerate();
         let mut order = numbered.map(|(number, block)| (block, number < let_go));
         loop {

@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
-use firn_memory::{Event, FaultKind, GuestMemory, PageFaults};
+use firn_memory::{Event, FaultKind, GuestMemory, PageFaults, urgency};
 use firn_types::{Block, BlockSize, Page, Tid};
 
 use crate::lane::{Attribution, Lane, Lanes};
@@ -213,6 +213,8 @@ struct Worker {
 impl Worker {
     fn run(mut self) -> Result<FaultCounts, SaveError> {
         let mut events = Vec::with_capacity(64);
+        // Where it may not, vCPUs wait a little longer.
+        let _ = urgency::come_first();
         while !self.trace.ended.load(Ordering::Acquire) {
             events.clear();
             self.trace.faults.wait(&mut events, WAIT)?;

@@ -32,6 +32,7 @@ mod process;
 pub mod process_memory;
 mod sys;
 mod tracee;
+pub mod urgency;
 
 pub use guest_memory::{GuestMemory, MemoryError, RegionLocation, User};
 pub use page_faults::{

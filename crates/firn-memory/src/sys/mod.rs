@@ -5,5 +5,6 @@
 pub(crate) mod copy;
 pub(crate) mod pagemap;
 pub(crate) mod ptrace;
+pub(crate) mod sched;
 pub(crate) mod uffd;
 pub(crate) mod words;

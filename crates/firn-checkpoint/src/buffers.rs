@@ -1,0 +1,117 @@
+//! Empty buffers for memory blocks. Their number is the limit of a save's memory.
+//!
+//! Some are there from the beginning, so that the first faults need not wait for memory; the others are made when they are needed, for a
+//! small save needs few. Whoever finds none sleeps until one is given back: the fault handler runs before everybody else, and would wait
+//! for ever by spinning.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Buffers that are there from the beginning.
+const READY: usize = 256;
+
+/// What is empty, and may be made.
+#[derive(Debug)]
+pub(crate) struct Buffers {
+    block_bytes: usize,
+    most: usize,
+    stock: Mutex<Stock>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Stock {
+    empty: Vec<Box<[u8]>>,
+    unmade: usize,
+    /// Nobody gives any back.
+    is_closed: bool,
+}
+
+impl Buffers {
+    /// At most so many, of one memory block each.
+    pub(crate) fn new(most: usize, block_bytes: usize) -> Self {
+        let ready = most.min(READY);
+        let mut empty = Vec::with_capacity(most);
+        empty.extend((0..ready).map(|_| empty_buffer(block_bytes)));
+        let stock = Stock { empty, unmade: most - ready, is_closed: false };
+        Self { block_bytes, most, stock: Mutex::new(stock), changed: Condvar::new() }
+    }
+
+    fn stock(&self) -> MutexGuard<'_, Stock> {
+        self.stock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An empty buffer, waiting for one if need be. `None` once nobody gives any back.
+    pub(crate) fn take(&self) -> Option<Box<[u8]>> {
+        let none =
+            |stock: &mut Stock| stock.empty.is_empty() && stock.unmade == 0 && !stock.is_closed;
+        let waited = self.changed.wait_while(self.stock(), none);
+        let mut stock = waited.unwrap_or_else(PoisonError::into_inner);
+        if let Some(buffer) = stock.empty.pop() {
+            return Some(buffer);
+        }
+        stock.unmade = stock.unmade.checked_sub(1)?;
+        drop(stock);
+        Some(empty_buffer(self.block_bytes))
+    }
+
+    /// Gives one back.
+    pub(crate) fn give(&self, buffer: Box<[u8]>) {
+        self.stock().empty.push(buffer);
+        self.changed.notify_one();
+    }
+
+    /// Nobody gives any back from now on.
+    pub(crate) fn close(&self) {
+        self.stock().is_closed = true;
+        self.changed.notify_all();
+    }
+
+    /// How many there may be.
+    pub(crate) fn most(&self) -> usize {
+        self.most
+    }
+
+    /// How many can be taken without waiting.
+    pub(crate) fn free(&self) -> usize {
+        let stock = self.stock();
+        stock.empty.len() + stock.unmade
+    }
+}
+
+fn empty_buffer(bytes: usize) -> Box<[u8]> {
+    vec![0; bytes].into_boxed_slice()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn there_are_no_more_than_were_allowed() {
+        let buffers = Buffers::new(READY + 2, 8);
+        let mut taken: Vec<_> = (0..READY + 2).map(|_| buffers.take().unwrap()).collect();
+        assert_eq!(buffers.free(), 0);
+        buffers.give(taken.pop().unwrap());
+        assert_eq!((buffers.free(), buffers.most()), (1, READY + 2));
+    }
+
+    #[test]
+    fn who_finds_none_sleeps_until_one_is_given_back_or_nobody_does() {
+        let buffers = Arc::new(Buffers::new(1, 8));
+        let only = buffers.take().unwrap();
+        let waiting = {
+            let buffers = Arc::clone(&buffers);
+            thread::spawn(move || (buffers.take(), buffers.take()))
+        };
+        buffers.give(only);
+        while buffers.free() > 0 {
+            thread::yield_now();
+        }
+        buffers.close();
+        let (first, second) = waiting.join().unwrap();
+        assert!(first.is_some() && second.is_none());
+    }
+}

@@ -1,0 +1,16 @@
+//! Scheduling policies of the calling thread: `sched_setscheduler(2)`, sched(7).
+
+use std::io;
+
+use nix::errno::Errno;
+use nix::libc;
+
+/// Makes the calling thread a real-time thread of the lowest priority, which still comes before all ordinary ones. What it starts is not.
+pub(crate) fn real_time() -> io::Result<()> {
+    let lowest = libc::sched_param { sched_priority: 1 };
+    let policy = libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK;
+    // SAFETY: the third argument points to a struct sched_param that lives throughout the call, and is only read; thread 0 is the
+    // calling one. No memory is changed.
+    Errno::result(unsafe { libc::sched_setscheduler(0, policy, &raw const lowest) })?;
+    Ok(())
+}

@@ -1,0 +1,69 @@
+//! Who runs first where processors are scarce.
+//!
+//! ```text
+//!   the thread that answers page faults      before everybody           a vCPU waits for it, for microseconds of work
+//!   vCPUs, and all else on the host          as always
+//!   copying, compressing, writing            behind                     nobody waits for them
+//! ```
+//!
+//! A thread that has slept waits for its turn when it wakes: milliseconds where others keep all processors busy. A guest that
+//! touches a hundred pages one after another would wait that long for each.
+
+use std::io;
+
+use crate::sys::sched;
+
+/// How far background work steps back, in nice(2) units.
+const NICENESS: i32 = 10;
+
+/// From now on the calling thread runs as soon as it has something to do (`SCHED_FIFO`, sched(7)). It must not wait for others by
+/// spinning: they may have no processor.
+///
+/// # Errors
+/// If this process may not (`CAP_SYS_NICE`, or `RLIMIT_RTPRIO`). It works without, less promptly.
+pub fn come_first() -> io::Result<()> {
+    sched::real_time()
+}
+
+/// From now on the calling thread, and no other, leaves the processors to others (nice(2)).
+pub fn step_back() {
+    let myself = Some(rustix::thread::gettid());
+    // Only a courtesy: a host that refuses it gets work that is less polite.
+    let _ = rustix::process::setpriority_process(myself, NICENESS);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stat(field: usize) -> i64 {
+        let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+        let behind_name = stat.rsplit(')').next().unwrap();
+        behind_name.split_whitespace().nth(field - 3).unwrap().parse().unwrap()
+    }
+
+    /// Fields of proc_pid_stat(5).
+    const NICE: usize = 19;
+    const POLICY: usize = 41;
+
+    #[test]
+    fn whoever_may_comes_first_and_whom_it_starts_does_not() {
+        std::thread::spawn(|| {
+            let Err(why) = come_first() else {
+                assert_eq!(stat(POLICY), 1);
+                let started = std::thread::spawn(|| stat(POLICY)).join().unwrap();
+                return assert_eq!(started, 0);
+            };
+            assert_eq!((why.kind(), stat(POLICY)), (io::ErrorKind::PermissionDenied, 0));
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn stepping_back_is_for_one_thread() {
+        let before = stat(NICE);
+        assert_eq!(std::thread::spawn(|| (step_back(), stat(NICE)).1).join().unwrap(), 10);
+        assert_eq!(stat(NICE), before);
+    }
+}
