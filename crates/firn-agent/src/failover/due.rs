@@ -3,7 +3,7 @@
 //! ```text
 //!   the record says                      here                                              due
 //!     runs here                            sent to a backup that the record has not           record it
-//!                                          not sent, the record has a backup                   record that there is none
+//!                                          not sent, the record has a backup, at two looks     record that there is none
 //!                                          not sent, none recorded, what it sends is held      let it go on
 //!                                          not sent, none recorded                             protect it by another host
 //!                                          released, stopped by its user, shut down            end the cluster
@@ -103,6 +103,12 @@ pub fn due(me: Host, mine: &BTreeSet<Host>, record: &Record, here: Here) -> Deed
     }
 }
 
+/// Whether it may be done now, or only if it is still due at the next look. That a VM has no backup any more gives up what the backup has; and the
+/// stream of a VM whose hypervisor has just died ends a moment before anybody here knows why.
+pub fn is_sure(deed: Deed, before: Option<Deed>) -> bool {
+    deed != Deed::Record(None) || before == Some(deed)
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -146,6 +152,17 @@ mod tests {
         assert_eq!(due_at_me(&backed, Here::Ended { shut_down: false }), Deed::Yield);
         assert_eq!(due_at_me(&alone, Here::Ended { shut_down: false }), Deed::End);
         assert_eq!(due_at_me(&backed, Here::Standby { has_ended: true }), Deed::Nothing);
+    }
+
+    #[test]
+    fn a_backup_is_not_given_up_for_a_vm_that_is_dying() {
+        let backed = record(ME, Some(OTHER));
+        let first = due_at_me(&backed, runs(None, true, true));
+        assert!(!is_sure(first, None) && !is_sure(first, Some(Deed::Nothing)));
+        assert!(is_sure(first, Some(first)), "it still runs");
+        let then = due_at_me(&backed, Here::Ended { shut_down: false });
+        assert_eq!(then, Deed::Yield);
+        assert!(is_sure(then, Some(first)));
     }
 
     #[test]

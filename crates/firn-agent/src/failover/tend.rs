@@ -9,7 +9,7 @@ use firn_supervisor::{FailureKind, VmName};
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
-use super::due::{Deed, Here, due};
+use super::due::{Deed, Here, due, is_sure};
 use super::{LOOKS, Ours, change, hosts, lock, newest};
 use crate::agent::Agent;
 use crate::api::Protect;
@@ -36,7 +36,7 @@ pub async fn keep(agent: Arc<Agent>, vm: VmName, post: Arc<Post>) {
 
 async fn tend(agent: &Arc<Agent>, vm: &VmName) {
     let Some(ours) = agent.failover.ours.get() else { return };
-    let mut tender = Tender { agent, vm, ours, protecting: None, tried: None };
+    let mut tender = Tender { agent, vm, ours, protecting: None, tried: None, before: None };
     loop {
         match tender.look().await {
             Ok(true) => {}
@@ -54,6 +54,8 @@ struct Tender<'a> {
     protecting: Option<JoinHandle<()>>,
     /// The host that was tried last.
     tried: Option<HostName>,
+    /// What was due at the last look.
+    before: Option<Deed>,
 }
 
 impl Tender<'_> {
@@ -74,6 +76,9 @@ impl Tender<'_> {
         let mine = names.iter().filter(|(host, it)| **host < self.ours.host && *it == name);
         let mine: BTreeSet<Host> = mine.map(|(host, _)| *host).collect();
         let deed = due(self.ours.host, &mine, &record, here);
+        if !is_sure(deed, self.before.replace(deed)) {
+            return Ok(true);
+        }
         if deed != Deed::Nothing {
             tracing::info!("{}: {deed:?}, for {here:?}", self.vm);
         }
