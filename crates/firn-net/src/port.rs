@@ -106,7 +106,7 @@ impl Port {
     ) -> io::Result<Self> {
         let card = UnixDatagram::from(card);
         card.set_nonblocking(true)?;
-        let way = Way::Alone(Gate::new(BYTES_MAX, is_open));
+        let way = Way::Alone(Gate::new(BYTES_MAX, is_open), None);
         let (is_frozen, buffer) = (false, vec![0; FRAME_BYTES_MAX]);
         let output = Output { way, is_frozen, is_stuck: false, buffer };
         let shared = Arc::new(Shared {
