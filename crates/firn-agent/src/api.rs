@@ -8,7 +8,7 @@
 //!                                                                      POST /v1/networks/NAME   Upgrade: firn-frames
 //!     GET  /v1/clusters             -> [Record]                        POST /v1/vms/NAME/member   Request -> facts
 //!     POST /v1/clusters             Create -> Record                   POST /v1/vms/NAME/protect  ProtectHere -> facts
-//!     POST /v1/clusters/NAME/VERB   -> Record
+//!     POST /v1/clusters/NAME/VERB   -> Record                         POST /v1/keep/NAME         ProtectHere -> Record
 //!     GET  /v1/members    -> MembershipView                            POST /v1/members         bytes -> bytes (firn-membership)
 //! ```
 //!
@@ -61,6 +61,9 @@ pub const PROTECTED: &str = "protect";
 /// Clusters that this host keeps the copies of; a name and a verb may follow.
 pub const CLUSTERS: &str = "/v1/clusters";
 
+/// Where a peer is asked to protect a cluster that it runs no VM of; the name follows.
+pub const KEEP: &str = "/v1/keep/";
+
 /// Where standbys are started; the name follows.
 pub const STANDBYS: &str = "/v1/standbys/";
 
@@ -89,6 +92,9 @@ pub struct ProtectHere {
     pub interval_ms: u64,
     /// What was written in one epoch starts the next writable.
     pub predicts: bool,
+    /// The cluster that it is a part of, if hosts have agreed on that: what it sends obeys the lease.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<VmName>,
 }
 
 /// VMs are to fail over together.

@@ -19,7 +19,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use crate::agent::Agent;
-use crate::api::{HEARTBEAT, Heartbeat, MEMBERS, NETWORKS, STANDBYS, VMS};
+use crate::api::{HEARTBEAT, Heartbeat, KEEP, MEMBERS, NETWORKS, STANDBYS, VMS};
 use crate::host::HostName;
 use crate::http::{self, Answer};
 use crate::identity::peer_of;
@@ -140,6 +140,9 @@ async fn answer(agent: Arc<Agent>, peer: HostName, request: Request<Incoming>) -
             Err(failure) => http::refusal(&failure),
         },
         (&Method::POST, MEMBERS, _) => agent.membership.answer(&peer, request).await,
+        (&Method::POST, path, _) if path.starts_with(KEEP) => {
+            together::keep(&agent, &path[KEEP.len()..], request).await
+        }
         (&Method::POST, _, Some(vm)) => standbys::start(&agent, peer, vm, request).await,
         _ => http::unknown(&request),
     }

@@ -10,6 +10,7 @@
 //!     lan.sock              0600   VMs' network cards (switch.rs)
 //!   /run/firn/web/
 //!     primary.json                 of a standby: which host its primary runs on
+//!     cluster.json                 which cluster it belongs to, if hosts have agreed on that
 //! ```
 
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -39,6 +40,12 @@ pub struct Place {
 #[derive(Debug, Serialize, Deserialize)]
 struct Origin {
     host: HostName,
+}
+
+/// Which cluster a VM belongs to.
+#[derive(Debug, Serialize, Deserialize)]
+struct Belongs {
+    cluster: VmName,
 }
 
 /// The right to be the agent of a runtime directory, until it is dropped or the process ends.
@@ -143,21 +150,54 @@ impl Place {
     /// # Errors
     /// If the VM is gone already, or the disk is full.
     pub fn set_origin(&self, vm: &VmName, host: &HostName) -> io::Result<()> {
-        let text = serde_json::to_vec(&Origin { host: host.clone() })?;
-        let new = self.origin_file(vm).with_extension("new");
-        OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&new)?
-            .write_all(&text)?;
-        fs::rename(new, self.origin_file(vm))
+        keep(&self.origin_file(vm), &Origin { host: host.clone() })
     }
 
     fn origin_file(&self, vm: &VmName) -> PathBuf {
         self.base.vm(vm).path().join("primary.json")
     }
+
+    /// Which cluster a VM of this host belongs to, if hosts have agreed on that.
+    pub fn cluster_of(&self, vm: &VmName) -> Option<VmName> {
+        let text = fs::read(self.cluster_file(vm)).ok()?;
+        serde_json::from_slice::<Belongs>(&text).ok().map(|belongs| belongs.cluster)
+    }
+
+    /// The VMs of this host that belong to a cluster.
+    pub fn members(&self, cluster: &VmName) -> Vec<VmName> {
+        let vms = self.base.vms().unwrap_or_default();
+        let names = vms.iter().map(|vm| vm.name().clone());
+        names.filter(|vm| self.cluster_of(vm).as_ref() == Some(cluster)).collect()
+    }
+
+    /// Keeps that with the VM, as [`Self::set_origin`] does.
+    ///
+    /// # Errors
+    /// If the VM is gone already, or the disk is full.
+    pub fn set_cluster(&self, vm: &VmName, cluster: &VmName) -> io::Result<()> {
+        keep(&self.cluster_file(vm), &Belongs { cluster: cluster.clone() })
+    }
+
+    /// It belongs to none any more.
+    pub fn forget_cluster(&self, vm: &VmName) {
+        if let Err(error) = clear(&self.cluster_file(vm)) {
+            tracing::warn!("{vm} is still taken for a part of a cluster: {error}");
+        }
+    }
+
+    fn cluster_file(&self, vm: &VmName) -> PathBuf {
+        self.base.vm(vm).path().join("cluster.json")
+    }
+}
+
+/// Written whole, and renamed.
+fn keep(file: &Path, what: &impl Serialize) -> io::Result<()> {
+    let text = serde_json::to_vec(what)?;
+    let new = file.with_extension("new");
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    options.open(&new)?.write_all(&text)?;
+    fs::rename(new, file)
 }
 
 fn lock(path: &Path) -> Result<Sole, Failure> {
@@ -262,6 +302,26 @@ mod tests {
         assert_eq!(place.origin(&web), Some(host("a")));
         fs::write(dir.path().join("web/primary.json"), "{").unwrap();
         assert_eq!(place.origin(&web), None);
+    }
+
+    #[test]
+    fn vms_know_their_cluster_as_long_as_they_are_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().join("run");
+        let place = Place::new(RuntimeDir::at(&base));
+        let name = |name: &str| VmName::new(name).unwrap();
+        let (web, db, shop) = (name("web"), name("db"), name("shop"));
+        assert!(place.set_cluster(&web, &shop).is_err());
+        for path in [&base, &base.join("web"), &base.join("db")] {
+            DirBuilder::new().mode(0o700).create(path).unwrap();
+        }
+        place.set_cluster(&web, &shop).unwrap();
+        assert_eq!((place.cluster_of(&web), place.cluster_of(&db)), (Some(shop.clone()), None));
+        place.set_cluster(&db, &shop).unwrap();
+        assert_eq!(place.members(&shop), [db, web.clone()]);
+        place.forget_cluster(&web);
+        place.forget_cluster(&web);
+        assert_eq!(place.members(&shop), [name("db")]);
     }
 
     #[tokio::test]

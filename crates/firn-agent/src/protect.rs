@@ -20,6 +20,7 @@ use crate::host::HostName;
 use crate::link::Link;
 use crate::place::Socket;
 use crate::standbys::tell;
+use crate::together;
 use crate::tunnel;
 use crate::vms::Vms;
 
@@ -32,18 +33,36 @@ pub(crate) async fn protect(
     wanted: Protect,
     on_progress: impl FnMut(&Progress) + Send + 'static,
 ) -> Result<Value, Failure> {
-    begin(agent, wanted, true, on_progress).await
+    if let Some(cluster) = agent.place.cluster_of(&wanted.vm) {
+        let text =
+            format!("{} belongs to cluster {cluster}, and is protected with all of it", wanted.vm);
+        let hint =
+            format!("`firn cluster protect {cluster}` on the host that is to keep the copies");
+        return Err(Failure::new(FailureKind::Refused, text).hint(hint));
+    }
+    begin(agent, wanted, As::Itself, on_progress).await
 }
 
-/// The same of a member of a cluster, which doesn't fail over by itself.
-pub(crate) async fn protect_member(agent: &Arc<Agent>, wanted: Protect) -> Result<Value, Failure> {
-    begin(agent, wanted, false, |_| ()).await
+/// The same of a member of a cluster, which doesn't fail over by itself, but with all of it if hosts have agreed on that.
+pub(crate) async fn protect_member(
+    agent: &Arc<Agent>,
+    wanted: Protect,
+    cluster: Option<VmName>,
+) -> Result<Value, Failure> {
+    begin(agent, wanted, As::Member(cluster), |_| ()).await
+}
+
+/// What a VM is protected as.
+enum As {
+    Itself,
+    /// Of a cluster; of which, if hosts have agreed on it.
+    Member(Option<VmName>),
 }
 
 async fn begin(
     agent: &Arc<Agent>,
     wanted: Protect,
-    fails_over: bool,
+    of: As,
     mut on_progress: impl FnMut(&Progress) + Send + 'static,
 ) -> Result<Value, Failure> {
     let Protect { vm, backup, interval_ms, predicts } = wanted.clone();
@@ -51,10 +70,7 @@ async fn begin(
     let _claim = agent.claim(&vm)?;
     let was_leased = is_free(agent, &vm).await?.lease.is_some();
     // Before anybody else could run it.
-    let lease = match fails_over {
-        true => failover::lease_for(agent, &wanted).await?,
-        false => None,
-    };
+    let lease = lease_as(agent, &of, &wanted, was_leased).await?;
     let path = agent.place.epochs(&backup, &vm);
     let to = format!("unix:{}", path.display());
     let to = to.parse().doing_or(FailureKind::Usage, "naming the VM's socket")?;
@@ -72,7 +88,9 @@ async fn begin(
         () = too_late(connected) => Err(silent()),
     };
     match &begun {
-        Ok(_) if lease.is_some() => failover::backed(agent, &name, &to_host).await,
+        Ok(_) if lease.is_some() && matches!(of, As::Itself) => {
+            failover::backed(agent, &name, &to_host).await
+        }
         Ok(_) => {}
         Err(_) => {
             sending.abort();
@@ -82,6 +100,29 @@ async fn begin(
         }
     }
     begun
+}
+
+/// The timeline whose lease a VM is to obey, and holds by then, if hosts agree on it.
+async fn lease_as(
+    agent: &Arc<Agent>,
+    of: &As,
+    wanted: &Protect,
+    was_leased: bool,
+) -> Result<Option<u32>, Failure> {
+    let vm = &wanted.vm;
+    match of {
+        As::Itself => failover::lease_for(agent, wanted).await,
+        As::Member(None) => Ok(None),
+        As::Member(Some(cluster)) => {
+            let belongs = agent.place.cluster_of(vm).as_ref() == Some(cluster);
+            if was_leased && !belongs {
+                let text = format!("{vm} is under a record of its own, or of another cluster");
+                let failure = Failure::new(FailureKind::Busy, text);
+                return Err(failure.hint(format!("`firn release {vm}` ends that")));
+            }
+            together::lease_for(agent, cluster, vm).await.map(Some)
+        }
+    }
 }
 
 /// A connection to a standby that waits for its primary.

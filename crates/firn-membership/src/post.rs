@@ -10,7 +10,7 @@
 //! ```
 //!
 //! A host says nothing to the controller but that it is there: it asks for its lease, if the record has it as a primary or a backup; others
-//! look only. One that has failed to run a VM asks no more, which is what a host does that died. A host that was fenced and has
+//! look only. One that has failed to run a VM asks no more, which is what a host does that died; so does one that [yields](Post::yields). A host that was fenced and has
 //! stopped is taken out of the fence when its lease is over.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -60,6 +60,8 @@ pub struct Post {
     guard: Mutex<Guard>,
     /// The newest record that was obeyed.
     known: Mutex<Option<Known>>,
+    /// The timeline whose lease is not asked for any more.
+    yielded: Mutex<Option<Generation>>,
 }
 
 /// Something that is being done.
@@ -75,7 +77,19 @@ impl Post {
         terms: Terms,
     ) -> Self {
         let guard = Mutex::new(Guard::new(host, terms));
-        Self { members, hosts, cluster, host, terms, guard, known: Mutex::default() }
+        let (known, yielded) = Default::default();
+        Self { members, hosts, cluster, host, terms, guard, known, yielded }
+    }
+
+    /// Asks for no lease in this timeline any more, as if the host had died, and goes on to obey.
+    pub fn yields(&self, generation: Generation) {
+        *self.yielded.lock().unwrap_or_else(PoisonError::into_inner) = Some(generation);
+    }
+
+    /// Whether a frame of this timeline may leave now.
+    pub fn may_send_in(&self, generation: Generation) -> bool {
+        let guard = self.guard();
+        guard.runs() == Some(generation) && guard.may_send(now())
     }
 
     /// Whether a frame may leave now. To be asked for every frame, right before it is sent.
@@ -147,7 +161,9 @@ impl Post {
     fn is_named(&self) -> bool {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let record = known.as_ref().and_then(|known| known.record.as_ref());
-        record.is_some_and(|record| {
+        let yielded = *self.yielded.lock().unwrap_or_else(PoisonError::into_inner);
+        let asks = |record: &&Record| yielded != Some(record.register.generation);
+        record.filter(asks).is_some_and(|record| {
             let mut places = record.register.places.values();
             places.any(|place| place.primary == self.host || place.backup == Some(self.host))
         })

@@ -19,6 +19,8 @@ mod due;
 mod hosts;
 mod tend;
 
+pub(crate) use hosts::end;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -33,9 +35,10 @@ use tokio::time::{Instant, sleep};
 use crate::agent::Agent;
 use crate::api::Protect;
 use crate::host::HostName;
+use crate::together;
 
 /// How often a VM's lease is asked for in the time of one, and what is due looked at.
-const LOOKS: u32 = 5;
+pub(crate) const LOOKS: u32 = 5;
 
 /// How often what others have to do first is looked for.
 const RETRY: Duration = Duration::from_millis(100);
@@ -55,10 +58,10 @@ pub(crate) struct Failover {
 
 /// Where hosts agree, and which host this is.
 #[derive(Clone)]
-struct Ours {
-    members: Arc<dyn Members>,
-    terms: Terms,
-    host: Host,
+pub(crate) struct Ours {
+    pub members: Arc<dyn Members>,
+    pub terms: Terms,
+    pub host: Host,
 }
 
 struct Tended {
@@ -66,7 +69,7 @@ struct Tended {
     task: AbortHandle,
 }
 
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -74,6 +77,11 @@ impl Failover {
     /// Why a VM is not protected, if it is to be.
     pub(crate) fn trouble(&self, vm: &VmName) -> Option<String> {
         lock(&self.troubles).get(vm).cloned()
+    }
+
+    /// Where hosts agree, and which host this is; none where they don't, or not yet.
+    pub(crate) fn ours(&self) -> Option<Ours> {
+        self.ours.get().cloned()
     }
 }
 
@@ -92,6 +100,8 @@ pub(crate) async fn run(agent: Arc<Agent>) {
         let given_up = lock(&agent.failover.given_up).clone();
         let concerns = |it: &&Status| concerns(&agent, it) && !given_up.contains(&it.name);
         statuses.iter().filter(concerns).for_each(|it| drop(tend(&agent, &it.name)));
+        let clusters = statuses.iter().filter_map(|it| agent.place.cluster_of(&it.name));
+        clusters.collect::<BTreeSet<_>>().iter().for_each(|it| drop(together::tend(&agent, it)));
         sleep(terms.ttl / LOOKS).await;
     }
 }
@@ -106,8 +116,12 @@ async fn joined(members: &dyn Members, name: &str, terms: Terms) -> Host {
     }
 }
 
-/// Whether a record may have something to say of it: it obeys a lease, or stands by for another host's VM.
+/// Whether a record of its own may have something to say of it: it obeys a lease, or stands by for another host's VM.
 fn concerns(agent: &Agent, status: &Status) -> bool {
+    let is_member = status.standby.as_ref().is_some_and(|standby| standby.member);
+    if is_member || agent.place.cluster_of(&status.name).is_some() {
+        return false;
+    }
     let is_standby = status.standby.is_some() && agent.place.origin(&status.name).is_some();
     (status.lease.is_some() && status.state != "ended") || is_standby
 }
@@ -190,7 +204,7 @@ async fn primary(agent: &Arc<Agent>, vm: &VmName) -> Result<Option<u32>, Trouble
     Ok(None)
 }
 
-async fn change(
+pub(crate) async fn change(
     members: &dyn Members,
     cluster: &Cluster,
     from: Revision,
@@ -228,6 +242,6 @@ async fn record_backup(ours: &Ours, vm: &VmName, backup: &HostName) -> Result<bo
 }
 
 /// The number of the agent of a host that was started last.
-fn newest(names: &BTreeMap<Host, String>, name: &HostName) -> Option<Host> {
+pub(crate) fn newest(names: &BTreeMap<Host, String>, name: &HostName) -> Option<Host> {
     names.iter().rev().find(|(_, it)| *it == name.as_str()).map(|(host, _)| *host)
 }

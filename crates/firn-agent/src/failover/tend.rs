@@ -65,6 +65,10 @@ impl Tender<'_> {
         if is_busy || self.agent.is_claimed(self.vm) {
             return Ok(true);
         }
+        if self.agent.place.cluster_of(self.vm).is_some() {
+            // It has come to belong to others, whose lease it obeys.
+            return Ok(false);
+        }
         let cluster = Cluster::new(self.vm.as_str())?;
         let View { known, names, .. } = self.ours.members.view(&cluster).await?;
         let Some(here) = self.here(&names).await else { return Ok(true) };

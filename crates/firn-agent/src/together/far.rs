@@ -20,7 +20,7 @@ use crate::protect;
 /// How long a VM's supervisor may take to answer what it can answer at once.
 pub(super) const ASK_WAIT: Duration = Duration::from_secs(10);
 /// How long a VM may take until there is something to fail over to: all of its memory is copied.
-const PROTECT_WAIT: Duration = Duration::from_secs(3600);
+pub(super) const PROTECT_WAIT: Duration = Duration::from_secs(3600);
 /// How long a backup may take to agree that it never runs the VM.
 pub(super) const RELEASE_WAIT: Duration = Duration::from_secs(30);
 
@@ -46,8 +46,13 @@ impl Far {
     }
 
     /// Has it protected by this host; returns when there is something to fail over to.
-    pub(super) async fn protect(&mut self, interval_ms: u64) -> Result<Value, Failure> {
-        self.post(PROTECTED, &ProtectHere { interval_ms, predicts: true }, PROTECT_WAIT).await
+    pub(super) async fn protect(
+        &mut self,
+        interval_ms: u64,
+        cluster: Option<VmName>,
+    ) -> Result<Value, Failure> {
+        let how = ProtectHere { interval_ms, predicts: true, cluster };
+        self.post(PROTECTED, &how, PROTECT_WAIT).await
     }
 
     async fn post(
@@ -112,11 +117,11 @@ async fn protected(
     vm: &str,
     request: hyper::Request<Incoming>,
 ) -> Result<Value, Failure> {
-    let ProtectHere { interval_ms, predicts } = http::read(request).await?;
+    let ProtectHere { interval_ms, predicts, cluster } = http::read(request).await?;
     let wanted = Protect { vm: named(vm)?, backup, interval_ms, predicts };
     // It goes on also when whoever asked for it has gone.
     let agent = Arc::clone(agent);
-    let begun = tokio::spawn(async move { protect::protect_member(&agent, wanted).await });
+    let begun = tokio::spawn(async move { protect::protect_member(&agent, wanted, cluster).await });
     begun.await.doing("protecting the VM")?
 }
 

@@ -240,6 +240,18 @@ impl Host {
         self.runtime.take().unwrap().shutdown_background();
     }
 
+    /// Starts it again where it was killed, as soon as what it had then is free.
+    pub fn start_again(&mut self, file: &Path, vms: &Arc<dyn Vms>) {
+        eventually("it begins again", || {
+            let (config, place) = (Config::load(file).unwrap(), Place::new(self.base.clone()));
+            let runtime = Runtime::new().unwrap();
+            let ready = Ready::new(config, place, Arc::clone(vms), Times::default());
+            let begun = runtime.block_on(ready).map(|ready| runtime.spawn(ready.serve())).is_ok();
+            self.runtime = begun.then_some(runtime);
+            begun
+        });
+    }
+
     /// Whether a supervisor waits for that.
     pub fn has_a_late_one(&self) -> bool {
         self.base.path().join("asked").exists()

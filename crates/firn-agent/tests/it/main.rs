@@ -13,4 +13,5 @@ mod relay;
 mod standby;
 mod switch;
 mod tap;
+mod together;
 mod tunnel;

@@ -99,6 +99,16 @@ impl Register {
         next
     }
 
+    /// The agent of a host was started again, which has the copies that its predecessor had, or is to run them. They are where they were.
+    pub fn inherited(&self, before: Host, now: Host) -> Self {
+        let mut next = self.changed();
+        for place in next.places.values_mut() {
+            let own = |host| if host == before { now } else { host };
+            *place = Place { primary: own(place.primary), backup: place.backup.map(own) };
+        }
+        next
+    }
+
     /// Hosts that run a VM.
     pub fn primaries(&self) -> BTreeSet<Host> {
         self.places.values().map(|place| place.primary).collect()
@@ -124,7 +134,7 @@ impl Register {
     }
 
     /// With every VM at its backup, and new backups on these hosts; `None` if there is nothing to go back to.
-    pub(super) fn failed_over(&self, hosts: &BTreeSet<Host>) -> Option<Self> {
+    pub fn failed_over(&self, hosts: &BTreeSet<Host>) -> Option<Self> {
         let ready = |place: &Place| place.backup.is_some_and(|backup| hosts.contains(&backup));
         if !self.is_protected() || !self.places.values().all(ready) {
             return None;

@@ -11,7 +11,7 @@ mod verbs;
 
 /// Protect several VMs together, and ask what hosts agree on.
 ///
-/// All verbs are for the host that keeps the copies, where the cluster was made.
+/// All verbs are for the host that keeps the copies, where the cluster was made; where hosts agree, `protect` is for any other as well.
 #[derive(Debug, ClapArgs)]
 pub struct Args {
     #[command(subcommand)]

@@ -15,6 +15,8 @@ use crate::output::Output;
 /// Each is protected as by `firn protect`. All the while global checkpoints are made: an epoch of each VM, together one state in which
 /// no VM has received what another has not sent. What a VM sends to another waits until its own epoch is here; what it sends to anybody
 /// else, until a global checkpoint has it. So until all are here, nobody outside hears of any. Returns when there is a global checkpoint.
+/// Where hosts agree who may run what, they fail over to this host by themselves from then on, and any host that none of them runs on
+/// can protect them after that.
 ///
 /// Example:
 ///   firn cluster protect shop --interval 50ms
@@ -43,8 +45,10 @@ pub struct Checkpoint {
 
 /// Run all VMs of a cluster on this host, from the newest global checkpoint.
 ///
-/// What they had sent each other and not received by then is sent again: nothing between them is lost. Make sure first that none of
-/// them runs anywhere else: nobody looks after that for you. One that is cut short can be asked for again.
+/// What they had sent each other and not received by then is sent again: nothing between them is lost. Where hosts agree who may run what
+/// ([membership] of firn-agent), they do so first, and nobody is heard twice; it is done without being asked for when a host is lost. Where
+/// they don't, make sure first that none of the VMs runs anywhere else: nobody looks after that for you. One that is cut short can be asked
+/// for again.
 ///
 /// Example:
 ///   firn cluster failover shop
@@ -73,7 +77,7 @@ impl Protect {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let interval_ms = self.interval.as_millis() as u64;
-        let how = ProtectHere { interval_ms, predicts: true };
+        let how = ProtectHere { interval_ms, predicts: true, cluster: None };
         ask(out, &self.name, "protect", Some(&how), |record| {
             format!("{} is protected: every {interval_ms} ms\n{}", record.name, marks(record))
         })

@@ -2,6 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use firn_lab::guest::{Control, JobState, QemuArgs, accel};
@@ -37,6 +38,11 @@ struct Hosts {
 impl Hosts {
     /// Supervisors at `a` and `b` have a fault, `c` asks some later than others.
     fn start(fault: Option<&str>) -> Self {
+        Self::start_with(fault, "")
+    }
+
+    /// The same with more in the configuration of each agent.
+    fn start_with(fault: Option<&str>, more: &str) -> Self {
         let (mut web, mut b, c) = (Vm::alone(), Session::new(), Session::new());
         let network = Network::loopback();
         certified(&network, &NAMES, &[&web.session, &b, &c]);
@@ -49,6 +55,10 @@ impl Hosts {
             file.write_all(b"[networks.lan]\n").unwrap();
             if has_uplink {
                 writeln!(file, "uplink = {:?}", text(&path)).unwrap();
+            }
+            file.write_all(more.as_bytes()).unwrap();
+            if !more.is_empty() {
+                found(session);
             }
         }
         let late = Some("cluster.ask=EIO");
@@ -109,6 +119,7 @@ impl Hosts {
         }
     }
 
+    #[track_caller]
     fn protect(&self) {
         let c = &self.c;
         c.firn(&["cluster", "create", "shop", "--vm", "web@a", "--vm", "peer@b"]).succeeds();
@@ -124,12 +135,8 @@ impl Hosts {
         for agent in &mut self.agents[..2] {
             agent.kill();
         }
-        for (session, vm) in [(&self.web.session, "web"), (&self.b, "peer")] {
-            let status = session.status(vm);
-            kill(status["guard_pid"].as_i64().unwrap());
-            kill(status["supervisor_pid"].as_i64().unwrap());
-            kill(status["pid"].as_i64().unwrap());
-        }
+        kill_vm(&self.web.session, "web");
+        kill_vm(&self.b, "peer");
         let c = &self.c;
         let ended = |vm: &str| c.status(vm)["standby"]["ended"].is_string();
         eventually("the standbys know", PATIENCE, || ended("web") && ended("peer"));
@@ -137,8 +144,23 @@ impl Hosts {
         let since = Instant::now();
         eprintln!("{}", c.firn(&["cluster", "failover", "shop"]).succeeds().out);
         eprintln!("it took {:?}", since.elapsed());
+        self.connect();
+    }
+
+    /// Where they run now.
+    fn connect(&mut self) {
         let peer = Control::connect(&self.b.path("peer.sock"), PATIENCE).unwrap();
         self.controls = vec![self.web.control(), peer];
+    }
+
+    /// What they have told each other and the client is consistent.
+    fn is_consistent(&mut self) {
+        self.goes_on(100);
+        self.outside.is_answered(20);
+        assert_eq!(self.wrong(), (0, 0));
+        let heard = self.outside.heard();
+        eprintln!("{} answers came twice", heard.repeated);
+        assert!(heard.undone.is_empty(), "{:?}", heard.undone);
     }
 
     /// Of both: orphans and repeated ones, and what is missing.
@@ -147,6 +169,21 @@ impl Hosts {
         eprintln!("{known:?}");
         let sum = |what: &str| known.iter().map(|it| it[what].as_u64().unwrap()).sum::<u64>();
         (sum("orphans") + sum("repeated"), sum("missing"))
+    }
+}
+
+/// Makes a host a server of those that agree.
+fn found(session: &Session) {
+    let mut found = Command::new(Session::program_beside("firn-agent"));
+    found.arg("found").arg(session.path("agent.toml"));
+    assert!(found.output().unwrap().status.success());
+}
+
+/// All processes of a VM.
+fn kill_vm(session: &Session, vm: &str) {
+    let status = session.status(vm);
+    for pid in ["guard_pid", "supervisor_pid", "pid"] {
+        kill(status[pid].as_i64().unwrap());
     }
 }
 
@@ -175,10 +212,7 @@ fn a_cluster_goes_on_from_one_consistent_state() {
     hosts.outside.is_answered(20);
     hosts.web.session.firn(&["release", "web"]).fails(5, "with the cluster");
     hosts.fail_over();
-    hosts.goes_on(100);
-    hosts.outside.is_answered(20);
-    assert_eq!(hosts.wrong(), (0, 0));
-    assert!(hosts.outside.heard().undone.is_empty(), "{:?}", hosts.outside.heard().undone);
+    hosts.is_consistent();
     hosts.controls.clear();
     hosts.web.is_well();
 }
@@ -216,7 +250,8 @@ fn a_cluster_that_is_released_runs_on() {
     let c = &hosts.c;
     c.firn(&["cluster", "protect", "shop"]).fails(2, "no cluster shop");
     c.firn(&["cluster", "create", "shop", "--vm", "web@c"]).fails(2, "web runs on this host");
-    c.firn(&["cluster", "create", "shop", "--vm", "nobody@a"]).fails(3, "nobody");
+    c.firn(&["cluster", "create", "shop", "--vm", "nobody@a"])
+        .fails(3, "there is no VM called nobody");
     hosts.protect();
     for _ in 0..2 {
         hosts.c.firn(&["cluster", "release", "shop"]).succeeds();
@@ -228,4 +263,44 @@ fn a_cluster_that_is_released_runs_on() {
     }
     let (orphans, _) = hosts.wrong();
     assert_eq!(orphans, 0);
+}
+
+/// Where hosts agree, nobody has to ask for it: one host is killed, and both VMs run at the third, which alone has their lease. What still
+/// ran elsewhere is ended; and a host that was not told of the cluster protects it again by itself.
+#[test]
+fn a_cluster_fails_over_without_a_person() {
+    let agree =
+        "[membership]\nlease-ms = 4000\nservers = [\"a\", \"b\", \"c\"]\nstate-dir = \"state\"\n";
+    let mut hosts = Hosts::start_with(None, agree);
+    hosts.protect();
+    hosts.goes_on(50);
+    hosts.outside.is_answered(20);
+    let since = Instant::now();
+    hosts.agents[0].kill();
+    kill_vm(&hosts.web.session, "web");
+    let c = &hosts.c;
+    let runs = |vm: &str| c.status(vm)["state"] == "running";
+    eventually("both run at c", PATIENCE, || runs("web") && runs("peer"));
+    eprintln!("both run at c after {:?}", since.elapsed());
+    hosts.connect();
+    hosts.is_consistent();
+    eprintln!("both are heard after {:?}", since.elapsed());
+    eventually("the other is ended", PATIENCE, || hosts.b.status("peer")["state"] == "ended");
+    let why = hosts.b.status("peer")["last"]["text"].to_string();
+    assert!(why.contains("its cluster shop"), "{why}");
+    for vm in ["web", "peer"] {
+        assert_eq!(hosts.c.status(vm)["lease"], 1);
+    }
+    eventually("b protects them", PATIENCE, || {
+        let status = hosts.b.json(&["cluster", "status"]);
+        let vms = status["clusters"][0]["vms"].as_array().cloned().unwrap_or_default();
+        let is_kept = |vm: &Value| vm["backup"].as_str().is_some_and(|it| it.starts_with("b "));
+        vms.len() == 2 && vms.iter().all(is_kept)
+    });
+    eprintln!("{}", hosts.b.firn(&["cluster", "status"]).succeeds().out);
+    assert_eq!(hosts.c.status("web")["state"], "protected");
+    hosts.is_consistent();
+    hosts.b.firn(&["cluster", "release", "shop"]).succeeds();
+    hosts.is_consistent();
+    assert!(hosts.c.status("web")["lease"].is_null());
 }

@@ -1,0 +1,89 @@
+//! Protecting a cluster again when nobody has copies of it any more, by a host that runs none of its VMs: one after another is asked, until
+//! one can.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use firn_supervisor::{Context as _, Failure, FailureKind, VmName};
+use hyper::body::Incoming;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout};
+
+use super::far::PROTECT_WAIT;
+use super::protect::protect;
+use super::record::Records;
+use crate::agent::Agent;
+use crate::api::{KEEP, ProtectHere};
+use crate::detect::Health;
+use crate::host::HostName;
+use crate::http::{self, Answer};
+use crate::link::Link;
+
+/// Milliseconds from one cut to the next, where nobody has said: as `firn cluster protect` does by itself.
+const INTERVAL_MS: u64 = 100;
+
+/// Who was asked, and is.
+#[derive(Default)]
+pub(super) struct Again {
+    asked: Option<JoinHandle<()>>,
+    tried: Option<HostName>,
+    until: Option<Instant>,
+}
+
+impl Again {
+    /// Asks the next host that is there, if none is being asked. Hosts that run a VM of the cluster can't keep copies of it.
+    pub(super) fn ask(&mut self, agent: &Arc<Agent>, name: &VmName, runs: &BTreeSet<HostName>) {
+        let is_busy = self.asked.as_ref().is_some_and(|it| !it.is_finished())
+            || self.until.is_some_and(|until| Instant::now() < until);
+        let alive = |peer: &HostName| {
+            agent.peers.health(peer).is_some_and(|it| *it.borrow() == Health::Alive)
+        };
+        let peers = agent.config.peers.keys().filter(|it| !runs.contains(*it) && alive(it));
+        let peers: Vec<&HostName> = peers.collect();
+        let after = |host: &&&HostName| self.tried.as_ref().is_none_or(|tried| **host > tried);
+        let Some(host) = peers.iter().find(after).or(peers.first()).filter(|_| !is_busy) else {
+            return;
+        };
+        let host = (*host).clone();
+        self.tried = Some(host.clone());
+        self.until = agent.membership.members().map(|(_, terms)| Instant::now() + terms.ttl);
+        let (agent, name) = (Arc::clone(agent), name.clone());
+        self.asked = Some(tokio::spawn(async move {
+            match asked(&agent, &name, &host).await {
+                Ok(()) => tracing::info!("cluster {name} is protected again, by host {host}"),
+                Err(failure) => tracing::warn!("host {host} does not protect {name}: {failure}"),
+            }
+        }));
+    }
+}
+
+async fn asked(agent: &Arc<Agent>, name: &VmName, host: &HostName) -> Result<(), Failure> {
+    let kept = Records::of(&agent.place).load(name)?;
+    let interval_ms = kept.map_or(INTERVAL_MS, |kept| kept.interval_ms);
+    let how = ProtectHere { interval_ms, predicts: true, cluster: None };
+    let how = serde_json::to_vec(&how).doing("writing a request")?;
+    let mut link = Link::open(&agent.identity, host, agent.address(host)?).await?;
+    let told = timeout(PROTECT_WAIT, link.post(&format!("{KEEP}{name}"), how)).await;
+    let late = |_| Failure::new(FailureKind::Other, format!("host {host} has not answered"));
+    told.map_err(late)?.map(drop)
+}
+
+/// Answers a peer that runs VMs of a cluster, and wants it to be protected by this host.
+pub(crate) async fn keep(
+    agent: &Arc<Agent>,
+    name: &str,
+    request: hyper::Request<Incoming>,
+) -> Answer {
+    let kept = async {
+        let name = VmName::new(name).doing_or(FailureKind::Usage, "naming a cluster")?;
+        let ProtectHere { interval_ms, .. } = http::read(request).await?;
+        // It goes on also when whoever asked for it has gone.
+        let agent = Arc::clone(agent);
+        let begun = tokio::spawn(async move { protect(&agent, &name, interval_ms).await });
+        begun.await.doing("protecting the cluster")?
+    };
+    match kept.await {
+        Ok(record) => http::json(&record),
+        Err(failure) => http::refusal(&failure),
+    }
+}

@@ -1,0 +1,261 @@
+//! Clusters under a record that hosts agree on: who may run one, and who looks after its VMs at this host.
+//!
+//! ```text
+//!   host c: firn cluster protect shop                                      the record "shop" (firn-membership)
+//!     begun: its VMs run where they do, nobody has copies ---------------> { web: a, db: b }
+//!     a, b: lease_for: the record names the host, the lease is held <--->
+//!     the first global checkpoint is in the file of c
+//!     backed ------------------------------------------------------------> { web: a, backup c; db: b, backup c }
+//!                                                                              |  the lease of a is over
+//!     run_here: all of them, from the newest checkpoint of the file <----- { web: c; db: c; generation + 1 }
+//!     a, b: what wakes there is ended <----------------------------------      |  when a and b can't send any more
+//! ```
+//!
+//! At each host that has something of the cluster there is one [`Post`](firn_membership::Post), which asks for the lease of all its VMs there, and beside it, again
+//! and again, what is [`due`](super::due). Which VMs those are is kept with them ([`Place::cluster_of`](crate::place::Place::cluster_of)), so that an
+//! agent that is started again knows.
+//!
+//! Timelines of frames are counted by the record's layout, which each protection and each failover changes. Its generation begins with
+//! a failover only: whatever runs in an older one is ended.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_cluster::failover::{Place, Register};
+use firn_cluster::{Generation, Host, Vm};
+use firn_membership::{Cluster, Record, Trouble, View};
+use firn_supervisor::{Failure, FailureKind, VmName};
+use tokio::time::{Instant, sleep};
+
+use super::record::{self, Placed};
+use super::tend::{takes_part_again, tend};
+use crate::agent::Agent;
+use crate::failover::{Ours, change, newest};
+use crate::host::HostName;
+
+/// How often what others have to do first is looked for.
+pub(super) const RETRY: Duration = Duration::from_millis(100);
+
+/// Whether hosts agree on anything.
+pub(super) fn is_agreed(agent: &Agent) -> bool {
+    agent.membership.members().is_some()
+}
+
+pub(super) fn ours(agent: &Agent) -> Result<Ours, Trouble> {
+    let none = || Trouble::Unreachable("this agent has no number among hosts yet".to_owned());
+    agent.failover.ours().ok_or_else(none)
+}
+
+pub(super) fn cluster(name: &VmName) -> Result<Cluster, Trouble> {
+    Cluster::new(name.as_str())
+}
+
+/// The timeline of frames that a change of the record begins.
+fn timeline(register: &Register) -> Generation {
+    Generation(u32::try_from(register.layout + 1).unwrap_or(u32::MAX))
+}
+
+/// Tries it until it is done, or it can't be, or as long as a failover may take.
+async fn tried<T, F: Future<Output = Result<Option<T>, Trouble>>>(
+    agent: &Agent,
+    what: &str,
+    mut try_it: impl FnMut(Ours) -> F,
+) -> Result<T, Failure> {
+    let ttl = agent.membership.members().map_or(RETRY, |(_, terms)| terms.ttl);
+    let (until, mut why) = (Instant::now() + 6 * ttl, "nobody has answered".to_owned());
+    while Instant::now() < until {
+        let tried = match ours(agent) {
+            Ok(ours) => try_it(ours).await,
+            Err(trouble) => Err(trouble),
+        };
+        match tried {
+            Ok(Some(done)) => return Ok(done),
+            Ok(None) => "something else has to happen first".clone_into(&mut why),
+            Err(Trouble::Refused(text)) => return Err(Failure::new(FailureKind::Busy, text)),
+            Err(trouble) => why = trouble.to_string(),
+        }
+        sleep(RETRY).await;
+    }
+    let failure = Failure::new(FailureKind::Host, format!("{what}: {why}"));
+    Err(failure.hint("`firn cluster status` says who can be reached"))
+}
+
+/// Has the record say where the VMs run, and that nobody has copies of them. The timeline that begins, and whether hosts had agreed on
+/// the cluster before.
+pub(super) async fn begun(
+    agent: &Agent,
+    of: &record::Record,
+) -> Result<(Generation, bool), Failure> {
+    let what = format!("{} is not agreed on", of.name);
+    tried(agent, &what, |ours| async move {
+        let cluster = cluster(&of.name)?;
+        let View { known, names, .. } = ours.members.view(&cluster).await?;
+        let Some(places) = places(of, &names) else { return Ok(None) };
+        let vms = of.numbered().map(|(vm, placed)| (vm, placed.vm.to_string())).collect();
+        let was_there = known.record.as_ref().is_some_and(|it| !it.register.is_ended());
+        let register = match &known.record {
+            None => Register::new(places),
+            Some(record) if record.register.is_ended() => record.register.again(places),
+            Some(record) if record.vms != vms => return Err(taken(&of.name)),
+            // One of its agents was started again, and has to take it up.
+            Some(record) if is_elsewhere(&record.register, &places) => return Ok(None),
+            Some(record) => record.register.backed_by(None),
+        };
+        let begins = (timeline(&register), was_there);
+        let to = Record { register, vms };
+        Ok(change(&*ours.members, &cluster, known.revision, &to).await?.then_some(begins))
+    })
+    .await
+}
+
+fn taken(name: &VmName) -> Trouble {
+    let text = format!(
+        "hosts have agreed on a cluster {name} of other VMs: `firn cluster release {name}` where it was made ends that"
+    );
+    Trouble::Refused(text)
+}
+
+/// Each VM at the agent of its host that was started last; none if one has no number.
+fn places(of: &record::Record, names: &BTreeMap<Host, String>) -> Option<BTreeMap<Vm, Place>> {
+    let place = |(vm, placed): (Vm, &Placed)| {
+        Some((vm, Place { primary: newest(names, &placed.host)?, backup: None }))
+    };
+    of.numbered().map(place).collect()
+}
+
+fn is_elsewhere(register: &Register, places: &BTreeMap<Vm, Place>) -> bool {
+    let primaries = |places: &BTreeMap<Vm, Place>| -> Vec<Host> {
+        places.values().map(|place| place.primary).collect()
+    };
+    primaries(&register.places) != primaries(places) || !register.fence.is_empty()
+}
+
+/// There is a global checkpoint here, of the timeline that was begun: this host may run the VMs from now on.
+pub(super) async fn backed(agent: &Arc<Agent>, of: &record::Record) -> Result<(), Failure> {
+    for placed in &of.vms {
+        belongs(agent, &placed.vm, &of.name)?;
+    }
+    let what = format!("{} does not fail over yet", of.name);
+    tried(agent, &what, |ours| async move {
+        let cluster = cluster(&of.name)?;
+        let View { known, .. } = ours.members.view(&cluster).await?;
+        let over = || Trouble::Refused(format!("{} was changed by another host", of.name));
+        let record = known.record.ok_or_else(over)?;
+        if record.register.places.values().all(|place| place.backup == Some(ours.host)) {
+            return Ok(Some(()));
+        }
+        if timeline(&record.register) != of.generation {
+            return Err(over());
+        }
+        let to = Record { register: record.register.backed_by(Some(ours.host)), ..record };
+        Ok(change(&*ours.members, &cluster, known.revision, &to).await?.then_some(()))
+    })
+    .await?;
+    tend(agent, &of.name);
+    Ok(())
+}
+
+/// Keeps with a VM which cluster it belongs to.
+fn belongs(agent: &Agent, vm: &VmName, cluster: &VmName) -> Result<(), Failure> {
+    let kept = agent.place.set_cluster(vm, cluster);
+    kept.map_err(|error| Failure::from_error(FailureKind::Other, &error))
+        .map_err(|failure| failure.while_doing(format!("noting that {vm} belongs to {cluster}")))
+}
+
+/// The timeline whose lease a VM's frames are to obey, as a part of a cluster: this host is its primary by then, and holds the lease.
+pub(crate) async fn lease_for(
+    agent: &Arc<Agent>,
+    name: &VmName,
+    vm: &VmName,
+) -> Result<u32, Failure> {
+    if !is_agreed(agent) {
+        let text = format!(
+            "host {} agrees on nothing with others, and {name} is a cluster of hosts that do",
+            agent.config.name
+        );
+        let hint = "give its agent's configuration the [membership] of the others";
+        return Err(Failure::new(FailureKind::Host, text).hint(hint));
+    }
+    belongs(agent, vm, name)?;
+    takes_part_again(agent, name);
+    tried(agent, &format!("{vm} gets no lease"), |ours| async move {
+        let cluster = cluster(name)?;
+        let known = ours.members.read(&cluster).await?;
+        let Some(Record { register, vms }) = known.record else { return Ok(None) };
+        let number = vms.iter().find(|(_, it)| *it == vm.as_str()).map(|(number, _)| number);
+        let place = number.and_then(|number| register.places.get(number));
+        let is_here = place.is_some_and(|place| place.primary == ours.host);
+        let post = tend(agent, name);
+        let holds = post.is_some_and(|post| post.may_send_in(register.generation));
+        Ok((is_here && holds).then_some(register.generation.0))
+    })
+    .await
+}
+
+/// Has the record say that there is no such cluster any more.
+pub(super) async fn ended(agent: &Agent, name: &VmName) -> Result<(), Failure> {
+    if !is_agreed(agent) {
+        return Ok(());
+    }
+    tried(agent, &format!("{name} is agreed on still"), |ours| async move {
+        let cluster = cluster(name)?;
+        let known = ours.members.read(&cluster).await?;
+        let Some(record) = known.record.filter(|it| !it.register.is_ended()) else {
+            return Ok(Some(()));
+        };
+        let is_done = change(&*ours.members, &cluster, known.revision, &record.ended()).await?;
+        Ok(is_done.then_some(()))
+    })
+    .await
+}
+
+/// Has the record say that all VMs run here, if that is not so yet. They do when nobody else can send any more.
+pub(super) async fn fails_over(agent: &Arc<Agent>, name: &VmName) -> Result<(), Failure> {
+    takes_part_again(agent, name);
+    tried(agent, &format!("{name} does not fail over"), |ours| async move {
+        let cluster = cluster(name)?;
+        let View { known, leases, .. } = ours.members.view(&cluster).await?;
+        let not_here = || {
+            let text =
+                "hosts have not agreed that this one keeps copies of it that all can go back to";
+            Trouble::Refused(format!("{name} can't be run here: {text}"))
+        };
+        let record = known.record.ok_or_else(not_here)?;
+        let places = &record.register.places;
+        let is_here = |host: Option<Host>| host == Some(ours.host);
+        if !places.is_empty() && places.values().all(|place| is_here(Some(place.primary))) {
+            return Ok(Some(()));
+        }
+        if places.is_empty() || !places.values().all(|place| is_here(place.backup)) {
+            return Err(not_here());
+        }
+        // Its own lease may just be under way.
+        let Some(register) = record.register.failed_over(&leases) else { return Ok(None) };
+        let to = Record { register, ..record };
+        Ok(change(&*ours.members, &cluster, known.revision, &to).await?.then_some(()))
+    })
+    .await?;
+    tend(agent, name);
+    Ok(())
+}
+
+/// What hosts have agreed on of a cluster that this one does not know: the VMs, and where they run.
+pub(super) async fn known(
+    agent: &Agent,
+    name: &VmName,
+) -> Result<Vec<(VmName, HostName)>, Failure> {
+    if !is_agreed(agent) {
+        return Ok(Vec::new());
+    }
+    tried(agent, &format!("{name} is not known"), |ours| async move {
+        let View { known, names, .. } = ours.members.view(&cluster(name)?).await?;
+        let Some(Record { register, vms }) = known.record else { return Ok(Some(Vec::new())) };
+        let at = |(vm, place): (&Vm, &Place)| {
+            let vm = VmName::new(vms.get(vm)?.clone()).ok()?;
+            Some((vm, HostName::new(names.get(&place.primary)?.clone()).ok()?))
+        };
+        Ok(Some(register.places.iter().filter_map(at).collect()))
+    })
+    .await
+}

@@ -1,0 +1,423 @@
+//! What is due at a host for a cluster of several VMs, by what is agreed on and what is here. Pure.
+//!
+//! ```text
+//!   the record says                              here                                          due
+//!     a VM runs here, all can be gone back to      it has died, or is not protected any more     yield: all go back together
+//!                                                  ended by its user, shut down, released        end the cluster
+//!     a VM runs here, there are no backups         what it sends is held                         let it go on
+//!                                                  all of them are gone                          end the cluster
+//!                                                  they run, the first of the cluster too        protect it by another host
+//!     all run here, and have a backup named        that has no copies yet                        record that there is none
+//!     runs at an earlier agent of here             it runs                                       take it up, if nobody has its copies
+//!     runs elsewhere                               it runs, and obeys a lease                    end it
+//!     the cluster has ended                        it runs, in the timeline before that          let it go
+//!     others keep the copies                       copies, of an earlier timeline                give them up
+//!     an earlier agent of here has the copies,     they                                          record that this one has them
+//!     and a VM is lost, or is to run from them
+//! ```
+//!
+//! One that could be gone back to with all others is never let out by itself, nor taken up by an agent that was started again: the copies of
+//! the others are of no use without its own. So whatever happens to one of them happens to the cluster.
+//!
+//! Copies outlive the agent of their host, and its file has the checkpoint. While the record names an earlier agent as the one that has them,
+//! nobody has let anything out that going back to them would undo. But without the agent no more epochs come: so where all VMs
+//! are still there, it is better that they go on, and are protected anew.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use firn_cluster::Host;
+use firn_membership::Record;
+use firn_supervisor::{Exit, Status, VmName};
+
+/// What of a VM is here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vm {
+    /// Nothing: its user has ended it.
+    Nothing,
+    /// Its end. `shut_down`: by itself, as it should, or by its user.
+    Ended { shut_down: bool },
+    /// A copy of it.
+    Standby,
+    /// It runs, and what it sends obeys a lease of that timeline; its epochs are sent; is held whatever the lease says.
+    Runs { lease: Option<u32>, is_protected: bool, is_held: bool },
+}
+
+impl Vm {
+    /// As its supervisor tells.
+    pub fn of(status: &Status) -> Self {
+        match (status.state.as_str(), &status.standby) {
+            ("ended", _) => {
+                let shut_down = matches!(status.exit, Some(Exit::Code(0) | Exit::Stopped));
+                Self::Ended { shut_down }
+            }
+            (_, Some(_)) => Self::Standby,
+            _ => Self::Runs {
+                lease: status.lease,
+                is_protected: status.protection.is_some(),
+                is_held: status.network.iter().any(|card| !card.open),
+            },
+        }
+    }
+}
+
+/// What of a cluster is here.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Here {
+    /// VMs that are known to belong to it.
+    pub vms: BTreeMap<VmName, Vm>,
+    /// Whether there are copies from which all of it could be run.
+    pub is_kept: bool,
+    /// Whether those who have the copies are there, though epochs of a VM that runs have not reached them for a while: that they are lost
+    /// would look the same at first.
+    pub is_cut_off: bool,
+}
+
+impl Here {
+    /// Whether a VM runs here whose epochs are not sent.
+    pub fn is_unprotected(&self) -> bool {
+        let is = |vm: &Vm| matches!(vm, Vm::Runs { lease: Some(_), is_protected: false, .. });
+        self.vms.values().any(is)
+    }
+}
+
+/// Something to do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Deed {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// Have the record say that there is no backup.
+    Unback,
+    /// Let out what these hold.
+    GoOn(BTreeSet<VmName>),
+    /// Protect it, by a host that runs none of its VMs.
+    Protect,
+    /// Have the record say that there is no such cluster any more.
+    End,
+    /// Ask for its lease no more, until it is in another timeline.
+    Yield,
+    /// Have the record say that this agent looks after what that one did.
+    TakeUp(Host),
+    /// Have the record say that this agent has the copies that one had.
+    Inherit(Host),
+    /// End the VM: it runs elsewhere.
+    Fence(VmName),
+    /// The cluster has ended: the VM goes on for itself.
+    LetGo(VmName),
+    /// The copies are of no use any more.
+    GiveUp,
+}
+
+/// What is due at host `me`, whose earlier agents were `mine`, where those of `leases` are there.
+pub fn due(
+    me: Host,
+    mine: &BTreeSet<Host>,
+    record: &Record,
+    leases: &BTreeSet<Host>,
+    here: &Here,
+) -> Deed {
+    let look = Look { me, mine, record, leases, here };
+    if look.runs(me) && !record.register.fence.is_empty() {
+        return Deed::Nothing;
+    }
+    let stray = here.vms.iter().find_map(|(name, vm)| look.stray(name, *vm));
+    stray.or_else(|| look.copies()).unwrap_or_else(|| look.primary())
+}
+
+struct Look<'a> {
+    me: Host,
+    mine: &'a BTreeSet<Host>,
+    record: &'a Record,
+    leases: &'a BTreeSet<Host>,
+    here: &'a Here,
+}
+
+impl Look<'_> {
+    /// Whether a VM of the cluster runs at that host.
+    fn runs(&self, host: Host) -> bool {
+        self.record.register.primaries().contains(&host)
+    }
+
+    /// Where the VM of that name runs.
+    fn primary_of(&self, name: &VmName) -> Option<Host> {
+        let (vm, _) = self.record.vms.iter().find(|(_, it)| *it == name.as_str())?;
+        self.record.register.places.get(vm).map(|place| place.primary)
+    }
+
+    /// Whether all can be gone back to.
+    fn is_protected(&self) -> bool {
+        let register = &self.record.register;
+        register.is_protected() && register.places.values().all(|place| place.backup.is_some())
+    }
+
+    /// Whether those who have the copies are there.
+    fn is_backed(&self) -> bool {
+        let mut backups = self.record.register.places.values().map(|place| place.backup);
+        self.is_protected()
+            && backups.all(|backup| backup.is_some_and(|host| self.leases.contains(&host)))
+    }
+
+    /// A VM that obeys a lease of another host's.
+    fn stray(&self, name: &VmName, vm: Vm) -> Option<Deed> {
+        let Vm::Runs { lease: Some(lease), .. } = vm else { return None };
+        let register = &self.record.register;
+        match self.primary_of(name) {
+            Some(primary) if primary == self.me => None,
+            // One that was fenced before has to end, though the cluster has ended since.
+            None if register.is_ended() && register.generation.0 == lease + 1 => {
+                Some(Deed::LetGo(name.clone()))
+            }
+            Some(primary) if self.mine.contains(&primary) && register.fence.is_empty() => {
+                let may = !self.is_backed();
+                may.then_some(Deed::TakeUp(primary)).or(Some(Deed::Nothing))
+            }
+            _ => Some(Deed::Fence(name.clone())),
+        }
+    }
+
+    fn copies(&self) -> Option<Deed> {
+        if let Some(before) = self.before().filter(|_| self.here.is_kept) {
+            return Some(Deed::Inherit(before));
+        }
+        let is_ours = |host: Host| host == self.me || self.mine.contains(&host);
+        let places = &self.record.register.places;
+        let is_needed = places
+            .values()
+            .any(|place| is_ours(place.primary) || place.backup.is_some_and(is_ours));
+        (self.here.is_kept && !is_needed).then_some(Deed::GiveUp)
+    }
+
+    /// An earlier agent of this host that was to run all VMs, or is needed to.
+    fn before(&self) -> Option<Host> {
+        let register = &self.record.register;
+        let mut places = register.places.values();
+        let first = *places.next().filter(|_| register.fence.is_empty())?;
+        let is_all = |host: &Host| self.mine.contains(host);
+        let runs = Some(first.primary).filter(is_all);
+        if runs.is_some() && register.primaries().len() == 1 {
+            return runs;
+        }
+        let keeps = first.backup.filter(is_all);
+        let is_one = places.all(|place| place.backup == keeps);
+        let is_lost = !register.primaries().is_subset(self.leases);
+        keeps.filter(|_| is_one && is_lost && self.is_protected())
+    }
+
+    fn primary(&self) -> Deed {
+        let is_mine = |name: &&VmName| self.primary_of(name) == Some(self.me);
+        let vms = self.here.vms.iter().filter(|(name, _)| is_mine(name));
+        let vms: Vec<(&VmName, Vm)> = vms.map(|(name, vm)| (name, *vm)).collect();
+        let register = &self.record.register;
+        let is_all = vms.len() == register.places.len();
+        match vms.is_empty() {
+            true => Deed::Nothing,
+            false if self.is_protected() => self.of_protected(&vms),
+            false if is_all && vms.iter().all(|(_, vm)| is_gone(*vm)) => Deed::End,
+            false if is_all && register.places.values().any(|it| it.backup.is_some()) => {
+                Deed::Unback
+            }
+            false => self.of_unprotected(&vms),
+        }
+    }
+
+    fn of_protected(&self, vms: &[(&VmName, Vm)]) -> Deed {
+        let is_left = |vm: &Vm| match vm {
+            Vm::Nothing | Vm::Ended { shut_down: true } => true,
+            Vm::Runs { lease, .. } => lease.is_none(),
+            _ => false,
+        };
+        let is_lost = |vm: &Vm| match vm {
+            Vm::Ended { .. } => true,
+            Vm::Runs { is_protected, .. } => !is_protected && self.here.is_cut_off,
+            _ => false,
+        };
+        if vms.iter().any(|(_, vm)| is_left(vm)) {
+            return Deed::End;
+        }
+        // Without the copies there is nothing to go back to; then the record loses its backup first.
+        match vms.iter().any(|(_, vm)| is_lost(vm)) && self.is_backed() {
+            true => Deed::Yield,
+            false => Deed::Nothing,
+        }
+    }
+
+    fn of_unprotected(&self, vms: &[(&VmName, Vm)]) -> Deed {
+        let is_open = self.record.register.places.values().all(|place| place.backup.is_none());
+        let is_held =
+            |vm: &Vm| matches!(vm, Vm::Runs { lease: Some(_), is_protected: false, is_held: true });
+        let held = vms.iter().filter(|(_, vm)| is_open && is_held(vm));
+        let held: BTreeSet<VmName> = held.map(|(name, _)| (*name).clone()).collect();
+        if !held.is_empty() {
+            return Deed::GoOn(held);
+        }
+        // One host is enough to have it protected again.
+        let places = &self.record.register.places;
+        let is_first = places.values().next().is_some_and(|place| place.primary == self.me);
+        let is_ready = |vm: &Vm| matches!(vm, Vm::Runs { lease: Some(_), is_protected: false, .. });
+        match is_open && is_first && vms.iter().all(|(_, vm)| is_ready(vm)) {
+            true => Deed::Protect,
+            false => Deed::Nothing,
+        }
+    }
+}
+
+fn is_gone(vm: Vm) -> bool {
+    matches!(vm, Vm::Nothing | Vm::Ended { .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_cluster::failover::{Place, Register};
+
+    use super::*;
+
+    const ME: Host = Host(4);
+    const OTHER: Host = Host(5);
+    const BACKUP: Host = Host(6);
+    const RUNS: Vm = Vm::Runs { lease: Some(0), is_protected: true, is_held: true };
+    const HELD: Vm = Vm::Runs { lease: Some(0), is_protected: false, is_held: true };
+    const OPEN: Vm = Vm::Runs { lease: Some(0), is_protected: false, is_held: false };
+    const RELEASED: Vm = Vm::Runs { lease: None, is_protected: false, is_held: false };
+    const DIED: Vm = Vm::Ended { shut_down: false };
+
+    fn name(name: &str) -> VmName {
+        VmName::new(name).unwrap()
+    }
+
+    /// `web` at one host, `db` at another.
+    fn record(web: Host, db: Host, backup: Option<Host>) -> Record {
+        let place = |primary| Place { primary, backup: None };
+        let numbers = [0, 1].map(firn_cluster::Vm);
+        let register = Register::new(numbers.into_iter().zip([web, db].map(place)).collect());
+        let vms = numbers.into_iter().zip(["web", "db"].map(str::to_owned)).collect();
+        Record { register: register.backed_by(backup), vms }
+    }
+
+    fn here(vms: &[(&str, Vm)], is_kept: bool) -> Here {
+        let vms = vms.iter().map(|(vm, it)| (name(vm), *it)).collect();
+        Here { vms, is_kept, is_cut_off: true }
+    }
+
+    fn due_with(record: &Record, leases: &[Host], vms: &[(&str, Vm)], is_kept: bool) -> Deed {
+        let leases = leases.iter().copied().collect();
+        due(ME, &[Host(1)].into(), record, &leases, &here(vms, is_kept))
+    }
+
+    fn due_of(record: &Record, web: Vm) -> Deed {
+        due_with(record, &[ME, OTHER, BACKUP], &[("web", web)], false)
+    }
+
+    #[test]
+    fn what_happens_to_one_happens_to_all() {
+        let backed = record(ME, OTHER, Some(BACKUP));
+        assert_eq!(due_of(&backed, RUNS), Deed::Nothing);
+        for lost in [DIED, HELD, OPEN] {
+            assert_eq!(due_of(&backed, lost), Deed::Yield);
+            let alone = due_with(&backed, &[ME, OTHER], &[("web", lost)], false);
+            assert_eq!(alone, Deed::Nothing, "nobody is there to run them");
+        }
+        for (lost, deed) in [(HELD, Deed::Nothing), (DIED, Deed::Yield)] {
+            let at_once = Here { is_cut_off: false, ..here(&[("web", lost)], false) };
+            let leases = [ME, OTHER, BACKUP].into();
+            assert_eq!(due(ME, &BTreeSet::new(), &backed, &leases, &at_once), deed);
+        }
+        for left in [Vm::Nothing, Vm::Ended { shut_down: true }, RELEASED] {
+            assert_eq!(due_of(&backed, left), Deed::End);
+        }
+    }
+
+    #[test]
+    fn nothing_is_let_out_while_somebody_could_go_back() {
+        assert_eq!(due_of(&record(ME, OTHER, Some(BACKUP)), HELD), Deed::Yield);
+        let alone = record(ME, OTHER, None);
+        assert_eq!(due_of(&alone, HELD), Deed::GoOn([name("web")].into()));
+        assert_eq!(due_of(&alone, RUNS), Deed::Nothing, "it is being protected");
+        assert_eq!(due_of(&alone, OPEN), Deed::Protect);
+        assert_eq!(due_of(&alone, RELEASED), Deed::Nothing);
+        let second = due_with(&record(OTHER, ME, None), &[ME, OTHER], &[("db", OPEN)], false);
+        assert_eq!(second, Deed::Nothing, "the host of the first sees to that");
+        let mut named = alone;
+        named.register.places.values_mut().for_each(|place| place.backup = Some(BACKUP));
+        named.register.layout += 1;
+        assert_eq!(due_of(&named, HELD), Deed::Nothing);
+    }
+
+    #[test]
+    fn where_all_run_after_a_failover() {
+        let mut all = record(ME, ME, None);
+        let both = [("web", OPEN), ("db", OPEN)];
+        assert_eq!(due_with(&all, &[ME], &both, true), Deed::Protect);
+        let one = [("web", Vm::Nothing), ("db", OPEN)];
+        assert_eq!(due_with(&all, &[ME], &one, true), Deed::Nothing);
+        let none = [("web", Vm::Nothing), ("db", DIED)];
+        assert_eq!(due_with(&all, &[ME], &none, true), Deed::End);
+        // The controller has chosen one, that has nothing yet.
+        all.register.places.values_mut().for_each(|place| place.backup = Some(OTHER));
+        all.register.layout += 1;
+        assert_eq!(due_with(&all, &[ME, OTHER], &both, true), Deed::Unback);
+        all.register.fence.insert(OTHER);
+        assert_eq!(due_with(&all, &[ME, OTHER], &both, true), Deed::Nothing);
+    }
+
+    #[test]
+    fn what_runs_elsewhere_does_not_run_here() {
+        let elsewhere = record(BACKUP, BACKUP, None);
+        assert_eq!(due_of(&elsewhere, HELD), Deed::Fence(name("web")));
+        assert_eq!(due_of(&elsewhere, RELEASED), Deed::Nothing, "it is another one");
+        assert_eq!(due_of(&elsewhere, DIED), Deed::Nothing);
+        let ended = record(ME, OTHER, Some(BACKUP)).ended();
+        assert_eq!(due_of(&ended, HELD), Deed::LetGo(name("web")));
+        // It slept through a failover, and what came of that has ended.
+        let later = record(ME, OTHER, Some(BACKUP)).ended().ended();
+        assert_eq!(due_of(&later, HELD), Deed::Fence(name("web")));
+    }
+
+    #[test]
+    fn an_agent_takes_up_what_nobody_else_can_run() {
+        let earlier = Host(1);
+        let backed = record(earlier, OTHER, Some(BACKUP));
+        assert_eq!(due_of(&backed, HELD), Deed::Nothing, "all are about to go back");
+        let leases = [ME, OTHER];
+        let alone = due_with(&backed, &leases, &[("web", HELD)], false);
+        assert_eq!(alone, Deed::TakeUp(earlier));
+        assert_eq!(due_of(&record(earlier, OTHER, None), OPEN), Deed::TakeUp(earlier));
+        let mut fenced = backed;
+        fenced.register.fence.insert(earlier);
+        assert_eq!(due_of(&fenced, HELD), Deed::Fence(name("web")));
+    }
+
+    #[test]
+    fn copies_outlive_the_agent_of_their_host() {
+        let earlier = Host(1);
+        let standbys = [("web", Vm::Standby), ("db", Vm::Standby)];
+        let kept = record(OTHER, BACKUP, Some(earlier));
+        let due = |record: &Record, leases: &[Host]| due_with(record, leases, &standbys, true);
+        assert_eq!(due(&kept, &[OTHER, BACKUP]), Deed::Nothing, "they go on where they are");
+        assert_eq!(due(&kept, &[OTHER]), Deed::Inherit(earlier));
+        let mut to_run = record(earlier, earlier, None);
+        assert_eq!(due(&to_run, &[]), Deed::Inherit(earlier));
+        to_run.register.fence.insert(OTHER);
+        assert_eq!(due(&to_run, &[]), Deed::Nothing);
+        let open = record(OTHER, BACKUP, None);
+        assert_eq!(due(&open, &[OTHER]), Deed::GiveUp, "what they hold has left");
+        let inherited = kept.register.inherited(earlier, ME);
+        let mine = Record { register: inherited, ..kept };
+        assert!(mine.register.is_protected() && mine.check().is_ok());
+        assert_eq!(due(&mine, &[ME, OTHER]), Deed::Nothing, "the controller sees to that");
+    }
+
+    #[test]
+    fn copies_are_kept_while_somebody_counts_on_them() {
+        let standbys = [("web", Vm::Standby), ("db", Vm::Standby)];
+        let due = |record: &Record| due_with(record, &[OTHER], &standbys, true);
+        for backup in [ME, Host(1)] {
+            assert_eq!(due(&record(OTHER, OTHER, Some(backup))), Deed::Nothing);
+        }
+        assert_eq!(due(&record(ME, ME, None)), Deed::Nothing, "they are about to run");
+        assert_eq!(due(&record(OTHER, OTHER, Some(BACKUP))), Deed::GiveUp);
+        assert_eq!(due(&record(OTHER, OTHER, None)), Deed::GiveUp);
+        assert_eq!(due(&record(OTHER, OTHER, None).ended()), Deed::GiveUp);
+        let none = due_with(&record(OTHER, OTHER, None), &[OTHER], &standbys, false);
+        assert_eq!(none, Deed::Nothing);
+    }
+}

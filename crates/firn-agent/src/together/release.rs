@@ -1,0 +1,104 @@
+//! The end of a cluster: its VMs go on, each for itself.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use firn_supervisor::{Failure, FailureKind, MemberRequest, Request, VmName};
+use tokio::sync::MutexGuard;
+
+use super::cuts::Cutting;
+use super::failover::settle;
+use super::far::{ASK_WAIT, RELEASE_WAIT};
+use super::record::{Placed, Record, Records, State};
+use super::{agreed, all, each, end};
+use crate::agent::Agent;
+use crate::vms::Vms;
+
+pub(super) async fn release(agent: &Arc<Agent>, name: &VmName) -> Result<Record, Failure> {
+    let mut cutting = agent.together.cutting.lock().await;
+    let record = Records::of(&agent.place).known(name)?;
+    match record.state {
+        State::FailedOver if agreed::is_agreed(agent) => {
+            // They obey its lease, though nobody has their copies.
+            let left = let_go(agent, &record).await;
+            left.and(agreed::ended(agent, name).await).map(|()| record)
+        }
+        State::FailingOver | State::FailedOver => {
+            let text = format!("the VMs of {name} run on this host, each for itself");
+            Err(Failure::new(FailureKind::Usage, text))
+        }
+        State::Made | State::Protected => ended(agent, &mut cutting, record).await,
+    }
+}
+
+async fn ended(
+    agent: &Arc<Agent>,
+    cutting: &mut MutexGuard<'_, BTreeMap<VmName, Cutting>>,
+    mut record: Record,
+) -> Result<Record, Failure> {
+    end(cutting, &record.name).await;
+    // From here on nobody goes back to its checkpoints: so each may be let go of by itself.
+    (record.state, record.checkpoint) = (State::Made, None);
+    Records::of(&agent.place).store(&record)?;
+    let left = let_go(agent, &record).await;
+    left.and(agreed::ended(agent, &record.name).await)?;
+    no_copies(agent, &record).await?;
+    Ok(record)
+}
+
+/// What has come to nothing. Of one that hosts had agreed on before, they still do, and its VMs go on obeying its lease.
+pub(super) async fn undo(
+    agent: &Arc<Agent>,
+    cutting: &mut MutexGuard<'_, BTreeMap<VmName, Cutting>>,
+    record: Record,
+    was_there: bool,
+) {
+    let name = record.name.clone();
+    let undone = match was_there {
+        true => give_up(agent, cutting, &name).await,
+        false => ended(agent, cutting, record).await.map(drop),
+    };
+    if let Err(left) = undone {
+        tracing::warn!("cluster {name}: {left}");
+    }
+}
+
+/// Hosts have agreed that nobody counts on the copies here.
+pub(super) async fn give_up(
+    agent: &Arc<Agent>,
+    cutting: &mut MutexGuard<'_, BTreeMap<VmName, Cutting>>,
+    name: &VmName,
+) -> Result<(), Failure> {
+    end(cutting, name).await;
+    let records = Records::of(&agent.place);
+    let mut record = records.known(name)?;
+    (record.state, record.checkpoint) = (State::Made, None);
+    records.store(&record)?;
+    no_copies(agent, &record).await
+}
+
+async fn no_copies(agent: &Arc<Agent>, record: &Record) -> Result<(), Failure> {
+    for Placed { vm, .. } in record.vms.clone() {
+        agent.blocking(move |vms| no_copy(vms, &vm)).await?;
+    }
+    Ok(())
+}
+
+/// A copy that is left when its VM goes on alone would be in the way of the next, and never runs.
+fn no_copy(vms: &dyn Vms, vm: &VmName) -> Result<(), Failure> {
+    match vms.status(vm).ok().and_then(|status| status.standby) {
+        Some(standby) if standby.member => vms.stop(vm),
+        _ => Ok(()),
+    }
+}
+
+/// Backups agree that they never run their VM, what was held leaves, and each VM is for itself.
+async fn let_go(agent: &Arc<Agent>, record: &Record) -> Result<(), Failure> {
+    let released = each(agent, record, |_| Request::ReleaseMember, RELEASE_WAIT).await;
+    settle(agent, record).await;
+    let left = all(agent, record, |_| Request::Member(MemberRequest::Leave), ASK_WAIT).await;
+    // One that was not protected had nothing to be released from.
+    let failed = released.into_iter().filter_map(Result::err);
+    let mut failed = failed.filter(|failure| failure.kind != FailureKind::Usage);
+    failed.next().map_or(Ok(()), Err).and(left.map(drop))
+}

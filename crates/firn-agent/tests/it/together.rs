@@ -1,0 +1,485 @@
+//! Three agents that agree, and a cluster of two VMs that are only what supervisors would say: `web` at `a`, `db` at `b`, copies at `c`.
+
+use std::collections::BTreeMap;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use firn_agent::api::{CLUSTERS, Create, MembershipView, PlaceView, ProtectHere};
+use firn_agent::client::Method;
+use firn_agent::detect::Health;
+use firn_agent::together::{Record, State};
+use firn_agent::vms::OnReady;
+use firn_agent::{Config, Times, Vms, client, membership};
+use firn_cluster::cut::Answer;
+use firn_cluster::member::Membership;
+use firn_cluster::switch::Mac;
+use firn_cluster::{Epoch, Generation};
+use firn_supervisor::{
+    CardStatus, FailoverRequest, Failure, FailureKind, MemberCard, MemberRequest, OnProgress,
+    ProtectRequest, Protection, Request, RuntimeDir, Status, VmName,
+};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::host::{Host, eventually, name};
+use crate::membership::configured;
+
+/// The VMs of one host.
+struct Model {
+    base: RuntimeDir,
+    vms: Mutex<BTreeMap<VmName, Vm>>,
+}
+
+#[derive(Default)]
+struct Vm {
+    /// `running`, `protected`, `standby` or `ended`.
+    state: &'static str,
+    lease: Option<u32>,
+    /// What it sends is held, whatever its lease says.
+    is_held: bool,
+    /// Timelines whose lease it was granted.
+    granted: Vec<u32>,
+    member: Option<Membership>,
+    epoch: u64,
+    why: String,
+    /// The timeline and the epoch that it went on from.
+    went_on: Option<(Generation, Epoch)>,
+    /// Its epochs go or come there.
+    stream: Option<UnixStream>,
+}
+
+impl Vm {
+    /// Whoever is at the other end of its stream may have gone.
+    fn look(&mut self) {
+        let gone = self.stream.as_ref().is_some_and(|stream| {
+            stream.set_nonblocking(true).unwrap();
+            matches!(std::io::Read::read(&mut &*stream, &mut [0]), Ok(0))
+        });
+        if gone {
+            self.stream = None;
+            if self.state == "protected" {
+                (self.state, self.is_held) = ("running", true);
+            }
+        }
+    }
+
+    fn member(&mut self, request: &MemberRequest) -> Result<Value, Failure> {
+        let no = || Failure::new(FailureKind::Refused, "no");
+        let of = self.member.clone();
+        match request {
+            MemberRequest::Card => unreachable!(),
+            MemberRequest::Join(of) if self.state == "running" && !self.is_held => {
+                self.member = Some(of.clone());
+                Ok(Value::Null)
+            }
+            MemberRequest::Mark { generation, number } if self.state == "protected" => {
+                let of = of.filter(|of| of.generation == *generation).ok_or_else(no)?;
+                self.epoch += 1;
+                let marks = vec![(of.own, Epoch(self.epoch))];
+                let (generation, request) = (*generation, *number);
+                let answer = Answer { generation, layout: of.layout, request, marks };
+                Ok(serde_json::to_value(answer).unwrap())
+            }
+            MemberRequest::Globally { .. } => Ok(Value::Null),
+            MemberRequest::Leave if !self.is_held => {
+                self.member = None;
+                Ok(Value::Null)
+            }
+            _ => Err(no()),
+        }
+    }
+
+    fn fail_over(&mut self, how: FailoverRequest) -> Value {
+        assert_eq!(self.state, "standby");
+        assert!(how.lease.is_some());
+        assert_eq!(self.granted.last(), how.lease.as_ref(), "its lease is not held");
+        (self.state, self.lease, self.stream) = ("running", how.lease, None);
+        self.went_on = how.member.map(|to| (to.generation, to.epoch));
+        json!({})
+    }
+
+    fn released(&mut self) {
+        assert!(matches!(self.state, "running" | "protected"), "{}", self.state);
+        (self.state, self.lease, self.is_held, self.stream) = ("running", None, false, None);
+    }
+}
+
+fn vm(name: &str) -> VmName {
+    VmName::new(name).unwrap()
+}
+
+impl Model {
+    fn all(&self) -> MutexGuard<'_, BTreeMap<VmName, Vm>> {
+        let mut all = self.vms.lock().unwrap();
+        all.values_mut().for_each(Vm::look);
+        all
+    }
+
+    /// Does something with one of its VMs, which is there.
+    fn with<T>(&self, vm: &VmName, work: impl FnOnce(&mut Vm) -> T) -> T {
+        work(self.all().get_mut(vm).unwrap())
+    }
+
+    fn is(&self, name: &str, state: &str) -> bool {
+        self.all().get(&vm(name)).is_some_and(|it| it.state == state)
+    }
+
+    fn add(&self, name: &VmName, it: Vm) {
+        let path = self.base.vm(name).path().to_owned();
+        DirBuilder::new().recursive(true).mode(0o700).create(path).unwrap();
+        self.all().insert(name.clone(), it);
+    }
+}
+
+impl Vms for Model {
+    fn list(&self) -> Result<Vec<Status>, Failure> {
+        let names: Vec<VmName> = self.all().keys().cloned().collect();
+        names.iter().map(|it| self.status(it)).collect()
+    }
+
+    fn status(&self, name: &VmName) -> Result<Status, Failure> {
+        let all = self.all();
+        let none = || Failure::new(FailureKind::NoSuchVm, "no such VM");
+        let it = all.get(name).ok_or_else(none)?;
+        let mut status = json!({ "name": name, "state": it.state, "launched": true, "memory_bytes": 0,
+            "vcpus": 1, "qemu": "", "accel": "tcg", "since": 0, "recoveries": 0, "lease": it.lease });
+        let mut card = serde_json::to_value(CardStatus::default()).unwrap();
+        card["open"] = (!it.is_held).into();
+        status["network"] = json!([card]);
+        if it.state == "standby" {
+            let ended = it.stream.is_none().then_some("it has ended");
+            status["standby"] =
+                json!({ "complete": 999, "committed": 999, "member": true, "ended": ended });
+        }
+        if it.state == "protected" {
+            status["protection"] = serde_json::to_value(Protection::default()).unwrap();
+        }
+        Ok(serde_json::from_value(status).unwrap())
+    }
+
+    fn protect(
+        &self,
+        name: &VmName,
+        how: ProtectRequest,
+        _: OnProgress<'_>,
+    ) -> Result<Value, Failure> {
+        let address = how.to.to_string();
+        let near = UnixStream::connect(address.strip_prefix("unix:").unwrap()).unwrap();
+        self.with(name, |it| {
+            assert!(it.state == "running" && !it.is_held && it.member.is_some());
+            assert!(how.lease.is_some() && it.granted.last() == how.lease.as_ref());
+            (it.state, it.lease, it.is_held) = ("protected", how.lease, true);
+            it.stream = Some(near);
+        });
+        Ok(json!({}))
+    }
+
+    fn ask(&self, name: &VmName, request: &Request) -> Result<Value, Failure> {
+        if !self.all().contains_key(name) {
+            return Err(Failure::new(FailureKind::NoSuchVm, "no such VM"));
+        }
+        self.with(name, |it| match request {
+            Request::Member(MemberRequest::Card) => {
+                let mac = Mac([2, 0, 0, 0, 0, name.as_str().as_bytes()[0]]);
+                Ok(serde_json::to_value(MemberCard { mac, is_settled: true }).unwrap())
+            }
+            Request::Member(request) => it.member(request),
+            Request::Failover(how) => Ok(it.fail_over(*how)),
+            Request::ReleaseMember => {
+                it.released();
+                Ok(Value::Null)
+            }
+            other => unreachable!("{other:?}"),
+        })
+    }
+
+    fn stand_by(&self, name: &VmName, _: &Path, ready: OnReady) -> Result<UnixStream, Failure> {
+        let (near, end) = UnixStream::pair().unwrap();
+        let is_free = self.all().get(name).is_none_or(|it| it.state == "ended");
+        assert!(is_free, "there is one already");
+        self.add(name, Vm { state: "standby", stream: Some(end), ..Vm::default() });
+        ready(Ok(json!({})));
+        Ok(near)
+    }
+
+    fn fail_over(&self, name: &VmName, _: u32) -> Result<Value, Failure> {
+        panic!("{name} does not run alone");
+    }
+
+    fn release(&self, name: &VmName) -> Result<(), Failure> {
+        self.with(name, Vm::released);
+        Ok(())
+    }
+
+    fn go_on(&self, name: &VmName) -> Result<(), Failure> {
+        self.with(name, |it| {
+            assert_eq!(it.state, "running");
+            it.is_held = false;
+        });
+        Ok(())
+    }
+
+    fn fence(&self, name: &VmName, why: String) -> Result<(), Failure> {
+        self.with(name, |it| (it.state, it.why, it.stream) = ("ended", why, None));
+        Ok(())
+    }
+
+    fn grant(&self, name: &VmName, lease: Option<(u32, Duration)>) {
+        let Some((generation, _)) = lease else { return };
+        if let Some(it) = self.all().get_mut(name) {
+            if it.granted.last() != Some(&generation) {
+                it.granted.push(generation);
+            }
+        }
+    }
+
+    fn stop(&self, name: &VmName) -> Result<(), Failure> {
+        assert!(self.is(name.as_str(), "standby"));
+        self.all().remove(name);
+        std::fs::remove_dir_all(self.base.vm(name).path()).unwrap();
+        Ok(())
+    }
+}
+
+struct Hosts {
+    hosts: Vec<Host>,
+    models: Vec<Arc<Model>>,
+    files: Vec<PathBuf>,
+}
+
+impl Hosts {
+    fn start() -> Self {
+        let (mut hosts, mut models, mut files) = (Vec::new(), Vec::new(), Vec::new());
+        for (dir, file) in configured() {
+            let config = Config::load(&file).unwrap();
+            membership::found(&config).unwrap();
+            let base = RuntimeDir::at(dir.path().join("run"));
+            let model = Arc::new(Model { base, vms: Mutex::default() });
+            let (_send, ends) = channel();
+            let vms = Arc::clone(&model) as Arc<dyn Vms>;
+            hosts.push(Host::with_vms(dir, config, Times::default(), vms, ends).unwrap());
+            models.push(model);
+            files.push(file);
+        }
+        for (host, it) in [(0, "web"), (1, "db")] {
+            models[host].add(&vm(it), Vm { state: "running", ..Vm::default() });
+        }
+        for host in &hosts {
+            eventually("all are there", || {
+                host.cluster().peers.iter().all(|peer| peer.health == Health::Alive)
+            });
+        }
+        eventually("somebody leads", || view(&hosts[0]).leader.is_some());
+        Self { hosts, models, files }
+    }
+
+    /// Starts the agent of a host again. Its VMs are as they were.
+    fn restart(&mut self, host: usize) {
+        let vms = Arc::clone(&self.models[host]) as Arc<dyn Vms>;
+        self.hosts[host].start_again(&self.files[host], &vms);
+    }
+
+    fn ask(&self, host: usize, verb: &str) -> Result<Record, Failure> {
+        let how = ProtectHere { interval_ms: 100, predicts: true, cluster: None };
+        let how = (verb == "protect").then_some(&how);
+        asked(&self.hosts[host], &format!("{CLUSTERS}/shop/{verb}"), how)
+    }
+
+    /// By `c`.
+    fn protect(&self) {
+        let vms = vec![(vm("web"), Some(name("a"))), (vm("db"), Some(name("b")))];
+        let create = Create { name: vm("shop"), vms };
+        asked(&self.hosts[2], CLUSTERS, Some(&create)).unwrap();
+        let record = self.ask(2, "protect").unwrap();
+        assert!(record.state == State::Protected && record.checkpoint.is_some());
+        assert_eq!(places(&self.hosts[2]), [["a", "c"], ["b", "c"]]);
+        assert!(self.models[0].is("web", "protected") && self.models[1].is("db", "protected"));
+    }
+
+    /// Both run at `c`, in another timeline, from one global checkpoint; what ran elsewhere is ended.
+    fn both_run_at_c(&self) {
+        let c = &self.models[2];
+        let runs = |it| c.is(it, "running") || c.is(it, "protected");
+        eventually("both run at c", || runs("web") && runs("db"));
+        eventually("that is known", || self.kept().state == State::FailedOver);
+        let checkpoint = self.kept().checkpoint.unwrap();
+        for (number, it) in ["web", "db"].into_iter().enumerate() {
+            let number = firn_cluster::Vm(number as u16);
+            let (generation, epoch) = c.with(&vm(it), |it| {
+                assert_eq!((it.lease, it.granted.last()), (Some(1), Some(&1)));
+                it.went_on.unwrap()
+            });
+            assert_eq!(epoch, checkpoint.marks[&number]);
+            assert!(generation > checkpoint.generation);
+        }
+        eventually("hosts agree", || places(&self.hosts[2]).iter().all(|place| place[0] == "c"));
+    }
+
+    /// What `c` keeps.
+    fn kept(&self) -> Record {
+        let all: Vec<Record> =
+            client::clusters(&self.hosts[2].base, Method::GET, CLUSTERS, None::<&()>).unwrap();
+        all.into_iter().find(|it| it.name == vm("shop")).unwrap()
+    }
+
+    fn is_ended(&self, host: usize, name: &str) {
+        let model = &self.models[host];
+        eventually("it is ended", || model.is(name, "ended"));
+        let why = model.with(&vm(name), |it| it.why.clone());
+        assert!(why.contains("its cluster shop"), "{why}");
+    }
+}
+
+fn asked(host: &Host, path: &str, body: Option<&impl Serialize>) -> Result<Record, Failure> {
+    client::clusters(&host.base, Method::POST, path, body)
+}
+
+fn view(host: &Host) -> MembershipView {
+    client::membership(&host.base).unwrap()
+}
+
+/// The names of primary and backup of each, as hosts have agreed.
+fn places(host: &Host) -> Vec<Vec<String>> {
+    let name = |it: &str| it.split(' ').next().unwrap_or_default().to_owned();
+    let of = |vm: &PlaceView| {
+        [name(&vm.primary)].into_iter().chain(vm.backup.as_deref().map(name)).collect()
+    };
+    view(host).clusters.first().map(|it| it.vms.iter().map(of).collect()).unwrap_or_default()
+}
+
+#[test]
+fn all_vms_of_a_cluster_go_on_when_the_host_of_one_dies_and_are_protected_by_another() {
+    let mut hosts = Hosts::start();
+    hosts.protect();
+    hosts.hosts[0].kill();
+    hosts.both_run_at_c();
+    hosts.is_ended(1, "db");
+    // By a host that never heard of it, and without a person.
+    eventually("hosts agree", || places(&hosts.hosts[1]) == [["c", "b"], ["c", "b"]]);
+    let again = hosts.ask(1, "protect").unwrap_err();
+    assert!(again.to_string().contains("protected already"), "{again}");
+    let c = &hosts.models[2];
+    assert!(c.is("web", "protected") && c.is("db", "protected"));
+    assert_eq!(c.with(&vm("web"), |it| it.granted.clone()), [1], "nothing was rolled back");
+}
+
+#[test]
+fn a_vm_that_dies_takes_its_cluster_back_though_all_agents_live() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    hosts.models[1].with(&vm("db"), |db| (db.state, db.stream) = ("ended", None));
+    hosts.both_run_at_c();
+    hosts.is_ended(0, "web");
+}
+
+/// Its successor knows nothing of what was held: the copies are what is left.
+#[test]
+fn a_vm_whose_supervisor_dies_takes_its_cluster_back() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    hosts.models[0].with(&vm("web"), |web| {
+        (web.state, web.member, web.stream) = ("running", None, None);
+    });
+    hosts.both_run_at_c();
+    hosts.is_ended(0, "web");
+    hosts.is_ended(1, "db");
+}
+
+#[test]
+fn vms_whose_copies_are_lost_go_on() {
+    let mut hosts = Hosts::start();
+    hosts.protect();
+    hosts.hosts[2].kill();
+    for (host, it) in [(0, "web"), (1, "db")] {
+        eventually("it is heard", || hosts.models[host].with(&vm(it), |it| !it.is_held));
+        let granted = hosts.models[host].with(&vm(it), |it| (it.lease, it.granted.clone()));
+        assert_eq!(granted, (Some(0), vec![0]), "nothing was rolled back");
+    }
+    assert_eq!(places(&hosts.hosts[0]), [["a"], ["b"]]);
+}
+
+/// An agent holds no copies: one that is started again has those of its predecessor.
+#[test]
+fn a_host_that_dies_while_the_agent_of_the_copies_is_started_again_is_no_loss() {
+    let mut hosts = Hosts::start();
+    hosts.protect();
+    hosts.hosts[2].kill();
+    hosts.hosts[0].kill();
+    eventually("the copies get nothing", || {
+        let c = &hosts.models[2];
+        c.all().values().all(|it| it.stream.is_none())
+    });
+    hosts.restart(2);
+    hosts.both_run_at_c();
+    hosts.is_ended(1, "db");
+}
+
+/// Where all VMs are there, they don't go back for it.
+#[test]
+fn vms_go_on_when_the_agent_of_the_copies_is_started_again_and_are_protected_anew() {
+    let mut hosts = Hosts::start();
+    hosts.protect();
+    hosts.hosts[2].kill();
+    hosts.restart(2);
+    let protected =
+        || hosts.models[0].is("web", "protected") && hosts.models[1].is("db", "protected");
+    eventually("they are protected by c", || {
+        protected() && places(&hosts.hosts[2]) == [["a", "c"], ["b", "c"]]
+    });
+    let granted = hosts.models[0].with(&vm("web"), |it| (it.lease, it.granted.clone()));
+    assert_eq!(granted, (Some(0), vec![0]), "nothing was rolled back");
+}
+
+#[test]
+fn a_failover_by_hand_is_agreed_on() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    assert_eq!(hosts.ask(2, "failover").unwrap().state, State::FailedOver);
+    hosts.both_run_at_c();
+    hosts.is_ended(0, "web");
+    hosts.is_ended(1, "db");
+}
+
+#[test]
+fn a_cluster_that_is_released_is_none_and_may_be_one_again() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    hosts.ask(2, "release").unwrap();
+    for host in &hosts.hosts {
+        eventually("it is no cluster", || places(host).is_empty());
+    }
+    for (host, it) in [(0, "web"), (1, "db")] {
+        let now = hosts.models[host].with(&vm(it), |it| (it.state, it.lease, it.is_held));
+        assert_eq!(now, ("running", None, false));
+    }
+    let refused = hosts.ask(2, "failover").unwrap_err();
+    assert!(refused.to_string().contains("can't be run here"), "{refused}");
+    hosts.ask(2, "protect").unwrap();
+    assert_eq!(places(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
+}
+
+/// The others are not gone back without it.
+#[test]
+fn a_vm_that_its_user_ends_ends_its_cluster() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    hosts.models[0].all().remove(&vm("web"));
+    let b = &hosts.models[1];
+    eventually("the other goes on", || b.with(&vm("db"), |db| db.lease.is_none() && !db.is_held));
+    eventually("no copies are left", || hosts.models[2].all().is_empty());
+    assert_eq!(hosts.kept().state, State::Made);
+    assert!(b.is("db", "running"));
+}
+
+#[test]
+fn one_of_a_cluster_is_not_protected_alone() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    let refused = hosts.hosts[0].protect("web", "b").unwrap_err();
+    assert!(refused.to_string().contains("belongs to cluster shop"), "{refused}");
+}
