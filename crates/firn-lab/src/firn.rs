@@ -55,6 +55,8 @@ pub struct Firn {
     runtime: PathBuf,
     /// The network namespace that it is run in, if not this program's.
     namespace: Option<String>,
+    /// What is broken on purpose in it, and in what it starts.
+    fault: Option<String>,
     /// The disk that the last restore was from.
     disk: Arc<Mutex<Option<DiskProfile>>>,
 }
@@ -112,12 +114,23 @@ impl Firn {
         let beside = || Some(std::env::current_exe().ok()?.parent()?.join("firn"));
         let program = std::env::var_os(VARIABLE).map(PathBuf::from).or_else(beside);
         let program = program.unwrap_or_else(|| "firn".into());
-        Self { program, runtime: runtime.to_owned(), namespace: None, disk: Arc::default() }
+        Self {
+            program,
+            runtime: runtime.to_owned(),
+            namespace: None,
+            fault: None,
+            disk: Arc::default(),
+        }
     }
 
     /// The same, run in a network namespace: its VMs are there.
     pub fn within(runtime: &Path, namespace: &str) -> Self {
         Self { namespace: Some(namespace.to_owned()), ..Self::new(runtime) }
+    }
+
+    /// The same with a fault point armed, also in the supervisors that it starts.
+    pub fn armed(&self, fault: Option<&str>) -> Self {
+        Self { fault: fault.map(str::to_owned), ..self.clone() }
     }
 
     /// The program.
@@ -275,6 +288,7 @@ impl Firn {
 
     fn prepared(&self, mut command: Command, verb: &str) -> Command {
         command.arg(verb).arg("--json").env("FIRN_RUNTIME_DIR", &self.runtime);
+        command.envs(self.fault.as_ref().map(|fault| ("FIRN_FAULT", fault)));
         command.stdin(Stdio::null());
         command
     }

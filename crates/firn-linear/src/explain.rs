@@ -18,6 +18,9 @@ use crate::search::{Outcome, search};
 /// How often a shorter explanation is tried: what isn't decided by then stays as it is.
 const TRIES_MAX: u64 = 50_000;
 
+/// How many answers that were possible are told.
+const POSSIBLE_TOLD: usize = 6;
+
 /// Answers that can't all be true.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation<O, A> {
@@ -36,7 +39,12 @@ pub struct Explanation<O, A> {
 impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for Explanation<O, A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", Line(&self.answer))?;
-        writeln!(f, ", but it could have been {:?} only", self.possible)?;
+        let (few, more) = self.possible.split_at(self.possible.len().min(POSSIBLE_TOLD));
+        write!(f, ", but it could have been {few:?}")?;
+        match more.len() {
+            0 => writeln!(f, " only")?,
+            more => writeln!(f, " or {more} others only")?,
+        }
         let before = if self.from_any_state { "any state" } else { "the beginning" };
         writeln!(f, "from {before}, given")?;
         self.against.iter().try_for_each(|call| writeln!(f, "  {}", Line(call)))?;

@@ -25,6 +25,7 @@ mod pauses;
 mod peers_restore;
 mod peers_ttr;
 mod synthetic;
+mod vpc_consistency;
 mod vpc_downtime;
 mod vpc_overhead;
 mod vpc_size;
@@ -133,6 +134,11 @@ pub const ALL: &[Experiment] = &[
         name: "peers-ttr",
         about: "time to responsiveness seen by a client: Firn's modes and QEMU itself, on four disks",
         run: peers_ttr::run,
+    },
+    Experiment {
+        name: "vpc-consistency",
+        about: "a bank and a token ring of several VMs under load, while hosts, agents, VMs and links fail at random",
+        run: vpc_consistency::run,
     },
     Experiment {
         name: "vpc-downtime",

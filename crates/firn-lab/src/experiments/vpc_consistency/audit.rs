@@ -1,0 +1,145 @@
+//! What is wrong when all is quiet again: what clients saw, beside what VMs have in their books.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::thread;
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use firn_guest::bank::{Known, Question, Said};
+use firn_linear::{Answer, Bank, Operation, Verdict, check};
+use serde_json::{Value, json};
+
+use super::clients::{COUNT, Client, Seen, Shared};
+use crate::site::Inside;
+
+/// How often the checker tries to put an operation into its place, for each that there is.
+const TRIES: u64 = 2_000;
+
+/// Who looks, after all clients: it has the next number.
+const AUDITOR: u64 = COUNT;
+
+/// What VMs have in their books, and what the accounts hold.
+pub(super) struct Books {
+    known: Vec<Known>,
+    held: Vec<i64>,
+}
+
+impl Books {
+    /// Asks for all of it. What the accounts hold is seen as clients see it.
+    pub(super) fn read(shared: &Arc<Shared>, outside: &Inside) -> Result<(Self, Seen)> {
+        let (client, outside) = (Client::new(Arc::clone(shared), AUDITOR, 0), outside.clone());
+        let reader = thread::spawn(move || outside.enter().and_then(|()| Self::told(client)));
+        reader.join().map_err(|_| anyhow!("the auditor panicked"))?.context("looking at the books")
+    }
+
+    fn told(mut client: Client) -> Result<(Self, Seen)> {
+        let (mut held, mut known) = (Vec::new(), Vec::new());
+        for account in 0..client.shared.accounts {
+            match client.perform(Operation::Balance(account)) {
+                Some(Answer::Holds(holds)) => held.push(holds),
+                other => bail!("account {account} holds {other:?}"),
+            }
+        }
+        for vm in 0..client.shared.vms.len() {
+            match client.ask(vm, &Question::Known { id: 0 }) {
+                Some(Said::Known(knows)) => known.push(knows),
+                other => bail!("VM {vm} knows {other:?}"),
+            }
+        }
+        Ok((Self { known, held }, client.seen()))
+    }
+}
+
+/// How often each is there.
+fn counted<'a>(ids: impl Iterator<Item = &'a u64>) -> BTreeMap<u64, u64> {
+    let mut counts = BTreeMap::new();
+    ids.for_each(|&id| *counts.entry(id).or_default() += 1);
+    counts
+}
+
+/// All that is wrong with what was seen, and why.
+pub(super) fn compare(bank: &Bank, seen: &Seen, books: &Books) -> Value {
+    let taken = counted(books.known.iter().flat_map(|known| &known.taken));
+    let paid = counted(books.known.iter().flat_map(|known| &known.paid));
+    let is_lost = |id: &&u64| !taken.contains_key(id) || !paid.contains_key(id);
+    let lost: Vec<_> = seen.acknowledged.iter().filter(is_lost).collect();
+    let doubled: BTreeSet<_> =
+        taken.iter().chain(&paid).filter(|(_, times)| **times > 1).map(|(id, _)| id).collect();
+    let (sum, right) = (books.held.iter().sum::<i64>(), bank.0.iter().sum::<i64>());
+    let mut why = Vec::new();
+    why.extend(lost.first().map(|id| format!("transfer {id:#x} is acknowledged, and in no books")));
+    why.extend(doubled.first().map(|id| format!("transfer {id:#x} was done twice")));
+    if sum != right {
+        why.push(format!("all accounts hold {sum} instead of {right}"));
+    }
+    let verdict = check(bank, &seen.history, TRIES * seen.history.len() as u64);
+    let (mut not_linearizable, mut undecided) = (0, 0);
+    match &verdict {
+        Verdict::Linearizable => (),
+        Verdict::Wrong(explanation) => {
+            not_linearizable = 1;
+            why.push(explanation.to_string());
+        }
+        Verdict::Undecided => undecided = 1,
+    }
+    let broken: u64 = books.known.iter().map(|known| known.broken).sum();
+    json!({
+        "operations": seen.history.len(), "transfers": seen.acknowledged.len(),
+        "lost_transfers": lost.len(), "doubled_transfers": doubled.len(),
+        "sum_wrong": u64::from(sum != right), "not_linearizable": not_linearizable,
+        "undecided": undecided, "broken_connections": broken + seen.broken, "why": why,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_linear::Call;
+
+    fn seen(acknowledged: &[u64]) -> Seen {
+        let call = |(at, _): (u64, &u64)| Call {
+            client: 0,
+            called: 10 * at,
+            operation: Operation::transfer(0, 1, 5),
+            answer: Some((10 * at + 5, Answer::Done)),
+        };
+        let history = (1..).zip(acknowledged).map(call).collect();
+        Seen { history, acknowledged: acknowledged.to_vec(), broken: 0 }
+    }
+
+    fn look(seen: &mut Seen, held: &[i64]) {
+        for (account, &held) in held.iter().enumerate() {
+            let called = 1000 + 10 * account as u64;
+            let answer = Some((called + 1, Answer::Holds(held)));
+            let operation = Operation::Balance(account);
+            seen.history.push(Call { client: 9, called, operation, answer });
+        }
+    }
+
+    #[test]
+    fn what_is_lost_doubled_or_too_much_is_found() {
+        let bank = Bank(vec![100, 100]);
+        let known = |taken: &[u64], paid: &[u64]| Known {
+            taken: taken.to_vec(),
+            paid: paid.to_vec(),
+            broken: 0,
+        };
+        let numbers = |books: Books| {
+            let mut seen = seen(&[1, 2]);
+            look(&mut seen, &books.held);
+            let told = compare(&bank, &seen, &books);
+            ["lost_transfers", "doubled_transfers", "sum_wrong", "not_linearizable"]
+                .map(|key| told[key].as_u64().unwrap())
+        };
+        let books =
+            |known: [Known; 2], held: [i64; 2]| Books { known: known.into(), held: held.into() };
+        let right = [known(&[1, 2], &[]), known(&[], &[1, 2])];
+        assert_eq!(numbers(books(right, [90, 110])), [0, 0, 0, 0]);
+        let lost = [known(&[1], &[]), known(&[], &[1])];
+        assert_eq!(numbers(books(lost, [95, 105])), [1, 0, 0, 1]);
+        let torn = [known(&[1, 2], &[]), known(&[], &[1])];
+        assert_eq!(numbers(books(torn, [90, 105])), [1, 0, 1, 1]);
+        let doubled = [known(&[1, 2], &[]), known(&[], &[1, 2, 2])];
+        assert_eq!(numbers(books(doubled, [90, 115])), [0, 1, 1, 1]);
+    }
+}

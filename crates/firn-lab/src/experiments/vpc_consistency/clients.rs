@@ -1,0 +1,283 @@
+//! Clients outside: what they ask, and what they saw.
+//!
+//! A client asks one thing at a time, until it is answered. It has a connection to each VM; half of the clients keep theirs whatever
+//! happens, the others give one up after a second without an answer, and ask the same by another one. So the question's number goes to
+//! the VM several times, and the operation lasts from the first to the answer.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow};
+use firn_guest::bank::{Question, Reply, Said};
+use firn_guest::lines::Lines;
+use firn_guest::stamp::mix;
+use firn_linear::{Answer, Bank, Call, CallOf, Operation};
+
+use crate::site::Inside;
+
+/// How many.
+pub(super) const COUNT: u64 = 6;
+/// How long those wait that are quick to give a connection up.
+const IMPATIENT: Duration = Duration::from_secs(1);
+/// How long until they ask again.
+const AGAIN: Duration = Duration::from_millis(50);
+/// Most that is moved at once: some transfers are refused.
+const AMOUNT_MAX: u64 = 700;
+
+/// What they share.
+pub(super) struct Shared {
+    pub(super) vms: Vec<SocketAddr>,
+    pub(super) accounts: usize,
+    /// When times begin.
+    pub(super) since: Instant,
+    /// How long until a question counts as never answered.
+    pub(super) give_up: Duration,
+    answered: AtomicU64,
+    ends: AtomicBool,
+    /// Nobody wants to know any more.
+    is_given_up: AtomicBool,
+    /// When answers came, in nanoseconds.
+    answers: Mutex<Vec<u64>>,
+}
+
+impl Shared {
+    pub(super) fn new(vms: Vec<SocketAddr>, accounts: usize, give_up: Duration) -> Arc<Self> {
+        Arc::new(Self {
+            vms,
+            accounts,
+            since: Instant::now(),
+            give_up,
+            answered: AtomicU64::new(0),
+            ends: AtomicBool::new(false),
+            is_given_up: AtomicBool::new(false),
+            answers: Mutex::default(),
+        })
+    }
+
+    pub(super) fn now(&self) -> u64 {
+        self.since.elapsed().as_nanos() as u64
+    }
+
+    /// How many answers have come to all.
+    pub(super) fn answered(&self) -> u64 {
+        self.answered.load(Ordering::Relaxed)
+    }
+
+    fn note(&self, at: u64) {
+        self.answered.fetch_add(1, Ordering::Relaxed);
+        self.answers.lock().unwrap_or_else(PoisonError::into_inner).push(at);
+    }
+
+    /// The longest time without an answer that ends later than `at`.
+    pub(super) fn gap(&self, at: u64) -> Option<Duration> {
+        let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        answers.sort_unstable();
+        let pairs = answers.windows(2).filter(|pair| pair[1] > at);
+        pairs.map(|pair| Duration::from_nanos(pair[1] - pair[0])).max()
+    }
+}
+
+/// What a client saw.
+#[derive(Default)]
+pub(super) struct Seen {
+    pub(super) history: Vec<CallOf<Bank>>,
+    /// Transfers that were acknowledged.
+    pub(super) acknowledged: Vec<u64>,
+    /// Connections that broke, though it would have waited.
+    pub(super) broken: u64,
+}
+
+/// All of them at work.
+pub(super) struct Clients {
+    pub(super) shared: Arc<Shared>,
+    threads: Vec<JoinHandle<Result<Seen>>>,
+}
+
+impl Clients {
+    pub(super) fn start(shared: &Arc<Shared>, outside: &Inside, seed: u64) -> Self {
+        let start = |number| {
+            let (shared, outside) = (Arc::clone(shared), outside.clone());
+            thread::spawn(move || {
+                outside.enter()?;
+                Ok(Client::new(shared, number, seed).work())
+            })
+        };
+        Self { shared: Arc::clone(shared), threads: (0..COUNT).map(start).collect() }
+    }
+
+    /// Each ends when what it is asking is answered.
+    pub(super) fn end(mut self) -> Result<Seen> {
+        self.shared.ends.store(true, Ordering::Relaxed);
+        let mut all = Seen::default();
+        for thread in self.threads.drain(..) {
+            let seen = thread.join().map_err(|_| anyhow!("a client panicked"))??;
+            all.history.extend(seen.history);
+            all.acknowledged.extend(seen.acknowledged);
+            all.broken += seen.broken;
+        }
+        Ok(all)
+    }
+}
+
+impl Drop for Clients {
+    /// Those of a life that failed must not ask the VMs of the next.
+    fn drop(&mut self) {
+        self.shared.ends.store(true, Ordering::Relaxed);
+        self.shared.is_given_up.store(!self.threads.is_empty(), Ordering::Relaxed);
+    }
+}
+
+/// One of them.
+pub(super) struct Client {
+    pub(super) shared: Arc<Shared>,
+    number: u64,
+    state: u64,
+    asked: u64,
+    patience: Duration,
+    links: Vec<Option<Lines>>,
+    seen: Seen,
+}
+
+impl Client {
+    pub(super) fn new(shared: Arc<Shared>, number: u64, seed: u64) -> Self {
+        let is_patient = number % 2 == 0;
+        let patience = if is_patient { shared.give_up } else { IMPATIENT };
+        let links = shared.vms.iter().map(|_| None).collect();
+        let (state, asked, seen) = (mix(seed ^ mix(number)), 0, Seen::default());
+        Self { shared, number, state, asked, patience, links, seen }
+    }
+
+    fn work(mut self) -> Seen {
+        while !self.shared.ends.load(Ordering::Relaxed) {
+            let operation = self.draw();
+            self.perform(operation);
+        }
+        self.seen
+    }
+
+    fn any(&mut self, below: u64) -> u64 {
+        self.state = mix(self.state);
+        self.state % below
+    }
+
+    fn draw(&mut self) -> Operation {
+        let accounts = self.shared.accounts as u64;
+        let from = self.any(accounts) as usize;
+        if self.any(2) == 0 {
+            return Operation::Balance(from);
+        }
+        let to = (from + 1 + self.any(accounts - 1) as usize) % self.shared.accounts;
+        Operation::transfer(from, to, 1 + self.any(AMOUNT_MAX) as i64)
+    }
+
+    /// Asks until it is answered, and notes what was seen.
+    pub(super) fn perform(&mut self, operation: Operation) -> Option<Answer> {
+        self.asked += 1;
+        let id = self.number << 32 | self.asked;
+        let (account, question) = question(id, operation)?;
+        let called = self.shared.now();
+        let said = self.ask(account % self.shared.vms.len(), &question);
+        let answer = said.as_ref().and_then(answer);
+        let at = self.shared.now();
+        if answer.is_some() {
+            self.shared.note(at);
+        }
+        if said == Some(Said::Done) {
+            self.seen.acknowledged.push(id);
+        }
+        let answered = answer.map(|answer| (at, answer));
+        let client = self.number as u32;
+        self.seen.history.push(Call { client, called, operation, answer: answered });
+        answer
+    }
+
+    /// Nothing if there is no answer in time.
+    pub(super) fn ask(&mut self, vm: usize, question: &Question) -> Option<Said> {
+        let since = Instant::now();
+        let shared = Arc::clone(&self.shared);
+        let is_given_up = || shared.is_given_up.load(Ordering::Relaxed);
+        while since.elapsed() < shared.give_up && !is_given_up() {
+            match self.try_ask(vm, question) {
+                Ok(said) => return Some(said),
+                Err(_) => {
+                    if self.links[vm].take().is_some() && self.patience > IMPATIENT {
+                        self.seen.broken += 1;
+                    }
+                    thread::sleep(AGAIN);
+                }
+            }
+        }
+        None
+    }
+
+    fn try_ask(&mut self, vm: usize, question: &Question) -> Result<Said> {
+        let link = match self.links[vm].take() {
+            Some(link) => link,
+            None => Lines::connect_within(self.shared.vms[vm], self.patience)?,
+        };
+        let link = self.links[vm].insert(link);
+        link.say(question)?;
+        let reply: Reply = link.hear()?;
+        (reply.id == question.id()).then_some(reply.said).context("the answer to something else")
+    }
+
+    pub(super) fn seen(self) -> Seen {
+        self.seen
+    }
+}
+
+/// What an operation is to the VM of an account.
+fn question(id: u64, operation: Operation) -> Option<(usize, Question)> {
+    match operation {
+        Operation::Transfer { from, to, amount } => {
+            Some((from?, Question::Transfer { id, from: from?, to: to?, amount }))
+        }
+        Operation::Balance(account) => Some((account, Question::Balance { id, account })),
+        // No VM knows that.
+        Operation::Total => None,
+    }
+}
+
+fn answer(said: &Said) -> Option<Answer> {
+    match said {
+        Said::Done => Some(Answer::Done),
+        Said::Refused => Some(Answer::Refused),
+        Said::Holds { held } => Some(Answer::Holds(*held)),
+        Said::Elsewhere | Said::Known(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gap_ends_after_the_fault() {
+        let shared = Shared::new(Vec::new(), 1, Duration::ZERO);
+        let second = 1_000_000_000;
+        for at in [1, 9, 2, 10, 15, 16] {
+            shared.note(at * second);
+        }
+        assert_eq!(shared.gap(10 * second), Some(Duration::from_secs(5)));
+        assert_eq!(shared.gap(8 * second), Some(Duration::from_secs(7)));
+        assert_eq!((shared.gap(20 * second), shared.answered()), (None, 6));
+    }
+
+    #[test]
+    fn what_is_drawn_is_of_the_bank() {
+        let shared = Shared::new(Vec::new(), 5, Duration::ZERO);
+        let mut client = Client::new(shared, 3, 7);
+        for _ in 0..100 {
+            match client.draw() {
+                Operation::Transfer { from: Some(from), to: Some(to), amount } => {
+                    assert!(from < 5 && to < 5 && from != to && (1..=700).contains(&amount));
+                }
+                Operation::Balance(account) => assert!(account < 5),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! `vpc-consistency`: what clients outside see of VMs that fail over together.
+//!
+//! Two VMs of two hosts keep a bank (`firn-guest bank`) and pass a token round (`firn-guest ring`); a third host keeps their copies. Clients
+//! outside move money and look at accounts, over connections of their own. Then something is lost, one kind of thing after another, which and when drawn from
+//! the seed:
+//!
+//! | kind | what happens |
+//! |---|---|
+//! | `vm` | a hypervisor is killed |
+//! | `supervisor` | a VM's supervisor and its guard are killed |
+//! | `agent` | the agent of a primary's host is killed |
+//! | `keeper` | the agent of the host with the copies is killed |
+//! | `host` | everything of a primary's host is killed |
+//! | `link` | a primary's host is cut off, and connected again later, or not before it has been replaced |
+//! | `frozen` | everything of a primary's host is stopped, and goes on later, or not before it has been replaced |
+//!
+//! An operator looks after it: where global checkpoints go on, nothing is done; else everything of the primaries' hosts is ended, so that
+//! nothing of it runs anywhere, and `firn cluster failover` has all go on at the third host. (After `keeper`, half of the times, its agent is
+//! started again, and the cluster is released and protected anew.) The clients go on, and everything is looked at:
+//!
+//! - `lost_transfers`: acknowledged, and not in the books of both VMs; `doubled_transfers`: twice in the books of one.
+//! - `sum_wrong`: accounts hold more or less together than in the beginning.
+//! - `not_linearizable`: what clients saw has no order (`firn-linear`); why not is among the notes. `undecided`: it took too long to know.
+//! - `ring_wrong`: the token came twice, went back or was lost, or what a VM told of it to the outside was undone; or it stands still.
+//! - `broken_connections`: of the VMs, with each other, and of clients that have patience. None has to break.
+//! - `failed`: something could not be done, or a client was not answered.
+//! - `gap_s`: the longest time without an answer to anybody, operator included.
+//!
+//! Each fault has VMs restored from the same images, so that one can be repeated alone: its own seed is among the repetitions, and
+//! `--seed` with `--runs 1` draws it first.
+//!
+//! **The control**: the same with output commit switched off (fault point `net.hold`): frames leave when they are sent. Its keys begin with
+//! `without_holding`, and it has to find something wrong. `--only without-holding` and `--only holding` do one of the two.
+
+mod audit;
+mod clients;
+mod fault;
+mod life;
+mod ring;
+mod vms;
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use serde_json::{Value, json};
+
+use crate::experiments::pauses::percentiles;
+use crate::lab::Lab;
+use crate::report::Report;
+use crate::site::{Plan, Site};
+use fault::{Kind, Plan as Fault};
+use life::Life;
+use vms::Vms;
+
+const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
+const HOSTS: [&str; 3] = ["a", "b", "c"];
+/// Faults of quick and of full runs; of the control it is one for so many.
+const FAULTS: (usize, usize) = (7, 500);
+const CONTROL: (usize, usize) = (3, 10);
+/// What is counted of each fault, besides that there was one.
+const COUNTS: [&str; 8] = [
+    "lost_transfers",
+    "doubled_transfers",
+    "sum_wrong",
+    "not_linearizable",
+    "undecided",
+    "ring_wrong",
+    "broken_connections",
+    "failed",
+];
+/// Of these none may be. A connection that breaks is told, and is nothing that clients see.
+const WRONG: [&str; 7] = [
+    "lost_transfers",
+    "doubled_transfers",
+    "sum_wrong",
+    "not_linearizable",
+    "undecided",
+    "ring_wrong",
+    "failed",
+];
+
+/// Whether output is held until nothing can undo it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Holding,
+    WithoutHolding,
+}
+
+impl Way {
+    const ALL: [Self; 2] = [Self::Holding, Self::WithoutHolding];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Holding => "holding",
+            Self::WithoutHolding => "without-holding",
+        }
+    }
+
+    /// What is broken on purpose in the supervisors of the primaries.
+    fn fault(self) -> Option<&'static str> {
+        match self {
+            Self::Holding => None,
+            Self::WithoutHolding => Some("net.hold=EIO"),
+        }
+    }
+
+    fn key(self, key: &str) -> String {
+        match self {
+            Self::Holding => key.to_owned(),
+            Self::WithoutHolding => format!("without_holding.{key}"),
+        }
+    }
+}
+
+/// Runs it.
+pub fn run(lab: &Lab) -> Result<Report> {
+    let mut report = lab.vm_report("vpc-consistency");
+    let plan = Plan { hosts: &HOSTS, agreement: None, lease: Duration::from_secs(4) };
+    let mut site = Site::build(lab, &plan)?;
+    let vms = Vms::prepare(lab, &site)?;
+    for way in lab.extent.wanted(&Way::ALL, |way| way.name().to_owned()) {
+        let faults = lab.extent.runs(FAULTS.0, FAULTS.1);
+        let faults = match way {
+            Way::Holding => faults,
+            Way::WithoutHolding => (faults / lab.extent.pick(CONTROL.0, CONTROL.1)).max(2),
+        };
+        ensure!(faults > 0, "no fault was asked for");
+        for number in 0..faults {
+            let seed = lab.extent.seed + number as u64;
+            let told = one(lab, &mut site, &vms, way, seed);
+            lab.say(&format!("{}, {} of {faults}: {told}", way.name(), number + 1));
+            report.repetition(told);
+        }
+        figures(way, &mut report);
+    }
+    Ok(report)
+}
+
+/// One fault.
+fn one(lab: &Lab, site: &mut Site, vms: &Vms, way: Way, seed: u64) -> Value {
+    let plan = Fault::draw(seed);
+    let mut told = json!({ "way": way.name(), "seed": seed, "kind": plan.kind.name() });
+    let life = Life::begin(lab, site, vms, way.fault(), seed);
+    match life.and_then(|life| life.suffer(&plan)) {
+        Ok(found) => merge(&mut told, found),
+        Err(error) => merge(&mut told, json!({ "failed": 1, "why": [format!("{error:#}")] })),
+    }
+    told
+}
+
+fn merge(told: &mut Value, more: Value) {
+    if let (Some(told), Value::Object(more)) = (told.as_object_mut(), more) {
+        told.extend(more);
+    }
+}
+
+fn figures(way: Way, report: &mut Report) {
+    let of_way = |fault: &&Value| fault["way"] == way.name();
+    let faults: Vec<Value> = report.repetitions().iter().filter(of_way).cloned().collect();
+    report.number(way.key("faults"), faults.len() as f64);
+    for kind in Kind::ALL {
+        let count = faults.iter().filter(|fault| fault["kind"] == kind.name()).count();
+        report.number(way.key(&format!("faults.{}", kind.name())), count as f64);
+    }
+    let sum = |key: &str| faults.iter().filter_map(|fault| fault[key].as_f64()).sum::<f64>();
+    for key in ["failovers", "operations", "transfers"] {
+        report.number(way.key(key), sum(key));
+    }
+    for key in COUNTS {
+        report.number(way.key(key), sum(key));
+    }
+    let is_wrong = |fault: &&Value| WRONG.iter().any(|&key| fault[key].as_u64() > Some(0));
+    let wrong: Vec<&Value> = faults.iter().filter(is_wrong).collect();
+    report.number(way.key("wrong"), wrong.len() as f64);
+    for fault in &wrong {
+        report.note(format!("{}, seed {}: {}", way.name(), fault["seed"], why(fault)));
+    }
+    let gaps = faults.iter().filter_map(|fault| fault["gap_s"].as_f64()).collect();
+    percentiles(&way.key("gap_s"), gaps, &PERCENTILES, report);
+    match (way, wrong.len()) {
+        (Way::Holding, 1..) => report.fail("clients saw what they should not, see above"),
+        (Way::WithoutHolding, 0) => {
+            report.fail("without holding nothing was wrong: the test can't see anything");
+        }
+        _ => (),
+    }
+}
+
+fn why(fault: &Value) -> String {
+    let lines = fault["why"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    format!(
+        "{}: {}",
+        fault["kind"].as_str().unwrap_or_default(),
+        lines.collect::<Vec<_>>().join("; ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(way: Way, lost: u64) -> Report {
+        let mut report = Report::new("vpc-consistency", true);
+        for (seed, lost) in [(1, 0), (2, lost)] {
+            report
+                .repetition(json!({ "way": way.name(), "seed": seed, "kind": "host", "gap_s": 1.5,
+                "lost_transfers": lost, "why": ["transfer 7 is lost"] }));
+        }
+        figures(way, &mut report);
+        report
+    }
+
+    #[test]
+    fn a_lost_transfer_fails_it_and_is_what_the_control_is_for() {
+        assert!(report(Way::Holding, 0).is_complete());
+        let wrong = report(Way::Holding, 1);
+        assert!(!wrong.is_complete() && wrong.table().contains("seed 2: host: transfer 7 is lost"));
+        assert_eq!(wrong.value("lost_transfers"), Some(1.0));
+        assert_eq!(wrong.value("faults.host"), Some(2.0));
+        assert!(report(Way::WithoutHolding, 1).is_complete());
+        assert!(!report(Way::WithoutHolding, 0).is_complete());
+    }
+}
