@@ -52,7 +52,9 @@ impl Armed {
             return Err(SaveError::PrivateUnpopulated);
         }
         firn_fault::point("save.attached");
-        let trace = Arc::new(Trace::new(Arc::clone(&context.memory), faults, options.block_size));
+        let turns = Arc::clone(intake.turns());
+        let memory = Arc::clone(&context.memory);
+        let trace = Arc::new(Trace::new(memory, faults, options.block_size, turns));
         let handler = Handler::start(Arc::clone(&trace), lanes, workers, intake);
         let armed = Self { trace, handler, process: Arc::clone(&context.process), vcpus };
         if let Err(error) = armed.trace.faults.register() {
@@ -67,6 +69,7 @@ impl Armed {
     pub(crate) fn arm(&self) -> Result<(), PageFaultError> {
         for chunk in self.chunks(PROTECT_PAGES) {
             self.trace.faults.protect(chunk)?;
+            self.trace.turns().rest();
         }
         firn_fault::point("save.armed");
         Ok(())
@@ -125,7 +128,7 @@ impl Armed {
     /// Lets go of the hypervisor: nothing is protected, no thread waits, no descriptor stays behind.
     pub(crate) fn disarm(self) -> Result<FaultLog, SaveError> {
         self.trace.let_go();
-        let unregistered = self.trace.faults.unregister();
+        let unregistered = self.trace.faults.unregister_by_pieces(&|| self.trace.turns().rest());
         let counts = self.handler.finish();
         let touches = std::mem::take(&mut *self.trace.touches());
         if let Some(trace) = Arc::into_inner(self.trace) {

@@ -17,6 +17,7 @@
 //! | `pre_copy` | copying in rounds, and what was written since the last checkpoint |
 //! | `access_bits` | what the guest used before the pause, for when nothing runs after it |
 //! | `pipeline` | compressing, packing, writing |
+//! | `turns`, `demand` | when all of that rests, by what vCPUs have to do |
 
 #![forbid(unsafe_code)]
 
@@ -24,6 +25,7 @@ mod access_bits;
 mod armed;
 mod buffers;
 mod cut;
+mod demand;
 mod lane;
 mod ledger;
 mod options;
@@ -39,6 +41,7 @@ mod still;
 mod sweep;
 mod touches;
 mod trace;
+mod turns;
 mod worker;
 mod written;
 

@@ -9,11 +9,12 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use firn_memory::GuestMemory;
-use firn_memory::guest_pages::{Half, Walker, kernel_half_roots};
-use firn_types::{Block, BlockSize, GuestPhys, Page};
+use firn_memory::guest_pages::{GuestPhysRead, Half, Walker, kernel_half_roots};
+use firn_types::{Block, BlockSize, GuestPhys, Page, RegionMap};
 use firn_vmm::Vm;
 
 use crate::save::SaveError;
+use crate::turns::Turns;
 
 /// Blocks in sweep order, and those that need no copy.
 #[derive(Debug, Default)]
@@ -51,6 +52,27 @@ impl Order {
     }
 }
 
+/// Guest RAM, read by somebody who rests in between: looking through all of it takes a while.
+pub(crate) struct Resting<'a> {
+    pub(crate) memory: &'a GuestMemory,
+    pub(crate) turns: &'a Turns,
+}
+
+impl GuestPhysRead for Resting<'_> {
+    fn map(&self) -> &RegionMap {
+        self.memory.map()
+    }
+
+    fn read(&self, first: Page, out: &mut [u8]) -> bool {
+        self.turns.rest();
+        GuestPhysRead::read(self.memory, first, out)
+    }
+
+    fn backed(&self) -> Vec<Range<Page>> {
+        self.memory.backed()
+    }
+}
+
 /// The address spaces of the guest that were found.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AddressSpaces {
@@ -62,7 +84,7 @@ pub(crate) struct AddressSpaces {
 
 impl AddressSpaces {
     /// The pages that programs have written, by the page tables of these `roots`.
-    pub(crate) fn written(&self, memory: &GuestMemory, roots: &[GuestPhys]) -> Vec<Range<Page>> {
+    pub(crate) fn written(&self, memory: &Resting<'_>, roots: &[GuestPhys]) -> Vec<Range<Page>> {
         let mut written = Vec::new();
         let mut walker = Walker::new(memory, self.levels);
         for &root in roots {
@@ -79,7 +101,7 @@ impl AddressSpaces {
 /// Finds the address spaces that vCPUs are using, then every other one that shares their kernel half.
 pub(crate) fn address_spaces(
     vm: &mut Vm,
-    memory: &GuestMemory,
+    memory: &Resting<'_>,
 ) -> Result<AddressSpaces, SaveError> {
     let current = vm.page_table_roots()?;
     let Some(first) = current.first() else { return Ok(AddressSpaces::default()) };
@@ -94,11 +116,11 @@ pub(crate) fn address_spaces(
 
 /// Orders all blocks of guest RAM.
 pub(crate) fn blocks(
-    memory: &GuestMemory,
+    memory: &Resting<'_>,
     spaces: &AddressSpaces,
     size: BlockSize,
 ) -> Result<Order, SaveError> {
-    let mut planner = Planner::new(memory.map().total_pages(), &memory.backed_runs()?, size);
+    let mut planner = Planner::new(memory.map().total_pages(), &memory.memory.backed_runs()?, size);
     let mut take = |_, first: Page, pages: u32, _| planner.take_pages(first..Page(first.0 + pages));
     let mut walker = Walker::new(memory, spaces.levels);
     for &root in &spaces.roots {

@@ -28,6 +28,7 @@ use firn_types::Block;
 
 use crate::buffers::Buffers;
 use crate::lane::Lane;
+use crate::turns::Turns;
 
 /// How often a thread that waits for the pipeline looks at it.
 const SETTLE_LOOK: Duration = Duration::from_micros(200);
@@ -60,6 +61,7 @@ pub(crate) struct Intake {
     blocks: Sender<RawBlock>,
     buffers: Arc<Buffers>,
     state: Arc<PipelineState>,
+    turns: Arc<Turns>,
 }
 
 #[derive(Default)]
@@ -86,6 +88,11 @@ impl Intake {
     /// An empty buffer of one memory block, waiting for one if need be. `None` once the pipeline is gone.
     pub(crate) fn buffer(&self) -> Option<Box<[u8]>> {
         self.buffers.take()
+    }
+
+    /// When background work rests.
+    pub(crate) fn turns(&self) -> &Arc<Turns> {
+        &self.turns
     }
 
     /// How many buffers there may be.
@@ -154,6 +161,7 @@ impl Pipeline {
         let (finished, packed) = bounded(1024);
         let state: Arc<PipelineState> = Arc::default();
         let giver = Arc::new(Giver(Arc::clone(&buffers)));
+        let turns = Arc::new(Turns::new());
         let compressors = (0..limits.compressors.max(1))
             .map(|_| Compressor {
                 codec,
@@ -162,14 +170,16 @@ impl Pipeline {
                 giver: Arc::clone(&giver),
                 finished: finished.clone(),
                 alarm: Alarm(Arc::clone(&state)),
+                turns: Arc::clone(&turns),
             })
             .map(|compressor| thread::spawn(move || compressor.run()))
             .collect();
-        let intake = Intake { blocks, buffers, state: Arc::clone(&state) };
+        let intake =
+            Intake { blocks, buffers, state: Arc::clone(&state), turns: Arc::clone(&turns) };
         let writer = thread::spawn(move || {
             let _alarm = Alarm(Arc::clone(&state));
             urgency::step_back();
-            write_all(writer, geometry, &packed, &state)
+            write_all(writer, geometry, &packed, &state, &turns)
         });
         (Self { compressors, writer }, intake)
     }
@@ -214,11 +224,12 @@ struct Compressor {
     giver: Arc<Giver>,
     finished: Sender<Finished>,
     alarm: Alarm,
+    turns: Arc<Turns>,
 }
 
 impl Compressor {
     fn run(self) {
-        let Self { codec, parent, raw, giver, finished, alarm } = self;
+        let Self { codec, parent, raw, giver, finished, alarm, turns } = self;
         let mut buffer = Vec::new();
         urgency::step_back();
         for RawBlock { lane, block, bytes, again } in raw {
@@ -231,6 +242,10 @@ impl Compressor {
                 },
             };
             giver.0.give(bytes);
+            // A guest that waits for a buffer waits for this thread.
+            if giver.0.free() > 1 {
+                turns.rest();
+            }
             if finished.send(done).is_err() {
                 break;
             }
@@ -245,6 +260,7 @@ fn write_all(
     geometry: Geometry,
     packed: &Receiver<Finished>,
     state: &PipelineState,
+    turns: &Turns,
 ) -> Result<Writer, ImageError> {
     let mut packers = Packers { geometry, open: BTreeMap::new() };
     let mut result = Ok(());
@@ -255,6 +271,7 @@ fn write_all(
             state.written.store(writer.bytes_written(), Ordering::Relaxed);
         }
         state.done.fetch_add(1, Ordering::AcqRel);
+        turns.rest();
     }
     result?;
     packers.finish(&mut writer)?;

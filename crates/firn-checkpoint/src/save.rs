@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use firn_image::{Draft, Geometry, Image, ImageError, Organization, Sections, Writer};
 use firn_memory::{
     DropError, GuestMemory, MemoryError, PageFaultError, Process, ProcessError, ScanError,
-    TraceError,
+    TraceError, urgency,
 };
 use firn_types::{Block, GuestPhys, Page, Tid};
 use firn_vmm::{AuxRam, CutError, DeviceStateError, DriveCut, DriveError, QmpError, Vm};
@@ -28,9 +28,10 @@ use thiserror::Error;
 
 use crate::armed::Armed;
 use crate::cut::{Cut, Ready, Steps};
+use crate::demand::Demand;
 use crate::lane::Lanes;
 use crate::options::{SaveOptions, Strategy};
-use crate::order::{self, Order};
+use crate::order::{self, Order, Resting};
 use crate::pace::Pace;
 use crate::pipeline::{Intake, Limits, Pipeline};
 use crate::pre_copy::{PreCopy, Tracker, stores};
@@ -249,6 +250,8 @@ struct Copying<'c, 'a> {
 
 impl Copying<'_, '_> {
     fn run(mut self) -> Result<Copied, SaveError> {
+        let vcpus: Vec<Tid> = self.context.vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
+        self.intake.turns().watch(Demand::of(self.context.process.pid(), &vcpus));
         if self.options.strategy == Strategy::PreCopy {
             let Self { context, options, intake, progress, started } = self;
             return PreCopy { context, options, intake, progress, started }.run();
@@ -305,12 +308,14 @@ impl Copying<'_, '_> {
             armed.retrace()?;
         }
         firn_fault::point("save.retraced");
+        urgency::step_back();
         let (roots, order, working_set) = self.plan(first)?;
         armed.skip(&order.unbacked);
         let pace = Pace::new(self.options.throttle, armed.trace.now());
         let (intake, progress, steps) = (self.intake, self.progress, self.context.steps);
-        let mut sweep =
-            Sweep { trace: &armed.trace, intake, pace, progress, steps, watch, let_go: 0 };
+        let (let_go, reported) = (0, Duration::ZERO);
+        let trace = &armed.trace;
+        let mut sweep = Sweep { trace, intake, pace, progress, steps, watch, let_go, reported };
         let watched = sweep.run(order.blocks, order.let_go)?;
         let blocks_let_go = sweep.let_go;
         firn_fault::point("save.swept");
@@ -338,7 +343,7 @@ impl Copying<'_, '_> {
         &mut self,
         first: &[GuestPhys],
     ) -> Result<(Vec<GuestPhys>, Order, Vec<Block>), SaveError> {
-        let memory = &self.context.memory;
+        let memory = &Resting { memory: &self.context.memory, turns: self.intake.turns() };
         let spaces = order::address_spaces(self.context.vm, memory)?;
         let mut order = order::blocks(memory, &spaces, self.options.block_size)?;
         order.add_unbacked(|block| stores(self.context.parent.as_deref(), block));
@@ -352,7 +357,8 @@ impl Copying<'_, '_> {
     /// Stop, copy everything, go on.
     fn stop(&mut self) -> Result<Copied, SaveError> {
         let memory = Arc::clone(&self.context.memory);
-        let spaces = order::address_spaces(self.context.vm, &memory)?;
+        let resting = Resting { memory: &memory, turns: self.intake.turns() };
+        let spaces = order::address_spaces(self.context.vm, &resting)?;
         let Self { options, intake, progress, .. } = *self;
         let used = self.context.used.take().unwrap_or_default();
         let parent = self.context.parent.clone();
@@ -361,7 +367,7 @@ impl Copying<'_, '_> {
         let ready = Ready::make(self.context, false)?;
         let mut working_set = Vec::new();
         let cut = Cut::make(self.context, options, ready, &mut || {
-            working_set = still.copy_all()?;
+            working_set = intake.turns().while_still(|| still.copy_all())?;
             Ok(0)
         })?;
         let report = self.report(&cut);

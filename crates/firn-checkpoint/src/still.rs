@@ -9,7 +9,7 @@ use firn_types::{Block, Page};
 
 use crate::lane::Lane;
 use crate::options::SaveOptions;
-use crate::order::{self, AddressSpaces};
+use crate::order::{self, AddressSpaces, Resting};
 use crate::pipeline::{Intake, RawBlock};
 use crate::pre_copy::stores;
 use crate::report::Progress;
@@ -34,7 +34,11 @@ impl Still<'_> {
     /// Copies every backed block, those used lately first, in sweep order. Gives those.
     pub(crate) fn copy_all(&self) -> Result<Vec<Block>, SaveError> {
         let size = self.options.block_size;
-        let mut order = order::blocks(self.memory, self.spaces, size)?;
+        let mut order = order::blocks(
+            &Resting { memory: self.memory, turns: self.intake.turns() },
+            self.spaces,
+            size,
+        )?;
         order.add_unbacked(|block| stores(self.parent.as_deref(), block));
         let working_set = order.bring_forward(&self.used, size);
         let blocks = order.blocks;

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use firn_memory::urgency;
 use firn_types::Block;
 
 use crate::cut::Steps;
@@ -21,6 +20,9 @@ use crate::trace::Trace;
 
 /// How long the sweep waits for compressors to catch up.
 const WAIT_FOR_ROOM: Duration = Duration::from_millis(1);
+
+/// How often it tells how far it is.
+const REPORT_EVERY: Duration = Duration::from_millis(50);
 
 /// How often it looks whether the save was cancelled once everything is copied.
 const LOOK: Duration = Duration::from_millis(10);
@@ -43,20 +45,21 @@ pub(crate) struct Sweep<'a> {
     pub(crate) watch: Watch,
     /// How many blocks were copied and let go of.
     pub(crate) let_go: u32,
+    /// When it told how far it is, on the clock of [`Trace::now`].
+    pub(crate) reported: Duration,
 }
 
 impl Sweep<'_> {
     /// Copies every block of `order` that nobody has copied yet, and lets go of the first `let_go` of them. Ends early if the
     /// image can't be written. Tells when all was copied, and the guest watched for as long as it must be.
     pub(crate) fn run(&mut self, order: Vec<Block>, let_go: usize) -> Result<Duration, SaveError> {
-        urgency::step_back();
         let numbered = order.into_iter().enumerate();
         let mut order = numbered.map(|(number, block)| (block, number < let_go));
         loop {
             if self.steps.cancelled() {
                 return Err(SaveError::Cancelled);
             }
-            match self.pace.step(self.trace.now(), self.trace.last_fault()) {
+            match self.pace.step(self.trace.now(), self.trace.turns().last_fault()) {
                 Step::Wait(wait) => thread::sleep(wait),
                 Step::Copy(blocks) => {
                     if !self.copy_some(&mut order, blocks)? || self.intake.failed() {
@@ -107,7 +110,7 @@ impl Sweep<'_> {
             }
             left -= u32::from(is_copied);
         }
-        self.report();
+        self.report_at_times();
         Ok(true)
     }
 
@@ -115,11 +118,20 @@ impl Sweep<'_> {
         while !self.intake.has_room() && !self.intake.failed() {
             thread::sleep(WAIT_FOR_ROOM);
         }
+        self.trace.turns().rest();
         let mine = self.trace.ledger.try_claim(block);
         if mine {
             self.trace.copy_claimed(block, Lane::Sweep, self.intake)?;
         }
         Ok(mine)
+    }
+
+    fn report_at_times(&mut self) {
+        let now = self.trace.now();
+        if now.saturating_sub(self.reported) >= REPORT_EVERY {
+            self.reported = now;
+            self.report();
+        }
     }
 
     /// Tells the caller how far the save has come.

@@ -21,7 +21,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use firn_memory::{Event, FaultKind, GuestMemory, PageFaults, urgency};
 use firn_types::{Block, BlockSize, Page, Tid};
@@ -32,6 +32,7 @@ use crate::pipeline::{Intake, RawBlock};
 use crate::report::FaultCounts;
 use crate::save::SaveError;
 use crate::touches::Touches;
+use crate::turns::Turns;
 use crate::worker::{Workers, is_worker};
 use crate::written::WrittenSet;
 
@@ -52,15 +53,19 @@ pub(crate) struct Trace {
     phase: AtomicU8,
     ended: AtomicBool,
     letting_go: AtomicBool,
-    started: Instant,
-    last_fault_us: AtomicU64,
+    turns: Arc<Turns>,
     /// When a thread of the hypervisor that is no vCPU first wrote to memory after the cut, since 1970.
     touched_us: AtomicU64,
 }
 
 impl Trace {
     /// Shared state over a registered range. Nothing is protected yet.
-    pub(crate) fn new(memory: Arc<GuestMemory>, faults: PageFaults, block_size: BlockSize) -> Self {
+    pub(crate) fn new(
+        memory: Arc<GuestMemory>,
+        faults: PageFaults,
+        block_size: BlockSize,
+        turns: Arc<Turns>,
+    ) -> Self {
         let blocks = block_size.blocks_in(memory.map().total_pages());
         Self {
             memory,
@@ -72,8 +77,7 @@ impl Trace {
             phase: AtomicU8::new(ARMING),
             ended: AtomicBool::new(false),
             letting_go: AtomicBool::new(false),
-            started: Instant::now(),
-            last_fault_us: AtomicU64::new(u64::MAX),
+            turns,
             touched_us: AtomicU64::new(u64::MAX),
         }
     }
@@ -103,15 +107,14 @@ impl Trace {
         self.letting_go.load(Ordering::Acquire)
     }
 
-    /// Time since the trace was made.
+    /// Time since the save began.
     pub(crate) fn now(&self) -> Duration {
-        self.started.elapsed()
+        self.turns.now()
     }
 
-    /// When the last fault came, on the clock of [`Self::now`].
-    pub(crate) fn last_fault(&self) -> Option<Duration> {
-        let us = self.last_fault_us.load(Ordering::Relaxed);
-        (us != u64::MAX).then(|| Duration::from_micros(us))
+    /// When the guest faulted last, and when background work rests.
+    pub(crate) fn turns(&self) -> &Turns {
+        &self.turns
     }
 
     /// Whether a thread that is no vCPU wrote to memory after the cut and before then, since 1970. It waited until that was seen: of
@@ -229,8 +232,7 @@ impl Worker {
 
     fn handle(&mut self, event: &Event, was_arming: bool) -> Result<(), SaveError> {
         let &Event::Fault { page, tid, kind, write } = event else { return Ok(()) };
-        let now_us = self.trace.now().as_micros() as u64;
-        self.trace.last_fault_us.store(now_us, Ordering::Relaxed);
+        self.trace.turns().fault();
         if self.trace.is_arming() && self.note_written(page, kind, write)? {
             return Ok(());
         }

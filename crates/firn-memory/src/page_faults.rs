@@ -157,12 +157,21 @@ impl PageFaults {
     /// # Errors
     /// If the hypervisor is gone. It goes on to the end in any case.
     pub fn unregister(&self) -> Result<(), PageFaultError> {
+        self.unregister_by_pieces(&|| ())
+    }
+
+    /// The same, with something to do after each piece: there are many, and who is in no hurry lets others go first.
+    ///
+    /// # Errors
+    /// Those of [`Self::unregister`].
+    pub fn unregister_by_pieces(&self, between: &dyn Fn()) -> Result<(), PageFaultError> {
         let mut result = Ok(());
         let registered = std::mem::take(&mut *lock(&self.registered));
         for piece in registered.into_iter().flat_map(pieces) {
             for (part, hva) in self.memory.located(piece) {
                 result = result.and(self.unregister_part(&part, span(hva, &part)));
             }
+            between();
         }
         result
     }

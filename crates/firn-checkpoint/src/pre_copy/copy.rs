@@ -15,7 +15,7 @@ use super::tracker::Tracker;
 use crate::cut::{Cut, Ready};
 use crate::lane::Lane;
 use crate::options::SaveOptions;
-use crate::order;
+use crate::order::{self, Resting};
 use crate::pipeline::{Intake, RawBlock};
 use crate::report::{Progress, SaveReport, ms};
 use crate::save::{Copied, SaveContext, SaveError};
@@ -134,7 +134,9 @@ impl PreCopy<'_, '_> {
             let last = blocks_of(size, &tracker.newly_written()?);
             tracker.cut();
             let left = union(&written, &last);
-            left.iter().try_for_each(|&block| done.copy_last(block, &memory, size, &intake))?;
+            intake.turns().while_still(|| {
+                left.iter().try_for_each(|&block| done.copy_last(block, &memory, size, &intake))
+            })?;
             done.hot.extend(last);
             firn_fault::point("pre-copy.copied");
             Ok(left.len() as u64 * size.pages() as u64)
@@ -168,8 +170,9 @@ impl PreCopy<'_, '_> {
             None => {
                 // What was written before is copied now, and what is written from now on is told.
                 tracker.written()?;
-                let spaces = order::address_spaces(self.context.vm, &self.context.memory)?;
-                let mut order = order::blocks(&self.context.memory, &spaces, self.size())?;
+                let memory = &Resting { memory: &self.context.memory, turns: self.intake.turns() };
+                let spaces = order::address_spaces(self.context.vm, memory)?;
+                let mut order = order::blocks(memory, &spaces, self.size())?;
                 order.add_unbacked(|block| stores(self.context.parent.as_deref(), block));
                 Ok((order.blocks, spaces.roots))
             }
@@ -206,6 +209,7 @@ impl PreCopy<'_, '_> {
                     return Err(SaveError::Cancelled);
                 }
             }
+            self.intake.turns().rest();
             done.copy(block, &self.context.memory, self.size(), self.intake)?;
         }
         self.intake.settle(&|| self.context.steps.cancelled());

@@ -1,0 +1,94 @@
+//! How much of the processors the vCPUs of a guest would use.
+//!
+//! The kernel tells of every thread for how long it ran, and for how long it waited for a processor: the first two numbers of
+//! `/proc/PID/task/TID/schedstat`, in nanoseconds (`Documentation/scheduler/sched-stats.rst`). What a thread waits for is added
+//! when its wait is over.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::time::Duration;
+
+use firn_types::Tid;
+
+/// More than three numbers need.
+const LINE_BYTES: usize = 128;
+
+/// What vCPUs have asked for so far.
+#[derive(Debug)]
+pub(crate) struct Demand {
+    vcpus: Vec<File>,
+    asked: Duration,
+    wanted: Duration,
+}
+
+impl Demand {
+    /// Of these threads of a hypervisor. One that can't be looked at is left out.
+    pub(crate) fn of(pid: i32, vcpus: &[Tid]) -> Self {
+        let open = |tid: &Tid| File::open(format!("/proc/{pid}/task/{}/schedstat", tid.0)).ok();
+        let vcpus = vcpus.iter().filter_map(open).collect();
+        Self { vcpus, asked: Duration::ZERO, wanted: Duration::MAX }
+    }
+
+    /// Processors that they ran on or waited for since this was last asked, on average. `None` the first time, and where the kernel does
+    /// not tell.
+    pub(crate) fn since_last(&mut self, now: Duration) -> Option<f64> {
+        let wanted: Option<Duration> = self.vcpus.iter().map(wanted).sum();
+        let wanted = wanted.filter(|_| !self.vcpus.is_empty())?;
+        let more = wanted.checked_sub(self.wanted);
+        let time = now.checked_sub(self.asked);
+        (self.asked, self.wanted) = (now, wanted);
+        let time = time.filter(|time| !time.is_zero())?;
+        Some(more?.as_secs_f64() / time.as_secs_f64())
+    }
+}
+
+fn wanted(schedstat: &File) -> Option<Duration> {
+    let mut line = [0; LINE_BYTES];
+    let bytes = schedstat.read_at(&mut line, 0).ok()?;
+    in_line(std::str::from_utf8(&line[..bytes]).ok()?)
+}
+
+fn in_line(schedstat: &str) -> Option<Duration> {
+    let mut numbers = schedstat.split_whitespace().map(str::parse);
+    let (ran, waited): (u64, u64) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
+    ran.checked_add(waited).map(Duration::from_nanos)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    #[test]
+    fn running_and_waiting_are_demand() {
+        assert_eq!(in_line("300 40 7\n"), Some(Duration::from_nanos(340)));
+        for line in ["", "300", "300 x 7", "18446744073709551615 1 1"] {
+            assert_eq!(in_line(line), None, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn who_computes_wants_a_processor() {
+        let myself = Tid(rustix::thread::gettid().as_raw_nonzero().get());
+        let mut demand = Demand::of(std::process::id() as i32, &[myself]);
+        let started = Instant::now();
+        assert_eq!(demand.since_last(started.elapsed()), None);
+        while started.elapsed() < Duration::from_millis(50) {
+            std::hint::spin_loop();
+        }
+        let wanted = demand.since_last(started.elapsed()).unwrap();
+        assert!((0.5..1.5).contains(&wanted), "{wanted}");
+        std::thread::sleep(Duration::from_millis(50));
+        let wanted = demand.since_last(started.elapsed()).unwrap();
+        assert!(wanted < 0.5, "{wanted}");
+    }
+
+    #[test]
+    fn threads_that_are_not_there_tell_nothing() {
+        let mut demand = Demand::of(std::process::id() as i32, &[Tid(i32::MAX)]);
+        assert_eq!(
+            (demand.since_last(Duration::ZERO), demand.since_last(Duration::MAX)),
+            (None, None)
+        );
+    }
+}

@@ -1,0 +1,180 @@
+//! When the work behind a save rests, so that vCPUs get their turn.
+//!
+//! Sweep, compressors and writer step back ([`firn_memory::urgency`]), and yet a vCPU that shares a processor with them can wait for a
+//! tenth of a second. The kernel gives a thread that had more than its share elsewhere no turn before the others on its new processor have
+//! caught up, and multiplies what it owes by how much lighter they are (`place_entity` in `kernel/sched/fair.c`: EEVDF, Linux 6.6). Once
+//! nobody else is there, nothing is owed. So all of them leave the processors together, as long as the guest runs, and for longer if it
+//! has much to do:
+//!
+//! ```text
+//!   sweep        ############......############......######      # may work
+//!   compressors  ############......############......######      . sleeps
+//!   writer       ############......############......######
+//!                <---- TURN ------>
+//! ```
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::demand::Demand;
+
+/// Working and resting once.
+const TURN: Duration = Duration::from_millis(7);
+/// How much of it is work, where vCPUs are idle and where they are busy.
+const WORK_IDLE: Duration = Duration::from_millis(5);
+const WORK_BUSY: Duration = Duration::from_millis(3);
+/// vCPUs are busy if they use so much of a processor, all together.
+const BUSY: f64 = 0.25;
+/// How long they count as busy then: what a vCPU waits for is told late.
+const BUSY_FOR: Duration = Duration::from_millis(250);
+
+/// The clock of a save, and what the guest does.
+#[derive(Debug)]
+pub(crate) struct Turns {
+    started: Instant,
+    last_fault_us: AtomicU64,
+    stands_still: AtomicBool,
+    /// Until when vCPUs count as busy.
+    busy_until_us: AtomicU64,
+    /// The last turn for which it was looked whether they are.
+    looked: AtomicU64,
+    demand: Mutex<Option<Demand>>,
+}
+
+impl Turns {
+    /// The guest runs, and has not faulted; it counts as busy until [`Self::watch`].
+    pub(crate) fn new() -> Self {
+        Self {
+            started: Instant::now(),
+            last_fault_us: AtomicU64::new(u64::MAX),
+            stands_still: AtomicBool::new(false),
+            busy_until_us: AtomicU64::new(u64::MAX),
+            looked: AtomicU64::new(0),
+            demand: Mutex::new(None),
+        }
+    }
+
+    /// Time since the save began.
+    pub(crate) fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// The guest faults now.
+    pub(crate) fn fault(&self) {
+        self.last_fault_us.store(self.now().as_micros() as u64, Ordering::Relaxed);
+    }
+
+    /// When the last fault came, on the clock of [`Self::now`].
+    pub(crate) fn last_fault(&self) -> Option<Duration> {
+        let us = self.last_fault_us.load(Ordering::Relaxed);
+        (us != u64::MAX).then(|| Duration::from_micros(us))
+    }
+
+    /// Does something for which the guest is kept waiting: nobody rests meanwhile.
+    pub(crate) fn while_still<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.stands_still.store(true, Ordering::Relaxed);
+        let done = work();
+        self.stands_still.store(false, Ordering::Relaxed);
+        done
+    }
+
+    /// From now on it is looked what vCPUs want.
+    pub(crate) fn watch(&self, demand: Demand) {
+        *self.demand.lock().unwrap_or_else(PoisonError::into_inner) = Some(demand);
+    }
+
+    /// Between two pieces of background work: sleeps if it is time to.
+    pub(crate) fn rest(&self) {
+        if self.stands_still.load(Ordering::Relaxed) {
+            return;
+        }
+        let now = self.now();
+        self.look(now);
+        let is_busy = now.as_micros() < u128::from(self.busy_until_us.load(Ordering::Relaxed));
+        let rest = rest_at(now, if is_busy { WORK_BUSY } else { WORK_IDLE });
+        rest.into_iter().for_each(thread::sleep);
+    }
+
+    /// Once in a turn somebody looks what vCPUs want.
+    fn look(&self, now: Duration) {
+        let turn = (now.as_nanos() / TURN.as_nanos()) as u64;
+        if self.looked.swap(turn, Ordering::Relaxed) == turn {
+            return;
+        }
+        // Who looks for somebody who is just looking need not.
+        let Ok(mut demand) = self.demand.try_lock() else { return };
+        let Some(wanted) = demand.as_mut().and_then(|demand| demand.since_last(now)) else {
+            return;
+        };
+        let until = busy_until(now, wanted, self.busy_until_us.load(Ordering::Relaxed));
+        self.busy_until_us.store(until, Ordering::Relaxed);
+    }
+}
+
+/// Until when vCPUs count as busy that want so many processors. What was before they were looked at ends.
+fn busy_until(now: Duration, wanted: f64, before_us: u64) -> u64 {
+    match (wanted >= BUSY, before_us) {
+        (true, _) | (false, u64::MAX) => (now + BUSY_FOR).as_micros() as u64,
+        (false, before) => before,
+    }
+}
+
+/// How long to sleep, if at all: until the same time, whoever asks.
+fn rest_at(now: Duration, work: Duration) -> Option<Duration> {
+    let into_turn = Duration::from_nanos((now.as_nanos() % TURN.as_nanos()) as u64);
+    (into_turn >= work).then(|| TURN - into_turn)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn all_rest_until_the_same_time() {
+        for now in [10 * TURN + WORK_IDLE, 10 * TURN + WORK_IDLE + MS] {
+            assert_eq!(now + rest_at(now, WORK_IDLE).unwrap(), 11 * TURN);
+            assert_eq!(now + rest_at(now, WORK_BUSY).unwrap(), 11 * TURN);
+        }
+        let between = 10 * TURN + WORK_BUSY + MS;
+        assert_eq!(rest_at(between, WORK_IDLE), None);
+        assert_eq!(between + rest_at(between, WORK_BUSY).unwrap(), 11 * TURN);
+        assert_eq!(rest_at(10 * TURN, WORK_BUSY), None);
+    }
+
+    #[test]
+    fn vcpus_count_as_busy_for_a_while() {
+        let until = |now, wanted, before: Duration| {
+            Duration::from_micros(busy_until(now, wanted, before.as_micros() as u64))
+        };
+        assert_eq!(until(10 * MS, 1.0, Duration::ZERO), 10 * MS + BUSY_FOR);
+        assert_eq!(until(20 * MS, 0.0, 10 * MS + BUSY_FOR), 10 * MS + BUSY_FOR);
+        assert_eq!(busy_until(MS, 0.0, u64::MAX), (MS + BUSY_FOR).as_micros() as u64);
+    }
+
+    #[test]
+    fn a_guest_that_nobody_looks_at_counts_as_busy() {
+        let turns = Turns::new();
+        turns.rest();
+        assert_eq!(turns.busy_until_us.load(Ordering::Relaxed), u64::MAX);
+    }
+
+    #[test]
+    fn nobody_rests_while_the_guest_waits() {
+        let turns = Turns::new();
+        let look = |turns: &Turns| turns.stands_still.load(Ordering::Relaxed);
+        assert!(turns.while_still(|| look(&turns)));
+        assert!(!look(&turns));
+    }
+
+    #[test]
+    fn the_last_fault_is_on_the_same_clock() {
+        let turns = Turns::new();
+        assert_eq!(turns.last_fault(), None);
+        turns.fault();
+        assert!(turns.last_fault().unwrap() <= turns.now());
+    }
+}
