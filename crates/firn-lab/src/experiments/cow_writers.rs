@@ -4,7 +4,7 @@
 //! something must not grow with either.
 //!
 //! **What varies**: RAM (256 MiB to 8 GiB), and what the guest's two vCPUs do: nothing, write a thousand pages a second each, or
-//! write as fast as they can, at random in half of RAM, 1 GiB at most. **What is held equal**: Firn's default strategy; and the
+//! write as fast as they can, at random in half of RAM, 1 GiB at most. **What is held equal**: Firn's default strategy and options; and the
 //! *floor*, nothing but stop, device state and cont on a monitor connection, which takes turns with it. All guests are there all the
 //! time and run in turns, one at a time: what else happens on the machine meets each of them alike.
 //!
@@ -37,7 +37,10 @@ const STALLS: [(&str, f64); 3] = [("p50", 50.0), ("p95", 95.0), ("p999", 99.9)];
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cow-writers");
     let sizes: &[u32] = if lab.extent.quick { SIZES.0 } else { SIZES.1 };
-    let cases: Vec<Case> = sizes.iter().flat_map(|&mib| cases(mib)).collect();
+    let all: Vec<Case> = sizes.iter().flat_map(|&mib| cases(mib)).collect();
+    let everyone: Vec<usize> = (0..all.len()).collect();
+    let wanted = lab.extent.wanted(&everyone, |number| all[number].name.clone());
+    let cases: Vec<Case> = wanted.into_iter().map(|number| all[number].clone()).collect();
     let mut guests = Vec::new();
     for case in &cases {
         report.note(format!("{}: {}", case.name, case.load.said()));

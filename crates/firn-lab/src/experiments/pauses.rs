@@ -149,10 +149,8 @@ impl<'a> Guest<'a> {
         self.lab.firn().stop(&self.vm);
     }
 
-    /// The sweep need not yield: it comes after the pause.
     fn checkpoint(&self) -> Result<(f64, Value)> {
-        let how = SaveArgs::default().flag("--no-throttle");
-        let said = self.lab.firn().checkpoint(&self.vm, &self.image, &how)?;
+        let said = self.lab.firn().checkpoint(&self.vm, &self.image, &SaveArgs::default())?;
         let pause = said.number("/report/pause/downtime_ms").context("no downtime is reported")?;
         Ok((pause, said.facts["report"].clone()))
     }
