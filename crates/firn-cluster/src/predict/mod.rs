@@ -9,9 +9,9 @@
 //!                 found written                   not written until the cut
 //!   Protected ----------------> Written --ahead--------------------------------> Protected
 //!                                  ^         \
-//!                     unchanged    |          \ written again before the cut
-//!                                  +--- Hot <--'
-//!                                        '--> copied in each pause, never protected, as long as comparing finds it changed
+//!               unchanged, or      |          \ written again before the cut
+//!               one epoch in four  +--- Hot <--'
+//!                                        '--> copied in the pause, and not protected
 //! ```
 //!
 //! VPC (III.A) predicts from one epoch to the next: what was written starts writable and costs no page fault. All of it, written or
@@ -20,7 +20,8 @@
 //! writable. So a pause is shorter by what is copied ahead, and a page that is written all the time costs no fault.
 //!
 //! Whether a page left writable was written is found out later, outside the pause, by comparing its copy with the one before; if
-//! not, it isn't sent, and is no longer hot.
+//! not, it isn't sent, and is no longer hot. That it was written some time in an epoch does not say that it was in its last moments. So
+//! one epoch in four it is tried: protected and copied ahead like others, for one fault if it is still hot.
 //!
 //! **A page is protected before it is copied**, and what is written after that is found by the scan of the next pause. It stays
 //! writable where it is not protected, and then it is in each scan. So no write is missed, whenever comparing ends.
@@ -68,19 +69,24 @@ pub struct Predictor {
     predicts: bool,
     /// Left writable at the last cut, and in `copy` of it.
     hot: PageSet,
-    /// Were hot, and are writable still.
+    /// Were hot since the last cut, so that a scan does not tell whether they were written since.
     cooled: PageSet,
     /// Protected and copied ahead of the next cut.
     ahead: PageSet,
+    /// Which of the hot pages are tried next.
+    turn: u32,
     counts: Counts,
 }
+
+/// Each hot page is tried once in so many turns.
+const TURNS: u32 = 4;
 
 impl Predictor {
     /// A predictor for a VM whose pages are all write-protected. Without prediction nothing is copied ahead, and every page written
     /// is protected again at each cut.
     pub fn new(predicts: bool) -> Self {
         let (hot, cooled, ahead) = (PageSet::new(), PageSet::new(), PageSet::new());
-        Self { predicts, hot, cooled, ahead, counts: Counts::default() }
+        Self { predicts, hot, cooled, ahead, turn: 0, counts: Counts::default() }
     }
 
     /// The next cut is near, and a scan found these pages written or not protected: what to protect and then to copy while the VM
@@ -89,10 +95,19 @@ impl Predictor {
         if !self.predicts {
             return PageSet::new();
         }
+        self.cool_some();
         let mut ahead = scanned.clone();
         ahead.subtract(&self.hot);
         self.ahead.extend_from(&ahead);
         ahead
+    }
+
+    /// Some of the hot pages are no longer taken to be, in turn.
+    fn cool_some(&mut self) {
+        let tried: PageSet = self.hot.iter().filter(|page| page.0 % TURNS == self.turn).collect();
+        self.hot.subtract(&tried);
+        self.cooled.extend_from(&tried);
+        self.turn = (self.turn + 1) % TURNS;
     }
 
     /// The VM is paused, and a scan found these pages written or not protected.
@@ -109,7 +124,7 @@ impl Predictor {
         CutPlan { copy: scanned.clone(), ahead, written, protect }
     }
 
-    /// All but what was left writable: hot pages, and those that were hot and have not been protected since.
+    /// All but what was left writable at the last cut, unless it was protected and written since.
     fn surely_written(&mut self, scanned: &PageSet, ahead: &PageSet, again: &PageSet) -> PageSet {
         let mut written = scanned.clone();
         written.extend_from(ahead);
