@@ -37,6 +37,10 @@ use crate::sys::pagemap::{Pagemap, Sought};
 use crate::sys::uffd::Span;
 use crate::tracee::Tracee;
 
+mod looks;
+
+use looks::{Look, looks};
+
 /// Runs of pages that one call of the kernel tells.
 const REGIONS: usize = 1024;
 
@@ -77,6 +81,8 @@ pub enum ScanError {
 pub struct PageScan {
     faults: PageFaults,
     pagemap: Pagemap,
+    /// The kernel tells of pages without an entry as written.
+    counts_unmapped: bool,
     /// Where the kernel puts what it finds.
     regions: Mutex<Vec<page_region>>,
 }
@@ -120,8 +126,8 @@ impl PageScan {
     }
 
     fn with(faults: PageFaults, pagemap: Pagemap) -> Self {
-        let empty = page_region { start: 0, end: 0, categories: 0 };
-        Self { faults, pagemap, regions: Mutex::new(vec![empty; REGIONS]) }
+        let counts_unmapped = looks::counts_unmapped();
+        Self { faults, pagemap, counts_unmapped, regions: Mutex::new(Pagemap::regions(REGIONS)) }
     }
 
     /// The memory that is scanned.
@@ -152,7 +158,7 @@ impl PageScan {
     /// If the kernel cannot remember writes, or the hypervisor is gone.
     pub fn written(&self, range: Range<Page>, out: &mut Vec<Range<Page>>) -> Result<(), ScanError> {
         self.check_async()?;
-        self.scan_each(range, &[Sought::Written, Sought::Unknown], out)
+        self.look(range, looks(self.counts_unmapped, false), out)
     }
 
     /// As [`Self::written`], and arms these pages again: each write is told once, and none is lost. About 1 ms per GiB.
@@ -165,10 +171,7 @@ impl PageScan {
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
         self.check_async()?;
-        // A page may get or lose its entry between two looks: what was written before the call is told for certain.
-        const LOOKS: [Sought; 3] =
-            [Sought::WrittenAndRearm, Sought::UnknownAndRearm, Sought::WrittenAndRearm];
-        self.scan_each(range, &LOOKS, out)
+        self.look(range, looks(self.counts_unmapped, true), out)
     }
 
     /// Forgets all touches: from now on those that follow are told. What was written is still known.
@@ -224,17 +227,41 @@ impl PageScan {
         }
     }
 
-    fn scan_each(
+    fn look(
         &self,
         range: Range<Page>,
-        looks: &[Sought],
+        looks: &[Look],
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
         let mut found = Vec::new();
-        for &sought in looks {
-            self.scan(range.clone(), sought, &mut found)?;
+        for &look in looks {
+            match look {
+                Look::All(sought) => self.scan(range.clone(), sought, &mut found)?,
+                Look::Missing(sought) => self.scan_missing(range.clone(), sought, &mut found)?,
+            }
         }
         out.extend(union(found));
+        Ok(())
+    }
+
+    /// Scans what the tables map whose first page has no entry.
+    fn scan_missing(
+        &self,
+        range: Range<Page>,
+        sought: Sought,
+        out: &mut Vec<Range<Page>>,
+    ) -> Result<(), ScanError> {
+        for (part, hva) in self.memory().located(range) {
+            for table in looks::tables(span(hva, &part)) {
+                let mut has_no_entry = false;
+                self.scan_span(&part, hva, looks::first_page(table), Sought::Unknown, |_| {
+                    has_no_entry = true;
+                })?;
+                if has_no_entry {
+                    self.scan_span(&part, hva, table, sought, |run| push(out, run))?;
+                }
+            }
+        }
         Ok(())
     }
 
@@ -244,18 +271,28 @@ impl PageScan {
         sought: Sought,
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
-        // The regions are overwritten by each scan, so it does not matter how the last one ended.
-        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         for (part, hva) in self.memory().located(range) {
-            // The kernel takes memory for as many as it may tell.
-            let most = Page::count(&part).min(REGIONS);
-            self.pagemap
-                .scan(span(hva, &part), sought, &mut regions[..most], |start, end| {
-                    push(out, pages(&part, hva, start, end));
-                })
-                .map_err(|errno| self.error(&part, errno))?;
+            self.scan_span(&part, hva, span(hva, &part), sought, |run| push(out, run))?;
         }
         Ok(())
+    }
+
+    /// Scans some of a part that starts at `hva`.
+    fn scan_span(
+        &self,
+        part: &Range<Page>,
+        hva: HostVirt,
+        span: Span,
+        sought: Sought,
+        mut found: impl FnMut(Range<Page>),
+    ) -> Result<(), ScanError> {
+        // The regions are overwritten by each scan, so it does not matter how the last one ended.
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        // The kernel takes memory for as many as it may tell.
+        let most = REGIONS.min((span.len / PAGE_SIZE as u64) as usize);
+        let found = |start, end| found(pages(part, hva, start, end));
+        let scanned = self.pagemap.scan(span, sought, &mut regions[..most], found);
+        scanned.map_err(|errno| self.error(part, errno))
     }
 
     fn error(&self, part: &Range<Page>, source: impl Into<io::Error>) -> ScanError {

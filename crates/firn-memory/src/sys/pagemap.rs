@@ -27,6 +27,10 @@ pub(crate) enum Sought {
     UnknownAndRearm,
     /// Mapped.
     Present,
+    /// As [`Self::Written`], where nothing is registered: a page that is not write-protected.
+    Unprotected,
+    /// As [`Self::Unknown`], where nothing is registered.
+    Unmapped,
 }
 
 /// Pages scanned in one go when they are read as words.
@@ -45,8 +49,10 @@ const _: () = {
 impl Sought {
     fn category(self) -> u64 {
         u64::from(match self {
-            Self::Written | Self::WrittenAndRearm => raw::PAGE_IS_WRITTEN,
-            Self::Unknown | Self::UnknownAndRearm => raw::PAGE_IS_PRESENT | raw::PAGE_IS_SWAPPED,
+            Self::Written | Self::WrittenAndRearm | Self::Unprotected => raw::PAGE_IS_WRITTEN,
+            Self::Unknown | Self::UnknownAndRearm | Self::Unmapped => {
+                raw::PAGE_IS_PRESENT | raw::PAGE_IS_SWAPPED
+            }
             Self::Present => raw::PAGE_IS_PRESENT,
         })
     }
@@ -57,15 +63,15 @@ impl Sought {
             Self::WrittenAndRearm | Self::UnknownAndRearm => {
                 raw::PM_SCAN_CHECK_WPASYNC | raw::PM_SCAN_WP_MATCHING
             }
-            Self::Present => 0,
+            Self::Present | Self::Unprotected | Self::Unmapped => 0,
         })
     }
 
     /// Which of the categories a page must not have.
     fn inverted(self) -> u64 {
         match self {
-            Self::Unknown | Self::UnknownAndRearm => self.category(),
-            Self::Written | Self::WrittenAndRearm | Self::Present => 0,
+            Self::Unknown | Self::UnknownAndRearm | Self::Unmapped => self.category(),
+            Self::Written | Self::WrittenAndRearm | Self::Present | Self::Unprotected => 0,
         }
     }
 }
@@ -132,6 +138,11 @@ pub(crate) struct Pagemap(File);
 impl Pagemap {
     pub(crate) fn new(fd: OwnedFd) -> Self {
         Self(fd.into())
+    }
+
+    /// Room for so many runs of pages.
+    pub(crate) fn regions(runs: usize) -> Vec<page_region> {
+        vec![page_region { start: 0, end: 0, categories: 0 }; runs]
     }
 
     /// Gives each run of pages that has what is sought, as start and end address, in order.

@@ -126,6 +126,27 @@ fn what_was_written_is_not_forgotten_with_the_touches() {
 }
 
 #[test]
+fn whole_page_tables_without_an_entry_are_told_as_written() {
+    let mut child = Child::spawn(&[2000]);
+    let all = pages(0..2000);
+    child.ask(Who::First, "fill 0 2000 1");
+    let Some(scan) = armed(&child) else { return };
+    child.ask(Who::First, "fill 0 2000 2");
+    scan.forget_touches(&mut child.tracee(), all.clone()).unwrap();
+    let told = |rearms: bool| {
+        let mut out = Vec::new();
+        match rearms {
+            true => scan.written_and_rearm(all.clone(), &mut out).unwrap(),
+            false => scan.written(all.clone(), &mut out).unwrap(),
+        }
+        out
+    };
+    assert_eq!(told(false), std::slice::from_ref(&all));
+    assert_eq!(told(true), std::slice::from_ref(&all));
+    assert_eq!(told(true), []);
+}
+
+#[test]
 fn pages_given_back_are_holes_whether_written_or_not() {
     let mut child = Child::spawn(&[64]);
     child.ask(Who::First, "fill 0 64 1");
