@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use firn_cluster::epoch::{Action, LimitsError, Pace, Primary};
+use firn_cluster::member::EPOCHS_KEPT_MAX;
 use firn_cluster::predict::Predictor;
 use firn_cluster::{Epoch, Seq};
 use firn_types::PAGE_SIZE;
@@ -24,7 +25,6 @@ use crate::copy::EpochCopy;
 use crate::endpoint::Stream;
 use crate::guest::{Guest, GuestError};
 use crate::sender::{Event, Job, Sending, hear, writer};
-use crate::standby::MEMBER_KEPT_MAX;
 use crate::wire::{Hello, WireError, Writer};
 
 mod options;
@@ -42,6 +42,8 @@ const JOBS_MAX: usize = 16;
 const ROOM_MIN: usize = 1024;
 /// How often whoever asked is looked at.
 const LOOK: Duration = Duration::from_millis(20);
+/// The same of a member of a cluster, of which a frame may wait for a cut.
+const LOOK_OF_MEMBER: Duration = Duration::from_millis(1);
 /// How often room is looked for when there is none; a VM that is slowed stands still for as long in each turn.
 const NO_ROOM: Duration = Duration::from_millis(5);
 /// How long a VM that is stopped stands still in each turn. Between two turns it runs for a moment: whoever else wants to stop it, or
@@ -112,7 +114,11 @@ struct Connection<'a> {
 impl<'a> Connection<'a> {
     /// Threads that hear and send end with the connection.
     fn protect(&self, guest: &mut Guest) -> Result<(), PrimaryError> {
-        let epochs = Primary::new(self.options.limits()?, Epoch(0), Duration::ZERO);
+        let epochs = Primary::new(
+            self.options.limits(self.hello.member.is_some())?,
+            Epoch(0),
+            Duration::ZERO,
+        );
         let (tell, events) = crossbeam_channel::unbounded();
         let (reading, writer) = (self.stream.try_clone()?, writer(self.stream.try_clone()?));
         thread::scope(|scope| {
@@ -275,6 +281,7 @@ impl Protection<'_> {
     fn until_next_look(&self) -> Duration {
         match self.due().saturating_sub(self.now()) {
             Duration::ZERO => NO_ROOM,
+            until_due if self.told_backup.is_some() => until_due.min(LOOK_OF_MEMBER),
             until_due => until_due.min(LOOK),
         }
     }
@@ -329,7 +336,10 @@ impl Protection<'_> {
         // How much is written counts only where room is scarce.
         let is_scarce = self.now() >= self.due() && self.epochs.buffered() > 0;
         let written = if is_scarce { self.guest.glance()?.len() as u64 } else { 0 };
-        let actions = self.epochs.tick(self.now(), written);
+        let mut actions = self.epochs.tick(self.now(), written);
+        if self.told.wants_cut() {
+            actions.extend(self.epochs.cut_now(self.now()));
+        }
         self.perform(actions)?;
         match self.pace {
             Pace::Free => Ok(()),
@@ -352,7 +362,7 @@ impl Protection<'_> {
             *gone = newest;
             self.jobs.send(Job::Gone(newest)).map_err(|_| GuestError::NobodyTakes)?;
         }
-        Ok(self.epochs.epoch().0 - global.0 > MEMBER_KEPT_MAX)
+        Ok(self.epochs.epoch().0 - global.0 > EPOCHS_KEPT_MAX)
     }
 
     fn stand_still(&mut self, time: Duration) -> Result<(), PrimaryError> {

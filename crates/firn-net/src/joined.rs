@@ -1,8 +1,8 @@
 //! The card of a VM that is a member of a cluster: what may leave, and when, is decided by `firn-cluster` (`member`). Pure.
 //!
 //! ```text
-//!   the VM ---> Member ---> leaving: wrapped, to other members        ---> the network
-//!                 |                  as they are, to everybody else
+//!   the VM ---> Member ---> leaving: wrapped, to other members, at once ---> the network
+//!                 |                  as they are, to everybody else, when nothing can undo them
 //!   the VM <------'<--- unwrapped, each once and in order             <---
 //! ```
 //!
@@ -133,10 +133,25 @@ impl Joined {
         self.gone
     }
 
-    /// A mark is asked for. None is set while nothing is held: what has left could be undone by going back to it.
+    /// A mark is asked for, until there is one.
     pub fn requested(&mut self, of: Generation, request: RequestNumber) -> Option<Answer> {
-        let answer = self.member.requested(of, request)?;
-        answer.marks.iter().all(|(_, epoch)| *epoch > Epoch(0)).then_some(answer)
+        self.member.requested(of, request)
+    }
+
+    /// Whether a frame waits for the epoch that runs to be cut.
+    pub fn wants_cut(&self) -> bool {
+        self.member.wants_cut()
+    }
+
+    /// Whether a frame has waited, and need not any more.
+    pub fn may_let_in(&self) -> bool {
+        self.member.may_let_in()
+    }
+
+    /// A frame that has waited, if it need not any more; what the VM, which does not stand still, is to be given.
+    pub fn let_in(&mut self, now: Duration) -> Vec<Vec<u8>> {
+        let actions = self.member.let_in(now);
+        self.act(actions)
     }
 
     /// Nothing undoes anything any more.
@@ -214,7 +229,7 @@ impl Joined {
         self.left
     }
 
-    /// What is for the VM is returned. An answer without a question is none of the initiator's: it asks for it.
+    /// What is for the VM is returned.
     fn act(&mut self, actions: Vec<Action>) -> Vec<Vec<u8>> {
         let mut given = Vec::new();
         for action in actions {
@@ -222,14 +237,13 @@ impl Joined {
                 Action::Send(frame) => self.passes(frame.into()),
                 Action::Out(seq, frame) => self.leave(Leaving(Some(seq), frame.into())),
                 Action::Deliver(frame) => given.push(frame),
-                Action::Answer(_) => {}
             }
         }
         given
     }
 }
 
-/// For tests that want to see what happens when a receiver does not mark before it delivers: a frame without its sender's mark.
+/// For tests that want to see what happens when a receiver is not cut before it delivers: a frame without its sender's mark.
 fn unmarked(frame: &[u8]) -> Option<Vec<u8>> {
     firn_fault::io("net.mark").err()?;
     let Message { ends, stamp, says } = Message::of(frame)?;
@@ -294,16 +308,16 @@ mod tests {
     }
 
     #[test]
-    fn inside_waits_for_the_own_copy_and_outside_for_everybodys() {
+    fn inside_waits_for_nobody_and_outside_for_everybodys_copy() {
         let mut a = joined(0);
         a.cut();
         a.sent(&frame(0, 1, 7));
         a.sent(&frame(0, 2, 8));
-        a.cut();
-        a.committed(Epoch(1));
-        assert!(leaves(&mut a).is_empty());
-        a.committed(Epoch(2));
         assert_eq!(leaves(&mut a).len(), 1);
+        assert_eq!(a.requested(Generation(1), request(1)), None, "nothing is cut");
+        a.cut();
+        assert_eq!(a.requested(Generation(1), request(1)), None, "nothing is copied");
+        a.committed(Epoch(2));
         let answer = a.requested(Generation(1), request(1)).unwrap();
         assert_eq!(answer.marks, [(Vm(0), Epoch(2))]);
         assert_eq!(a.requested(Generation(2), request(2)), None);
@@ -315,6 +329,24 @@ mod tests {
         assert!(leaves(&mut a).is_empty());
         a.let_out();
         assert_eq!(leaves(&mut a), [frame(0, 2, 9).into()]);
+    }
+
+    #[test]
+    fn a_frame_from_behind_a_cut_waits_for_the_next() {
+        let (mut a, mut b) = (joined(0), joined(1));
+        a.cut();
+        b.cut();
+        b.sent(&frame(1, 0, 5));
+        a.requested(Generation(1), request(1));
+        a.cut();
+        (7..9).for_each(|byte| a.sent(&frame(0, 1, byte)));
+        let left = leaves(&mut a);
+        assert!(left.iter().all(|frame| b.arrived(frame, NOW).is_empty()));
+        assert!(b.wants_cut() && !b.may_let_in() && b.let_in(NOW).is_empty());
+        b.cut();
+        assert!(!b.wants_cut());
+        assert_eq!([b.let_in(NOW), b.let_in(NOW)], [7, 8].map(|byte| vec![frame(0, 1, byte)]));
+        assert!(!b.may_let_in());
     }
 
     #[test]

@@ -227,6 +227,11 @@ impl Port {
         self.shared.output().way.joined_mut()?.requested(of, request)
     }
 
+    /// Whether what another member has sent waits for the epoch that runs to be cut.
+    pub fn wants_cut(&self) -> bool {
+        self.shared.output().way.joined().is_some_and(Joined::wants_cut)
+    }
+
     /// A global checkpoint that has this VM at that epoch is on record. `false` if the VM is in no such timeline.
     pub fn globally(&self, of: Generation, epoch: Epoch) -> bool {
         let mut output = self.shared.output();
@@ -440,7 +445,8 @@ impl Relay {
         let gate = &output.way;
         let mut card = PollFlags::empty();
         card.set(PollFlags::IN, gate.flow() == Flow::Go);
-        card.set(PollFlags::OUT, !self.inward.is_empty() && !output.is_frozen);
+        let is_let_in = gate.joined().is_some_and(Joined::may_let_in);
+        card.set(PollFlags::OUT, (is_let_in || !self.inward.is_empty()) && !output.is_frozen);
         let mut outside = PollFlags::empty();
         outside.set(PollFlags::IN, self.inward.is_empty());
         outside.set(PollFlags::OUT, gate.next().is_some() && self.shared.may_send());
@@ -499,14 +505,23 @@ impl Relay {
             Some(uplink) => uplink.read(&mut self.inward),
             None => Ok(()),
         };
-        while !self.inward.is_empty() {
+        loop {
             // Locked until it is given: what counts as received at a cut, the VM has.
             let mut output = self.shared.output();
             if output.is_frozen || !self.shared.has_room() {
                 break;
             }
-            let Some(frame) = self.inward.pop_front() else { break };
-            for frame in output.way.arrived(frame, self.shared.since.elapsed()) {
+            let now = self.shared.since.elapsed();
+            // What has waited for a cut came before.
+            let waited = output.way.joined_mut().filter(|joined| joined.may_let_in());
+            let given = match waited.map(|joined| joined.let_in(now)) {
+                Some(given) => given,
+                None => match self.inward.pop_front() {
+                    Some(frame) => output.way.arrived(frame, now),
+                    None => break,
+                },
+            };
+            for frame in given {
                 // One that the socket does not take, or a VM that is gone, is no trouble.
                 if self.shared.card.send(&frame).is_ok() {
                     self.shared.came.fetch_add(1, Ordering::Relaxed);

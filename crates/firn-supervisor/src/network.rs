@@ -17,7 +17,10 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
+use firn_cluster::cut::Answer;
 use firn_cluster::member::{Kept, Membership, OfEpoch};
 use firn_cluster::switch::Mac;
 use firn_cluster::{Epoch, Seq};
@@ -36,6 +39,10 @@ use crate::percentiles::Percentiles;
 use crate::protocol::{MemberCard, MemberRequest};
 use crate::qemu;
 use crate::runtime::VmDir;
+
+/// How long it is waited for a mark, and how often it is looked for.
+const MARK_WAIT: Duration = Duration::from_secs(5);
+const MARK_LOOK: Duration = Duration::from_millis(2);
 
 /// What a user is told of a VM whose cards let nothing out.
 pub(crate) const HELD: &str =
@@ -239,7 +246,9 @@ impl Network {
             }
             MemberRequest::Join(of) => done(port.join(of.clone())).ok_or_else(held),
             MemberRequest::Mark { generation, number } => {
-                let answer = port.requested(*generation, *number).ok_or_else(no_mark)?;
+                let of = port.membership().filter(|of| of.generation == *generation);
+                let answer = of.and_then(|_| marked(|| port.requested(*generation, *number)));
+                let answer = answer.ok_or_else(no_mark)?;
                 serde_json::to_value(answer).doing("describing the mark")
             }
             MemberRequest::Globally { generation, epoch } => {
@@ -267,6 +276,11 @@ impl Network {
     /// The newest epoch of a member that a global checkpoint has.
     pub(crate) fn global(&self) -> Epoch {
         self.ports().map(Port::global).max().unwrap_or_default()
+    }
+
+    /// Whether what another member has sent waits for the epoch that runs to be cut.
+    pub(crate) fn wants_cut(&self) -> bool {
+        self.ports().any(Port::wants_cut)
     }
 
     /// The newest frame of a member to the outside that has left.
@@ -320,6 +334,18 @@ fn held() -> Failure {
     let text = "what the VM sends is held, for it can still be gone back to";
     Failure::new(FailureKind::Refused, text)
         .hint("`firn cluster release`, or `firn release` if its backup never runs it")
+}
+
+/// An epoch that ends with a mark has to end, and to be copied.
+fn marked(mut ask: impl FnMut() -> Option<Answer>) -> Option<Answer> {
+    let since = Instant::now();
+    loop {
+        let answer = ask();
+        if answer.is_some() || since.elapsed() > MARK_WAIT {
+            return answer;
+        }
+        thread::sleep(MARK_LOOK);
+    }
 }
 
 fn no_mark() -> Failure {

@@ -112,6 +112,10 @@ impl Watch for Watching<'_> {
     fn gone(&self) -> Seq {
         self.network.gone()
     }
+
+    fn wants_cut(&self) -> bool {
+        self.network.wants_cut()
+    }
 }
 
 /// What of a VM belongs to its epochs beside memory.

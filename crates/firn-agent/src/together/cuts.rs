@@ -1,8 +1,8 @@
 //! Global checkpoints, one after another: the shell around the initiator of `firn-cluster` (`cut`).
 //!
 //! ```text
-//!   every interval, or when asked:   Mark ---> all VMs
-//!                                       <--- their epochs
+//!   every interval, or when asked:   Mark ---> all VMs                    each marks the end of the epoch that runs
+//!                                       <--- their epochs                 when they are committed
 //!                                    record: renamed into its place        from here on it is what a failover goes back to
 //!                                    Globally ---> all VMs                 they let out what waits for it, backups fold
 //! ```

@@ -1,9 +1,10 @@
 //! One consistent cut of the cluster (VPC IV.B), from epochs that are not synchronized.
 //!
 //! ```text
-//!   initiator                 hosts                                            register
-//!       |--- request r ------->|  each marks the newest committed epoch of        |
-//!       |<-- marks of r -------|  each of its VMs, once                           |
+//!   initiator                 VMs                                              register
+//!       |--- request r ------->|  each marks the epoch that runs: its next cut    |
+//!       |                      |  ends it                                         |
+//!       |<-- mark of r --------|  ... and it is committed                         |
 //!       |  all have answered: the global checkpoint is { VM: epoch }              |
 //!       |--- record it, if this is still the timeline --------------------------->|
 //!       |<-- recorded ------------------------------------------------------------|
@@ -15,26 +16,26 @@
 //! Type 1: sent and received on the same side. Type 2: sent before, received after; they are in flight in the checkpoint
 //! ([`crate::output`]). Type 3, an *orphan*: sent after, received before; a state in which a VM has something that nobody sent.
 //!
-//! # Holding frames is not enough
+//! # Frames between VMs are not held
 //!
-//! A VM's frames leave when their epoch is committed, so a receiver can't have got what its sender's newest committed copy
-//! hasn't sent. But two hosts mark at two moments, and in between the sender's newest committed copy changes:
+//! They leave as they are sent. What makes the cut consistent all the same is the rule of Lai and Yang: **every frame carries the number
+//! of its sender's newest mark, and a VM that gets a frame with a higher number than its own mark is cut first, which is its mark of
+//! that number, and gets the frame then.** It may do so without having seen the request.
 //!
 //! ```text
-//!    VM a   ---[mark r: epoch 1]---- epoch 2 is committed: frame f leaves
-//!                                                       \
-//!    VM b   ------------------------------------ f received, that epoch is committed ---[mark r: it has f]---
+//!    VM a   ---[ cut: its mark of r ]--- sends f, with r
+//!                                            \
+//!    VM b   ---------------------------------- f arrives: [ cut: its mark of r ] f is delivered ---
 //! ```
 //!
-//! The cut has b with f and a before it sent f. So one more rule is needed, which is that of Lai and Yang, put on released
-//! frames: **every frame carries the number of its sender's newest mark at the moment it leaves, and a host that gets a frame
-//! with a higher number than its own marks first, and delivers then.** It may do so without having seen the request.
+//! Why that is enough. Say f is not in a's part of cut r. Then it was sent after the cut that was a's mark of r, and carries r or more. b
+//! is cut, with a mark of r or more, before it gets f. So b's part of cut r, fixed by its mark, is without f as well.
 //!
-//! Why that is enough. Say f is not in a's part of cut r. Then its epoch was committed after a's host marked r, so it left
-//! after that mark, and carries r or more. The host of b marks r before it delivers f: what it marks is committed already, and
-//! can't include f. Then b's part of cut r, fixed by that mark, is without f as well.
+//! VPC holds frames until their epoch is committed (IV.B). That would cost every message between two VMs an interval and a half, is not needed
+//! for this, and is not enough for it either: two VMs mark at two moments, and in between the newest committed epoch changes.
 //!
-//! It needs no clocks, no order between connections, and no pause. A request lost or late costs time only.
+//! It needs no clocks and no order between connections. A request lost or late costs time only. A VM is cut once for each request at most, soon
+//! after the first of all is: so requests should not come faster than VMs may be cut.
 //!
 //! # Timelines
 //!

@@ -12,7 +12,7 @@ fn request(count: u32) -> RequestNumber {
 }
 
 fn marker() -> Marker {
-    Marker::new(G, 0, [(A, Epoch(5))])
+    Marker::new(G, 0, A, Epoch(5))
 }
 
 fn initiator() -> Initiator {
@@ -26,25 +26,60 @@ fn answer(count: u32, vm: Vm, epoch: u64) -> Answer {
 }
 
 #[test]
-fn a_mark_stays_where_it_is() {
+fn a_mark_is_the_next_cut_and_answered_for_when_it_is_copied() {
     let mut marker = marker();
-    assert_eq!(marker.requested(G, request(1)), Some(answer(1, A, 5)));
-    marker.committed(A, Epoch(6));
-    assert_eq!(marker.requested(G, request(1)), Some(answer(1, A, 5)));
-    assert_eq!(marker.requested(G, request(2)), Some(answer(2, A, 6)));
+    assert!(!marker.wants_cut());
+    assert_eq!(marker.requested(G, request(1)), None);
+    assert!(marker.wants_cut() && marker.stamp().mark < request(1));
+    marker.cut(Epoch(6));
+    assert!(!marker.wants_cut() && marker.stamp().mark == request(1));
+    assert_eq!(marker.requested(G, request(1)), None, "nobody has a copy");
+    marker.committed(Epoch(6));
+    assert_eq!(marker.requested(G, request(1)), Some(answer(1, A, 6)));
+    marker.cut(Epoch(7));
+    marker.committed(Epoch(7));
+    assert_eq!(marker.requested(G, request(1)), Some(answer(1, A, 6)), "a mark stays where it is");
+    marker.sent(Epoch(8));
+    assert_eq!(marker.requested(G, request(2)), None);
+    marker.cut(Epoch(8));
+    marker.committed(Epoch(9));
+    assert_eq!(marker.requested(G, request(2)), Some(answer(2, A, 8)));
     assert_eq!(marker.requested(G, request(1)), None, "it can't be answered truly any more");
     assert_eq!(marker.requested(Generation(2), request(3)), None);
+    assert!(!marker.wants_cut());
 }
 
 #[test]
-fn a_frame_from_behind_a_mark_makes_its_receiver_mark_first() {
+fn a_frame_from_behind_a_cut_waits_for_its_receivers() {
     let mut marker = marker();
     let stamp = Stamp { generation: G, mark: request(4) };
-    assert_eq!(marker.arriving(stamp), Arriving::DeliverMarked(answer(4, A, 5)));
+    marker.sent(Epoch(6));
+    assert_eq!(marker.arriving(stamp), Arriving::AfterCut);
+    assert_eq!(marker.arriving(stamp), Arriving::AfterCut, "asking is no cut");
+    assert!(marker.wants_cut());
+    marker.cut(Epoch(6));
     assert_eq!(marker.arriving(stamp), Arriving::Deliver);
-    marker.committed(A, Epoch(6));
-    assert_eq!(marker.requested(G, request(4)), Some(answer(4, A, 5)));
     assert_eq!(marker.stamp(), stamp);
+    marker.committed(Epoch(6));
+    assert_eq!(marker.requested(G, request(4)), Some(answer(4, A, 6)));
+}
+
+#[test]
+fn who_has_sent_nothing_since_a_cut_is_not_waited_for() {
+    let mut marker = marker();
+    for epoch in 6..9 {
+        marker.cut(Epoch(epoch));
+        marker.committed(Epoch(epoch - 1));
+    }
+    assert_eq!(marker.requested(G, request(1)), Some(answer(1, A, 7)), "the newest that is copied");
+    marker.sent(Epoch(8));
+    assert_eq!(marker.requested(G, request(2)), None);
+    assert!(!marker.wants_cut(), "it is marked, and not copied");
+    marker.committed(Epoch(8));
+    assert_eq!(marker.requested(G, request(2)), Some(answer(2, A, 8)));
+    marker.sent(Epoch(9));
+    let stamp = Stamp { generation: G, mark: request(3) };
+    assert_eq!(marker.arriving(stamp), Arriving::AfterCut);
 }
 
 #[test]
@@ -99,14 +134,22 @@ fn an_initiator_of_an_undone_timeline_retires() {
 
 #[test]
 fn a_copy_at_a_backup_that_is_gone_is_not_marked() {
-    let mut marker = Marker::new(G, 0, [(A, Epoch(5)), (B, Epoch(6))]);
-    marker.requested(G, request(1));
-    marker.rearranged(1, [A]);
-    let answer = |count, marks: &[(Vm, Epoch)]| {
-        Some(Answer { generation: G, layout: 1, request: request(count), marks: marks.to_vec() })
+    let marked = || {
+        let mut marker = marker();
+        marker.requested(G, request(1));
+        marker.cut(Epoch(6));
+        marker.committed(Epoch(6));
+        marker
     };
-    assert_eq!(marker.requested(G, request(1)), answer(1, &[(B, Epoch(6))]));
-    marker.committed(A, Epoch(8));
-    assert_eq!(marker.requested(G, request(1)), answer(1, &[(B, Epoch(6))]));
-    assert_eq!(marker.requested(G, request(2)), answer(2, &[(A, Epoch(8)), (B, Epoch(6))]));
+    let mut kept = marked();
+    kept.rearranged(1, false);
+    assert_eq!(kept.requested(G, request(1)), Some(Answer { layout: 1, ..answer(1, A, 6) }));
+    let mut lost = marked();
+    lost.rearranged(1, true);
+    lost.committed(Epoch(8));
+    assert_eq!(lost.requested(G, request(1)), None);
+    lost.requested(G, request(2));
+    lost.cut(Epoch(9));
+    lost.committed(Epoch(9));
+    assert_eq!(lost.requested(G, request(2)), Some(Answer { layout: 1, ..answer(2, A, 9) }));
 }

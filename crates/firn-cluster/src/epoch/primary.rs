@@ -146,10 +146,17 @@ impl Primary {
         actions
     }
 
+    /// Time has passed, and the epoch that runs must not be cut yet.
+    pub fn wait(&mut self, now: Duration) -> Vec<Action> {
+        self.resend(now)
+    }
+
     /// Cut now, for somebody waits for it. An epoch younger than an error's latency is left to its interval.
     pub fn cut_now(&mut self, now: Duration) -> Vec<Action> {
         match self.phase {
-            Phase::Running { since, .. } if now >= since + self.limits.error_latency_max => {
+            Phase::Running { since, .. }
+                if now >= since + self.limits.error_latency_max && self.has_room() =>
+            {
                 self.begin_cut(now)
             }
             _ => Vec::new(),

@@ -1,6 +1,6 @@
 //! The gate of a member that runs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +16,12 @@ use crate::{Epoch, Generation, RequestNumber, Seq, Vm};
 
 /// What is counted for a frame besides its bytes.
 const FRAME_COST: usize = 64;
+/// Epochs since the newest global checkpoint that a backup keeps at most. Until there is another, the one that runs then is not cut.
+pub const EPOCHS_KEPT_MAX: u64 = 64;
+/// What the last of them send to other members is held: so there is a cut since which nothing has left, and it is committed.
+const HEARD_MAX: u64 = EPOCHS_KEPT_MAX - 2;
+/// Bytes that wait for a cut; what comes beyond that is sent again.
+const WAITING_BYTES_MAX: usize = 4 << 20;
 /// Frames that are sent again at once; the receiver asks for more.
 const AGAIN_MAX: usize = 256;
 
@@ -51,8 +57,6 @@ pub enum Action {
     Out(Seq, Vec<u8>),
     /// Give it to the VM.
     Deliver(Vec<u8>),
-    /// Tell the initiator, whose request has not come yet.
-    Answer(Answer),
 }
 
 /// How long things take.
@@ -98,7 +102,11 @@ pub struct Member {
     inbox: Inbox,
     marker: Marker,
     running: Epoch,
+    global: Epoch,
     trimmed: BTreeMap<To, Seq>,
+    /// Frames from behind a cut that this VM has not made yet, with their marks, and what came after them.
+    waiting: VecDeque<(RequestNumber, Vec<u8>)>,
+    waiting_bytes: usize,
 }
 
 impl Member {
@@ -119,13 +127,16 @@ impl Member {
             times,
             outbox: kept.outbox,
             inbox: kept.inbox,
-            marker: Marker::new(generation, layout, [(own, base)]),
+            marker: Marker::new(generation, layout, own, base),
             running: base.next(),
+            global: base,
             trimmed: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
         }
     }
 
-    /// The VM has sent a frame. One that can't be wrapped goes nowhere.
+    /// The VM has sent a frame: to other members it leaves at once. One that can't be wrapped goes nowhere.
     pub fn sent(&mut self, frame: &[u8]) -> Vec<Action> {
         let Some((to, _)) = Mac::ends(frame).filter(|_| frame.len() <= CARRIED_BYTES_MAX) else {
             return Vec::new();
@@ -142,7 +153,23 @@ impl Member {
             let cost = frame.cost();
             self.outbox.push(self.running, way, frame.clone(), cost);
         }
-        if self.is_open { self.let_out(self.running) } else { Vec::new() }
+        match (self.is_open, self.is_heard()) {
+            (true, _) => self.let_out(self.running),
+            (false, true) => self.inside_now(),
+            (false, false) => Vec::new(),
+        }
+    }
+
+    fn is_heard(&self) -> bool {
+        self.running.0 - self.global.0 <= HEARD_MAX
+    }
+
+    fn inside_now(&mut self) -> Vec<Action> {
+        let sent = self.inside(self.running);
+        if !sent.is_empty() {
+            self.marker.sent(self.running);
+        }
+        sent
     }
 
     /// Nothing undoes anything any more: what is held leaves, and so does what comes.
@@ -178,6 +205,7 @@ impl Member {
         let epoch = self.running;
         let is_first = std::mem::replace(&mut self.is_open, false);
         self.inbox.cut(epoch);
+        self.marker.cut(epoch);
         self.running = epoch.next();
         OfEpoch {
             begins: if is_first { self.outbox.begins().collect() } else { Vec::new() },
@@ -187,9 +215,9 @@ impl Member {
         }
     }
 
-    /// An epoch is in the non-volatile copy: what it sent to other members leaves.
+    /// An epoch is in the non-volatile copy. Of what it sent to other members leaves what was under way when the VM went back.
     pub fn committed(&mut self, epoch: Epoch) -> Vec<Action> {
-        self.marker.committed(self.own.0, epoch);
+        self.marker.committed(epoch);
         self.inside(epoch)
     }
 
@@ -221,13 +249,47 @@ impl Member {
         included.retain(|(_, seq)| *seq > Seq(0));
         let told = included.into_iter().filter_map(|(vm, seq)| self.say(vm, Says::Included(seq)));
         let mut actions: Vec<Action> = told.collect();
+        self.global = epoch.max(self.global);
+        if self.is_heard() {
+            actions.extend(self.inside_now());
+        }
         actions.extend(self.outside(epoch));
         actions
     }
 
-    /// The initiator asks for a mark.
+    /// The initiator asks for a mark, until there is one.
     pub fn requested(&mut self, generation: Generation, request: RequestNumber) -> Option<Answer> {
         self.marker.requested(generation, request)
+    }
+
+    /// Whether a frame waits for the epoch that runs to be cut.
+    pub fn wants_cut(&self) -> bool {
+        !self.waiting.is_empty() && !self.may_let_in()
+    }
+
+    /// Whether a frame has waited, and need not any more.
+    pub fn may_let_in(&self) -> bool {
+        let mark = self.waiting.front().map(|(mark, _)| *mark);
+        mark.is_some_and(|mark| self.is_open || mark <= self.marker.stamp().mark)
+    }
+
+    /// Takes a frame that has waited, if it need not any more. The VM must not stand still.
+    pub fn let_in(&mut self, now: Duration) -> Vec<Action> {
+        if !self.may_let_in() {
+            return Vec::new();
+        }
+        let Some((_, frame)) = self.waiting.pop_front() else { return Vec::new() };
+        self.waiting_bytes -= frame.len();
+        Message::of(&frame).map(|message| self.heard(&message, now)).unwrap_or_default()
+    }
+
+    /// What comes later waits behind it. What there is no room for is sent again.
+    fn wait(&mut self, mark: RequestNumber, frame: &[u8]) {
+        let bytes = self.waiting_bytes + frame.len();
+        if bytes <= WAITING_BYTES_MAX {
+            self.waiting_bytes = bytes;
+            self.waiting.push_back((mark, frame.to_vec()));
+        }
     }
 
     /// A frame has come from the switch. The VM must not stand still.
@@ -293,19 +355,26 @@ impl Member {
     }
 
     fn unwrapped(&mut self, frame: &[u8], now: Duration) -> Option<Vec<Action>> {
-        let Message { ends, stamp, says } = Message::of(frame)?;
-        let (from, mac) = ends.from;
-        let is_known = self.others.get(&from)?.mac == mac;
+        let message = Message::of(frame)?;
+        let Message { ends, stamp, .. } = message;
+        let is_known = self.others.get(&ends.from.0)?.mac == ends.from.1;
         if !is_known || ends.cluster != self.cluster || ends.to != self.own {
             return None;
         }
-        // First the mark, whatever is said: then what is marked is without it.
-        let mut actions = match self.marker.arriving(stamp) {
+        // First the cut, whatever is said: then what is marked is without it.
+        match self.marker.arriving(stamp) {
             Arriving::Undone | Arriving::Early => return None,
-            Arriving::Deliver => Vec::new(),
-            Arriving::DeliverMarked(answer) => vec![Action::Answer(answer)],
-        };
-        match says {
+            Arriving::AfterCut if !self.is_open => self.wait(stamp.mark, frame),
+            _ if !self.waiting.is_empty() => self.wait(stamp.mark, frame),
+            Arriving::AfterCut | Arriving::Deliver => return Some(self.heard(&message, now)),
+        }
+        None
+    }
+
+    fn heard(&mut self, message: &Message<'_>, now: Duration) -> Vec<Action> {
+        let (from, _) = message.ends.from;
+        let mut actions = Vec::new();
+        match message.says {
             Says::Frame(seq, frame) => match self.inbox.accept(from, seq) {
                 Accept::Deliver => actions.push(Action::Deliver(frame.to_vec())),
                 Accept::Known => {}
@@ -320,7 +389,7 @@ impl Member {
             Says::Expects(next) => actions.extend(self.again(from, next)),
             Says::Included(seq) => self.trim(To::Vm(from), seq),
         }
-        Some(actions)
+        actions
     }
 
     fn complain(&mut self, from: Vm, next: Seq, now: Duration) -> Option<Action> {

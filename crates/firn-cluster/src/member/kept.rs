@@ -38,16 +38,17 @@ impl Kept {
         for (to, seq) in of.begins {
             self.outbox.begin(to, seq);
         }
+        // Nothing goes back behind what was trimmed, also if the epoch that says so is rolled back: a global checkpoint has it, or its receiver
+        // is cut for the first time after it. That one may have had it before the sender's epoch ended: then it is in none.
+        for (to, seq) in of.trimmed {
+            self.outbox.trim_to(to, seq);
+            self.outbox.begin(to, seq);
+        }
         for Sent { to, frame, .. } in of.sent {
             let cost = frame.cost();
             self.outbox.push(epoch, to, frame, cost);
         }
         self.inbox.cut_with(epoch, of.received);
-        // What was trimmed had left for good, and what had left was committed: nothing goes back behind that. It stays true though the
-        // epoch that says so is rolled back.
-        for (to, seq) in of.trimmed {
-            self.outbox.trim_to(to, seq);
-        }
     }
 
     /// The primary says, without waiting for the end of its epoch, that what it sent outside up to this one has left.

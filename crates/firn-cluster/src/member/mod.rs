@@ -2,8 +2,8 @@
 //! nothing between its VMs is lost or doubled (VPC IV; `docs/design/014-switch.md`).
 //!
 //! ```text
-//!            sent                          committed                          arrived
-//!    VM a --------> Outbox, held ------------------------> switches ... --------------> Marker: mark first
+//!            sent                                                             arrived
+//!    VM a --------> Outbox, kept ------------------------> switches ... --------------> Marker: cut first
 //!                     |   stamped with a's newest mark    (may drop, double, reorder)      |
 //!                     |                                                                 Inbox: once, in order
 //!                     |  <------------ "from 7 on, please" ---------------------------    |
@@ -30,7 +30,7 @@ mod gate;
 mod kept;
 pub mod wire;
 
-pub use gate::{Action, Frame, Member, Times};
+pub use gate::{Action, EPOCHS_KEPT_MAX, Frame, Member, Times};
 pub use kept::{Kept, OfEpoch};
 
 /// What a VM's gate has to know to be a member.

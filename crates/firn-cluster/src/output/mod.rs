@@ -1,19 +1,19 @@
 //! Output commit (VPC IV): what a VM sends is held until nothing can undo the state that sent it.
 //!
 //! ```text
-//!      the VM sends          the sender's epoch is       the receiver's part of a newer global
-//!      in epoch n            committed                   checkpoint includes it
-//!   ---------------> Held ---------------------> Out ------------------------------------------> gone      to a VM
-//!                     |                           |  ^
-//!                     |                           +--+ sent again: after a rollback, or a broken connection
-//!                     |
-//!                     |  a global checkpoint includes epoch n            the uplink has sent it
-//!                     +--------------------------------------------> Out --------------------> gone       outside
+//!      the VM sends                                      the receiver's part of a newer global
+//!      in epoch n                                        checkpoint includes it
+//!   ------------------------------------------> Out ------------------------------------------> gone      to a VM
+//!          |                                     |  ^
+//!          |                                     +--+ sent again: after a rollback, or a broken connection
+//!          |
+//!          |         a global checkpoint includes epoch n            the uplink has sent it
+//!          +-----> Held ---------------------------------------> Out --------------------> gone           outside
 //! ```
 //!
 //! Two rules, because two different things can undo a frame:
 //!
-//! - *Inside the cluster* a frame may leave when its sender's epoch is committed. A rollback takes the receiver back too; that
+//! - *Inside the cluster* a frame leaves as it is sent. A rollback takes the receiver back too; that
 //!   the two go back to states that agree is the business of the [cut](crate::cut).
 //! - *To the outside* a frame may leave only when a global checkpoint that includes its epoch is on record. A failure takes
 //!   every VM back to that checkpoint, not to its own newest committed copy, and the outside goes back nowhere.

@@ -3,7 +3,7 @@
 //! ```text
 //!   lane to VM 2      | 4 | 5 | 6 | 7 | 8 |
 //!                   ^           ^       ^
-//!              trimmed = 3  released = 6   next = 9         7 and 8 are of an epoch that isn't committed
+//!              trimmed = 3  released = 6   next = 9         to the outside: 7 and 8 are of an epoch that no global checkpoint has
 //! ```
 
 use std::collections::{BTreeMap, VecDeque};
@@ -124,7 +124,7 @@ impl<F: Clone> Outbox<F> {
         self.lanes.iter().flat_map(of).collect()
     }
 
-    /// The VM's epochs up to this one are committed: these frames may go to other VMs.
+    /// What was sent to other VMs up to this epoch and has not left, or not since the VM went back.
     pub fn committed(&mut self, epoch: Epoch) -> Vec<Sent<F>> {
         let inside = self.lanes.iter_mut().filter(|(to, _)| **to != To::Outside);
         inside.flat_map(|(&to, lane)| lane.release(to, epoch)).collect()

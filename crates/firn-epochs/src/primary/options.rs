@@ -27,13 +27,15 @@ impl Default for Options {
 }
 
 impl Options {
-    pub(super) fn limits(&self) -> Result<Limits, LimitsError> {
+    /// A member may be cut as soon as half an interval has passed: others may have been just before.
+    pub(super) fn limits(&self, is_member: bool) -> Result<Limits, LimitsError> {
+        let least = if is_member { self.interval / 2 } else { self.interval };
         let limits = Limits {
             interval_min: self.interval,
             interval_max: self.interval,
             pages_per_epoch: self.buffer_pages.min(4096),
             output_delay_max: Duration::MAX,
-            error_latency_max: self.interval.min(Limits::default().error_latency_max),
+            error_latency_max: least.min(Limits::default().error_latency_max),
             buffer_pages: self.buffer_pages,
             // A stream loses nothing but itself.
             resend_after: Duration::MAX,
@@ -113,6 +115,11 @@ pub trait Watch {
     /// The newest frame of a member to the outside that has left.
     fn gone(&self) -> Seq {
         Seq(0)
+    }
+
+    /// Whether what another member has sent waits for the epoch that runs to be cut.
+    fn wants_cut(&self) -> bool {
+        false
     }
 }
 

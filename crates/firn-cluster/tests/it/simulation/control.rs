@@ -177,7 +177,7 @@ impl Control {
 
 fn initiator(register: &Register, term: u32) -> Initiator {
     let ms = Duration::from_millis;
-    let pace = Pace { every: ms(60), again_after: ms(60), give_up_after: ms(400) };
+    let pace = Pace { every: ms(60), again_after: ms(60), give_up_after: ms(1500) };
     let about = (register.generation, register.layout);
     Initiator::new(about, term, register.checkpoint.number, register.places.keys().copied(), pace)
 }

@@ -22,6 +22,11 @@ pub const TICK_MS: Ms = 20;
 const RENEW_MS: Ms = 80;
 const RESEND_MS: Ms = 120;
 const HELD_BYTES_MAX: usize = 40;
+/// Epochs since the newest global checkpoint: what a backup keeps, from when on a VM is cut only to be moved, and from when on it is heard
+/// by nobody.
+const KEPT_MAX: u64 = 12;
+const CUT_MAX: u64 = 10;
+const HEARD_MAX: u64 = 8;
 
 /// What a guest has done, which is all its state.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -57,12 +62,17 @@ enum Sync {
 #[derive(Debug)]
 struct Running {
     primary: Primary,
+    marker: Marker,
     sync: Sync,
     live: Copy,
     copies: BTreeMap<Epoch, Rc<Copy>>,
     acknowledged: BTreeMap<Vm, Seq>,
     committed: Epoch,
     globally: Epoch,
+    /// What its backup had first.
+    based: Epoch,
+    /// The newest epoch in which it has sent something to another VM.
+    talked: Epoch,
     finished: Option<Epoch>,
 }
 
@@ -89,7 +99,6 @@ pub struct Node {
     ppm: i64,
     guard: Guard,
     register: Rc<Register>,
-    marker: Option<Marker>,
     vms: BTreeMap<Vm, Running>,
     pub stores: BTreeMap<(Vm, Generation), Store>,
     renewed: Ms,
@@ -117,15 +126,23 @@ fn limits() -> Limits {
 }
 
 impl Running {
-    fn new(epoch: Epoch, live: Copy, now: Duration) -> Self {
+    /// Epochs that its backup has to keep, with the one that runs.
+    fn kept(&self) -> u64 {
+        self.primary.epoch().0 - self.globally.max(self.based).0
+    }
+
+    fn new(marker: Marker, epoch: Epoch, live: Copy, now: Duration) -> Self {
         Self {
             primary: Primary::new(limits(), epoch, now),
+            marker,
             sync: Sync::None,
             live,
             copies: BTreeMap::new(),
             acknowledged: BTreeMap::new(),
             committed: epoch,
             globally: epoch,
+            based: epoch,
+            talked: epoch,
             finished: None,
         }
     }
@@ -140,7 +157,6 @@ impl Node {
             ppm,
             guard: Guard::new(host, TERMS),
             register,
-            marker: None,
             vms: BTreeMap::new(),
             stores: BTreeMap::new(),
             renewed: 0,
@@ -199,6 +215,9 @@ impl Node {
         let frame = around.checks.new_frame();
         running.live.guest.sent.entry(to).or_default().push(frame);
         running.live.outbox.push(running.primary.epoch(), to, frame, 1);
+        if to != To::Outside {
+            running.talked = running.primary.epoch();
+        }
     }
 
     fn epoch_ticks(&mut self, vm: Vm, around: &mut Around<'_>) {
@@ -212,9 +231,16 @@ impl Node {
                     self.send_full(vm, epoch, copy, around);
                 }
             }
+            Sync::Done if running.kept() > CUT_MAX => {
+                let actions = running.primary.wait(now);
+                self.epoch_acts(vm, 0, actions, around);
+            }
             Sync::Done => {
                 let pages = around.net.dice.roll(200);
-                let actions = running.primary.tick(now, pages);
+                let mut actions = running.primary.tick(now, pages);
+                if running.marker.wants_cut() {
+                    actions.extend(running.primary.cut_now(now));
+                }
                 self.epoch_acts(vm, pages, actions, around);
             }
         }
@@ -257,6 +283,7 @@ impl Node {
         let generation = self.runs()?;
         let running = self.vms.get_mut(&vm)?;
         running.live.inbox.cut(epoch);
+        running.marker.cut(epoch);
         let copy = Rc::new(running.live.clone());
         running.copies.insert(epoch, copy.clone());
         around.checks.cut(generation, vm, epoch, &copy.guest);
@@ -281,9 +308,7 @@ impl Node {
         let Some(running) = self.vms.get_mut(&vm) else { return };
         running.committed = epoch.max(running.committed);
         running.copies.retain(|kept, _| *kept > epoch);
-        if let Some(marker) = &mut self.marker {
-            marker.committed(vm, epoch);
-        }
+        running.marker.committed(epoch);
     }
 
     fn report_drained(&mut self, vm: Vm, around: &mut Around<'_>) {
@@ -301,11 +326,13 @@ impl Node {
             return;
         }
         let Some(running) = self.vms.get_mut(&vm) else { return };
-        let (mut committed, mut globally) = (running.committed, running.globally);
+        let (now, mut globally) = (running.primary.epoch(), running.globally);
         if around.without == Without::OutputCommit {
-            (committed, globally) = (running.primary.epoch(), running.primary.epoch());
+            globally = now;
         }
-        let mut sent = running.live.outbox.committed(committed);
+        let inside = now.min(Epoch(running.globally.max(running.based).0 + HEARD_MAX));
+        running.marker.sent(running.talked.min(inside));
+        let mut sent = running.live.outbox.committed(inside);
         sent.extend(running.live.outbox.globally(globally));
         self.let_out(vm, sent, around);
     }
@@ -318,7 +345,7 @@ impl Node {
     }
 
     fn let_out(&mut self, vm: Vm, sent: Vec<Sent<Frame>>, around: &mut Around<'_>) {
-        let Some(stamp) = self.marker.as_ref().map(Marker::stamp) else { return };
+        let Some(stamp) = self.vms.get(&vm).map(|running| running.marker.stamp()) else { return };
         for Sent { to, seq, frame } in sent {
             match to {
                 To::Outside => {
@@ -400,9 +427,10 @@ impl Node {
     }
 
     fn requested(&mut self, of: Generation, request: RequestNumber, around: &mut Around<'_>) {
-        let answer = self.marker.as_mut().and_then(|marker| marker.requested(of, request));
-        if let Some(answer) = answer {
-            around.net.send(Some(self.host), None, Message::Answer(answer));
+        for running in self.vms.values_mut() {
+            if let Some(answer) = running.marker.requested(of, request) {
+                around.net.send(Some(self.host), None, Message::Answer(answer));
+            }
         }
     }
 
@@ -432,19 +460,12 @@ impl Node {
         mut stamp: Stamp,
         around: &mut Around<'_>,
     ) -> Option<Seq> {
-        let runs = self.vms.get(&to).is_some_and(|running| running.finished.is_none());
-        let marker = self.marker.as_mut().filter(|_| runs)?;
-        if around.without == Without::MarkingFirst {
+        let running = self.vms.get_mut(&to).filter(|running| running.finished.is_none())?;
+        if around.without == Without::CuttingFirst {
             stamp.mark = RequestNumber::default();
         }
-        match marker.arriving(stamp) {
-            Arriving::Deliver => {}
-            Arriving::DeliverMarked(answer) => {
-                around.net.send(Some(self.host), None, Message::Answer(answer));
-            }
-            Arriving::Undone | Arriving::Early => return None,
-        }
-        let running = self.vms.get_mut(&to)?;
+        // One that has to wait for a cut is sent again.
+        (running.marker.arriving(stamp) == Arriving::Deliver).then_some(())?;
         match running.live.inbox.accept(from, seq) {
             Accept::Deliver => {
                 around.checks.tally.inside += 1;
@@ -463,10 +484,7 @@ impl Node {
         let before = std::mem::replace(&mut self.register, register.clone());
         for action in actions {
             match action {
-                Action::Stop(_) => {
-                    self.vms.clear();
-                    self.marker = None;
-                }
+                Action::Stop(_) => self.vms.clear(),
                 Action::Stopped(generation) => {
                     let stopped = Message::Stopped { host: self.host, generation };
                     around.net.send(Some(self.host), None, stopped);
@@ -498,37 +516,33 @@ impl Node {
             live.outbox.roll_back(epoch);
             live.inbox.roll_back(epoch);
             around.checks.runs(generation, vm, epoch, &live.guest);
-            let mut running = Running::new(epoch, live, now);
+            let marker = Marker::new(generation, u64::MAX, vm, epoch);
+            let mut running = Running::new(marker, epoch, live, now);
             if generation == Generation(0) {
                 running.sync = Sync::Done;
             }
             self.vms.insert(vm, running);
         }
-        let marks = vms.iter().map(|(vm, epoch)| (*vm, *epoch));
-        self.marker = Some(Marker::new(generation, u64::MAX, marks));
     }
 
     /// Backups that are new get a full copy; what the old ones had is forgotten.
     fn follow_layout(&mut self, before: &Register, around: &mut Around<'_>) {
         let register = self.register.clone();
         let vms: Vec<Vm> = self.vms.keys().copied().collect();
-        let mut without = Vec::new();
         for vm in vms {
             let backup = register.places[&vm].backup;
             let same_timeline = before.generation == register.generation;
             let same = same_timeline && before.places[&vm].backup == backup;
             let Some(running) = self.vms.get_mut(&vm) else { continue };
-            if same && !matches!(running.sync, Sync::None) {
+            let is_kept = same && !matches!(running.sync, Sync::None);
+            running.marker.rearranged(register.layout, !is_kept);
+            if is_kept {
                 continue;
             }
-            without.push(vm);
             running.sync = Sync::None;
             if backup.is_some() {
                 self.start_copying(vm, around);
             }
-        }
-        if let Some(marker) = &mut self.marker {
-            marker.rearranged(register.layout, without);
         }
     }
 
@@ -538,6 +552,7 @@ impl Node {
         let Some(copy) = self.copy_now(vm, epoch, around) else { return };
         if let Some(running) = self.vms.get_mut(&vm) {
             running.primary = Primary::new(limits(), epoch, now);
+            running.based = epoch;
             running.sync = Sync::Copying(epoch, copy.clone());
             running.finished = None;
         }
@@ -614,7 +629,7 @@ impl Node {
             .is_none_or(|store| store.backup.base() < epoch && !store.copies.contains_key(&epoch))
         {
             let copies = BTreeMap::from([(epoch, copy)]);
-            let store = Store { backup: Backup::new(epoch, 12), copies };
+            let store = Store { backup: Backup::new(epoch, KEPT_MAX), copies };
             self.stores.insert((vm, generation), store);
         }
         let progress = self.stores[&(vm, generation)].backup.progress();

@@ -24,10 +24,10 @@ use world::World;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Without {
     Nothing,
-    /// Frames leave when they are sent.
+    /// Frames to the outside leave when they are sent, as those inside do.
     OutputCommit,
-    /// A frame may be delivered before its receiver has marked.
-    MarkingFirst,
+    /// A frame may be delivered before its receiver is cut.
+    CuttingFirst,
     /// Backups run without waiting for old primaries.
     Fencing,
     /// A frame leaves without a look at the clock.
@@ -122,8 +122,8 @@ fn without_output_commit_something_is_undone() {
 }
 
 #[test]
-fn without_marking_first_there_is_an_orphan() {
-    goes_wrong(Without::MarkingFirst, "orphan");
+fn without_cutting_first_there_is_an_orphan() {
+    goes_wrong(Without::CuttingFirst, "orphan");
 }
 
 #[test]
