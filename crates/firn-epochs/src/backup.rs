@@ -74,10 +74,10 @@ impl RamFiles {
 }
 
 impl Ram for RamFiles {
-    fn write(&mut self, page: Page, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()> {
         let found = self.files.iter().find(|(region, _)| region.range().contains(&page));
         let (region, file) = found.ok_or(io::ErrorKind::NotFound)?;
-        file.write_all_at(bytes, region.offset_of(page))
+        file.write_all_at(bytes, region.offset_of(page) + at as u64)
     }
 }
 

@@ -4,8 +4,10 @@
 //!   ahead          3  4  9                                copied while the VM ran
 //!   pages             4    10  11                         copied in the pause: found written, or left writable
 //!   bytes        [ 3 | 4 | 9 ][ 4 | 10 | 11 ]             in that order; the copy ahead of 4 is of no use
-//!   compared       .            .   =    .                left writable only; "=" is as in the copy before: not sent
-//! ```
+//!   before         .        ?   .   =    .                in the copy of the epoch before: "=" is as it was, "." a few words of it are new,
+//! ```                                                     "?" it is not in that copy, or much of it is new
+
+use std::ops::Range;
 
 use firn_cluster::Epoch;
 use firn_cluster::member::OfEpoch;
@@ -13,6 +15,9 @@ use firn_cluster::predict::{CutPlan, PageSet};
 use firn_disks::Change;
 use firn_image::AuxBlock;
 use firn_types::{PAGE_SIZE, Page};
+
+use crate::delta::{Patches, is_little, runs};
+use crate::wire::PATCHES_BYTES;
 
 /// Everything of one epoch.
 #[derive(Clone, Debug, Default)]
@@ -63,12 +68,42 @@ impl EpochCopy {
         bytes.div_ceil(PAGE_SIZE) as u64
     }
 
-    /// Pages that nobody knows to be written, and that hold what they did in the copy of the epoch before.
-    pub fn unchanged_since(&self, before: &Self) -> PageSet {
-        let is_same = |(page, bytes): &(Page, &[u8])| {
-            !self.plan.written.contains(*page) && before.page(*page) == Some(*bytes)
-        };
-        self.iter().filter(is_same).map(|(page, _)| page).collect()
+    /// What of it a backup lacks that has the epoch before.
+    pub fn news_since(&self, before: &Self) -> News {
+        let mut news = News::default();
+        for (page, bytes) in self.iter() {
+            let runs = before.page(page).map(|before| runs(before, bytes));
+            match runs {
+                Some(runs) if runs.is_empty() => news.same.insert(page),
+                Some(runs) if is_little(&runs) => news.patch(page, &runs, bytes),
+                _ => news.whole.insert(page),
+            }
+        }
+        news
+    }
+}
+
+/// What is sent of an epoch's pages.
+#[derive(Clone, Debug, Default)]
+pub struct News {
+    /// Nothing: pages that hold what they did in the epoch before.
+    pub same: PageSet,
+    /// All of them.
+    pub whole: PageSet,
+    /// What is new of the others, of about [`PATCHES_BYTES`] each.
+    pub patches: Vec<Patches>,
+}
+
+impl News {
+    fn patch(&mut self, page: Page, runs: &[Range<usize>], now: &[u8]) {
+        match self.patches.last_mut() {
+            Some(patches) if patches.bytes().len() < PATCHES_BYTES => patches.add(page, runs, now),
+            _ => {
+                let mut patches = Patches::default();
+                patches.add(page, runs, now);
+                self.patches.push(patches);
+            }
+        }
     }
 }
 
@@ -89,12 +124,28 @@ mod tests {
     }
 
     #[test]
-    fn what_is_as_before_need_not_be_sent() {
+    fn what_is_as_before_is_not_sent_and_of_the_rest_what_is_new() {
         let before = copy(&[(3, 1), (4, 1), (9, 1)], &[]);
-        let now = copy(&[(3, 1), (4, 2), (9, 1), (10, 1)], &[9, 10]);
-        let same: Vec<Page> = now.unchanged_since(&before).iter().collect();
-        assert_eq!(same, [Page(3)], "9 was written to; nobody has a copy of 10");
-        assert!(now.unchanged_since(&EpochCopy::default()).is_empty());
+        let mut now = copy(&[(3, 1), (4, 2), (9, 1), (10, 1)], &[9, 10]);
+        now.bytes[2 * PAGE_SIZE + 16] = 5;
+        let News { same, whole, patches } = now.news_since(&before);
+        let pages = |set: PageSet| set.iter().collect::<Vec<_>>();
+        assert_eq!((pages(same), pages(whole)), (vec![Page(3)], vec![Page(4), Page(10)]));
+        let parts: Vec<_> = patches.iter().flat_map(Patches::iter).collect();
+        assert_eq!(parts, [(Page(9), 16, &[5, 1, 1, 1, 1, 1, 1, 1][..])]);
+        let unknown = now.news_since(&EpochCopy::default());
+        assert_eq!((unknown.whole.len(), unknown.same.len(), unknown.patches.len()), (4, 0, 0));
+    }
+
+    #[test]
+    fn many_patches_are_cut_to_messages() {
+        let pages: Vec<(u32, u8)> = (0..2000).map(|page| (page, 1)).collect();
+        let (before, mut now) = (copy(&pages, &[]), copy(&pages, &[]));
+        now.bytes.chunks_exact_mut(PAGE_SIZE).for_each(|page| page[..1024].fill(2));
+        let patches = now.news_since(&before).patches;
+        assert!(patches.len() > 1 && patches.iter().flat_map(Patches::iter).count() == 2000);
+        let most = PATCHES_BYTES + PAGE_SIZE;
+        assert!(patches.iter().all(|patches| patches.bytes().len() < most));
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //!     guest: pause [ scan, protect, copy, device state ]
 //!       | EpochCopy, in a bounded buffer
 //!       v
-//!     sender: compare with the copy before ---- wire: pages, devices, end ----> receive: an epoch, whole or not at all
+//!     sender: compare with the copy before ---- wire: pages, patches, end ----> receive: an epoch, whole or not at all
 //!       |                                                                         |
 //!       |  unchanged                    <------------- progress ----------------- |  Standby: the newest kept aside,
 //!       v                                                                         v           the one before it folded
@@ -19,7 +19,8 @@
 //! | module | what it decides or does |
 //! |---|---|
 //! | [`wire`] | the bytes between the two |
-//! | [`copy`] | what an epoch wrote; what of it need not be sent (pure) |
+//! | [`copy`] | what an epoch wrote, and what of it is new (pure) |
+//! | [`delta`] | what of a page is new (pure) |
 //! | [`standby`] | what the backup holds (pure) |
 //! | [`disks`] | disks whose changes go with the epochs |
 //! | [`guest`] | following a VM's writes, and its pauses |
@@ -50,6 +51,7 @@
 
 pub mod backup;
 pub mod copy;
+pub mod delta;
 pub mod disks;
 pub mod endpoint;
 pub mod guest;

@@ -7,7 +7,7 @@ use firn_cluster::epoch::Progress;
 use firn_cluster::predict::{CutPlan, PageSet};
 use firn_cluster::{Epoch, Seq};
 
-use crate::copy::EpochCopy;
+use crate::copy::{EpochCopy, News};
 use crate::endpoint::Stream;
 use crate::primary::PrimaryError;
 use crate::wire::{Message, Pages, Reader, WireError, Writer};
@@ -77,11 +77,15 @@ impl<W: Write> Sending<W> {
     }
 
     fn epoch(&mut self, copy: EpochCopy) -> Result<(), WireError> {
-        let (epoch, same) = (copy.epoch, copy.unchanged_since(&self.before));
+        let epoch = copy.epoch;
+        let News { mut same, whole, patches } = copy.news_since(&self.before);
         let pages = copy.plan.pages() - same.len();
-        self.tell(Event::Compared { epoch, plan: copy.plan.clone(), same: same.clone() });
+        // Of the others it is known that they were written, if only with what was there.
+        same.subtract(&copy.plan.written);
+        self.tell(Event::Compared { epoch, plan: copy.plan.clone(), same });
         let before = self.writer.sent();
-        self.writer.pages(epoch, copy.iter().filter(|(page, _)| !same.contains(*page)))?;
+        self.writer.pages(epoch, copy.iter().filter(|(page, _)| whole.contains(*page)))?;
+        patches.iter().try_for_each(|patches| self.writer.patches(epoch, patches))?;
         for (disk, changes) in (0..).zip(&copy.disks) {
             self.writer.changes(epoch, disk, changes)?;
         }

@@ -25,19 +25,18 @@ use std::io;
 use std::sync::Arc;
 
 use firn_cluster::epoch::{Arrival, Backup, Piece, Progress, RestoreError};
-use firn_cluster::member::{Kept, Membership, OfEpoch};
+use firn_cluster::member::{EPOCHS_KEPT_MAX, Kept, Membership, OfEpoch};
 use firn_cluster::{Epoch, Seq};
 use firn_disks::{Change, Store};
 use firn_image::AuxBlock;
-use firn_types::{Page, RegionMap};
+use firn_types::{PAGE_SIZE, Page, RegionMap};
 use thiserror::Error;
 
+use crate::delta::Patches;
 use crate::wire::{Message, Pages};
 
 /// Epochs kept at most: one that is complete, and one that has just become so.
 const KEPT_MAX: u64 = 2;
-/// Of a member of a cluster: since the newest global checkpoint.
-pub(crate) const MEMBER_KEPT_MAX: u64 = 64;
 /// Bytes that what is kept of a member's card is counted by; the primary bounds it.
 const CARD_BYTES_MAX: usize = 64 << 20;
 
@@ -47,11 +46,11 @@ const AUX_BYTES_MAX: usize = 1 << 30;
 
 /// Where the memory of the committed epoch is.
 pub trait Ram {
-    /// Gives a page new contents.
+    /// Gives some bytes of a page new contents, from `at` on.
     ///
     /// # Errors
     /// If there is no room for it.
-    fn write(&mut self, page: Page, bytes: &[u8]) -> io::Result<()>;
+    fn write(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()>;
 }
 
 /// Why the backup takes nothing more.
@@ -135,7 +134,9 @@ pub enum StandbyError {
 #[derive(Debug, Default)]
 struct Apart {
     pages: Vec<Pages>,
-    /// How many pages that are.
+    /// Parts of others.
+    patches: Vec<Patches>,
+    /// How many pages both take.
     count: u64,
     devices: Vec<u8>,
     aux: Vec<AuxBlock>,
@@ -204,7 +205,7 @@ impl<R: Ram> Standby<R> {
     /// The same, of a VM that belongs to a cluster, if it does.
     pub fn of_member(mut self, of: Option<Membership>) -> Self {
         if let Some(of) = of {
-            self.epochs = Backup::new(Epoch(0), MEMBER_KEPT_MAX);
+            self.epochs = Backup::new(Epoch(0), EPOCHS_KEPT_MAX);
             self.member = Some((of, Kept::new(Epoch(0), CARD_BYTES_MAX)));
         }
         self
@@ -219,6 +220,7 @@ impl<R: Ram> Standby<R> {
     pub fn receive(&mut self, message: Message) -> Result<Option<Progress>, StandbyError> {
         match message {
             Message::Pages(epoch, pages) => self.pages(epoch, pages)?,
+            Message::Patches(epoch, patches) => self.patches(epoch, patches)?,
             Message::Devices(epoch, devices) => self.expect(epoch)?.devices = devices,
             Message::Aux(epoch, block) => self.aux(epoch, block)?,
             Message::Changes(epoch, disk, changes) => self.changes(epoch, disk, changes)?,
@@ -272,13 +274,7 @@ impl<R: Ram> Standby<R> {
 
     fn pages(&mut self, epoch: Epoch, pages: Pages) -> Result<(), StandbyError> {
         self.expect(epoch)?;
-        let is_missing = |page: &&Page| self.regions.region_of(**page).is_none();
-        if let Some(&page) = pages.numbers.iter().find(is_missing) {
-            return Err(StandbyError::Page { page, pages: self.regions.total_pages() });
-        }
-        if self.arriving.count > u64::from(self.regions.total_pages()) {
-            return Err(StandbyError::Much { epoch });
-        }
+        self.check(epoch, pages.numbers.iter().copied())?;
         match self.is_seeded {
             true => {
                 self.arriving.count += pages.numbers.len() as u64;
@@ -287,6 +283,34 @@ impl<R: Ram> Standby<R> {
             false => self.write(epoch, &pages)?,
         }
         Ok(())
+    }
+
+    /// What is patched is in the epoch before, so the seed can't be.
+    fn patches(&mut self, epoch: Epoch, patches: Patches) -> Result<(), StandbyError> {
+        self.expect(epoch)?;
+        self.check(epoch, patches.iter().map(|(page, ..)| page))?;
+        if !self.is_seeded {
+            return Err(StandbyError::Message);
+        }
+        self.arriving.count += patches.bytes().len().div_ceil(PAGE_SIZE) as u64;
+        self.arriving.patches.push(patches);
+        Ok(())
+    }
+
+    /// Whether the VM has these pages, and could have that many.
+    fn check(
+        &self,
+        epoch: Epoch,
+        mut pages: impl Iterator<Item = Page>,
+    ) -> Result<(), StandbyError> {
+        let count = self.regions.total_pages();
+        if let Some(page) = pages.find(|page| self.regions.region_of(*page).is_none()) {
+            return Err(StandbyError::Page { page, pages: count });
+        }
+        match self.arriving.count > u64::from(count) {
+            true => Err(StandbyError::Much { epoch }),
+            false => Ok(()),
+        }
     }
 
     fn aux(&mut self, epoch: Epoch, block: AuxBlock) -> Result<(), StandbyError> {
@@ -387,15 +411,24 @@ impl<R: Ram> Standby<R> {
     fn fold(&mut self, epochs: Vec<Epoch>) -> Result<(), StandbyError> {
         for epoch in epochs {
             let Some(apart) = self.kept.remove(&epoch) else { continue };
-            apart.pages.iter().try_for_each(|pages| self.write(epoch, pages))?;
-            self.committed = Apart { pages: Vec::new(), ..apart };
+            let Apart { pages, patches, .. } = &apart;
+            pages.iter().try_for_each(|pages| self.write(epoch, pages))?;
+            patches.iter().flat_map(Patches::iter).try_for_each(|it| self.write_some(epoch, it))?;
+            self.committed = Apart { pages: Vec::new(), patches: Vec::new(), ..apart };
         }
         Ok(())
     }
 
     fn write(&mut self, epoch: Epoch, pages: &Pages) -> Result<(), StandbyError> {
-        let mut written = pages.iter().map(|(page, bytes)| self.ram.write(page, bytes));
-        let written = written.find_map(Result::err).map_or(Ok(()), Err);
+        pages.iter().try_for_each(|(page, bytes)| self.write_some(epoch, (page, 0, bytes)))
+    }
+
+    fn write_some(
+        &mut self,
+        epoch: Epoch,
+        (page, at, bytes): (Page, usize, &[u8]),
+    ) -> Result<(), StandbyError> {
+        let written = self.ram.write(page, at, bytes);
         self.is_spoiled |= written.is_err();
         written.map_err(|source| StandbyError::Ram { epoch, source })
     }
@@ -407,7 +440,6 @@ mod tests {
     use firn_cluster::output::{Sent, To};
     use firn_cluster::switch::Mac;
     use firn_cluster::{Generation, Vm};
-    use firn_types::PAGE_SIZE;
 
     use super::*;
 
@@ -416,8 +448,10 @@ mod tests {
     struct Bytes([u8; 4]);
 
     impl Ram for Bytes {
-        fn write(&mut self, page: Page, bytes: &[u8]) -> io::Result<()> {
-            self.0[page.index()] = bytes[0];
+        fn write(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()> {
+            if at == 0 {
+                self.0[page.index()] = bytes[0];
+            }
             Ok(())
         }
     }
@@ -487,6 +521,34 @@ mod tests {
         assert!(matches!(standby.receive(end(1)), Err(StandbyError::NoDevices { .. })));
     }
 
+    fn patch(epoch: u64, page: u32, fill: u8) -> Message {
+        let mut patches = Patches::default();
+        patches.add(Page(page), &[0..1, 8..9], &[fill; PAGE_SIZE]);
+        Message::Patches(Epoch(epoch), patches)
+    }
+
+    #[test]
+    fn what_is_patched_is_what_was_there_before() {
+        let mut standby = standby();
+        received(&mut standby, vec![pages(0, 0, 1), end(0)]);
+        received(&mut standby, vec![pages(1, 1, 2), devices(1), end(1)]);
+        received(&mut standby, vec![patch(2, 1, 3), patch(2, 0, 4), devices(2), end(2)]);
+        assert_eq!(standby.ram, Bytes([1, 2, 0, 0]), "2 is complete, not committed");
+        received(&mut standby, vec![patch(3, 0, 5), devices(3), end(3)]);
+        assert_eq!(standby.ram, Bytes([4, 3, 0, 0]));
+    }
+
+    #[test]
+    fn patches_of_nothing_are_refused() {
+        let mut standby = standby();
+        assert!(matches!(standby.receive(patch(0, 0, 1)), Err(StandbyError::Message)));
+        received(&mut standby, vec![end(0)]);
+        assert!(matches!(standby.receive(patch(1, 4, 1)), Err(StandbyError::Page { .. })));
+        assert!(matches!(standby.receive(patch(2, 0, 1)), Err(StandbyError::Order { .. })));
+        let mut again = (0..20).map(|_| standby.receive(patch(1, 0, 1)));
+        assert!(again.any(|it| matches!(it, Err(StandbyError::Much { .. }))));
+    }
+
     #[test]
     fn an_epoch_is_no_larger_than_the_vm() {
         let mut one = standby();
@@ -504,7 +566,7 @@ mod tests {
     fn a_copy_without_room_is_not_run() {
         struct Full;
         impl Ram for Full {
-            fn write(&mut self, _: Page, _: &[u8]) -> io::Result<()> {
+            fn write(&mut self, _: Page, _: usize, _: &[u8]) -> io::Result<()> {
                 Err(io::ErrorKind::StorageFull.into())
             }
         }

@@ -25,12 +25,25 @@ const PAGES: u32 = 8;
 /// An epoch with more pages is sent from within its pause.
 const BUFFER_PAGES: usize = 5;
 
-/// The first byte of each page.
+/// What was written last to each page.
 type Bytes = [u8; PAGES as usize];
 
-impl Ram for Bytes {
-    fn write(&mut self, page: Page, bytes: &[u8]) -> io::Result<()> {
-        self[page.index()] = bytes[0];
+/// What a page holds then: of 0 and 1 a few bytes differ, of 2 nearly all.
+fn held(value: u8) -> Vec<u8> {
+    let mut bytes = vec![value / 2; PAGE_SIZE];
+    [9, 2000, 2001].into_iter().for_each(|at| bytes[at] = value);
+    bytes
+}
+
+/// All bytes of all pages.
+fn all(values: &Bytes) -> Vec<u8> {
+    values.iter().flat_map(|&value| held(value)).collect()
+}
+
+impl Ram for Vec<u8> {
+    fn write(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()> {
+        let from = page.index() * PAGE_SIZE + at;
+        self[from..from + bytes.len()].copy_from_slice(bytes);
         Ok(())
     }
 }
@@ -76,7 +89,7 @@ struct World {
     events: Receiver<Event>,
     link: Link,
     reader: Reader<Link>,
-    standby: Standby<Bytes>,
+    standby: Standby<Vec<u8>>,
     /// Memory at each cut.
     cuts: Vec<Bytes>,
 }
@@ -97,7 +110,7 @@ impl World {
             events,
             reader: Reader::new(link.clone()),
             link,
-            standby: Standby::new(regions, [0; PAGES as usize]),
+            standby: Standby::new(regions, all(&[0; PAGES as usize])),
             cuts: Vec::new(),
         }
     }
@@ -124,7 +137,7 @@ impl World {
 
     fn copies(&self, pages: &PageSet) -> (Vec<Page>, Vec<u8>) {
         let pages: Vec<Page> = pages.iter().collect();
-        let bytes = pages.iter().flat_map(|page| [self.memory[page.index()]; PAGE_SIZE]).collect();
+        let bytes = pages.iter().flat_map(|page| held(self.memory[page.index()])).collect();
         (pages, bytes)
     }
 
@@ -185,7 +198,7 @@ impl World {
         match self.standby.take_up(None) {
             Ok(committed) => {
                 let at_cut = self.cuts[committed.epoch.0 as usize - 1];
-                committed.epoch == expected && committed.ram == at_cut
+                committed.epoch == expected && committed.ram == all(&at_cut)
             }
             Err(_) => expected == Epoch(0),
         }
@@ -218,7 +231,7 @@ fn a_release_is_agreed_to_or_not_answered() {
         writer.hello(&hello).unwrap();
         writer.release().unwrap();
         let (mut receiver, hello) = Backup::meet(&backup).unwrap();
-        let mut standby = Standby::new(hello.regions, [0; PAGES as usize]);
+        let mut standby = Standby::new(hello.regions, all(&[0; PAGES as usize]));
         let ended = receiver.receive(&mut standby, &mut |_| (), &mut || agrees);
         assert_eq!(matches!(ended, BackupError::Released), agrees, "{ended:?}");
         drop((receiver, backup));

@@ -23,9 +23,11 @@
 //!   10    of this     the card of a member of a cluster: `OfEpoch`, postcard           of a member
 //!   11    in it       nothing: a global checkpoint has this epoch                      of a member, between epochs
 //!   12    a frame     nothing: what it sent outside has left, up to this frame         of a member, between epochs
+//!   13    of these    per run of bytes: page (4 bytes), where (2), how long (2),       any number of times
+//!                     bytes; the rest of the page is as in the epoch before
 //! ```
 //!
-//! The checksum of kind 5 is over all messages of kinds 2 to 4, 9 and 10 since the last of kind 5, heads and bodies. So each epoch has
+//! The checksum of kind 5 is over all messages of kinds 2 to 4, 9, 10 and 13 since the last of kind 5, heads and bodies. So each epoch has
 //! one, and until it has been compared nothing of the epoch may be applied: [`Reader::receive`] gives [`Message::End`] only if it is
 //! right. Epoch 0 is the seed. Kind 12 has the place of a frame on its way in place of an epoch.
 //!
@@ -45,14 +47,18 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use twox_hash::XxHash3_64;
 
+use crate::delta::Patches;
+
 /// What both sides must agree on.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Most pages in one message.
 pub const PAGES_MAX: usize = 256;
 
 const HEAD_BYTES: usize = 24;
 /// Bytes of a page with its number.
 const NUMBERED_BYTES: usize = 4 + PAGE_SIZE;
+/// Bytes of patches after which the next ones go in another message.
+pub const PATCHES_BYTES: usize = 1 << 19;
 /// The longest JSON: it holds a command line of up to 2 MiB, escaped.
 const HELLO_BYTES_MAX: usize = 16 << 20;
 /// The most device state, and the largest small RAM block.
@@ -73,6 +79,7 @@ const DISK: u32 = 9;
 const CARD: u32 = 10;
 const GLOBAL: u32 = 11;
 const GONE: u32 = 12;
+const PATCHES: u32 = 13;
 
 /// Why a stream can't be gone on with.
 #[derive(Debug, Error)]
@@ -174,6 +181,8 @@ pub enum Message {
     Hello(Box<Hello>),
     /// Pages of an epoch.
     Pages(Epoch, Pages),
+    /// Parts of pages of an epoch; all else in them is as in the epoch before.
+    Patches(Epoch, Patches),
     /// The device state at the end of an epoch.
     Devices(Epoch, Vec<u8>),
     /// A small RAM block at the end of an epoch.
@@ -241,6 +250,11 @@ impl<W: Write> Writer<W> {
             self.message(PAGES, epoch, &parts)?;
         }
         Ok(())
+    }
+
+    /// Parts of pages of an epoch, of about [`PATCHES_BYTES`] at most.
+    pub fn patches(&mut self, epoch: Epoch, patches: &Patches) -> Result<(), WireError> {
+        self.message(PATCHES, epoch, &[patches.bytes()])
     }
 
     /// Changes of a disk, in as many messages as it takes.
@@ -366,6 +380,7 @@ impl<R: Read> Reader<R> {
         let message = match kind {
             HELLO => return hello(&body).map(Message::Hello),
             PAGES => pages(body).map(|pages| Message::Pages(epoch, pages)),
+            PATCHES => Patches::parse(body).map(|patches| Message::Patches(epoch, patches)),
             DEVICES => Some(Message::Devices(epoch, body)),
             AUX => aux(&body).map(|block| Message::Aux(epoch, block)),
             END => return self.end(epoch, &body),
@@ -402,13 +417,14 @@ impl<R: Read> Reader<R> {
 }
 
 fn is_summed(kind: u32) -> bool {
-    matches!(kind, PAGES | DEVICES | AUX | DISK | CARD)
+    matches!(kind, PAGES | PATCHES | DEVICES | AUX | DISK | CARD)
 }
 
 fn longest(kind: u32) -> usize {
     match kind {
         HELLO => HELLO_BYTES_MAX,
         PAGES => PAGES_MAX * NUMBERED_BYTES,
+        PATCHES => PATCHES_BYTES + PAGE_SIZE,
         DEVICES | AUX => STATE_BYTES_MAX,
         END => 16,
         DISK => firn_disks::wire::BYTES_MAX,
@@ -488,14 +504,21 @@ mod tests {
         AuxBlock { id: "vga.vram".into(), bytes: vec![7; 9] }
     }
 
-    /// One epoch with three pages.
+    /// One epoch with three pages, and two bytes of a fourth.
     fn stream() -> Vec<u8> {
         let mut writer = Writer::new(Vec::new());
         let contents = [1, 2, 3].map(|fill| vec![fill; PAGE_SIZE]);
         let pages = contents.iter().zip([5, 9, 700]).map(|(bytes, page)| (Page(page), &bytes[..]));
         writer.pages(Epoch(4), pages).unwrap();
+        writer.patches(Epoch(4), &patches()).unwrap();
         writer.end(Epoch(4), b"devices", &[block()], false).unwrap();
         writer.to
+    }
+
+    fn patches() -> Patches {
+        let mut patches = Patches::default();
+        patches.add(Page(6), &[8..9, 9..10], &[3; PAGE_SIZE]);
+        patches
     }
 
     fn read(stream: &[u8]) -> (Vec<Message>, WireError) {
@@ -515,7 +538,10 @@ mod tests {
     #[test]
     fn an_epoch_survives_the_wire() {
         let (messages, _) = read(&stream());
-        let [Message::Pages(_, pages), devices, aux, end] = &messages[..] else { panic!() };
+        let [Message::Pages(_, pages), patched, devices, aux, end] = &messages[..] else {
+            panic!()
+        };
+        assert_eq!(*patched, Message::Patches(Epoch(4), patches()));
         assert_eq!(pages.numbers, [5, 9, 700].map(Page));
         assert!(pages.iter().zip(1..).all(|((_, bytes), fill)| bytes == [fill; PAGE_SIZE]));
         assert_eq!(*devices, Message::Devices(Epoch(4), b"devices".to_vec()));
