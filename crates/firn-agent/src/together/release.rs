@@ -94,7 +94,12 @@ fn no_copy(vms: &dyn Vms, vm: &VmName) -> Result<(), Failure> {
 
 /// Backups agree that they never run their VM, what was held leaves, and each VM is for itself.
 async fn let_go(agent: &Arc<Agent>, record: &Record) -> Result<(), Failure> {
-    let released = each(agent, record, |_| Request::ReleaseMember, RELEASE_WAIT).await;
+    let release = || each(agent, record, |_| Request::ReleaseMember, RELEASE_WAIT);
+    let mut released = release().await;
+    // Whose copy was lost a moment ago may hear of that now, and not be released. Nobody is asked for a copy that nobody counts on.
+    if released.iter().any(|it| it.as_ref().is_err_and(|it| it.kind == FailureKind::Lost)) {
+        released = release().await;
+    }
     settle(agent, record).await;
     let left = all(agent, record, |_| Request::Member(MemberRequest::Leave), ASK_WAIT).await;
     // One that was not protected had nothing to be released from.

@@ -49,6 +49,8 @@ struct Vm {
     why: String,
     /// The timeline and the epoch that it went on from.
     went_on: Option<(Generation, Epoch)>,
+    /// Its copy is lost, of which it hears when it is to be released.
+    hears_late: bool,
     /// Its epochs go or come there.
     stream: Option<UnixStream>,
 }
@@ -101,6 +103,15 @@ impl Vm {
         (self.state, self.lease, self.stream) = ("running", how.lease, None);
         self.went_on = how.member.map(|to| (to.generation, to.epoch));
         json!({})
+    }
+
+    fn release_member(&mut self) -> Result<Value, Failure> {
+        if std::mem::take(&mut self.hears_late) {
+            (self.state, self.is_held, self.stream) = ("running", true, None);
+            return Err(Failure::new(FailureKind::Lost, "the connection to the backup ended"));
+        }
+        self.released();
+        Ok(Value::Null)
     }
 
     fn released(&mut self) {
@@ -190,10 +201,7 @@ impl Vms for Model {
             }
             Request::Member(request) => it.member(request),
             Request::Failover(how) => Ok(it.fail_over(*how)),
-            Request::ReleaseMember => {
-                it.released();
-                Ok(Value::Null)
-            }
+            Request::ReleaseMember => it.release_member(),
             other => unreachable!("{other:?}"),
         })
     }
@@ -464,6 +472,18 @@ fn a_cluster_that_is_released_is_none_and_may_be_one_again() {
 }
 
 /// The others are not gone back without it.
+#[test]
+fn a_vm_that_hears_late_of_the_loss_of_its_copy_is_released() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    hosts.models[1].with(&vm("db"), |it| it.hears_late = true);
+    hosts.ask(2, "release").unwrap();
+    for (host, it) in [(0, "web"), (1, "db")] {
+        let now = hosts.models[host].with(&vm(it), |it| (it.state, it.is_held));
+        assert_eq!(now, ("running", false));
+    }
+}
+
 #[test]
 fn a_vm_that_its_user_ends_ends_its_cluster() {
     let hosts = Hosts::start();
