@@ -1,18 +1,21 @@
 //! One fault, from VMs that begin to what is in their books at the end.
 
 use std::fs;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
+use super::Way;
 use super::audit::{Books, compare};
 use super::clients::{self, Clients, Shared};
 use super::fault::{Kind, Plan};
 use super::ring::Ring;
 use super::vms::{self, KEEPER, Vms};
-use crate::lab::Lab;
+use crate::firn::Firn;
+use crate::lab::{Lab, wait_for};
 use crate::site::{Inside, Site};
 
 const CLUSTER: &str = "bank";
@@ -22,7 +25,7 @@ const GIVE_UP: Duration = Duration::from_secs(60);
 const GIVE_UP_SOON: Duration = Duration::from_secs(12);
 /// How long global checkpoints may take to go on by themselves, where they may.
 const RECOVERS: Duration = Duration::from_secs(4);
-/// How long something may be refused, because what was lost isn't known to be lost yet.
+/// How long something may be refused, because what was lost isn't known to be lost yet, or hosts haven't agreed yet.
 const KNOWN: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How often each client is answered, and the token goes round, before the fault and after it.
@@ -36,6 +39,7 @@ pub(super) struct Life<'a> {
     outside: Inside,
     clients: Clients,
     ring: Ring,
+    is_by_record: bool,
     failovers: u64,
 }
 
@@ -45,9 +49,10 @@ impl<'a> Life<'a> {
         lab: &'a Lab,
         site: &'a mut Site,
         vms: &Vms,
-        fault: Option<&str>,
+        way: Way,
         seed: u64,
     ) -> Result<Self> {
+        let (fault, is_by_record) = (way.fault(), way == Way::ByRecord);
         reboot(site)?;
         for number in 0..vms::COUNT {
             vms.restore(site, number, fault).with_context(|| vms::name(number))?;
@@ -56,14 +61,19 @@ impl<'a> Life<'a> {
         let names = (0..vms::COUNT).map(|vm| format!("{}@{}", vms::name(vm), site.host(vm).name()));
         let names: Vec<String> = names.flat_map(|name| ["--vm".to_owned(), name]).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        keeper.call("cluster", &[&["create", CLUSTER], &names[..]].concat())?;
-        keeper.call("cluster", &["protect", CLUSTER, "--interval", INTERVAL])?;
+        have(lab, keeper, &[&["create", CLUSTER], &names[..]].concat())?;
+        have(lab, keeper, &["protect", CLUSTER, "--interval", INTERVAL])?;
+        if is_by_record {
+            wait_for("the record that names the copies", KNOWN, || {
+                Ok(is_at(site, "backup").then_some(()))
+            })?;
+        }
         let outside = site.outside()?;
         let give_up = if fault.is_some() { GIVE_UP_SOON } else { GIVE_UP };
         let shared = Shared::new(vms::bank_addresses(), vms::start().0.len(), give_up);
         let clients = Clients::start(&shared, &outside, seed);
         let ring = Ring::start(&vms::ring_addresses(), &outside);
-        Ok(Self { lab, site, outside, clients, ring, failovers: 0 })
+        Ok(Self { lab, site, outside, clients, ring, is_by_record, failovers: 0 })
     }
 
     /// Something is lost. What was seen and found then.
@@ -75,7 +85,10 @@ impl<'a> Life<'a> {
         thread::sleep(plan.after);
         let struck = self.clients.shared.now();
         plan.strike(self.site).context("the fault")?;
-        self.look_after(plan)?;
+        match self.is_by_record {
+            true => self.leave_alone(plan)?,
+            false => self.look_after(plan)?,
+        }
         let goes_on = self.goes_on();
         self.told(struck, goes_on)
     }
@@ -90,6 +103,22 @@ impl<'a> Life<'a> {
             thread::sleep(LOOK_EVERY);
         }
         self.ring.goes_round(ROUNDS, shared.give_up)
+    }
+
+    /// Nobody does anything for the cluster. What was cut off or stood still comes back: some time later, or when it has been replaced.
+    fn leave_alone(&mut self, plan: &Plan) -> Result<()> {
+        match (plan.kind, plan.lasts) {
+            (Kind::Link | Kind::Frozen, None) => ensure!(self.goes_on(), "it was not replaced"),
+            (_, lasts) => thread::sleep(lasts.unwrap_or_default()),
+        }
+        plan.mend(self.site)?;
+        if plan.kind == Kind::Keeper && plan.goes_on {
+            thread::sleep(plan.looked_after);
+            self.site.revive(KEEPER..KEEPER + 1)?;
+        }
+        ensure!(self.goes_on(), "clients are not answered, or the token stands still");
+        self.failovers = u64::from(is_at(self.site, "primary"));
+        Ok(())
     }
 
     /// What an operator does.
@@ -140,17 +169,8 @@ impl<'a> Life<'a> {
         self.have(&["failover", CLUSTER])
     }
 
-    /// Has the keeper do something, again if it is refused: what was lost may not be known to be lost yet.
     fn have(&self, words: &[&str]) -> Result<()> {
-        let (keeper, since) = (self.site.host(KEEPER).firn(), Instant::now());
-        while let Err(error) = keeper.call("cluster", words) {
-            if since.elapsed() > KNOWN {
-                return Err(error.into());
-            }
-            self.lab.say(&format!("asked again: {error}"));
-            thread::sleep(LOOK_EVERY);
-        }
-        Ok(())
+        have(self.lab, self.site.host(KEEPER).firn(), words)
     }
 
     fn told(self, struck: u64, goes_on: bool) -> Result<Value> {
@@ -176,19 +196,44 @@ impl<'a> Life<'a> {
     }
 }
 
-/// As if all hosts had lost their power, and had it back: nothing of a life before is there.
+/// Has a host do something, again if it is refused.
+fn have(lab: &Lab, firn: &Firn, words: &[&str]) -> Result<()> {
+    let since = Instant::now();
+    while let Err(error) = firn.call("cluster", words) {
+        if since.elapsed() > KNOWN {
+            return Err(error.into());
+        }
+        lab.say(&format!("asked again: {error}"));
+        thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}
+
+/// Whether hosts have agreed that the keeper is this to all VMs.
+fn is_at(site: &Site, what: &str) -> bool {
+    let (keeper, record) = (site.host(KEEPER).name(), site.host(KEEPER).cluster(CLUSTER));
+    let vms = record.as_ref().and_then(|it| it["vms"].as_array());
+    let is_named =
+        |vm: &Value| vm[what].as_str().is_some_and(|it| it.split(' ').next() == Some(keeper));
+    vms.is_some_and(|vms| vms.len() == vms::COUNT && vms.iter().all(is_named))
+}
+
+/// As if all hosts had lost their power, and had it back, and agreed for the first time: nothing of a life before is there.
 fn reboot(site: &mut Site) -> Result<()> {
     for host in site.hosts() {
         host.kill()?;
-        let run = host.file("run");
-        match fs::remove_dir_all(&run) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                return Err(error).with_context(|| run.display().to_string());
-            }
-            _ => (),
-        }
+        [host.file("run"), host.file("state")].iter().try_for_each(|dir| remove(dir))?;
     }
     let all = 0..site.hosts().len();
     all.clone().try_for_each(|host| site.connect(host, true))?;
     site.revive(all)
+}
+
+fn remove(dir: &Path) -> Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| dir.display().to_string())
+        }
+        _ => Ok(()),
+    }
 }

@@ -14,9 +14,16 @@
 //! | `link` | a primary's host is cut off, and connected again later, or not before it has been replaced |
 //! | `frozen` | everything of a primary's host is stopped, and goes on later, or not before it has been replaced |
 //!
-//! An operator looks after it: where global checkpoints go on, nothing is done; else everything of the primaries' hosts is ended, so that
-//! nothing of it runs anywhere, and `firn cluster failover` has all go on at the third host. (After `keeper`, half of the times, its agent is
-//! started again, and the cluster is released and protected anew.) The clients go on, and everything is looked at:
+//! **Who looks after it** (`--only WAY` does one of these):
+//!
+//! - `holding`, an operator: where global checkpoints go on, nothing is done; else everything of the primaries' hosts is ended, so that
+//!   nothing of it runs anywhere, and `firn cluster failover` has all go on at the third host. (After `keeper`, half of the times, its agent is
+//!   started again, and the cluster is released and protected anew.)
+//! - `by-record`, nobody: hosts agree, by a raft of their agents, and the cluster fails over by itself if it has to. Nothing is ended. A host that
+//!   was cut off or stood still until it was replaced comes back and may try to be heard: its VM is one too many. (After `keeper`, half
+//!   of the times, its agent is started again.)
+//!
+//! The clients go on, and everything is looked at. The keys of `by-record` begin with `by_record`:
 //!
 //! - `lost_transfers`: acknowledged, and not in the books of both VMs; `doubled_transfers`: twice in the books of one.
 //! - `sum_wrong`: accounts hold more or less together than in the beginning.
@@ -30,7 +37,7 @@
 //! `--seed` with `--runs 1` draws it first.
 //!
 //! **The control**: the same with output commit switched off (fault point `net.hold`): frames leave when they are sent. Its keys begin with
-//! `without_holding`, and it has to find something wrong. `--only without-holding` and `--only holding` do one of the two.
+//! `without_holding`, and it has to find something wrong.
 
 mod audit;
 mod clients;
@@ -41,22 +48,21 @@ mod vms;
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use serde_json::{Value, json};
 
 use crate::experiments::pauses::percentiles;
 use crate::lab::Lab;
 use crate::report::Report;
-use crate::site::{Plan, Site};
+use crate::site::{Agreement, Plan, Site};
 use fault::{Kind, Plan as Fault};
 use life::Life;
 use vms::Vms;
 
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
 const HOSTS: [&str; 3] = ["a", "b", "c"];
-/// Faults of quick and of full runs; of the control it is one for so many.
-const FAULTS: (usize, usize) = (7, 500);
-const CONTROL: (usize, usize) = (3, 10);
+/// How long a lease is, where there are any.
+const LEASE: Duration = Duration::from_secs(3);
 /// What is counted of each fault, besides that there was one.
 const COUNTS: [&str; 8] = [
     "lost_transfers",
@@ -79,27 +85,43 @@ const WRONG: [&str; 7] = [
     "failed",
 ];
 
-/// Whether output is held until nothing can undo it.
+/// Who looks after the VMs, and whether their output is held until nothing can undo it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     Holding,
+    ByRecord,
     WithoutHolding,
 }
 
 impl Way {
-    const ALL: [Self; 2] = [Self::Holding, Self::WithoutHolding];
+    const ALL: [Self; 3] = [Self::Holding, Self::ByRecord, Self::WithoutHolding];
 
     fn name(self) -> &'static str {
         match self {
             Self::Holding => "holding",
+            Self::ByRecord => "by-record",
             Self::WithoutHolding => "without-holding",
         }
+    }
+
+    /// Faults of quick and of full runs.
+    fn faults(self) -> (usize, usize) {
+        match self {
+            Self::Holding => (7, 400),
+            Self::ByRecord => (7, 100),
+            Self::WithoutHolding => (2, 20),
+        }
+    }
+
+    fn plan(self) -> Plan<'static> {
+        let agreement = (self == Self::ByRecord).then_some(Agreement::Embedded);
+        Plan { hosts: &HOSTS, agreement, lease: LEASE }
     }
 
     /// What is broken on purpose in the supervisors of the primaries.
     fn fault(self) -> Option<&'static str> {
         match self {
-            Self::Holding => None,
+            Self::Holding | Self::ByRecord => None,
             Self::WithoutHolding => Some("net.hold=EIO"),
         }
     }
@@ -107,6 +129,7 @@ impl Way {
     fn key(self, key: &str) -> String {
         match self {
             Self::Holding => key.to_owned(),
+            Self::ByRecord => format!("by_record.{key}"),
             Self::WithoutHolding => format!("without_holding.{key}"),
         }
     }
@@ -115,16 +138,11 @@ impl Way {
 /// Runs it.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-consistency");
-    let plan = Plan { hosts: &HOSTS, agreement: None, lease: Duration::from_secs(4) };
-    let mut site = Site::build(lab, &plan)?;
-    let vms = Vms::prepare(lab, &site)?;
+    let vms = Vms::prepare(lab, &Site::build(lab, &Way::Holding.plan())?)?;
     for way in lab.extent.wanted(&Way::ALL, |way| way.name().to_owned()) {
-        let faults = lab.extent.runs(FAULTS.0, FAULTS.1);
-        let faults = match way {
-            Way::Holding => faults,
-            Way::WithoutHolding => (faults / lab.extent.pick(CONTROL.0, CONTROL.1)).max(2),
-        };
-        ensure!(faults > 0, "no fault was asked for");
+        let mut site = Site::build(lab, &way.plan())?;
+        let (quick, full) = way.faults();
+        let faults = lab.extent.runs(quick, full);
         for number in 0..faults {
             let seed = lab.extent.seed + number as u64;
             let told = one(lab, &mut site, &vms, way, seed);
@@ -140,7 +158,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
 fn one(lab: &Lab, site: &mut Site, vms: &Vms, way: Way, seed: u64) -> Value {
     let plan = Fault::draw(seed);
     let mut told = json!({ "way": way.name(), "seed": seed, "kind": plan.kind.name() });
-    let life = Life::begin(lab, site, vms, way.fault(), seed);
+    let life = Life::begin(lab, site, vms, way, seed);
     match life.and_then(|life| life.suffer(&plan)) {
         Ok(found) => merge(&mut told, found),
         Err(error) => merge(&mut told, json!({ "failed": 1, "why": [format!("{error:#}")] })),
@@ -178,7 +196,9 @@ fn figures(way: Way, report: &mut Report) {
     let gaps = faults.iter().filter_map(|fault| fault["gap_s"].as_f64()).collect();
     percentiles(&way.key("gap_s"), gaps, &PERCENTILES, report);
     match (way, wrong.len()) {
-        (Way::Holding, 1..) => report.fail("clients saw what they should not, see above"),
+        (Way::Holding | Way::ByRecord, 1..) => {
+            report.fail("clients saw what they should not, see above")
+        }
         (Way::WithoutHolding, 0) => {
             report.fail("without holding nothing was wrong: the test can't see anything");
         }
@@ -217,6 +237,7 @@ mod tests {
         assert!(!wrong.is_complete() && wrong.table().contains("seed 2: host: transfer 7 is lost"));
         assert_eq!(wrong.value("lost_transfers"), Some(1.0));
         assert_eq!(wrong.value("faults.host"), Some(2.0));
+        assert!(!report(Way::ByRecord, 1).is_complete());
         assert!(report(Way::WithoutHolding, 1).is_complete());
         assert!(!report(Way::WithoutHolding, 0).is_complete());
     }
