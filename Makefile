@@ -21,8 +21,8 @@ demo: setup build guest
 demo-app: setup build
 	./target/release/firn-lab demo-app
 
-# Three hosts, each a network namespace: one with a VM under load is killed, which goes on at another. MEMBERSHIP=embedded|etcd|both: what hosts
-# agree by.
+# Three hosts, each a network namespace; Redis and its replica in a VM each, under load. One host is killed, both VMs go on at another.
+# MEMBERSHIP=embedded|etcd|both: what hosts agree by.
 MEMBERSHIP ?= both
 demo-cluster: setup build guest
 	$(AS_ROOT) ./target/release/firn-lab demo-cluster --membership $(MEMBERSHIP)

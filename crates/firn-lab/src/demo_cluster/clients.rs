@@ -1,4 +1,5 @@
-//! Clients outside: each writes one number after another, waits for each answer, and now and then reads all of its own.
+//! Clients outside: each writes one number after another, waits until primary and replica have it, and now and then reads all of its own at
+//! the replica.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +21,9 @@ const EVERY: Duration = Duration::from_millis(200);
 /// After so many writes a client reads what is there.
 const READ_EVERY: u64 = 8;
 /// How long an answer may take before it is asked on by another connection.
-const PATIENCE: Duration = Duration::from_millis(1500);
+const PATIENCE: Duration = Duration::from_millis(2500);
+/// How long the primary waits for its replica. What the two say to each other is held too.
+const REPLICATED: Duration = Duration::from_millis(2000);
 /// How long it is waited after a connection was refused.
 const MOMENT: Duration = Duration::from_millis(50);
 
@@ -30,8 +33,28 @@ pub(super) struct Clients {
     started: Instant,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<Result<Journal>>>,
-    address: SocketAddr,
+    servers: Servers,
     outside: Inside,
+}
+
+/// Where Redis is asked.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Servers {
+    pub(super) primary: SocketAddr,
+    pub(super) replica: SocketAddr,
+}
+
+impl Servers {
+    /// Waits until both answer, and the one has what the other is told.
+    fn introduce(&self, limit: Duration) -> Result<()> {
+        let mut primary = Redis::connect(self.primary, limit)?;
+        Redis::connect(self.replica, limit)?.replicate(self.primary)?;
+        let since = Instant::now();
+        while !primary.append_twice("introduced", b".", REPLICATED)? {
+            ensure!(since.elapsed() < limit, "the replica has nothing after {} s", limit.as_secs());
+        }
+        Ok(())
+    }
 }
 
 #[derive(Debug, Default)]
@@ -54,12 +77,12 @@ pub(super) struct Outcome {
 }
 
 impl Clients {
-    /// Waits until Redis answers, and begins.
-    pub(super) fn start(address: SocketAddr, outside: Inside, limit: Duration) -> Result<Self> {
+    /// Waits until primary and replica work together, and begins.
+    pub(super) fn start(servers: Servers, outside: Inside, limit: Duration) -> Result<Self> {
         let inside = outside.clone();
         let knocks = thread::spawn(move || {
             inside.enter()?;
-            Redis::connect(address, limit).map(drop).map_err(anyhow::Error::from)
+            servers.introduce(limit)
         });
         knocks.join().map_err(panicked)??;
         let (started, shared) = (Instant::now(), Arc::<Shared>::default());
@@ -67,11 +90,11 @@ impl Clients {
             let (shared, outside) = (Arc::clone(&shared), outside.clone());
             thread::spawn(move || {
                 outside.enter()?;
-                Client { id, address, journal: Journal::default(), started, shared }.work()
+                Client { id, servers, journal: Journal::default(), started, shared }.work()
             })
         };
         let threads = (0..CLIENTS).map(begin).collect();
-        Ok(Self { started, shared, threads, address, outside })
+        Ok(Self { started, shared, threads, servers, outside })
     }
 
     /// Now, on the timeline.
@@ -84,7 +107,7 @@ impl Clients {
         Timeline::new(self.shared.replies().clone())
     }
 
-    /// Has them end, and looks for all that was acknowledged to them.
+    /// Has them end, and looks for all that was acknowledged to them, at primary and replica.
     ///
     /// # Errors
     /// If something else was there than what they wrote.
@@ -93,10 +116,12 @@ impl Clients {
         let threads = std::mem::take(&mut self.threads);
         let ended = threads.into_iter().map(|it| it.join().map_err(panicked)?);
         let journals = ended.collect::<Result<Vec<Journal>>>()?;
-        let (address, outside) = (self.address, self.outside.clone());
+        let (Servers { primary, replica }, outside) = (self.servers, self.outside.clone());
         let looked = thread::spawn(move || {
             outside.enter()?;
-            outcome(&journals, &mut Redis::connect(address, 20 * PATIENCE)?)
+            let lost = [primary, replica].map(|server| lost_at(server, &journals));
+            let acknowledged = journals.iter().map(Journal::acknowledged).sum();
+            Ok(Outcome { acknowledged, lost: lost.into_iter().sum::<Result<usize>>()? })
         });
         looked.join().map_err(panicked)?
     }
@@ -106,13 +131,10 @@ fn panicked(_: Box<dyn std::any::Any + Send>) -> anyhow::Error {
     anyhow::anyhow!("a client panicked")
 }
 
-fn outcome(journals: &[Journal], redis: &mut Redis) -> Result<Outcome> {
-    let mut outcome = Outcome::default();
-    for (id, journal) in journals.iter().enumerate() {
-        outcome.acknowledged += journal.acknowledged();
-        outcome.lost += look(journal, id, redis)?;
-    }
-    Ok(outcome)
+/// How much of what was acknowledged is not there.
+fn lost_at(server: SocketAddr, journals: &[Journal]) -> Result<usize> {
+    let mut redis = Redis::connect(server, 20 * PATIENCE)?;
+    journals.iter().enumerate().map(|(id, journal)| look(journal, id, &mut redis)).sum()
 }
 
 /// Compares a journal with what is there.
@@ -135,21 +157,21 @@ impl Drop for Clients {
 /// One client.
 struct Client {
     id: usize,
-    address: SocketAddr,
+    servers: Servers,
     journal: Journal,
     started: Instant,
     shared: Arc<Shared>,
 }
 
 impl Client {
-    /// On one connection after another.
+    /// On some connections after others.
     fn work(mut self) -> Result<Journal> {
         while !self.is_over() {
-            let Ok(redis) = Redis::try_connect(self.address, PATIENCE) else {
+            let Ok((primary, replica)) = self.connected() else {
                 thread::sleep(MOMENT);
                 continue;
             };
-            match self.work_by(redis) {
+            match self.work_by(primary, replica) {
                 Err(error) if !is_broken(&error) => return Err(error),
                 _ => {}
             }
@@ -157,16 +179,24 @@ impl Client {
         Ok(self.journal)
     }
 
-    fn work_by(&mut self, mut redis: Redis) -> Result<()> {
-        redis.set_patience(PATIENCE).map_err(RedisError::from)?;
+    fn connected(&self) -> std::io::Result<(Redis, Redis)> {
+        let connect = |server| {
+            let mut redis = Redis::try_connect(server, PATIENCE)?;
+            redis.set_patience(PATIENCE).map(|()| redis)
+        };
+        Ok((connect(self.servers.primary)?, connect(self.servers.replica)?))
+    }
+
+    fn work_by(&mut self, mut primary: Redis, mut replica: Redis) -> Result<()> {
         while !self.is_over() {
-            let asked = Instant::now();
-            let number = self.journal.ask();
-            redis.append(&key(self.id), Journal::entry(number).as_bytes())?;
-            self.journal.acknowledge(number);
-            self.heard();
+            let (asked, number) = (Instant::now(), self.journal.ask());
+            let entry = Journal::entry(number);
+            if primary.append_twice(&key(self.id), entry.as_bytes(), REPLICATED)? {
+                self.journal.acknowledge(number);
+                self.heard();
+            }
             if number % READ_EVERY == 0 {
-                let lost = look(&self.journal, self.id, &mut redis)?;
+                let lost = look(&self.journal, self.id, &mut replica)?;
                 ensure!(lost == 0, "{lost} acknowledged writes of client {} are gone", self.id);
                 self.heard();
             }

@@ -1,13 +1,16 @@
 //! `firn-lab demo-cluster`: what `make demo-cluster` shows.
 //!
-//! Three hosts, each a network namespace with an agent, agree who may run what. A VM with Redis runs on the first, protected by the second, and
-//! clients outside write to it and read. Then every process of the first host is killed, and nobody does anything: the VM goes on at the second,
-//! with all that was acknowledged to a client, and is protected again, by the third.
+//! Three hosts, each a network namespace with an agent, agree who may run what. Redis runs in two VMs, a primary on the first host and its replica
+//! on the second, which the third host protects together. Clients outside write to the primary, count what the replica has too as acknowledged, and
+//! read it there. Then every process of the first host is killed, and nobody does anything: both VMs go on at the third host from
+//! one state, with all that was acknowledged to a client, and are protected again, by the second.
 //!
 //! ```text
-//!   clients --- lan ---+--- a: firn-agent, VM "db" ------ epochs ---> b: firn-agent, standby         c: firn-agent
-//!                      |        X   (SIGKILL)
-//!                      +--------------------------------------------- b: VM "db" --- epochs -------> c: standby
+//!   clients --- lan ---+--- a: firn-agent, VM "db" --------- epochs ---+
+//!                      |        X   (SIGKILL)                          v
+//!                      +--- b: firn-agent, VM "replica" --- epochs --> c: firn-agent, standbys
+//!                      |
+//!                      +--- c: VMs "db" and "replica" ----- epochs --> b: standbys
 //! ```
 
 mod clients;
@@ -20,17 +23,19 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use serde_json::Value;
 
-use self::clients::{Clients, Outcome};
+use self::clients::{Clients, Outcome, Servers};
 use self::graph::Graph;
 use crate::guest::{GuestImage, QemuArgs, accel};
 use crate::lab::Lab;
 use crate::site::{Agreement, Host, Plan, Site, vm_network};
 
 const HOSTS: [&str; 3] = ["a", "b", "c"];
-const VM: &str = "db";
+/// The VMs, each at the host of its place; their addresses are the network's with these numbers.
+const VMS: [(&str, u8); 2] = [("db", 15), ("replica", 16)];
+const CLUSTER: &str = "shop";
+/// The host with the copies.
+const KEEPER: usize = 2;
 const REDIS: u16 = 6379;
-/// The VM's address is the network's with this number.
-const NUMBER: u8 = 15;
 const MEMORY_MIB: u32 = 256;
 const LEASE: Duration = Duration::from_secs(4);
 /// How long clients work before the kill, and after the VM is protected again.
@@ -73,34 +78,32 @@ struct Show<'a> {
 
 impl<'a> Show<'a> {
     fn start(lab: &'a Lab, agreement: Agreement) -> Result<Self> {
-        let accel = accel::decide();
         let site =
             Site::build(lab, &Plan { hosts: &HOSTS, agreement: Some(agreement), lease: LEASE })?;
         lab.say(&format!("hosts a, b and c agree by {}", name(agreement)));
-        let (card, address) = vm_network(NUMBER);
-        let card = card.each_ref().map(String::as_str);
-        let guest = QemuArgs::new(&GuestImage::small()?, accel.accel)
-            .memory_mib(MEMORY_MIB)
-            .vcpus(1)
-            .append("no_timer_check")
-            .append(&address)
-            .more(&card);
-        site.host(0).firn().run(VM, &guest)?;
-        let address = SocketAddr::from((Site::vm_address(NUMBER), REDIS));
-        let clients = Clients::start(address, site.outside()?, BOOT)?;
+        for (host, (vm, number)) in VMS.into_iter().enumerate() {
+            site.host(host).firn().run(vm, &guest(number)?)?;
+        }
+        let [primary, replica] =
+            VMS.map(|(_, number)| SocketAddr::from((Site::vm_address(number), REDIS)));
+        let clients = Clients::start(Servers { primary, replica }, site.outside()?, BOOT)?;
         let mut show = Self { lab, agreement, site, clients, graph: Graph::new() };
         show.say(&format!(
-            "a VM of {MEMORY_MIB} MiB runs at a, with Redis; clients outside write to it and read"
+            "two VMs of {MEMORY_MIB} MiB run Redis: at a, and its replica at b; clients outside write to the one and read from the other"
         ));
         Ok(show)
     }
 
     fn play(mut self) -> Result<Round> {
         self.go_on(STEADY / 2)?;
-        self.site.host(0).firn().call("protect", &[VM, "--backup", "b"])?;
-        self.until("b is recorded as its backup", LIMIT, |show| show.is_at(0, "a", "b"))?;
+        let vms: Vec<String> =
+            VMS.iter().zip(HOSTS).map(|((vm, _), host)| format!("{vm}@{host}")).collect();
+        let keeper = self.site.host(KEEPER).firn();
+        keeper.call("cluster", &["create", CLUSTER, "--vm", &vms[0], "--vm", &vms[1]])?;
+        keeper.call("cluster", &["protect", CLUSTER])?;
+        self.until("c is recorded as their backup", LIMIT, |show| show.is_at("backup", "c"))?;
         self.say(
-            "firn protect db --backup b: what db sends is held until b has the state that sent it",
+            "firn cluster protect shop: what they send is held until c has the states of both that sent it",
         );
         self.go_on(STEADY)?;
         let killed = self.kill()?;
@@ -109,12 +112,14 @@ impl<'a> Show<'a> {
         })?;
         let gap = self.gap(killed);
         self.say(&format!(
-            "the VM answers again, from b: nobody said so. Clients waited for {:.1} s",
+            "both VMs answer again, from c: nobody said so. Clients waited for {:.1} s",
             gap.as_secs_f64()
         ));
-        self.until("it is protected by c", LIMIT, |show| show.is_at(1, "b", "c"))?;
+        self.until("they are protected by b", LIMIT, |show| {
+            show.is_at("primary", "c") && show.is_at("backup", "b")
+        })?;
         let protected = self.clients.now() - killed;
-        self.say("protected again, by c");
+        self.say("protected again, by b");
         self.go_on(STEADY)?;
         self.end(killed, protected)
     }
@@ -146,15 +151,13 @@ impl<'a> Show<'a> {
         Ok(Round { agreement: self.agreement, gap, protected, outcome })
     }
 
-    /// Whether hosts have agreed on that, as this one says.
-    fn is_at(&self, asked: usize, primary: &str, backup: &str) -> bool {
-        let begins = |value: &Value, name: &str| {
-            value.as_str().is_some_and(|it| it.split(' ').next() == Some(name))
-        };
-        self.site.host(asked).cluster(VM).is_some_and(|cluster| {
-            let place = &cluster["vms"][0];
-            begins(&place["primary"], primary) && begins(&place["backup"], backup)
-        })
+    /// Whether hosts have agreed that a host is this to all VMs, as c says.
+    fn is_at(&self, what: &str, host: &str) -> bool {
+        let is_it =
+            |vm: &Value| vm[what].as_str().is_some_and(|it| it.split(' ').next() == Some(host));
+        let record = self.site.host(KEEPER).cluster(CLUSTER);
+        let vms = record.as_ref().and_then(|it| it["vms"].as_array());
+        vms.is_some_and(|vms| vms.len() == VMS.len() && vms.iter().all(is_it))
     }
 
     /// Draws until something holds, which is asked for now and then.
@@ -192,6 +195,16 @@ impl<'a> Show<'a> {
     fn logs(&self) -> String {
         self.site.hosts().iter().map(last_words).collect::<Vec<_>>().join("; ")
     }
+}
+
+fn guest(number: u8) -> Result<QemuArgs> {
+    let (card, address) = vm_network(number);
+    Ok(QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
+        .memory_mib(MEMORY_MIB)
+        .vcpus(1)
+        .append("no_timer_check")
+        .append(&address)
+        .more(&card.each_ref().map(String::as_str)))
 }
 
 fn last_words(host: &Host) -> String {

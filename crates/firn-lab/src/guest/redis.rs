@@ -90,9 +90,25 @@ impl Redis {
         self.call(&[b"SET", key.as_bytes(), value])?.expect_simple("OK")
     }
 
-    /// Appends to the value of a key; tells how long it is then.
-    pub fn append(&mut self, key: &str, value: &[u8]) -> Result<u64, RedisError> {
-        self.call(&[b"APPEND", key.as_bytes(), value])?.number()
+    /// Appends to the value of a key, and waits for so long until a replica has that too; false if none has.
+    pub fn append_twice(
+        &mut self,
+        key: &str,
+        value: &[u8],
+        limit: Duration,
+    ) -> Result<bool, RedisError> {
+        let mut commands = Vec::new();
+        encode(&mut commands, &[b"APPEND", key.as_bytes(), value]);
+        encode(&mut commands, &[b"WAIT", b"1", limit.as_millis().to_string().as_bytes()]);
+        self.send(&commands)?;
+        self.reply()?.number()?;
+        Ok(self.reply()?.number()? > 0)
+    }
+
+    /// Becomes a replica of another.
+    pub fn replicate(&mut self, of: SocketAddr) -> Result<(), RedisError> {
+        let [host, port] = [of.ip().to_string(), of.port().to_string()];
+        self.call(&[b"REPLICAOF", host.as_bytes(), port.as_bytes()])?.expect_simple("OK")
     }
 
     /// The value of a key.
