@@ -6,14 +6,14 @@
 //!
 //! ```text
 //!   <- {"hva":139812345,"tid":4711}           where its memory is, which thread touches it
-//!   -> [17,4,99]                              touch these pages
+//!   -> {"writes":false,"pages":[17,4,99]}     touch these pages
 //!   <- [11250,9800,10100]                     how long each took, in nanoseconds
 //! ```
 //!
-//! A touch is `process_vm_readv(2)` of the process by itself: eight bytes, with the page fault taken by the calling
-//! thread inside the kernel. It costs a system call more than a load and needs no raw pointer.
+//! A touch is `process_vm_readv(2)` or `process_vm_writev(2)` of the process by itself: eight bytes, with the page fault taken by
+//! the calling thread inside the kernel. It costs a system call more than a load or a store and needs no raw pointer.
 
-use std::io::{self, BufRead, BufReader, IoSliceMut, Write};
+use std::io::{self, BufRead, BufReader, IoSlice, IoSliceMut, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use anyhow::{Context as _, Result, ensure};
 use firn_memory::{GuestMemory, Process, RegionLocation, Tracee};
 use firn_types::{HostVirt, PAGE_SIZE, Page, RegionMap, Tid};
 use memmap2::MmapRaw;
-use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde::{Deserialize, Serialize};
@@ -41,6 +41,13 @@ struct Hello {
     tid: i32,
 }
 
+/// What it is asked to do.
+#[derive(Serialize, Deserialize)]
+struct Touches {
+    writes: bool,
+    pages: Vec<u32>,
+}
+
 /// The touching end: serves requests on standard input until it ends.
 pub fn serve(pages: u32) -> Result<()> {
     let toucher = std::thread::Builder::new().name("toucher".into());
@@ -56,20 +63,27 @@ fn touch_all(pages: u32) -> Result<()> {
     let tid = rustix::thread::gettid().as_raw_nonzero().get();
     say(&Hello { hva: start as u64, tid })?;
     for line in io::stdin().lines() {
-        let order: Vec<u32> = serde_json::from_str(&line?)?;
-        ensure!(order.iter().all(|&page| page < pages), "a page past the end");
-        let times: Result<Vec<u64>> =
-            order.into_iter().map(|page| touch(start + page as usize * PAGE_SIZE)).collect();
-        say(&times?)?;
+        let asked: Touches = serde_json::from_str(&line?)?;
+        ensure!(asked.pages.iter().all(|&page| page < pages), "a page past the end");
+        let touch = if asked.writes { write } else { read };
+        let addresses = asked.pages.into_iter().map(|page| start + page as usize * PAGE_SIZE);
+        say(&addresses.map(touch).collect::<Result<Vec<u64>>>()?)?;
     }
     Ok(())
 }
 
-fn touch(address: usize) -> Result<u64> {
+fn read(address: usize) -> Result<u64> {
     let mut word = [0; 8];
     let remote = [RemoteIoVec { base: address, len: word.len() }];
     let start = Instant::now();
     process_vm_readv(Pid::this(), &mut [IoSliceMut::new(&mut word)], &remote)?;
+    Ok(start.elapsed().as_nanos() as u64)
+}
+
+fn write(address: usize) -> Result<u64> {
+    let remote = [RemoteIoVec { base: address, len: 8 }];
+    let start = Instant::now();
+    process_vm_writev(Pid::this(), &[IoSlice::new(&[1; 8])], &remote)?;
     Ok(start.elapsed().as_nanos() as u64)
 }
 
@@ -124,10 +138,19 @@ impl Toucher {
         Ok(Tracee::seize(self.memory.process(), &[self.tid])?)
     }
 
-    /// Has pages touched, one after the other; how long each touch took, in microseconds.
+    /// Has pages read, one after the other; how long each touch took, in microseconds.
     pub fn touch(&mut self, pages: &[Page]) -> Result<Vec<f64>> {
-        let order: Vec<u32> = pages.iter().map(|page| page.0).collect();
-        writeln!(self.stdin, "{}", serde_json::to_string(&order)?)?;
+        self.ask(false, pages)
+    }
+
+    /// Has pages written, as [`Self::touch`].
+    pub fn write(&mut self, pages: &[Page]) -> Result<Vec<f64>> {
+        self.ask(true, pages)
+    }
+
+    fn ask(&mut self, writes: bool, pages: &[Page]) -> Result<Vec<f64>> {
+        let asked = Touches { writes, pages: pages.iter().map(|page| page.0).collect() };
+        writeln!(self.stdin, "{}", serde_json::to_string(&asked)?)?;
         let nanoseconds: Vec<u64> = answer(&mut self.stdout)?;
         Ok(nanoseconds.into_iter().map(|ns| ns as f64 / 1e3).collect())
     }

@@ -12,15 +12,17 @@ pub(super) struct Threads {
     hypervisor: Process,
     supervisor: Process,
     since: Instant,
+    /// What a page fault takes.
+    fault_s: f64,
 }
 
 impl Threads {
-    pub(super) fn of(vm: &mut Vm, hypervisor: i32, supervisor: i32) -> Result<Self> {
-        let (hypervisor, supervisor) = (Process::new(hypervisor)?, Process::new(supervisor)?);
+    pub(super) fn of(vm: &mut Vm, pids: (i32, i32), fault_s: f64) -> Result<Self> {
+        let (hypervisor, supervisor) = (Process::new(pids.0)?, Process::new(pids.1)?);
         let threads = vm.vcpus()?.into_iter().map(|vcpu| hypervisor.task_from_tid(vcpu.tid.0));
         let vcpus = threads.collect::<Result<Vec<_>, _>>()?;
         vcpus.first().context("a VM without vCPUs")?;
-        Ok(Self { vcpus, hypervisor, supervisor, since: Instant::now() })
+        Ok(Self { vcpus, hypervisor, supervisor, since: Instant::now(), fault_s })
     }
 
     /// How many vCPUs there are.
@@ -36,6 +38,8 @@ impl Threads {
             let (stat, times) = (vcpu.stat()?, vcpu.schedstat()?);
             let ticks = (stat.utime + stat.stime).max(1) as f64;
             all.kernel_s += share(times.sum_exec_runtime) * stat.stime as f64 / ticks;
+            let faults = (stat.minflt + stat.majflt) as f64;
+            all.faults_s += faults * self.fault_s / self.vcpus.len() as f64;
             all.delayed_s += share(times.run_delay);
             all.stood_s -= share(times.sum_exec_runtime + times.run_delay);
             all.saver_s -= share(times.sum_exec_runtime);
@@ -66,6 +70,8 @@ pub(super) struct Ran {
     pub(super) seconds: f64,
     /// It was in the kernel.
     pub(super) kernel_s: f64,
+    /// It was there for page faults.
+    pub(super) faults_s: f64,
     /// Somebody else had its processor.
     pub(super) delayed_s: f64,
     /// It waited for something else, or had nothing to do.
@@ -83,6 +89,7 @@ impl Ran {
         Self {
             seconds: self.seconds + factor * other.seconds,
             kernel_s: self.kernel_s + factor * other.kernel_s,
+            faults_s: self.faults_s + factor * other.faults_s,
             delayed_s: self.delayed_s + factor * other.delayed_s,
             stood_s: self.stood_s + factor * other.stood_s,
             saver_s: self.saver_s + factor * other.saver_s,
@@ -92,10 +99,5 @@ impl Ran {
     /// Not running the guest.
     pub(super) fn waited_s(self) -> f64 {
         self.kernel_s + self.delayed_s + self.stood_s
-    }
-
-    /// Not running the guest, whoever else was on the host.
-    pub(super) fn cost_s(self) -> f64 {
-        self.kernel_s + self.stood_s + self.saver_s
     }
 }
