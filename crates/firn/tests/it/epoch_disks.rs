@@ -65,7 +65,7 @@ fn is_sound(file: &Path) {
     let checked = Command::new("qemu-img").args(["check", "-f", "qcow2", text(file)]).output();
     let checked = checked.unwrap();
     let said = String::from_utf8_lossy(&checked.stdout);
-    assert!(said.contains("No errors were found"), "{said}");
+    assert!(said.contains("No errors were found"), "{checked:?}");
 }
 
 fn supervisor(session: &Session) -> i64 {
