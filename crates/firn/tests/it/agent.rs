@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -107,8 +108,11 @@ impl Drop for Network {
     }
 }
 
-/// An agent; it ends with this value.
-pub struct Agent(Child);
+/// An agent; it ends with this value. If its test fails, it is told what the agent said.
+pub struct Agent {
+    child: Child,
+    log: PathBuf,
+}
 
 impl Agent {
     pub fn start(network: &Network, side: usize, session: &Session) -> Self {
@@ -132,30 +136,39 @@ impl Agent {
 
     fn spawn_with(mut command: Command, session: &Session, fault: Option<&str>) -> Self {
         command.arg("run").arg(session.path("agent.toml")).stdout(Stdio::piped());
-        command.stderr(fs::File::create(session.path("agent.log")).unwrap());
+        let log = session.path("agent.log");
+        command.stderr(fs::File::create(&log).unwrap());
         command.env("FIRN_RUNTIME_DIR", session.runtime_dir()).env_remove("FIRN_FAULT");
         command.envs(fault.map(|fault| ("FIRN_FAULT", fault)));
         let mut child = command.spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         assert!(line.contains("listens at"), "{line}");
-        Self(child)
+        Self { child, log }
     }
 
     pub fn pid(&self) -> i64 {
-        self.0.id().into()
+        self.child.id().into()
+    }
+
+    /// What it has logged.
+    pub fn said(&self) -> String {
+        fs::read_to_string(&self.log).unwrap_or_default()
     }
 
     pub fn kill(&mut self) {
-        self.0.kill().unwrap();
-        self.0.wait().unwrap();
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
     }
 }
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("{}:\n{}", self.log.display(), self.said());
+        }
     }
 }
 
