@@ -178,7 +178,8 @@ impl Guest {
         let aux: Vec<AuxRam> = aux.into_iter().filter(|aux| !aux.rom).collect();
         let vcpus: Vec<Tid> = vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
         let mut tracee = Tracee::seize(&process, &vcpus)?;
-        let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?;
+        // `check` has refused what gives memory back.
+        let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?.with_lasting_tables();
         drop(tracee);
         let is_let_go = false;
         let mut guest = Self { vm, process, memory, aux, vcpus, scan, witness, disks, is_let_go };

@@ -39,7 +39,7 @@ use crate::tracee::Tracee;
 
 mod looks;
 
-use looks::{Look, looks};
+use looks::{Look, Unmapped, looks};
 
 /// Runs of pages that one call of the kernel tells.
 const REGIONS: usize = 1024;
@@ -81,8 +81,7 @@ pub enum ScanError {
 pub struct PageScan {
     faults: PageFaults,
     pagemap: Pagemap,
-    /// The kernel tells of pages without an entry as written.
-    counts_unmapped: bool,
+    unmapped: Unmapped,
     /// Where the kernel puts what it finds.
     regions: Mutex<Vec<page_region>>,
 }
@@ -126,8 +125,16 @@ impl PageScan {
     }
 
     fn with(faults: PageFaults, pagemap: Pagemap) -> Self {
-        let counts_unmapped = looks::counts_unmapped();
-        Self { faults, pagemap, counts_unmapped, regions: Mutex::new(Pagemap::regions(REGIONS)) }
+        let unmapped = Unmapped { is_told: looks::counts_unmapped(), has_table: false };
+        Self { faults, pagemap, unmapped, regions: Mutex::new(Pagemap::regions(REGIONS)) }
+    }
+
+    /// Believes that no page table goes once all of RAM is armed, which makes scans faster: [`Self::forget_touches`] is not used, and
+    /// the hypervisor gives nothing back (no balloon). If one did, what was written there before would not be told.
+    #[must_use]
+    pub fn with_lasting_tables(self) -> Self {
+        let unmapped = Unmapped { has_table: true, ..self.unmapped };
+        Self { unmapped, ..self }
     }
 
     /// The memory that is scanned.
@@ -158,7 +165,7 @@ impl PageScan {
     /// If the kernel cannot remember writes, or the hypervisor is gone.
     pub fn written(&self, range: Range<Page>, out: &mut Vec<Range<Page>>) -> Result<(), ScanError> {
         self.check_async()?;
-        self.look(range, looks(self.counts_unmapped, false), out)
+        self.look(range, looks(self.unmapped, false), out)
     }
 
     /// As [`Self::written`], and arms these pages again: each write is told once, and none is lost. About 1 ms per GiB.
@@ -171,7 +178,7 @@ impl PageScan {
         out: &mut Vec<Range<Page>>,
     ) -> Result<(), ScanError> {
         self.check_async()?;
-        self.look(range, looks(self.counts_unmapped, true), out)
+        self.look(range, looks(self.unmapped, true), out)
     }
 
     /// Forgets all touches: from now on those that follow are told. What was written is still known.

@@ -9,7 +9,8 @@
 //!
 //! Each is a walk through all page tables, and the second takes twice as long: only for what may be written the kernel has a short way
 //! (`pagemap_scan_pmd_entry` in `fs/proc/task_mmu.c`). Where the first tells of pages without an entry, only those without a table are left.
-//! One page says whether a table is there.
+//! One page says whether a table is there. Protecting all of RAM makes all tables, and who knows that none goes need not ask: asking takes
+//! twice as long as the walk.
 
 use memmap2::MmapMut;
 use rustix::io::Errno;
@@ -30,18 +31,31 @@ pub(super) enum Look {
     Missing(Sought),
 }
 
+/// What is known of pages without an entry.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Unmapped {
+    /// The kernel tells of them as written, where there is a page table.
+    pub(super) is_told: bool,
+    /// No page table goes.
+    pub(super) has_table: bool,
+}
+
 /// What finds all that was written, and protects it again if asked to.
 ///
 /// A page may get or lose its entry between two looks. So one is taken twice where a guest that runs is asked: what was written
 /// before the first is told for certain.
-pub(super) fn looks(counts_unmapped: bool, rearms: bool) -> &'static [Look] {
+pub(super) fn looks(unmapped: Unmapped, rearms: bool) -> &'static [Look] {
     use Look::{All, Missing};
     use Sought::{Unknown, UnknownAndRearm, Written, WrittenAndRearm};
-    match (counts_unmapped, rearms) {
-        (true, false) => &[Missing(Unknown), All(Written)],
-        (true, true) => &[Missing(UnknownAndRearm), All(WrittenAndRearm), Missing(UnknownAndRearm)],
-        (false, false) => &[All(Written), All(Unknown)],
-        (false, true) => &[All(WrittenAndRearm), All(UnknownAndRearm), All(WrittenAndRearm)],
+    match (unmapped.is_told, unmapped.has_table, rearms) {
+        (true, true, false) => &[All(Written)],
+        (true, true, true) => &[All(WrittenAndRearm)],
+        (true, false, false) => &[Missing(Unknown), All(Written)],
+        (true, false, true) => {
+            &[Missing(UnknownAndRearm), All(WrittenAndRearm), Missing(UnknownAndRearm)]
+        }
+        (false, _, false) => &[All(Written), All(Unknown)],
+        (false, _, true) => &[All(WrittenAndRearm), All(UnknownAndRearm), All(WrittenAndRearm)],
     }
 }
 

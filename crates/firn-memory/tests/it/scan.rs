@@ -27,9 +27,12 @@ fn scan(child: &Child) -> PageScan {
     PageScan::create(&mut child.tracee(), child.memory.clone()).unwrap()
 }
 
-/// `None`, with a word about it, if this kernel cannot remember writes.
 fn armed(child: &Child) -> Option<PageScan> {
-    let scan = scan(child);
+    arm(child, scan(child))
+}
+
+/// `None`, with a word about it, if this kernel cannot remember writes.
+fn arm(child: &Child, scan: PageScan) -> Option<PageScan> {
     match scan.arm() {
         Ok(()) => Some(scan),
         Err(ScanError::Unsupported) => {
@@ -76,6 +79,31 @@ fn each_write_is_told_once() {
     scan.close(&mut child.tracee()).unwrap();
     assert!(!child.is_registered());
     assert_eq!(child.userfaultfds(), 0);
+}
+
+#[test]
+fn each_write_is_told_once_where_tables_last() {
+    // The first half has memory, a later table nothing at all yet.
+    let mut child = Child::spawn(&[2000]);
+    child.ask(Who::First, "fill 0 1000 1");
+    let Some(scan) = arm(&child, scan(&child).with_lasting_tables()) else { return };
+    let told = |rearms: bool| {
+        let mut out = Vec::new();
+        match rearms {
+            true => scan.written_and_rearm(pages(0..2000), &mut out).unwrap(),
+            false => scan.written(pages(0..2000), &mut out).unwrap(),
+        }
+        out
+    };
+    assert_eq!(told(true), []);
+    child.ask(Who::First, "fill 3 6 2");
+    child.ask(Who::Second, "fill 511 513 2");
+    child.ask(Who::Second, "fill 1700 1701 2");
+    child.ask(Who::Second, "sum 0 1600");
+    let expected = [pages(3..6), pages(511..513), pages(1700..1701)];
+    assert_eq!(told(false), expected);
+    assert_eq!(told(true), expected);
+    assert_eq!(told(true), []);
 }
 
 #[test]
