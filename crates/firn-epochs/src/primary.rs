@@ -13,7 +13,7 @@ use std::io::{self, BufWriter};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, select};
 use firn_cluster::epoch::{Action, LimitsError, Pace, Primary};
 use firn_cluster::member::EPOCHS_KEPT_MAX;
 use firn_cluster::predict::Predictor;
@@ -42,8 +42,8 @@ const JOBS_MAX: usize = 16;
 const ROOM_MIN: usize = 1024;
 /// How often whoever asked is looked at.
 const LOOK: Duration = Duration::from_millis(20);
-/// The same of a member of a cluster, of which a frame may wait for a cut.
-const LOOK_OF_MEMBER: Duration = Duration::from_millis(1);
+/// The same while what another member has sent waits for a cut.
+const LOOK_OF_WANTED: Duration = Duration::from_millis(1);
 /// How often room is looked for when there is none; a VM that is slowed stands still for as long in each turn.
 const NO_ROOM: Duration = Duration::from_millis(5);
 /// How long a VM that is stopped stands still in each turn. Between two turns it runs for a moment: whoever else wants to stop it, or
@@ -241,11 +241,12 @@ struct Protection<'a> {
 
 impl Protection<'_> {
     fn run(mut self) -> Result<(), PrimaryError> {
+        let news = self.told.news();
         while !self.ending.is_asked() {
-            match self.events.recv_timeout(self.until_next_look()) {
-                Ok(event) => self.on(event)?,
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Err(GuestError::NobodyTakes.into()),
+            select! {
+                recv(self.events) -> event => self.on(event.map_err(|_| GuestError::NobodyTakes)?)?,
+                recv(news) -> _ => {}
+                default(self.until_next_look()) => {}
             }
             self.turn()?;
         }
@@ -281,7 +282,7 @@ impl Protection<'_> {
     fn until_next_look(&self) -> Duration {
         match self.due().saturating_sub(self.now()) {
             Duration::ZERO => NO_ROOM,
-            until_due if self.told_backup.is_some() => until_due.min(LOOK_OF_MEMBER),
+            until_due if self.told.wants_cut() => until_due.min(LOOK_OF_WANTED),
             until_due => until_due.min(LOOK),
         }
     }

@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::{Receiver, Sender};
 use firn_cluster::cut::Answer;
 use firn_cluster::member::{Kept, Membership, OfEpoch};
 use firn_cluster::output::Flow;
@@ -119,6 +120,7 @@ impl Port {
             is_plugged: AtomicBool::new(false),
             is_connected: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
+            news: crossbeam_channel::bounded(1),
             came: AtomicU64::new(0),
             since: Instant::now(),
         });
@@ -232,6 +234,11 @@ impl Port {
         self.shared.output().way.joined().is_some_and(Joined::wants_cut)
     }
 
+    /// Wakes whoever cuts epochs of a member: [`Self::wants_cut`], [`Self::globally`] or [`Self::gone`] has something new to say.
+    pub fn news(&self) -> Receiver<()> {
+        self.shared.news.1.clone()
+    }
+
     /// A global checkpoint that has this VM at that epoch is on record. `false` if the VM is in no such timeline.
     pub fn globally(&self, of: Generation, epoch: Epoch) -> bool {
         let mut output = self.shared.output();
@@ -239,6 +246,7 @@ impl Port {
         let is_heard = joined.map(|joined| joined.globally(epoch)).is_some();
         drop(output);
         self.shared.wake();
+        self.shared.tell();
         is_heard
     }
 
@@ -249,7 +257,7 @@ impl Port {
 
     /// The newest frame of a member to the outside that has left.
     pub fn gone(&self) -> Seq {
-        self.shared.output().way.joined().map_or(Seq(0), Joined::gone)
+        self.shared.gone()
     }
 
     /// What it was told, if the VM is a member.
@@ -321,6 +329,8 @@ struct Shared {
     is_plugged: AtomicBool,
     is_connected: AtomicBool,
     is_over: AtomicBool,
+    /// Somebody who cuts epochs has to hear something.
+    news: (Sender<()>, Receiver<()>),
     came: AtomicU64,
     since: Instant,
 }
@@ -373,6 +383,25 @@ impl Shared {
         }
     }
 
+    /// What of a frame from the uplink, and of what came before it, the VM is given now.
+    fn arrived(&self, way: &mut Way, frame: Vec<u8>, now: Duration) -> Vec<Vec<u8>> {
+        let given = way.arrived(frame, now);
+        if way.joined().is_some_and(Joined::wants_cut) {
+            self.tell();
+        }
+        given
+    }
+
+    /// The newest frame of a member to the outside that has left.
+    fn gone(&self) -> Seq {
+        self.output().way.joined().map_or(Seq(0), Joined::gone)
+    }
+
+    /// Wakes who cuts epochs. One who was told and has not looked yet need not be told again.
+    fn tell(&self) {
+        let _ = self.news.0.try_send(());
+    }
+
     /// Whether nothing waits at QEMU's end.
     fn is_read(&self) -> bool {
         let theirs = self.theirs.as_ref();
@@ -417,7 +446,11 @@ impl Relay {
             self.shared.take(&mut output);
             self.ticked = tick(&mut output.way, self.ticked, self.shared.since.elapsed());
             drop(output);
+            let gone = self.shared.gone();
             let carried = self.outward().and_then(|()| self.inward());
+            if self.shared.gone() > gone {
+                self.shared.tell();
+            }
             if let Err(error) = carried {
                 tracing::warn!("the uplink {} is lost: {error}", self.shared.uplink.display());
                 self.uplink = None;
@@ -517,7 +550,7 @@ impl Relay {
             let given = match waited.map(|joined| joined.let_in(now)) {
                 Some(given) => given,
                 None => match self.inward.pop_front() {
-                    Some(frame) => output.way.arrived(frame, now),
+                    Some(frame) => self.shared.arrived(&mut output.way, frame, now),
                     None => break,
                 },
             };

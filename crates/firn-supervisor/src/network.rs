@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::Receiver;
 use firn_cluster::cut::Answer;
 use firn_cluster::member::{Kept, Membership, OfEpoch};
 use firn_cluster::switch::Mac;
@@ -281,6 +282,11 @@ impl Network {
     /// Whether what another member has sent waits for the epoch that runs to be cut.
     pub(crate) fn wants_cut(&self) -> bool {
         self.ports().any(Port::wants_cut)
+    }
+
+    /// Wakes whoever cuts epochs of a member, which has one card.
+    pub(crate) fn news(&self) -> Receiver<()> {
+        self.ports().next().map_or_else(crossbeam_channel::never, Port::news)
     }
 
     /// The newest frame of a member to the outside that has left.

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crossbeam_channel::Receiver;
 use firn_cluster::member::OfEpoch;
 use firn_cluster::{Epoch, Seq};
 use firn_epochs::guest::{Guest, GuestError, Witness};
@@ -115,6 +116,10 @@ impl Watch for Watching<'_> {
 
     fn wants_cut(&self) -> bool {
         self.network.wants_cut()
+    }
+
+    fn news(&self) -> Receiver<()> {
+        self.network.news()
     }
 }
 

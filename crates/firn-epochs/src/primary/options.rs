@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crossbeam_channel::Receiver;
 use firn_cluster::epoch::{Limits, LimitsError, Progress};
 use firn_cluster::member::OfEpoch;
 use firn_cluster::predict::Counts;
@@ -120,6 +121,11 @@ pub trait Watch {
     /// Whether what another member has sent waits for the epoch that runs to be cut.
     fn wants_cut(&self) -> bool {
         false
+    }
+
+    /// Wakes who cuts epochs: there may be something new in what of a member is asked here.
+    fn news(&self) -> Receiver<()> {
+        crossbeam_channel::never()
     }
 }
 

@@ -344,3 +344,42 @@ fn a_member_that_reads_nothing_is_not_waited_for() {
     (0..100).for_each(|_| port.stopping());
     assert!(since.elapsed() < 100 * READ_WAIT / 4, "{:?}", since.elapsed());
 }
+
+/// It need not look: a global checkpoint, what has left, and what waits for a cut are told.
+#[test]
+fn who_cuts_epochs_of_a_member_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("uplink");
+    let listener = UnixListener::bind(&path).unwrap();
+    let (theirs, ours) = pair().unwrap();
+    let vm = UnixDatagram::from(theirs);
+    let port = Port::open(ours, None, &path, None, true).unwrap();
+    port.plug();
+    let mut outside = listener.accept().unwrap().0;
+    port.join(membership());
+    let (of, news) = (membership().generation, port.news());
+    let told_until = |holds: &dyn Fn() -> bool| {
+        while !holds() {
+            news.recv_timeout(PATIENCE).expect("nobody says so");
+        }
+    };
+    port.cut(Epoch(1));
+    vm.send(&[&[2, 0, 0, 0, 0, 9], &VM[..], &[8, 0, 7]].concat()).unwrap();
+    port.cut(Epoch(2));
+    assert!(news.is_empty());
+    assert!(port.globally(of, Epoch(2)) && !news.is_empty());
+    assert_eq!(frame(&mut outside)[14], 7);
+    told_until(&|| port.gone() == Seq(1));
+
+    // Since something has left for another member, only a cut can be its mark.
+    vm.send(&[&[2, 0, 0, 0, 0, 6], &VM[..], &[8, 0, 8]].concat()).unwrap();
+    frame(&mut outside);
+    let mut other = Joined::open(Membership { own: firn_cluster::Vm(1), ..membership() });
+    other.cut();
+    other.requested(of, RequestNumber { term: 1, count: 1 });
+    other.cut();
+    other.sent(&[&VM[..], &[2, 0, 0, 0, 0, 6, 8, 0, 5]].concat());
+    let wrapped = other.next().unwrap();
+    outside.write_all(&[&(wrapped.len() as u32).to_be_bytes()[..], &wrapped].concat()).unwrap();
+    told_until(&|| port.wants_cut());
+}
