@@ -6,9 +6,9 @@
 //!   detach:  nothing is left in the hypervisor
 //! ```
 //!
-//! **Memory before devices.** While the hypervisor waits in the middle of saving devices, memory is copied; the rest of the devices
-//! are saved after that. A device that wrote to guest memory while it is saved would be newer than memory. QEMU's own migration has
-//! the same order (`qemu_savevm_state_complete_precopy`: RAM first, then devices), so no device may.
+//! **Memory before devices.** Memory is copied while the hypervisor saves devices, and before it has saved the last of them: there it waits for
+//! the copy. A device that wrote to guest memory while it is saved would be newer than memory. QEMU's own migration copies memory first
+//! (`qemu_savevm_state_complete_precopy`: RAM, then devices), so no device may.
 //!
 //! **What the kernel writes for a device model** (a read from disk past the page cache) is told when it begins, and changes memory
 //! when it ends. Pages are protected only while the VM stands still, and a hypervisor that stops a VM lets all requests end first.
@@ -38,6 +38,10 @@ use firn_vmm::{AuxRam, DeviceStateError, QmpError, Vm};
 use thiserror::Error;
 
 use crate::disks::Disks;
+
+mod state_sizes;
+
+use state_sizes::StateSizes;
 
 /// Why a VM can't be followed or paused.
 #[derive(Debug, Error)]
@@ -157,6 +161,7 @@ pub struct Guest {
     scan: PageScan,
     witness: Box<dyn Witness>,
     disks: Disks,
+    state_sizes: StateSizes,
     /// Nothing is left in the hypervisor.
     is_let_go: bool,
 }
@@ -181,8 +186,9 @@ impl Guest {
         // `check` has refused what gives memory back.
         let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?.with_lasting_tables();
         drop(tracee);
-        let is_let_go = false;
-        let mut guest = Self { vm, process, memory, aux, vcpus, scan, witness, disks, is_let_go };
+        let (state_sizes, is_let_go) = (StateSizes::default(), false);
+        let mut guest =
+            Self { vm, process, memory, aux, vcpus, scan, witness, disks, state_sizes, is_let_go };
         guest.begin()?;
         Ok(guest)
     }
@@ -294,7 +300,7 @@ impl Guest {
     /// Makes the hypervisor ready for [`Self::pause`], which is shorter for it.
     pub fn prepare(&mut self) -> Result<(), GuestError> {
         self.disks.drain();
-        Ok(self.vm.prepare_hold()?)
+        Ok(self.vm.prepare_late_hold(self.state_sizes.least())?)
     }
 
     /// Pauses it, does `inside`, saves its devices, and has it run on, also if anything fails.
@@ -320,6 +326,7 @@ impl Guest {
         let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
         let value = inside(&Still { scan, memory, disks })?;
         let released = held.release()?;
+        self.state_sizes.add(released.device_state.len());
         let downtime = released.still.unwrap_or_else(|| started.elapsed());
         Ok(Some((value, Pause { devices: released.device_state, aux, downtime })))
     }

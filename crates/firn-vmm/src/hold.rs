@@ -16,6 +16,9 @@
 //!   reads the rest, and the answer
 //! ```
 //!
+//! With a pipe that takes more, QEMU goes on saving devices while memory is fixed, and waits later, or not at all: if it had nothing left
+//! to write it would start the VM. So that is for a VM of which it is known how much its devices take ([`held_bytes`]).
+//!
 //! If Firn dies, the pipe has no reader any more: saving fails, and QEMU starts the VM. (It forgets to close its descriptor then.
 //! A hold that is dropped is ended as if it were released.)
 //!
@@ -36,10 +39,19 @@ use crate::device_state::{
 };
 use crate::qmp::{Qmp, QmpError, Sent};
 use crate::vm::RunState;
-use crate::wait::either;
+use crate::wait::{either, readable};
 
 /// What a pipe takes before its writer waits: a page, the least there is. No VM's devices fit into that.
 const HELD_BYTES: usize = 4096;
+/// What it takes of a VM whose devices are known to need that, and [`SPARE_BYTES`] more: QEMU writes 32 KiB at once.
+const LATE_BYTES: [usize; 2] = [64 << 10, 32 << 10];
+/// More than one device is likely to take.
+const SPARE_BYTES: usize = 8 << 10;
+/// For how long the first bytes are looked for without sleeping. Once the vCPUs stand still their processors are free, and waking up takes as
+/// long as what is waited for.
+const LOOK: Duration = Duration::from_micros(1500);
+/// For how long after that they alone are waited for: what QEMU says when the VM has stopped it says faster if that wakes nobody.
+const PIPE_WAIT: Duration = Duration::from_millis(5);
 /// What it takes when its writer is to wait no longer: as much as any user may ask for by default, or less.
 const FREE_BYTES: [usize; 3] = [1 << 20, 1 << 18, 1 << 16];
 /// How much is read at once.
@@ -53,19 +65,22 @@ pub(crate) struct Holder {
     fd: u64,
     /// QEMU's name for the set it is in.
     fdset: u64,
+    /// What it takes before QEMU waits.
+    held_bytes: usize,
 }
 
 impl Holder {
-    /// Makes the pipe and hands QEMU its end.
-    pub(crate) fn hand_over(qmp: &mut Qmp) -> Result<Self, DeviceStateError> {
+    /// Makes the pipe, for a VM whose devices take `least` bytes at least, and hands QEMU its end.
+    pub(crate) fn hand_over(qmp: &mut Qmp, least: usize) -> Result<Self, DeviceStateError> {
         take_back_left_behind(qmp)?;
-        let (reader, writer) = pipe().map_err(io_error("make a pipe for"))?;
+        let made = pipe(held_bytes(least)).map_err(io_error("make a pipe for"))?;
+        let (reader, writer, held_bytes) = made;
         let answer = qmp.execute_with_fd("add-fd", json!({ "opaque": NAME }), writer.as_fd())?;
         let number = |key: &str| answer.get(key).and_then(Value::as_u64);
         let (Some(fd), Some(fdset)) = (number("fd"), number("fdset-id")) else {
             return Err(QmpError::unexpected("add-fd", "no descriptor").into());
         };
-        Ok(Self { reader, fd, fdset })
+        Ok(Self { reader, fd, fdset, held_bytes })
     }
 
     /// Takes QEMU's end back.
@@ -82,6 +97,19 @@ impl Holder {
     fn is_written_to(&self) -> Result<bool, DeviceStateError> {
         let bytes = rustix::io::ioctl_fionread(&self.reader).map_err(io_error("look for"))?;
         Ok(bytes > 0)
+    }
+
+    /// The same, when there was some time for it.
+    fn is_soon_written_to(&self) -> Result<bool, DeviceStateError> {
+        let since = Instant::now();
+        while since.elapsed() < LOOK {
+            if self.is_written_to()? {
+                return Ok(true);
+            }
+            std::hint::spin_loop();
+        }
+        readable(&self.reader, Instant::now() + PIPE_WAIT).map_err(io_error("wait for"))?;
+        self.is_written_to()
     }
 
     /// Lets the writer go on. A user who has used up what pipes may take has it write page by page: that is only slower.
@@ -108,13 +136,18 @@ impl Holder {
     }
 }
 
-/// Its reader does not wait. Its writer may be opened by a QEMU that is another user's.
-fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
+/// Its reader does not wait. Its writer may be opened by a QEMU that is another user's. It takes so many bytes, or more.
+fn pipe(bytes: usize) -> io::Result<(OwnedFd, OwnedFd, usize)> {
     let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     rustix::fs::fcntl_setfl(&reader, OFlags::NONBLOCK)?;
     rustix::fs::fchmod(&writer, Mode::from_raw_mode(0o622))?;
-    fcntl_setpipe_size(&reader, HELD_BYTES)?;
-    Ok((reader, writer))
+    let bytes = fcntl_setpipe_size(&reader, bytes)?;
+    Ok((reader, writer, bytes))
+}
+
+/// How much a pipe is to take by which a VM is held whose devices take `least` bytes at least.
+fn held_bytes(least: usize) -> usize {
+    LATE_BYTES.into_iter().find(|bytes| bytes + SPARE_BYTES <= least).unwrap_or(HELD_BYTES)
 }
 
 /// A VM that stands still, its disks drained, until this is released or dropped.
@@ -152,7 +185,7 @@ impl<'a> Held<'a> {
         let deadline = Instant::now() + qmp.timeout();
         let save = holder.ask(qmp)?;
         asked();
-        while !holder.is_written_to()? {
+        while !holder.is_soon_written_to()? {
             match qmp.try_answer(&save) {
                 Ok(None) => {}
                 Ok(Some(_)) => return Err(DeviceStateError::Size { bytes: 0 }),
@@ -200,7 +233,7 @@ impl<'a> Held<'a> {
     fn finish(&mut self) -> Result<Vec<u8>, DeviceStateError> {
         let mut device_state = Vec::new();
         let Some((holder, save)) = self.under_way.take() else { return Ok(device_state) };
-        let deadline = Instant::now() + self.qmp.timeout();
+        let (deadline, held_bytes) = (Instant::now() + self.qmp.timeout(), holder.held_bytes);
         holder.let_go();
         holder.read(&mut device_state)?;
         while self.qmp.try_answer(&save)?.is_none() {
@@ -209,9 +242,10 @@ impl<'a> Held<'a> {
         }
         holder.read(&mut device_state)?;
         holder.take_back(self.qmp)?;
-        match device_state.len() {
-            bytes @ ..=HELD_BYTES => Err(DeviceStateError::NotHeld { bytes }),
-            _ => Ok(device_state),
+        // One byte more, and QEMU has waited for all that was done before it was let go.
+        match device_state.len() > held_bytes {
+            true => Ok(device_state),
+            false => Err(DeviceStateError::NotHeld { bytes: device_state.len() }),
         }
     }
 }
@@ -240,4 +274,26 @@ fn wait(qmp: &Qmp, holder: &Holder, deadline: Instant) -> Result<(), DeviceState
 
 fn now() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pipe_takes_less_than_the_devices_need() {
+        let cases = [
+            (0, 4096),
+            (4097, 4096),
+            (40 << 10, 32 << 10),
+            ((72 << 10) - 1, 32 << 10),
+            (72 << 10, 64 << 10),
+            (1 << 20, 64 << 10),
+        ];
+        for (least, expected) in cases {
+            assert_eq!(held_bytes(least), expected, "{least}");
+            let (_reader, _writer, bytes) = pipe(held_bytes(least)).unwrap();
+            assert_eq!(bytes, expected);
+        }
+    }
 }

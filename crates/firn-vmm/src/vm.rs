@@ -250,8 +250,14 @@ impl Vm {
 
     /// Gives QEMU the pipe by which [`Self::hold`] keeps the VM stopped.
     pub fn prepare_hold(&mut self) -> Result<(), DeviceStateError> {
+        self.prepare_late_hold(0)
+    }
+
+    /// The same for a VM whose devices take `least` bytes at least, as far as is known: QEMU saves some of them while it is held, which
+    /// makes that shorter. If they took far less all of a sudden, [`Held::release`] would say that the VM was not held.
+    pub fn prepare_late_hold(&mut self, least: usize) -> Result<(), DeviceStateError> {
         self.finish_save()?;
-        self.holder = Some(Holder::hand_over(&mut self.qmp)?);
+        self.holder = Some(Holder::hand_over(&mut self.qmp, least)?);
         Ok(())
     }
 

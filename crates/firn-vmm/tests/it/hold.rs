@@ -4,7 +4,7 @@ use std::io::BufRead as _;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use firn_vmm::Vm;
+use firn_vmm::{DeviceStateError, Vm};
 use serde_json::{Value, json};
 
 use crate::need_qemu;
@@ -54,6 +54,37 @@ fn a_vm_that_is_held_stands_still_and_goes_on_when_released() {
         assert!(vm.status().unwrap().running);
         assert_eq!(fdsets(&mut vm), json!([]), "QEMU has nothing of it left");
     }
+}
+
+#[test]
+fn a_vm_whose_devices_are_known_is_held_when_most_are_saved() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (_qemu, mut vm) = start(&file, "-smp 8");
+    std::thread::sleep(Duration::from_secs(1));
+    let known = vm.hold().unwrap().unwrap().release().unwrap().device_state.len();
+    assert!(known > 40 << 10, "{known} bytes are too few for this test");
+    vm.prepare_late_hold(known).unwrap();
+    let held = vm.hold().unwrap().unwrap();
+    std::thread::sleep(HOLD);
+    let released = held.release().unwrap();
+    assert_eq!(released.device_state.len(), known);
+    assert!(released.still.unwrap() >= HOLD, "{released:?}");
+    assert!(vm.status().unwrap().running);
+}
+
+#[test]
+fn a_vm_whose_devices_took_less_than_was_known_was_not_held() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (_qemu, mut vm) = running(&file);
+    vm.prepare_late_hold(usize::MAX).unwrap();
+    let held = vm.hold().unwrap().unwrap();
+    std::thread::sleep(HOLD);
+    let error = held.release().unwrap_err();
+    assert!(matches!(error, DeviceStateError::NotHeld { bytes } if bytes > 4096), "{error:?}");
+    assert!(vm.status().unwrap().running);
+    assert_eq!(fdsets(&mut vm), json!([]), "QEMU has nothing of it left");
 }
 
 #[test]

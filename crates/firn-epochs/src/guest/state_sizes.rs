@@ -1,0 +1,62 @@
+//! How many bytes the devices of a VM take.
+//!
+//! QEMU may save most of them before it waits, if it is known that there is more ([`firn_vmm::Vm::prepare_late_hold`]). So it counts only what has
+//! been the same for some time, but for a little: what is under way in a device (connections of user-mode networking, for example) makes
+//! its state larger for a while.
+
+/// So many saves in a row have to agree.
+const SAVES: usize = 8;
+/// By so many bytes they may differ.
+const SPREAD: usize = 4 << 10;
+
+/// The sizes of the last saves, as far as they agree.
+#[derive(Debug, Default)]
+pub(super) struct StateSizes {
+    least: usize,
+    most: usize,
+    saves: usize,
+}
+
+impl StateSizes {
+    /// One more save.
+    pub(super) fn add(&mut self, bytes: usize) {
+        let (least, most) = (self.least.min(bytes), self.most.max(bytes));
+        *self = match self.saves > 0 && most - least <= SPREAD {
+            true => Self { least, most, saves: self.saves + 1 },
+            false => Self { least: bytes, most: bytes, saves: 1 },
+        };
+    }
+
+    /// What the next takes at least; 0 if nobody knows.
+    pub(super) fn least(&self) -> usize {
+        if self.saves < SAVES { 0 } else { self.least }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn after(saves: impl IntoIterator<Item = usize>) -> usize {
+        let mut sizes = StateSizes::default();
+        saves.into_iter().for_each(|bytes| sizes.add(bytes));
+        sizes.least()
+    }
+
+    #[test]
+    fn what_is_the_same_for_some_time_is_known() {
+        assert_eq!(after([]), 0);
+        assert_eq!(after(vec![80_000; SAVES - 1]), 0);
+        assert_eq!(after(vec![80_000; SAVES]), 80_000);
+        assert_eq!(after((0..SAVES).map(|save| 80_000 - save)), 80_000 - SAVES + 1);
+    }
+
+    #[test]
+    fn one_that_differs_is_the_first_of_others() {
+        let jump = |bytes| std::iter::repeat_n(80_000, SAVES).chain([bytes]);
+        assert_eq!(after(jump(80_000 + SPREAD)), 80_000);
+        assert_eq!(after(jump(80_000 + SPREAD + 1)), 0);
+        assert_eq!(after(jump(70_000)), 0);
+        assert_eq!(after(jump(70_000).chain(vec![70_000; SAVES - 1])), 70_000);
+    }
+}
