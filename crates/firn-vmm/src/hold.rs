@@ -16,6 +16,9 @@
 //!   reads the rest, and the answer
 //! ```
 //!
+//! QEMU keeps its end from one pause to the next: handing it over takes three commands, and reading those takes QEMU longer than the page
+//! faults of an epoch do.
+//!
 //! With a pipe that takes more, QEMU goes on saving devices while memory is fixed, and waits later, or not at all: if it had nothing left
 //! to write it would start the VM. So that is for a VM of which it is known how much its devices take ([`held_bytes`]).
 //!
@@ -81,6 +84,17 @@ impl Holder {
             return Err(QmpError::unexpected("add-fd", "no descriptor").into());
         };
         Ok(Self { reader, fd, fdset, held_bytes })
+    }
+
+    /// Makes an empty pipe ready for the next pause of a VM whose devices take `least` bytes at least. `false` if it can't be.
+    pub(crate) fn is_made_ready(&mut self, least: usize) -> bool {
+        match fcntl_setpipe_size(&self.reader, held_bytes(least)) {
+            Ok(bytes) => {
+                self.held_bytes = bytes;
+                true
+            }
+            Err(_) => false,
+        }
     }
 
     /// Takes QEMU's end back.
@@ -155,6 +169,8 @@ fn held_bytes(least: usize) -> usize {
 #[must_use = "the VM goes on when this is dropped, and nothing is saved"]
 pub struct Held<'a> {
     qmp: &'a mut Qmp,
+    /// Where the pipe goes when QEMU has closed its end, for the next pause.
+    home: &'a mut Option<Holder>,
     /// None once it was released.
     under_way: Option<(Holder, Sent)>,
     since: Duration,
@@ -178,9 +194,10 @@ impl<'a> Held<'a> {
     /// stood still for a moment.
     pub(crate) fn hold(
         qmp: &'a mut Qmp,
-        holder: Holder,
+        home: &'a mut Option<Holder>,
         asked: &mut dyn FnMut(),
     ) -> Result<Option<Self>, DeviceStateError> {
+        let Some(holder) = home.take() else { return Ok(None) };
         drop(qmp.take_events());
         let deadline = Instant::now() + qmp.timeout();
         let save = holder.ask(qmp)?;
@@ -198,7 +215,7 @@ impl<'a> Held<'a> {
             }
             wait(qmp, &holder, deadline)?;
         }
-        Ok(Some(Self { qmp, under_way: Some((holder, save)), since: now() }))
+        Ok(Some(Self { qmp, home, under_way: Some((holder, save)), since: now() }))
     }
 
     /// Lets the VM go on, and gives its device state.
@@ -232,7 +249,7 @@ impl<'a> Held<'a> {
     /// Lets QEMU write, until it says that it has.
     fn finish(&mut self) -> Result<Vec<u8>, DeviceStateError> {
         let mut device_state = Vec::new();
-        let Some((holder, save)) = self.under_way.take() else { return Ok(device_state) };
+        let Some((mut holder, save)) = self.under_way.take() else { return Ok(device_state) };
         let (deadline, held_bytes) = (Instant::now() + self.qmp.timeout(), holder.held_bytes);
         holder.let_go();
         holder.read(&mut device_state)?;
@@ -241,7 +258,10 @@ impl<'a> Held<'a> {
             holder.read(&mut device_state)?;
         }
         holder.read(&mut device_state)?;
-        holder.take_back(self.qmp)?;
+        match holder.is_made_ready(0) {
+            true => *self.home = Some(holder),
+            false => holder.take_back(self.qmp)?,
+        }
         // One byte more, and QEMU has waited for all that was done before it was let go.
         match device_state.len() > held_bytes {
             true => Ok(device_state),

@@ -256,6 +256,9 @@ impl Vm {
     /// The same for a VM whose devices take `least` bytes at least, as far as is known: QEMU saves some of them while it is held, which
     /// makes that shorter. If they took far less all of a sudden, [`Held::release`] would say that the VM was not held.
     pub fn prepare_late_hold(&mut self, least: usize) -> Result<(), DeviceStateError> {
+        if self.holder.as_mut().is_some_and(|holder| holder.is_made_ready(least)) {
+            return Ok(());
+        }
         self.finish_save()?;
         self.holder = Some(Holder::hand_over(&mut self.qmp, least)?);
         Ok(())
@@ -277,10 +280,7 @@ impl Vm {
         if self.holder.is_none() {
             self.prepare_hold()?;
         }
-        match self.holder.take() {
-            Some(holder) => Held::hold(&mut self.qmp, holder, asked),
-            None => Ok(None),
-        }
+        Held::hold(&mut self.qmp, &mut self.holder, asked)
     }
 
     /// How long the VM stood still when it did last, by QEMU's own clock: from when its vCPUs had stopped until they were
@@ -354,7 +354,7 @@ impl Vm {
         state
     }
 
-    /// Takes back what [`Self::prepare_save`] and [`Self::prepare_hold`] gave. Call it while the VM runs; otherwise QEMU keeps
+    /// Takes back what [`Self::prepare_save`] and [`Self::prepare_hold`] gave, which QEMU keeps otherwise for the next time. Call it while the VM runs; otherwise QEMU keeps
     /// its copy of the descriptor until the connection ends.
     pub fn finish_save(&mut self) -> Result<(), DeviceStateError> {
         if let Some(holder) = self.holder.take() {

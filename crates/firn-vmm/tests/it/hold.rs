@@ -52,8 +52,30 @@ fn a_vm_that_is_held_stands_still_and_goes_on_when_released() {
         assert!(released.device_state.len() > 4096);
         assert!(released.still.unwrap() >= HOLD + released.took.unwrap(), "{released:?}");
         assert!(vm.status().unwrap().running);
-        assert_eq!(fdsets(&mut vm), json!([]), "QEMU has nothing of it left");
+        assert_eq!(fdsets(&mut vm).as_array().unwrap().len(), 1, "QEMU keeps it for the next time");
     }
+    vm.finish_save().unwrap();
+    assert_eq!(fdsets(&mut vm), json!([]), "QEMU has nothing of it left");
+}
+
+#[test]
+fn a_vm_that_is_held_again_is_held_as_long_as_it_has_to_be() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (_qemu, mut vm) = start(&file, "-smp 8");
+    std::thread::sleep(Duration::from_secs(1));
+    for late in [false, true, false, true] {
+        let known = vm.hold().unwrap().unwrap().release().unwrap().device_state.len();
+        vm.prepare_late_hold(if late { known } else { 0 }).unwrap();
+        let held = vm.hold().unwrap().unwrap();
+        std::thread::sleep(HOLD);
+        let released = held.release().unwrap();
+        assert_eq!(released.device_state.len(), known);
+        assert!(released.still.unwrap() >= HOLD, "{released:?}");
+    }
+    vm.prepare_hold().unwrap();
+    vm.finish_save().unwrap();
+    assert_eq!(fdsets(&mut vm), json!([]), "QEMU has nothing of it left");
 }
 
 #[test]
@@ -84,6 +106,7 @@ fn a_vm_whose_devices_took_less_than_was_known_was_not_held() {
     let error = held.release().unwrap_err();
     assert!(matches!(error, DeviceStateError::NotHeld { bytes } if bytes > 4096), "{error:?}");
     assert!(vm.status().unwrap().running);
+    vm.finish_save().unwrap();
     assert_eq!(fdsets(&mut vm), json!([]), "QEMU has nothing of it left");
 }
 
@@ -121,10 +144,12 @@ fn a_vm_that_is_let_go_of_goes_on() {
     let before = open();
     drop(vm.hold().unwrap().unwrap());
     assert!(vm.status().unwrap().running);
+    vm.finish_save().unwrap();
     assert_eq!(open(), before, "QEMU has closed its end");
     // Nothing is left of it.
     let state = vm.hold().unwrap().unwrap().release().unwrap().device_state;
     assert!(state.len() > 4096);
+    vm.finish_save().unwrap();
     assert_eq!(fdsets(&mut vm), json!([]));
 }
 
