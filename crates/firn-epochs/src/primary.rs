@@ -18,6 +18,7 @@ use firn_cluster::epoch::{Action, LimitsError, Pace, Primary};
 use firn_cluster::member::EPOCHS_KEPT_MAX;
 use firn_cluster::predict::Predictor;
 use firn_cluster::{Epoch, Seq};
+use firn_memory::heap;
 use firn_types::PAGE_SIZE;
 use thiserror::Error;
 
@@ -37,9 +38,12 @@ use seed::Seed;
 
 /// Jobs that wait for the sender: parts of a large epoch among them.
 const JOBS_MAX: usize = 16;
-/// Pages that a buffer has room for at least. It is made twice as large as the last epoch needed ahead of the pause, for growing
-/// takes page faults.
+/// Pages that a buffer has room for at least. It is made a little larger than the last epoch needed ahead of the pause, for growing
+/// takes page faults. One that is far too large is made smaller: an epoch may have been out of the ordinary.
 const ROOM_MIN: usize = 1024;
+const ROOM_TOO_LARGE: usize = 3;
+/// Buffers that are kept for later epochs.
+const SPARES_MAX: usize = 2;
 /// How often whoever asked is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 /// The same while what another member has sent waits for a cut.
@@ -98,6 +102,7 @@ pub fn protect(
 ) -> Result<(), PrimaryError> {
     let ended = Connection { stream, hello, options, ending, told }.protect(&mut guest);
     let detached = guest.detach();
+    heap::give_back();
     ended?;
     Ok(detached?)
 }
@@ -299,7 +304,8 @@ impl Protection<'_> {
                 tracing::trace!("{epoch} is sent: {pages} pages, {bytes} bytes");
                 self.told.told(Told::Sent(epoch, pages, bytes));
             }
-            Event::Spare(bytes) => self.spares.push(bytes),
+            Event::Spare(bytes) if self.spares.len() < SPARES_MAX => self.spares.push(bytes),
+            Event::Spare(_) => {}
             Event::Progress(progress) => {
                 // What is believed here lets out what the VM has sent.
                 let is_cut = progress.complete < self.epochs.epoch();
@@ -384,13 +390,21 @@ impl Protection<'_> {
         Ok(())
     }
 
-    fn cut(&mut self, epoch: Epoch) -> Result<(), PrimaryError> {
+    /// For the copies of an epoch that is likely to be as large as the last.
+    fn buffer(&mut self) -> Vec<u8> {
         let mut bytes = self.spares.pop().unwrap_or_default();
         let most = usize::try_from(self.options.buffer_pages).unwrap_or(usize::MAX);
-        let room = (2 * self.copied).max(ROOM_MIN).min(most) * PAGE_SIZE;
-        if bytes.len() < room {
+        let pages = self.copied + self.copied / 16;
+        let room = pages.max(ROOM_MIN).min(most) * PAGE_SIZE;
+        if bytes.len() < room || bytes.len() > ROOM_TOO_LARGE * room {
             bytes.resize(room, 0);
+            bytes.shrink_to_fit();
         }
+        bytes
+    }
+
+    fn cut(&mut self, epoch: Epoch) -> Result<(), PrimaryError> {
+        let mut bytes = self.buffer();
         tracing::trace!("{epoch} is to be cut");
         self.guest.prepare()?;
         let ahead = pause::ahead(self.guest, &mut self.predictor, &self.options, &mut bytes)?;

@@ -25,6 +25,7 @@
 
 mod guest_memory;
 pub mod guest_pages;
+pub mod heap;
 mod page_faults;
 mod page_scan;
 mod page_tables;

@@ -41,6 +41,7 @@ const ROLE_RETRY: Duration = Duration::from_millis(1);
 pub fn supervise(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     let since = Instant::now();
     spawn::detach_session();
+    firn_memory::heap::give_back_large_blocks();
     let mut starter = Starter::new(io::stdout());
     let vm = base.vm(name);
     let begun = read_plan().and_then(|plan| {
@@ -288,6 +289,7 @@ fn note_disks(journal: &JournalFile, failure: &Failure) {
 /// after. Another successor that was faster is no error.
 pub fn recover(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     spawn::detach_session();
+    firn_memory::heap::give_back_large_blocks();
     let vm = base.vm(name);
     if !vm.exists() {
         return Ok(());
