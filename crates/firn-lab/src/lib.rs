@@ -14,6 +14,7 @@ pub mod kvm_host;
 pub mod lab;
 pub mod peer;
 pub mod prober;
+pub mod processors;
 pub mod recorder;
 pub mod report;
 pub mod site;

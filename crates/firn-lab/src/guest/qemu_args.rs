@@ -246,7 +246,9 @@ impl QemuArgs {
             args.extend(words(&["-chardev", &file, "-serial", "chardev:console"]));
         }
         if !self.ports.is_empty() {
-            args.extend(words(&["-device", "virtio-serial-pci,id=ports"]));
+            // By itself QEMU makes 31: 64 queues, which it stops and starts in each pause. The first is a console's.
+            let bus = format!("virtio-serial-pci,id=ports,max_ports={}", self.ports.len() + 1);
+            args.extend(words(&["-device", &bus]));
         }
         for (name, socket) in &self.ports {
             let socket = format!("socket,id={name},path={},server=on,wait=off", escaped(socket));
