@@ -63,6 +63,11 @@ pub enum DeviceStateError {
         /// How many it wrote.
         bytes: usize,
     },
+    /// Somebody else opened what only QEMU opens, so it is not known when the VM stood still.
+    #[error(
+        "somebody opened the pipe that QEMU saves its devices to, by its name in /proc: the VM may have run meanwhile"
+    )]
+    OpenedTwice,
     /// QEMU died while loading; its log says why.
     #[error("QEMU exited while loading {bytes} bytes of device state; its log says why")]
     Died {

@@ -9,8 +9,8 @@
 //!   Firn                               QEMU
 //!   the command, a pipe of one page --> reads it                                          the guest runs
 //!                                       stops the vCPUs, drains and flushes the disks     it stands still
-//!                                       saves devices; a page of that fits: waits
-//!   sees bytes: Held
+//!                                       opens the pipe
+//!   sees that: Held                     saves devices; a page of that fits: waits
 //!   ... fixes memory
 //!   makes the pipe larger ------------> writes the rest, starts the vCPUs                 the guest runs
 //!   reads the rest, and the answer
@@ -22,6 +22,9 @@
 //! With a pipe that takes more, QEMU goes on saving devices while memory is fixed, and waits later, or not at all: if it had nothing left
 //! to write it would start the VM. So that is for a VM of which it is known how much its devices take ([`held_bytes`]).
 //!
+//! Where nobody can watch for the opening, it is the first bytes that Firn waits for: QEMU writes 32 KiB at once, which it has to save first.
+//! Whoever else opens the pipe meanwhile might be taken for QEMU while the VM still runs. So a pause in which it was opened twice has failed.
+//!
 //! If Firn dies, the pipe has no reader any more: saving fails, and QEMU starts the VM. (It forgets to close its descriptor then.
 //! A hold that is dropped is ended as if it were released.)
 //!
@@ -29,7 +32,7 @@
 //! "Pipe capacity"; fcntl(2), `F_SETPIPE_SZ`.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::fs::{Mode, OFlags};
@@ -40,6 +43,7 @@ use serde_json::{Value, json};
 use crate::device_state::{
     DeviceStateError, NAME, STATE_BYTES_MAX, io_error, remove_fdset, take_back_left_behind,
 };
+use crate::openings::Openings;
 use crate::qmp::{Qmp, QmpError, Sent};
 use crate::vm::RunState;
 use crate::wait::{either, readable};
@@ -50,7 +54,7 @@ const HELD_BYTES: usize = 4096;
 const LATE_BYTES: [usize; 2] = [64 << 10, 32 << 10];
 /// More than one device is likely to take.
 const SPARE_BYTES: usize = 8 << 10;
-/// For how long the first bytes are looked for without sleeping. Once the vCPUs stand still their processors are free, and waking up takes as
+/// For how long the opening is looked for without sleeping. Once the vCPUs stand still their processors are free, and waking up takes as
 /// long as what is waited for.
 const LOOK: Duration = Duration::from_micros(1500);
 /// For how long after that they alone are waited for: what QEMU says when the VM has stopped it says faster if that wakes nobody.
@@ -64,6 +68,7 @@ const READ_BYTES: usize = 256 << 10;
 #[derive(Debug)]
 pub(crate) struct Holder {
     reader: OwnedFd,
+    openings: Option<Openings>,
     /// QEMU's number for its end.
     fd: u64,
     /// QEMU's name for the set it is in.
@@ -83,7 +88,8 @@ impl Holder {
         let (Some(fd), Some(fdset)) = (number("fd"), number("fdset-id")) else {
             return Err(QmpError::unexpected("add-fd", "no descriptor").into());
         };
-        Ok(Self { reader, fd, fdset, held_bytes })
+        let openings = Openings::of(&reader);
+        Ok(Self { reader, openings, fd, fdset, held_bytes })
     }
 
     /// Makes an empty pipe ready for the next pause of a VM whose devices take `least` bytes at least. `false` if it can't be.
@@ -103,27 +109,47 @@ impl Holder {
     }
 
     /// Not by the name of its set: QEMU would cut such a file to length, which no pipe allows.
-    fn ask(&self, qmp: &mut Qmp) -> Result<Sent, QmpError> {
+    fn ask(&self, qmp: &mut Qmp) -> Result<Sent, DeviceStateError> {
+        // By whom does not matter until now.
+        self.is_opened()?;
         let filename = format!("/proc/self/fd/{}", self.fd);
-        qmp.send("xen-save-devices-state", json!({ "filename": filename, "live": false }))
+        let arguments = json!({ "filename": filename, "live": false });
+        Ok(qmp.send("xen-save-devices-state", arguments)?)
     }
 
-    fn is_written_to(&self) -> Result<bool, DeviceStateError> {
-        let bytes = rustix::io::ioctl_fionread(&self.reader).map_err(io_error("look for"))?;
-        Ok(bytes > 0)
+    /// Whether it was opened since this was asked last, if that can be known.
+    fn is_opened(&self) -> Result<Option<bool>, DeviceStateError> {
+        let opened = self.openings.as_ref().map(Openings::any).transpose();
+        opened.map_err(io_error("look for"))
+    }
+
+    /// What can be read once QEMU has come.
+    fn sign(&self) -> BorrowedFd<'_> {
+        self.openings.as_ref().map_or(self.reader.as_fd(), Openings::as_fd)
+    }
+
+    /// Whether QEMU has stopped the VM, and saves it.
+    fn has_come(&self) -> Result<bool, DeviceStateError> {
+        match self.is_opened()? {
+            Some(is_opened) => Ok(is_opened),
+            None => {
+                let bytes = rustix::io::ioctl_fionread(&self.reader);
+                Ok(bytes.map_err(io_error("look for"))? > 0)
+            }
+        }
     }
 
     /// The same, when there was some time for it.
-    fn is_soon_written_to(&self) -> Result<bool, DeviceStateError> {
+    fn has_soon_come(&self) -> Result<bool, DeviceStateError> {
         let since = Instant::now();
         while since.elapsed() < LOOK {
-            if self.is_written_to()? {
+            if self.has_come()? {
                 return Ok(true);
             }
             std::hint::spin_loop();
         }
-        readable(&self.reader, Instant::now() + PIPE_WAIT).map_err(io_error("wait for"))?;
-        self.is_written_to()
+        readable(self.sign(), Instant::now() + PIPE_WAIT).map_err(io_error("wait for"))?;
+        self.has_come()
     }
 
     /// Lets the writer go on. A user who has used up what pipes may take has it write page by page: that is only slower.
@@ -181,7 +207,8 @@ pub struct Held<'a> {
 pub struct Released {
     /// The state of every device and vCPU, without RAM.
     pub device_state: Vec<u8>,
-    /// How long it took to save most of that, from when the vCPUs had stopped. None if they had been stopped before.
+    /// How long it took until that began, or, where nobody could see it begin, until some of it was saved; from when the vCPUs had stopped.
+    /// None if they had been stopped before.
     pub took: Option<Duration>,
     /// How long the VM stood still, by QEMU's own clock: from when its vCPUs had stopped until they were about to be started.
     pub still: Option<Duration>,
@@ -202,7 +229,7 @@ impl<'a> Held<'a> {
         let deadline = Instant::now() + qmp.timeout();
         let save = holder.ask(qmp)?;
         asked();
-        while !holder.is_soon_written_to()? {
+        while !holder.has_soon_come()? {
             match qmp.try_answer(&save) {
                 Ok(None) => {}
                 Ok(Some(_)) => return Err(DeviceStateError::Size { bytes: 0 }),
@@ -213,7 +240,7 @@ impl<'a> Held<'a> {
                 }
                 Err(error) => return Err(error.into()),
             }
-            wait(qmp, &holder, deadline)?;
+            wait(qmp, holder.sign(), deadline)?;
         }
         Ok(Some(Self { qmp, home, under_way: Some((holder, save)), since: now() }))
     }
@@ -254,13 +281,17 @@ impl<'a> Held<'a> {
         holder.let_go();
         holder.read(&mut device_state)?;
         while self.qmp.try_answer(&save)?.is_none() {
-            wait(self.qmp, &holder, deadline)?;
+            wait(self.qmp, holder.reader.as_fd(), deadline)?;
             holder.read(&mut device_state)?;
         }
         holder.read(&mut device_state)?;
+        let is_opened_twice = holder.is_opened()? == Some(true);
         match holder.is_made_ready(0) {
             true => *self.home = Some(holder),
             false => holder.take_back(self.qmp)?,
+        }
+        if is_opened_twice {
+            return Err(DeviceStateError::OpenedTwice);
         }
         // One byte more, and QEMU has waited for all that was done before it was let go.
         match device_state.len() > held_bytes {
@@ -279,8 +310,8 @@ impl Drop for Held<'_> {
     }
 }
 
-fn wait(qmp: &Qmp, holder: &Holder, deadline: Instant) -> Result<(), DeviceStateError> {
-    either(&holder.reader, qmp.socket(), deadline).map_err(io_error("wait for"))?;
+fn wait(qmp: &Qmp, sign: BorrowedFd<'_>, deadline: Instant) -> Result<(), DeviceStateError> {
+    either(sign, qmp.socket(), deadline).map_err(io_error("wait for"))?;
     // A pipe that was closed is always ready.
     match Instant::now() < deadline {
         true => Ok(()),

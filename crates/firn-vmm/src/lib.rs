@@ -7,6 +7,7 @@
 //!   layout         where guest RAM lies: guest-physical, and in QEMU's address space
 //!   device_state   devices and vCPUs, out of one QEMU and into another
 //!   hold           the shortest pause in which devices are saved
+//!   openings       when the hypervisor opens the pipe it is held by
 //!   disks          which files its disks are, and whether they still are the same
 //!   drives         which of them the guest writes to, and how they are kept as they are
 //!   vm             all of it as one VM
@@ -25,6 +26,7 @@ pub mod hmp;
 mod hold;
 mod launch;
 pub mod layout;
+mod openings;
 mod qcow2;
 pub mod qmp;
 mod version;

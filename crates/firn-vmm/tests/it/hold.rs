@@ -111,6 +111,28 @@ fn a_vm_whose_devices_took_less_than_was_known_was_not_held() {
 }
 
 #[test]
+fn a_pause_in_which_somebody_else_opened_the_pipe_has_failed() {
+    need_qemu!();
+    let file = inherited_memfd(256 * MIB);
+    let (qemu, mut vm) = running(&file);
+    vm.prepare_hold().unwrap();
+    let fd = fdsets(&mut vm)[0]["fds"][0]["fd"].as_u64().unwrap();
+    let open = || {
+        let path = format!("/proc/{}/fd/{fd}", qemu.pid());
+        drop(std::fs::File::options().write(true).open(path).unwrap());
+    };
+    open();
+    vm.hold().unwrap().unwrap().release().expect("that was before it");
+    let held = vm.hold().unwrap().unwrap();
+    open();
+    let error = held.release().unwrap_err();
+    assert!(matches!(error, DeviceStateError::OpenedTwice), "{error:?}");
+    assert!(vm.status().unwrap().running);
+    vm.finish_save().unwrap();
+    assert_eq!(fdsets(&mut vm), json!([]), "QEMU has nothing of it left");
+}
+
+#[test]
 fn what_was_saved_goes_on_in_another_qemu() {
     need_qemu!();
     let file = inherited_memfd(256 * MIB);

@@ -1,0 +1,78 @@
+//! Who opens a pipe that has no name: inotify(7) tells of each opening by way of `/proc/PID/fd`.
+//!
+//! ```text
+//!   pipe2() ........ told of nothing
+//!   QEMU opens ..... one event            it has stopped the VM just before that (hold)
+//!   it writes ...... told of nothing
+//! ```
+//!
+//! Events that are the same and that nobody has read yet are one.
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::inotify::{self, CreateFlags, Reader, WatchFlags};
+use rustix::io::Errno;
+
+/// Room for some events without names.
+const EVENTS_BYTES: usize = 512;
+
+/// Watches a pipe.
+#[derive(Debug)]
+pub(crate) struct Openings(OwnedFd);
+
+impl Openings {
+    /// Begins to watch. `None` if the system lets its user watch nothing more.
+    pub(crate) fn of(pipe: impl AsFd) -> Option<Self> {
+        let watching = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).ok()?;
+        let path = format!("/proc/self/fd/{}", pipe.as_fd().as_raw_fd());
+        inotify::add_watch(&watching, path, WatchFlags::OPEN).ok()?;
+        Some(Self(watching))
+    }
+
+    /// Whether it was opened since this was asked last.
+    pub(crate) fn any(&self) -> Result<bool, Errno> {
+        let mut room = [MaybeUninit::uninit(); EVENTS_BYTES];
+        let mut events = Reader::new(&self.0, &mut room);
+        let mut any = false;
+        loop {
+            match events.next() {
+                Ok(_) => any = true,
+                Err(Errno::AGAIN) => return Ok(any),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+impl AsFd for Openings {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write as _;
+
+    use rustix::pipe::{PipeFlags, pipe_with};
+
+    use super::*;
+
+    #[test]
+    fn an_opening_is_told_once_and_what_is_written_is_not() {
+        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+        let openings = Openings::of(&reader).unwrap();
+        let path = format!("/proc/self/fd/{}", writer.as_raw_fd());
+        assert!(!openings.any().unwrap());
+        let mut opened = File::options().write(true).open(&path).unwrap();
+        assert!(openings.any().unwrap());
+        opened.write_all(b"devices").unwrap();
+        drop(opened);
+        assert!(!openings.any().unwrap());
+        drop(File::options().write(true).open(&path).unwrap());
+        assert!(openings.any().unwrap(), "somebody else");
+    }
+}
