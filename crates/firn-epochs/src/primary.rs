@@ -169,7 +169,7 @@ impl<'a> Connection<'a> {
         Ok(Protection {
             guest,
             epochs,
-            predictor: Predictor::new(predicts),
+            predictor: Predictor::new(predicts).with_busy(options.busy_pages()),
             options,
             jobs,
             events,

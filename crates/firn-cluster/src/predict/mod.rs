@@ -23,10 +23,21 @@
 //! not, it isn't sent, and is no longer hot. That it was written some time in an epoch does not say that it was in its last moments. So
 //! one epoch in four it is tried: protected and copied ahead like others, for one fault if it is still hot.
 //!
+//! **A busy guest** writes so many pages that their faults would take more of its time than copying them in the pause does. Then it is as VPC has
+//! it: nothing is copied ahead, and what was written in one epoch is hot in the next. Programs go round in loops that take longer than an
+//! interval, so it is hot until its copy was found unchanged [`PATIENCE`] times in a row, and a guest is busy until it was not for as long.
+//!
+//! ```text
+//!   pages that an epoch wrote     0 ....... start ............... end
+//!                                 not busy | busy                | not busy at once: too long a pause
+//! ```
+//!
 //! **A page is protected before it is copied**, and what is written after that is found by the scan of the next pause. It stays
 //! writable where it is not protected, and then it is in each scan. So no write is missed, whenever comparing ends.
 //!
 //! The scan is asynchronous (write-protect, then `PAGEMAP_SCAN`): a page that is not protected counts as written.
+
+use std::ops::Range;
 
 mod set;
 
@@ -75,24 +86,49 @@ pub struct Predictor {
     ahead: PageSet,
     /// Which of the hot pages are tried next.
     turn: u32,
+    /// How many pages a busy guest writes in an epoch.
+    busy: Range<usize>,
+    /// It is taken to be busy for so many epochs more.
+    busy_for: usize,
+    /// Hot pages of a busy guest that were unchanged in the last epoch, in the last two, and so on.
+    idle: [PageSet; PATIENCE - 1],
     counts: Counts,
 }
 
 /// Each hot page is tried once in so many turns.
 const TURNS: u32 = 4;
+/// How many epochs a busy guest, or a page of one, may be at rest.
+const PATIENCE: usize = 4;
 
 impl Predictor {
     /// A predictor for a VM whose pages are all write-protected. Without prediction nothing is copied ahead, and every page written
     /// is protected again at each cut.
     pub fn new(predicts: bool) -> Self {
         let (hot, cooled, ahead) = (PageSet::new(), PageSet::new(), PageSet::new());
-        Self { predicts, hot, cooled, ahead, turn: 0, counts: Counts::default() }
+        let (turn, busy, busy_for, counts) = (0, 0..0, 0, Counts::default());
+        let idle = Default::default();
+        Self { predicts, hot, cooled, ahead, turn, busy, busy_for, idle, counts }
+    }
+
+    /// A guest that writes so many pages in an epoch is busy. By default none is.
+    #[must_use]
+    pub fn with_busy(self, busy: Range<usize>) -> Self {
+        Self { busy, ..self }
+    }
+
+    /// Whether anything is copied ahead of the next cut.
+    pub fn copies_ahead(&self) -> bool {
+        self.predicts && !self.is_busy()
+    }
+
+    fn is_busy(&self) -> bool {
+        self.busy_for > 0
     }
 
     /// The next cut is near, and a scan found these pages written or not protected: what to protect and then to copy while the VM
     /// runs. May be asked more than once: the newest copy of a page counts.
     pub fn ahead(&mut self, scanned: &PageSet) -> PageSet {
-        if !self.predicts {
+        if !self.copies_ahead() {
             return PageSet::new();
         }
         self.cool_some();
@@ -117,11 +153,21 @@ impl Predictor {
         again.intersect(&ahead);
         ahead.subtract(scanned);
         let written = self.surely_written(scanned, &ahead, &again);
+        self.hot.extend_from(&self.staying(scanned, again, &written));
         self.cooled = PageSet::new();
-        self.hot.extend_from(&again);
         let mut protect = scanned.clone();
         protect.subtract(&self.hot);
         CutPlan { copy: scanned.clone(), ahead, written, protect }
+    }
+
+    /// What is left writable, beside what is hot already.
+    fn staying(&self, scanned: &PageSet, again: PageSet, written: &PageSet) -> PageSet {
+        if !self.is_busy() {
+            return again;
+        }
+        let mut staying = scanned.clone();
+        staying.intersect(written);
+        staying
     }
 
     /// All but what was left writable at the last cut, unless it was protected and written since.
@@ -141,17 +187,47 @@ impl Predictor {
         self.hot = PageSet::new();
     }
 
-    /// Copies of the last cut were compared with those before: these pages are the same. They aren't sent.
+    /// Copies of the last cut were compared with those before: these pages are the same. They aren't sent. How many are not says whether the
+    /// guest is busy.
     ///
     /// May come at any time until the next cut; a comparison that comes later, or never, costs a page sent for nothing.
     pub fn unchanged(&mut self, plan: &CutPlan, same: &PageSet) {
-        let mut cooled = same.clone();
-        cooled.intersect(&self.hot);
+        let mut same_hot = same.clone();
+        same_hot.intersect(&self.hot);
+        let cooled = if self.is_busy() { self.out_of_patience(same_hot) } else { same_hot };
         self.hot.subtract(&cooled);
         self.cooled.extend_from(&cooled);
         let compared = plan.pages() - plan.written.len();
         self.counts.unchanged += same.len() as u64;
         self.counts.predicted += compared.saturating_sub(same.len()) as u64;
+        self.hear_pages(plan.pages().saturating_sub(same.len()));
+    }
+
+    /// Hot pages of a busy guest are unchanged; those that were often enough.
+    fn out_of_patience(&mut self, same: PageSet) -> PageSet {
+        self.idle.rotate_right(1);
+        let mut oldest = std::mem::take(&mut self.idle[0]);
+        oldest.intersect(&same);
+        let mut newest = same.clone();
+        newest.subtract(&oldest);
+        for idle in &mut self.idle[1..] {
+            idle.intersect(&same);
+            newest.subtract(idle);
+        }
+        self.idle[0] = newest;
+        oldest
+    }
+
+    /// An epoch wrote so many pages.
+    fn hear_pages(&mut self, pages: usize) {
+        self.busy_for = match self.predicts && self.busy.contains(&pages) {
+            true => PATIENCE,
+            false if pages >= self.busy.end => 0,
+            false => self.busy_for.saturating_sub(1),
+        };
+        if !self.is_busy() {
+            self.idle = Default::default();
+        }
     }
 
     /// Pages that are left writable.

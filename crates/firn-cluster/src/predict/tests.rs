@@ -43,8 +43,17 @@ struct Host {
 
 impl Host {
     fn new(predicts: bool, protects: Protects) -> Self {
+        Self::with(Predictor::new(predicts), protects)
+    }
+
+    /// So many pages in an epoch are many.
+    fn busy(busy: Range<usize>) -> Self {
+        Self::with(Predictor::new(true).with_busy(busy), Protects::BeforeItsCopy)
+    }
+
+    fn with(predictor: Predictor, protects: Protects) -> Self {
         let (memory, protected) = (vec![0; PAGES as usize], vec![true; PAGES as usize]);
-        let (predictor, ahead) = (Predictor::new(predicts), BTreeMap::new());
+        let ahead = BTreeMap::new();
         Self { backup: memory.clone(), memory, protected, predictor, ahead, last: None, protects }
     }
 
@@ -135,8 +144,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn no_written_page_is_ever_missed(steps in steps(), predicts: bool) {
-        let mut host = Host::new(predicts, Protects::BeforeItsCopy);
+    fn no_written_page_is_ever_missed(
+        steps in steps(),
+        predicts: bool,
+        busy in (0_usize..4, 0_usize..9),
+    ) {
+        let predictor = Predictor::new(predicts).with_busy(busy.0..busy.1);
+        let mut host = Host::with(predictor, Protects::BeforeItsCopy);
         for (at, step) in steps.iter().enumerate() {
             prop_assert!(host.step(step), "step {at} of {steps:?}");
         }
@@ -220,4 +234,61 @@ fn without_prediction_nothing_stays_writable() {
         assert!(host.step(&step));
     }
     assert!(host.protected[3] && host.predictor.hot().is_empty());
+}
+
+fn take(host: &mut Host, steps: &[Step]) {
+    steps.iter().for_each(|step| assert!(host.step(step)));
+}
+
+/// An epoch in which the first so many pages are written, before the others are copied ahead.
+fn epoch(pages: u32, value: u8) -> Vec<Step> {
+    let written = (0..pages).map(|page| Step::Write(page, value));
+    written.chain([Step::Ahead(0, value), Step::Cut, Step::Compare]).collect()
+}
+
+#[test]
+fn what_a_busy_guest_writes_again_costs_no_fault() {
+    let mut host = Host::busy(4..7);
+    (1..=6).for_each(|value| take(&mut host, &epoch(5, value)));
+    let Counts { faulted, predicted, unchanged } = host.predictor.counts();
+    // One is hot from the first epoch on, the others from the second.
+    assert_eq!((faulted, predicted, unchanged), (5 + 4, 1 + 4 * 5, 0));
+    assert!(host.protected[5] && !host.protected[4] && !host.predictor.copies_ahead());
+}
+
+#[test]
+fn what_a_busy_guest_no_longer_writes_is_protected_again() {
+    let mut host = Host::busy(4..7);
+    (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
+    let patience = PATIENCE as u8;
+    for value in 4..4 + patience {
+        assert!(!host.protected[4] && !host.predictor.copies_ahead());
+        take(&mut host, &epoch(2, value));
+    }
+    assert!(host.predictor.copies_ahead());
+    take(&mut host, &epoch(2, 4 + patience));
+    assert!(host.protected[2..].iter().all(|&it| it));
+}
+
+#[test]
+fn what_a_busy_guest_writes_in_each_round_of_a_loop_costs_no_fault() {
+    let mut host = Host::busy(4..7);
+    (1..=3).for_each(|value| take(&mut host, &epoch(5, value)));
+    let faulted = host.predictor.counts().faulted;
+    for round in 2..6 {
+        for value in 0..PATIENCE as u8 {
+            let pages = if value == 3 { 5 } else { 1 };
+            take(&mut host, &epoch(pages, round * 10 + value));
+        }
+    }
+    assert_eq!(host.predictor.counts().faulted, faulted);
+}
+
+#[test]
+fn a_guest_that_writes_too_much_to_be_copied_in_a_pause_is_not_busy() {
+    let mut host = Host::busy(2..4);
+    (1..=3).for_each(|value| take(&mut host, &epoch(3, value)));
+    assert!(!host.predictor.copies_ahead());
+    (4..=5).for_each(|value| take(&mut host, &epoch(5, value)));
+    assert!(host.predictor.copies_ahead());
 }

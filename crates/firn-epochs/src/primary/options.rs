@@ -1,5 +1,6 @@
 //! How a VM is protected, and what is told of it.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -9,6 +10,13 @@ use firn_cluster::member::OfEpoch;
 use firn_cluster::predict::Counts;
 use firn_cluster::{Epoch, Seq};
 use serde::{Deserialize, Serialize};
+
+/// What a page fault that only tells of a write takes of the guest's time. Copying the page takes a fifth of that.
+const FAULT: Duration = Duration::from_micros(2);
+/// Faults that take more of an interval than one part in so many are spared.
+const SPARED: u32 = 50;
+/// Pages that may be copied in a pause for that: some three milliseconds.
+const SPARED_MAX: usize = 8192;
 
 /// How a VM is protected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +36,12 @@ impl Default for Options {
 }
 
 impl Options {
+    /// How many pages a guest writes in an interval that is better spared their faults.
+    pub(super) fn busy_pages(&self) -> Range<usize> {
+        let most = self.interval.as_nanos() / u128::from(SPARED) / FAULT.as_nanos();
+        usize::try_from(most).unwrap_or(usize::MAX)..SPARED_MAX
+    }
+
     /// A member may be cut as soon as half an interval has passed: others may have been just before.
     pub(super) fn limits(&self, is_member: bool) -> Result<Limits, LimitsError> {
         let least = if is_member { self.interval / 2 } else { self.interval };

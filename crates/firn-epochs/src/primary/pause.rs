@@ -41,7 +41,7 @@ pub(super) fn ahead(
     options: &Options,
     bytes: &mut Vec<u8>,
 ) -> Result<Vec<Page>, GuestError> {
-    if !options.predicts {
+    if !predictor.copies_ahead() {
         return Ok(Vec::new());
     }
     let scanned = guest.glance()?;
