@@ -7,8 +7,6 @@
 //!   before         .        ?   .   =    .                in the copy of the epoch before: "=" is as it was, "." a few words of it are new,
 //! ```                                                     "?" it is not in that copy, or much of it is new
 
-use std::ops::Range;
-
 use firn_cluster::Epoch;
 use firn_cluster::member::OfEpoch;
 use firn_cluster::predict::{CutPlan, PageSet};
@@ -68,47 +66,48 @@ impl EpochCopy {
         bytes.div_ceil(PAGE_SIZE) as u64
     }
 
-    /// What of it a backup lacks that has the epoch before.
-    pub fn news_since(&self, before: &Self) -> News {
-        let mut news = News::default();
+    /// What of it a backup lacks that has the epoch before. Of pages of which a little is new that goes to `patched`, about
+    /// [`PATCHES_BYTES`] at a time: all of it at once would take half as much memory again as the pages.
+    ///
+    /// # Errors
+    /// Those of `patched`.
+    pub fn news_since<E>(
+        &self,
+        before: &Self,
+        mut patched: impl FnMut(&Patches) -> Result<(), E>,
+    ) -> Result<News, E> {
+        let (mut news, mut patches) = (News::default(), Patches::default());
         for (page, bytes) in self.iter() {
             let runs = before.page(page).map(|before| runs(before, bytes));
             match runs {
                 Some(runs) if runs.is_empty() => news.same.insert(page),
-                Some(runs) if is_little(&runs) => news.patch(page, &runs, bytes),
+                Some(runs) if is_little(&runs) => patches.add(page, &runs, bytes),
                 _ => news.whole.insert(page),
             }
+            if patches.bytes().len() >= PATCHES_BYTES {
+                patched(&std::mem::take(&mut patches))?;
+            }
         }
-        news
+        match patches.bytes().is_empty() {
+            true => Ok(news),
+            false => patched(&patches).map(|()| news),
+        }
     }
 }
 
-/// What is sent of an epoch's pages.
+/// What is sent of an epoch's pages, beside patches.
 #[derive(Clone, Debug, Default)]
 pub struct News {
     /// Nothing: pages that hold what they did in the epoch before.
     pub same: PageSet,
     /// All of them.
     pub whole: PageSet,
-    /// What is new of the others, of about [`PATCHES_BYTES`] each.
-    pub patches: Vec<Patches>,
-}
-
-impl News {
-    fn patch(&mut self, page: Page, runs: &[Range<usize>], now: &[u8]) {
-        match self.patches.last_mut() {
-            Some(patches) if patches.bytes().len() < PATCHES_BYTES => patches.add(page, runs, now),
-            _ => {
-                let mut patches = Patches::default();
-                patches.add(page, runs, now);
-                self.patches.push(patches);
-            }
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+
     use super::*;
 
     fn copy(pages: &[(u32, u8)], written: &[u32]) -> EpochCopy {
@@ -123,18 +122,27 @@ mod tests {
         }
     }
 
+    fn news(now: &EpochCopy, before: &EpochCopy) -> (News, Vec<Patches>) {
+        let mut all = Vec::new();
+        let news = now.news_since(before, |patches| {
+            all.push(patches.clone());
+            Ok::<_, Infallible>(())
+        });
+        (news.unwrap(), all)
+    }
+
     #[test]
     fn what_is_as_before_is_not_sent_and_of_the_rest_what_is_new() {
         let before = copy(&[(3, 1), (4, 1), (9, 1)], &[]);
         let mut now = copy(&[(3, 1), (4, 2), (9, 1), (10, 1)], &[9, 10]);
         now.bytes[2 * PAGE_SIZE + 16] = 5;
-        let News { same, whole, patches } = now.news_since(&before);
+        let (News { same, whole }, patches) = news(&now, &before);
         let pages = |set: PageSet| set.iter().collect::<Vec<_>>();
         assert_eq!((pages(same), pages(whole)), (vec![Page(3)], vec![Page(4), Page(10)]));
         let parts: Vec<_> = patches.iter().flat_map(Patches::iter).collect();
         assert_eq!(parts, [(Page(9), 16, &[5, 1, 1, 1, 1, 1, 1, 1][..])]);
-        let unknown = now.news_since(&EpochCopy::default());
-        assert_eq!((unknown.whole.len(), unknown.same.len(), unknown.patches.len()), (4, 0, 0));
+        let (unknown, patches) = news(&now, &EpochCopy::default());
+        assert_eq!((unknown.whole.len(), unknown.same.len(), patches.len()), (4, 0, 0));
     }
 
     #[test]
@@ -142,7 +150,7 @@ mod tests {
         let pages: Vec<(u32, u8)> = (0..2000).map(|page| (page, 1)).collect();
         let (before, mut now) = (copy(&pages, &[]), copy(&pages, &[]));
         now.bytes.chunks_exact_mut(PAGE_SIZE).for_each(|page| page[..1024].fill(2));
-        let patches = now.news_since(&before).patches;
+        let (_, patches) = news(&now, &before);
         assert!(patches.len() > 1 && patches.iter().flat_map(Patches::iter).count() == 2000);
         let most = PATCHES_BYTES + PAGE_SIZE;
         assert!(patches.iter().all(|patches| patches.bytes().len() < most));

@@ -8,6 +8,7 @@ use firn_cluster::predict::{CutPlan, PageSet};
 use firn_cluster::{Epoch, Seq};
 
 use crate::copy::{EpochCopy, News};
+use crate::delta::Patches;
 use crate::endpoint::Stream;
 use crate::primary::PrimaryError;
 use crate::wire::{Message, Pages, Reader, WireError, Writer};
@@ -78,14 +79,14 @@ impl<W: Write> Sending<W> {
 
     fn epoch(&mut self, copy: EpochCopy) -> Result<(), WireError> {
         let epoch = copy.epoch;
-        let News { mut same, whole, patches } = copy.news_since(&self.before);
+        let before = self.writer.sent();
+        let patched = |patches: &Patches| self.writer.patches(epoch, patches);
+        let News { mut same, whole } = copy.news_since(&self.before, patched)?;
         let pages = copy.plan.pages() - same.len();
         // Of the others it is known that they were written, if only with what was there.
         same.subtract(&copy.plan.written);
         self.tell(Event::Compared { epoch, plan: copy.plan.clone(), same });
-        let before = self.writer.sent();
         self.writer.pages(epoch, copy.iter().filter(|(page, _)| whole.contains(*page)))?;
-        patches.iter().try_for_each(|patches| self.writer.patches(epoch, patches))?;
         for (disk, changes) in (0..).zip(&copy.disks) {
             self.writer.changes(epoch, disk, changes)?;
         }
