@@ -1,7 +1,7 @@
 //! Disks that belong to a VM's epochs: wherever it goes on, its disks are those that its memory knows.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::time::Duration;
 
 use crate::hypervisor_dies::{answer, start};
@@ -61,9 +61,19 @@ fn protected(vm: &Vm, name: &str, standby: &str, more: &[&str]) {
     protect(vm, name, child, &[]);
 }
 
+/// Whoever served it may hold its lock a moment longer.
 fn is_sound(file: &Path) {
-    let checked = Command::new("qemu-img").args(["check", "-f", "qcow2", text(file)]).output();
-    let checked = checked.unwrap();
+    let mut check = Command::new("qemu-img");
+    check.args(["check", "-f", "qcow2", text(file)]);
+    let is_locked =
+        |checked: &Output| String::from_utf8_lossy(&checked.stderr).contains("Failed to lock");
+    let mut checked = check.output().unwrap();
+    eventually("nobody has the disk", PATIENCE, || {
+        if is_locked(&checked) {
+            checked = check.output().unwrap();
+        }
+        !is_locked(&checked)
+    });
     let said = String::from_utf8_lossy(&checked.stdout);
     assert!(said.contains("No errors were found"), "{checked:?}");
 }
