@@ -42,8 +42,9 @@ const JOBS_MAX: usize = 16;
 /// takes page faults. One that is far too large is made smaller: an epoch may have been out of the ordinary.
 const ROOM_MIN: usize = 1024;
 const ROOM_TOO_LARGE: usize = 3;
-/// Buffers that are kept for later epochs.
-const SPARES_MAX: usize = 2;
+/// Buffers that are kept for later epochs. Two are in use where the sender keeps up: one is filled while the other is what the next is compared
+/// with. A third is needed now and then.
+const SPARES_MAX: usize = 1;
 /// How often whoever asked is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 /// The same while what another member has sent waits for a cut.
