@@ -25,7 +25,7 @@ use firn_cluster::cut::Answer;
 use firn_cluster::member::{Kept, Membership, OfEpoch};
 use firn_cluster::switch::Mac;
 use firn_cluster::{Epoch, Seq};
-use firn_memory::Process;
+use firn_memory::{Process, heap};
 use firn_net::lease::Lease;
 use firn_net::port::{self, Port};
 use firn_net::uplink::Uplink;
@@ -255,7 +255,12 @@ impl Network {
             MemberRequest::Globally { generation, epoch } => {
                 done(port.globally(*generation, *epoch)).ok_or_else(no_mark)
             }
-            MemberRequest::Leave => done(port.leave()).ok_or_else(held),
+            MemberRequest::Leave => {
+                let left = done(port.leave()).ok_or_else(held);
+                // Frames that were kept are many small blocks.
+                heap::give_back();
+                left
+            }
         }
     }
 
