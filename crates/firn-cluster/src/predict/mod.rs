@@ -25,7 +25,7 @@
 //!
 //! **A busy guest** writes so many pages that their faults would take more of its time than copying them in the pause does. Then it is as VPC has
 //! it: nothing is copied ahead, and what was written in one epoch is hot in the next. Programs go round in loops that take longer than an
-//! interval, so it is hot until its copy was found unchanged [`PATIENCE`] times in a row, and a guest is busy until it was not for as long.
+//! interval, so it is hot until its copy was found unchanged four times in a row, and a guest is busy until it was not for as long.
 //!
 //! ```text
 //!   pages that an epoch wrote     0 ....... start ............... end
