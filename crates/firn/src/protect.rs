@@ -33,6 +33,8 @@ use crate::output::Output;
 /// Where the hosts agree who may run what (`[membership]`, see `firn-agent --help`), a VM with --backup fails over by itself when its host is
 /// lost, and is protected by another host then. What it sends leaves only while its host holds a lease.
 ///
+/// QEMU saves all devices each time. Those of virtio take least with `disable-modern=on`, and a virtio-serial with `max_ports` as low as can be.
+///
 /// Examples:
 ///   firn protect web --backup host2
 ///   firn protect web --to unix:/run/web.standby --interval 50ms --json
