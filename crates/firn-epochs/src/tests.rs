@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::error::Error;
 use std::io::{self, Read, Write};
+use std::ops::Range;
 use std::rc::Rc;
 
 use crossbeam_channel::Receiver;
@@ -22,6 +23,8 @@ use crate::standby::{Ram, Standby};
 use crate::wire::{Hello, Pages, Reader, VERSION, WireError, Writer};
 
 const PAGES: u32 = 8;
+/// So many pages of them make a busy guest.
+const BUSY: Range<usize> = 2..PAGES as usize;
 /// An epoch with more pages is sent from within its pause.
 const BUFFER_PAGES: usize = 5;
 
@@ -104,7 +107,7 @@ impl World {
         Self {
             memory: [0; PAGES as usize],
             protected: [true; PAGES as usize],
-            predictor: Predictor::new(predicts),
+            predictor: Predictor::new(predicts).with_busy(BUSY),
             ahead: (Vec::new(), Vec::new()),
             sending: Sending::new(writer, tell),
             events,

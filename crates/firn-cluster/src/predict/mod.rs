@@ -25,12 +25,7 @@
 //!
 //! **A busy guest** writes so many pages that their faults would take more of its time than copying them in the pause does. Then it is as VPC has
 //! it: nothing is copied ahead, and what was written in one epoch is hot in the next. Programs go round in loops that take longer than an
-//! interval, so it is hot until its copy was found unchanged four times in a row, and a guest is busy until it was not for as long.
-//!
-//! ```text
-//!   pages that an epoch wrote     0 ....... start ............... end
-//!                                 not busy | busy                | not busy at once: too long a pause
-//! ```
+//! interval, so it is hot until its copy was found unchanged four times in a row. Who is busy, and for how long, is decided in `busy`.
 //!
 //! **A page is protected before it is copied**, and what is written after that is found by the scan of the next pause. It stays
 //! writable where it is not protected, and then it is in each scan. So no write is missed, whenever comparing ends.
@@ -39,7 +34,10 @@
 
 use std::ops::Range;
 
+mod busy;
 mod set;
+
+use busy::{Busy, Compared};
 
 pub use set::PageSet;
 
@@ -86,18 +84,15 @@ pub struct Predictor {
     ahead: PageSet,
     /// Which of the hot pages are tried next.
     turn: u32,
-    /// How many pages a busy guest writes in an epoch.
-    busy: Range<usize>,
-    /// It is taken to be busy for so many epochs more.
-    busy_for: usize,
+    busy: Busy,
     /// Hot pages of a busy guest that were unchanged in the last epoch, in the last two, and so on.
     idle: [PageSet; PATIENCE - 1],
     counts: Counts,
 }
 
-/// Each hot page is tried once in so many turns.
+/// Each hot page is tried once in so many turns, unless the guest is busy.
 const TURNS: u32 = 4;
-/// How many epochs a busy guest, or a page of one, may be at rest.
+/// How many epochs a busy guest, or a hot page of one, may be at rest.
 const PATIENCE: usize = 4;
 
 impl Predictor {
@@ -105,24 +100,20 @@ impl Predictor {
     /// is protected again at each cut.
     pub fn new(predicts: bool) -> Self {
         let (hot, cooled, ahead) = (PageSet::new(), PageSet::new(), PageSet::new());
-        let (turn, busy, busy_for, counts) = (0, 0..0, 0, Counts::default());
+        let (turn, busy, counts) = (0, Busy::new(usize::MAX..usize::MAX), Counts::default());
         let idle = Default::default();
-        Self { predicts, hot, cooled, ahead, turn, busy, busy_for, idle, counts }
+        Self { predicts, hot, cooled, ahead, turn, busy, idle, counts }
     }
 
-    /// A guest that writes so many pages in an epoch is busy. By default none is.
+    /// A guest that writes so many pages in an epoch is busy, unless more than that are copied in its pause. By default none is.
     #[must_use]
-    pub fn with_busy(self, busy: Range<usize>) -> Self {
-        Self { busy, ..self }
+    pub fn with_busy(self, pages: Range<usize>) -> Self {
+        Self { busy: Busy::new(pages), ..self }
     }
 
     /// Whether anything is copied ahead of the next cut.
     pub fn copies_ahead(&self) -> bool {
-        self.predicts && !self.is_busy()
-    }
-
-    fn is_busy(&self) -> bool {
-        self.busy_for > 0
+        self.predicts && !self.busy.is()
     }
 
     /// The next cut is near, and a scan found these pages written or not protected: what to protect and then to copy while the VM
@@ -155,6 +146,7 @@ impl Predictor {
         let written = self.surely_written(scanned, &ahead, &again);
         self.hot.extend_from(&self.staying(scanned, again, &written));
         self.cooled = PageSet::new();
+        self.busy.cut();
         let mut protect = scanned.clone();
         protect.subtract(&self.hot);
         CutPlan { copy: scanned.clone(), ahead, written, protect }
@@ -162,7 +154,7 @@ impl Predictor {
 
     /// What is left writable, beside what is hot already.
     fn staying(&self, scanned: &PageSet, again: PageSet, written: &PageSet) -> PageSet {
-        if !self.is_busy() {
+        if !self.busy.is() {
             return again;
         }
         let mut staying = scanned.clone();
@@ -185,6 +177,7 @@ impl Predictor {
     pub fn give_up(&mut self, plan: &mut CutPlan) {
         plan.protect.clone_from(&plan.copy);
         self.hot = PageSet::new();
+        self.busy.stop();
     }
 
     /// Copies of the last cut were compared with those before: these pages are the same. They aren't sent. How many are not says whether the
@@ -192,15 +185,23 @@ impl Predictor {
     ///
     /// May come at any time until the next cut; a comparison that comes later, or never, costs a page sent for nothing.
     pub fn unchanged(&mut self, plan: &CutPlan, same: &PageSet) {
-        let mut same_hot = same.clone();
-        same_hot.intersect(&self.hot);
-        let cooled = if self.is_busy() { self.out_of_patience(same_hot) } else { same_hot };
+        let mut cooled = same.clone();
+        cooled.intersect(&self.hot);
+        if self.busy.is() {
+            cooled = self.out_of_patience(cooled);
+        }
+        let left_writable = plan.pages() - plan.written.len();
+        let spared = left_writable.saturating_sub(same.len());
+        self.counts.unchanged += same.len() as u64;
+        self.counts.predicted += spared as u64;
+        let (copied, written) = (plan.copy.len(), plan.pages().saturating_sub(same.len()));
+        let epoch = Compared { copied, written, spared, same: same.len() };
+        if self.predicts && self.busy.compared(epoch) {
+            // What stays writable is found by the next scan, and copied once more.
+            cooled = self.hot.clone();
+        }
         self.hot.subtract(&cooled);
         self.cooled.extend_from(&cooled);
-        let compared = plan.pages() - plan.written.len();
-        self.counts.unchanged += same.len() as u64;
-        self.counts.predicted += compared.saturating_sub(same.len()) as u64;
-        self.hear_pages(plan.pages().saturating_sub(same.len()));
     }
 
     /// Hot pages of a busy guest are unchanged; those that were often enough.
@@ -216,18 +217,6 @@ impl Predictor {
         }
         self.idle[0] = newest;
         oldest
-    }
-
-    /// An epoch wrote so many pages.
-    fn hear_pages(&mut self, pages: usize) {
-        self.busy_for = match self.predicts && self.busy.contains(&pages) {
-            true => PATIENCE,
-            false if pages >= self.busy.end => 0,
-            false => self.busy_for.saturating_sub(1),
-        };
-        if !self.is_busy() {
-            self.idle = Default::default();
-        }
     }
 
     /// Pages that are left writable.

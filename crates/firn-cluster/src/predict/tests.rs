@@ -265,8 +265,8 @@ fn what_a_busy_guest_no_longer_writes_is_protected_again() {
         assert!(!host.protected[4] && !host.predictor.copies_ahead());
         take(&mut host, &epoch(2, value));
     }
-    assert!(host.predictor.copies_ahead());
     take(&mut host, &epoch(2, 4 + patience));
+    assert!(host.predictor.copies_ahead());
     assert!(host.protected[2..].iter().all(|&it| it));
 }
 
@@ -291,4 +291,23 @@ fn a_guest_that_writes_too_much_to_be_copied_in_a_pause_is_not_busy() {
     assert!(!host.predictor.copies_ahead());
     (4..=5).for_each(|value| take(&mut host, &epoch(5, value)));
     assert!(host.predictor.copies_ahead());
+}
+
+#[test]
+fn a_guest_that_goes_through_its_memory_is_seldom_copied_in_pauses() {
+    let mut predictor = Predictor::new(true).with_busy(100..8000);
+    let (mut writable, mut copied) = (PageSet::new(), Vec::new());
+    for epoch in 0..200 {
+        let new: PageSet = (epoch * 100..(epoch + 1) * 100).map(Page).collect();
+        writable.extend_from(&new);
+        writable.subtract(&predictor.ahead(&writable));
+        let plan = predictor.cut(&writable);
+        writable.subtract(&plan.protect);
+        copied.push(plan.copy.len());
+        let mut same = plan.copy.clone();
+        same.subtract(&new);
+        predictor.unchanged(&plan, &same);
+    }
+    assert!(copied.iter().all(|&pages| pages <= 600), "{copied:?}");
+    assert!(copied.iter().sum::<usize>() < 200 * 50, "{copied:?}");
 }

@@ -23,7 +23,8 @@ const SPARED_MAX: usize = 8192;
 pub struct Options {
     /// The time from one cut to the next.
     pub interval: Duration,
-    /// Pages that are not expected to be written until the cut are copied ahead of it; others stay writable in the next epoch.
+    /// Pages that are not expected to be written until the cut are copied ahead of it; others stay writable in the next epoch. Of a guest
+    /// that writes much none are copied ahead.
     pub predicts: bool,
     /// Pages that may wait for the backup.
     pub buffer_pages: u64,
@@ -38,8 +39,8 @@ impl Default for Options {
 impl Options {
     /// How many pages a guest writes in an interval that is better spared their faults.
     pub(super) fn busy_pages(&self) -> Range<usize> {
-        let most = self.interval.as_nanos() / u128::from(SPARED) / FAULT.as_nanos();
-        usize::try_from(most).unwrap_or(usize::MAX)..SPARED_MAX
+        let least = self.interval.as_nanos() / u128::from(SPARED) / FAULT.as_nanos();
+        usize::try_from(least).unwrap_or(usize::MAX)..SPARED_MAX
     }
 
     /// A member may be cut as soon as half an interval has passed: others may have been just before.

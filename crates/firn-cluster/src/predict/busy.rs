@@ -1,0 +1,155 @@
+//! Whether a guest is busy: it writes so much that its page faults would take more of its time than copying what it writes in the pause.
+//!
+//! ```text
+//!                 so many pages were written                  not so for PATIENCE epochs, or nobody compares
+//!   at rest ----------------------------------> busy --------------------------------------------> at rest
+//!      ^                                         |
+//!      |  REST cuts                              |  too much is copied, or copying costs more than the faults it saves
+//!      '---------------------- resting <---------'
+//! ```
+//!
+//! The last is a guest that goes through its memory and does not come back: what it wrote is copied again and again, and no fault is saved.
+
+use std::ops::Range;
+
+use super::PATIENCE;
+
+/// How many page copies cost what a page fault does.
+const FAULT: usize = 5;
+/// Cuts until it is tried again with a guest with which it cost more than it saved.
+const REST: usize = 64;
+/// How much more copying than it saves it may cost at first, and after it has saved much: so many times the pages that make a guest busy.
+const CREDIT: (usize, usize) = (8, 16);
+
+/// What is known of that.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Busy {
+    /// How many pages a busy guest writes in an epoch, and how many are copied in a pause at most.
+    pages: Range<usize>,
+    /// It is taken to be busy for so many cuts more.
+    left: usize,
+    /// It is not, for so many cuts more.
+    rest: usize,
+    /// What it was worth, in page copies.
+    credit: usize,
+}
+
+/// An epoch, when it was compared with the one before.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Compared {
+    /// Pages that were copied in the pause.
+    pub(super) copied: usize,
+    /// Pages that were written.
+    pub(super) written: usize,
+    /// Faults that were saved: of pages that were left writable, those that are not the same.
+    pub(super) spared: usize,
+    /// Those that are.
+    pub(super) same: usize,
+}
+
+impl Busy {
+    pub(super) fn new(pages: Range<usize>) -> Self {
+        Self { pages, ..Self::default() }
+    }
+
+    pub(super) fn is(&self) -> bool {
+        self.left > 0
+    }
+
+    /// There was a cut.
+    pub(super) fn cut(&mut self) {
+        self.left = self.left.saturating_sub(1);
+        self.rest = self.rest.saturating_sub(1);
+    }
+
+    /// An epoch was compared. `true` if the guest was busy and is not to be any more.
+    pub(super) fn compared(&mut self, epoch: Compared) -> bool {
+        let Range { start, end } = self.pages;
+        let is_too_much = epoch.copied.max(epoch.written) >= end;
+        let is_worth_it = !self.is() || self.pay(epoch);
+        if self.is() && (is_too_much || !is_worth_it) {
+            self.stop();
+            return true;
+        }
+        if epoch.written >= start && !is_too_much && self.rest == 0 {
+            if !self.is() {
+                self.credit = CREDIT.0 * start;
+            }
+            // The cut that follows is not over until it is compared.
+            self.left = PATIENCE + 1;
+        }
+        false
+    }
+
+    /// Whether it is still worth it.
+    fn pay(&mut self, epoch: Compared) -> bool {
+        let most = CREDIT.1 * self.pages.start;
+        let credit = (self.credit + FAULT * epoch.spared).checked_sub(epoch.same);
+        self.credit = credit.unwrap_or_default().min(most);
+        credit.is_some()
+    }
+
+    /// It is not busy now, nor soon.
+    pub(super) fn stop(&mut self) {
+        (self.left, self.rest) = (0, REST);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const QUIET: Compared = Compared { copied: 5, written: 5, spared: 0, same: 0 };
+    const MANY: Compared = Compared { copied: 100, written: 100, spared: 0, same: 0 };
+
+    fn busy() -> Busy {
+        let mut busy = Busy::new(100..1000);
+        assert!(!busy.compared(QUIET) && !busy.is());
+        assert!(!busy.compared(MANY) && busy.is());
+        busy
+    }
+
+    #[test]
+    fn it_lapses_whether_or_not_anybody_compares() {
+        let mut busy = busy();
+        (0..=PATIENCE).for_each(|_| {
+            assert!(busy.is());
+            busy.cut();
+        });
+        assert!(!busy.is());
+        assert!(!busy.compared(MANY) && busy.is(), "and begins again");
+    }
+
+    #[test]
+    fn a_guest_that_comes_back_to_what_it_wrote_stays_busy() {
+        let mut busy = busy();
+        for round in 0..100 {
+            let spared = if round % 4 == 0 { 100 } else { 0 };
+            let epoch = Compared { copied: 100, written: spared, spared, same: 100 - spared };
+            assert!(!busy.compared(epoch), "{round}");
+            busy.cut();
+        }
+        assert!(busy.is());
+    }
+
+    #[test]
+    fn a_guest_that_does_not_is_left_alone_for_a_while() {
+        let mut busy = busy();
+        let epoch = |same| Compared { copied: 100 + same, written: 100, spared: 0, same };
+        let cuts = (1..).find(|times| busy.compared(epoch(100 * times))).unwrap();
+        assert!(cuts < 5 && !busy.is(), "{cuts}");
+        (0..REST).for_each(|_| {
+            assert!(!busy.compared(MANY) && !busy.is());
+            busy.cut();
+        });
+        assert!(!busy.compared(MANY) && busy.is());
+    }
+
+    #[test]
+    fn what_is_copied_in_a_pause_has_a_bound() {
+        let mut busy = busy();
+        assert!(!busy.compared(Compared { copied: 999, written: 200, spared: 799, same: 0 }));
+        assert!(busy.compared(Compared { copied: 1000, written: 200, spared: 799, same: 0 }));
+        assert!(!busy.is());
+    }
+}
