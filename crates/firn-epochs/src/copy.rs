@@ -66,42 +66,51 @@ impl EpochCopy {
         bytes.div_ceil(PAGE_SIZE) as u64
     }
 
-    /// What of it a backup lacks that has the epoch before. Of pages of which a little is new that goes to `patched`, about
-    /// [`PATCHES_BYTES`] at a time: all of it at once would take half as much memory again as the pages.
-    ///
-    /// # Errors
-    /// Those of `patched`.
-    pub fn news_since<E>(
-        &self,
-        before: &Self,
-        mut patched: impl FnMut(&Patches) -> Result<(), E>,
-    ) -> Result<News, E> {
-        let (mut news, mut patches) = (News::default(), Patches::default());
+    /// What of it a backup lacks that has the epoch before.
+    pub fn news_since(&self, before: &Self) -> News {
+        let mut news = News::default();
         for (page, bytes) in self.iter() {
             let runs = before.page(page).map(|before| runs(before, bytes));
             match runs {
                 Some(runs) if runs.is_empty() => news.same.insert(page),
-                Some(runs) if is_little(&runs) => patches.add(page, &runs, bytes),
+                Some(runs) if is_little(&runs) => news.patched.insert(page),
                 _ => news.whole.insert(page),
             }
+        }
+        news
+    }
+
+    /// Gives what is new of some pages, about [`PATCHES_BYTES`] at a time: all of it at once would take half as much memory again as the pages.
+    ///
+    /// # Errors
+    /// Those of `give`.
+    pub fn patches<E>(
+        &self,
+        before: &Self,
+        pages: &PageSet,
+        mut give: impl FnMut(&Patches) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut patches = Patches::default();
+        for (page, bytes) in self.iter().filter(|(page, _)| pages.contains(*page)) {
+            let Some(before) = before.page(page) else { continue };
+            patches.add(page, &runs(before, bytes), bytes);
             if patches.bytes().len() >= PATCHES_BYTES {
-                patched(&std::mem::take(&mut patches))?;
+                give(&std::mem::take(&mut patches))?;
             }
         }
-        match patches.bytes().is_empty() {
-            true => Ok(news),
-            false => patched(&patches).map(|()| news),
-        }
+        if patches.bytes().is_empty() { Ok(()) } else { give(&patches) }
     }
 }
 
-/// What is sent of an epoch's pages, beside patches.
+/// What is sent of an epoch's pages.
 #[derive(Clone, Debug, Default)]
 pub struct News {
     /// Nothing: pages that hold what they did in the epoch before.
     pub same: PageSet,
     /// All of them.
     pub whole: PageSet,
+    /// What is new of them, which is little.
+    pub patched: PageSet,
 }
 
 #[cfg(test)]
@@ -122,13 +131,14 @@ mod tests {
         }
     }
 
-    fn news(now: &EpochCopy, before: &EpochCopy) -> (News, Vec<Patches>) {
+    fn patches(now: &EpochCopy, before: &EpochCopy) -> Vec<Patches> {
         let mut all = Vec::new();
-        let news = now.news_since(before, |patches| {
+        let give = |patches: &Patches| {
             all.push(patches.clone());
             Ok::<_, Infallible>(())
-        });
-        (news.unwrap(), all)
+        };
+        now.patches(before, &now.news_since(before).patched, give).unwrap();
+        all
     }
 
     #[test]
@@ -136,13 +146,15 @@ mod tests {
         let before = copy(&[(3, 1), (4, 1), (9, 1)], &[]);
         let mut now = copy(&[(3, 1), (4, 2), (9, 1), (10, 1)], &[9, 10]);
         now.bytes[2 * PAGE_SIZE + 16] = 5;
-        let (News { same, whole }, patches) = news(&now, &before);
+        let News { same, whole, patched } = now.news_since(&before);
         let pages = |set: PageSet| set.iter().collect::<Vec<_>>();
         assert_eq!((pages(same), pages(whole)), (vec![Page(3)], vec![Page(4), Page(10)]));
+        assert_eq!(pages(patched), [Page(9)]);
+        let patches = patches(&now, &before);
         let parts: Vec<_> = patches.iter().flat_map(Patches::iter).collect();
         assert_eq!(parts, [(Page(9), 16, &[5, 1, 1, 1, 1, 1, 1, 1][..])]);
-        let (unknown, patches) = news(&now, &EpochCopy::default());
-        assert_eq!((unknown.whole.len(), unknown.same.len(), patches.len()), (4, 0, 0));
+        let unknown = now.news_since(&EpochCopy::default());
+        assert_eq!((unknown.whole.len(), unknown.same.len(), unknown.patched.len()), (4, 0, 0));
     }
 
     #[test]
@@ -150,7 +162,7 @@ mod tests {
         let pages: Vec<(u32, u8)> = (0..2000).map(|page| (page, 1)).collect();
         let (before, mut now) = (copy(&pages, &[]), copy(&pages, &[]));
         now.bytes.chunks_exact_mut(PAGE_SIZE).for_each(|page| page[..1024].fill(2));
-        let (_, patches) = news(&now, &before);
+        let patches = patches(&now, &before);
         assert!(patches.len() > 1 && patches.iter().flat_map(Patches::iter).count() == 2000);
         let most = PATCHES_BYTES + PAGE_SIZE;
         assert!(patches.iter().all(|patches| patches.bytes().len() < most));

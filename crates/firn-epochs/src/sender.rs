@@ -79,14 +79,15 @@ impl<W: Write> Sending<W> {
 
     fn epoch(&mut self, copy: EpochCopy) -> Result<(), WireError> {
         let epoch = copy.epoch;
-        let before = self.writer.sent();
-        let patched = |patches: &Patches| self.writer.patches(epoch, patches);
-        let News { mut same, whole } = copy.news_since(&self.before, patched)?;
+        let News { mut same, whole, patched } = copy.news_since(&self.before);
         let pages = copy.plan.pages() - same.len();
         // Of the others it is known that they were written, if only with what was there.
         same.subtract(&copy.plan.written);
         self.tell(Event::Compared { epoch, plan: copy.plan.clone(), same });
+        let before = self.writer.sent();
         self.writer.pages(epoch, copy.iter().filter(|(page, _)| whole.contains(*page)))?;
+        let give = |patches: &Patches| self.writer.patches(epoch, patches);
+        copy.patches(&self.before, &patched, give)?;
         for (disk, changes) in (0..).zip(&copy.disks) {
             self.writer.changes(epoch, disk, changes)?;
         }
