@@ -55,7 +55,7 @@ pub struct Pause {
     /// The whole, by the hypervisor's own events: from when it had stopped the vCPUs until it started them. Where it sent none, from
     /// asking it to stop until it said that it goes on.
     pub downtime_ms: f64,
-    /// Saving device state, most of it if the hypervisor waited meanwhile; and if they were told to, stopping the vCPUs.
+    /// Saving device state; and if they were told to, stopping the vCPUs. If the hypervisor saves while Firn works, only until that begins.
     pub device_state_ms: f64,
     /// Cloning the files of disks, where that can be done.
     #[serde(default)]

@@ -57,7 +57,7 @@ const SPARE_BYTES: usize = 8 << 10;
 /// For how long the opening is looked for without sleeping. Once the vCPUs stand still their processors are free, and waking up takes as
 /// long as what is waited for.
 const LOOK: Duration = Duration::from_micros(1500);
-/// For how long after that they alone are waited for: what QEMU says when the VM has stopped it says faster if that wakes nobody.
+/// For how long after that it alone is waited for: what QEMU says when the VM has stopped it says faster if that wakes nobody.
 const PIPE_WAIT: Duration = Duration::from_millis(5);
 /// What it takes when its writer is to wait no longer: as much as any user may ask for by default, or less.
 const FREE_BYTES: [usize; 3] = [1 << 20, 1 << 18, 1 << 16];
@@ -132,11 +132,13 @@ impl Holder {
     fn has_come(&self) -> Result<bool, DeviceStateError> {
         match self.is_opened()? {
             Some(is_opened) => Ok(is_opened),
-            None => {
-                let bytes = rustix::io::ioctl_fionread(&self.reader);
-                Ok(bytes.map_err(io_error("look for"))? > 0)
-            }
+            None => self.is_written_to(),
         }
+    }
+
+    fn is_written_to(&self) -> Result<bool, DeviceStateError> {
+        let bytes = rustix::io::ioctl_fionread(&self.reader).map_err(io_error("look for"))?;
+        Ok(bytes > 0)
     }
 
     /// The same, when there was some time for it.
@@ -149,7 +151,8 @@ impl Holder {
             std::hint::spin_loop();
         }
         readable(self.sign(), Instant::now() + PIPE_WAIT).map_err(io_error("wait for"))?;
-        self.has_come()
+        // Of a kernel that tells of no openings that is a sign as well.
+        Ok(self.has_come()? || self.is_written_to()?)
     }
 
     /// Lets the writer go on. A user who has used up what pipes may take has it write page by page: that is only slower.
@@ -240,7 +243,7 @@ impl<'a> Held<'a> {
                 }
                 Err(error) => return Err(error.into()),
             }
-            wait(qmp, holder.sign(), deadline)?;
+            wait(qmp, &holder, deadline)?;
         }
         Ok(Some(Self { qmp, home, under_way: Some((holder, save)), since: now() }))
     }
@@ -279,12 +282,13 @@ impl<'a> Held<'a> {
         let Some((mut holder, save)) = self.under_way.take() else { return Ok(device_state) };
         let (deadline, held_bytes) = (Instant::now() + self.qmp.timeout(), holder.held_bytes);
         holder.let_go();
-        holder.read(&mut device_state)?;
-        while self.qmp.try_answer(&save)?.is_none() {
-            wait(self.qmp, holder.reader.as_fd(), deadline)?;
-            holder.read(&mut device_state)?;
+        match self.drain(&holder, &save, &mut device_state, deadline) {
+            Err(error @ DeviceStateError::Qmp(QmpError::Refused { .. })) => {
+                holder.take_back(self.qmp)?;
+                return Err(error);
+            }
+            drained => drained?,
         }
-        holder.read(&mut device_state)?;
         let is_opened_twice = holder.is_opened()? == Some(true);
         match holder.is_made_ready(0) {
             true => *self.home = Some(holder),
@@ -299,6 +303,22 @@ impl<'a> Held<'a> {
             false => Err(DeviceStateError::NotHeld { bytes: device_state.len() }),
         }
     }
+
+    /// Reads until QEMU says that it has saved everything.
+    fn drain(
+        &mut self,
+        holder: &Holder,
+        save: &Sent,
+        state: &mut Vec<u8>,
+        deadline: Instant,
+    ) -> Result<(), DeviceStateError> {
+        holder.read(state)?;
+        while self.qmp.try_answer(save)?.is_none() {
+            wait(self.qmp, holder, deadline)?;
+            holder.read(state)?;
+        }
+        holder.read(state)
+    }
 }
 
 impl Drop for Held<'_> {
@@ -310,8 +330,8 @@ impl Drop for Held<'_> {
     }
 }
 
-fn wait(qmp: &Qmp, sign: BorrowedFd<'_>, deadline: Instant) -> Result<(), DeviceStateError> {
-    either(sign, qmp.socket(), deadline).map_err(io_error("wait for"))?;
+fn wait(qmp: &Qmp, holder: &Holder, deadline: Instant) -> Result<(), DeviceStateError> {
+    either(&holder.reader, qmp.socket(), deadline).map_err(io_error("wait for"))?;
     // A pipe that was closed is always ready.
     match Instant::now() < deadline {
         true => Ok(()),

@@ -24,10 +24,16 @@ pub(crate) struct Openings(OwnedFd);
 impl Openings {
     /// Begins to watch. `None` if the system lets its user watch nothing more.
     pub(crate) fn of(pipe: impl AsFd) -> Option<Self> {
-        let watching = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).ok()?;
-        let path = format!("/proc/self/fd/{}", pipe.as_fd().as_raw_fd());
-        inotify::add_watch(&watching, path, WatchFlags::OPEN).ok()?;
-        Some(Self(watching))
+        let watching = Self::watching(pipe.as_fd());
+        let told = |errno: &Errno| tracing::debug!("openings of a pipe can't be watched: {errno}");
+        watching.inspect_err(told).ok()
+    }
+
+    fn watching(pipe: BorrowedFd<'_>) -> Result<Self, Errno> {
+        let watching = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
+        let path = format!("/proc/self/fd/{}", pipe.as_raw_fd());
+        inotify::add_watch(&watching, path, WatchFlags::OPEN)?;
+        Ok(Self(watching))
     }
 
     /// Whether it was opened since this was asked last.
