@@ -294,10 +294,11 @@ impl<'a> Guest<'a> {
 fn args(workload: Workload) -> Result<(QemuArgs, Option<SocketAddr>)> {
     let accel = accel::decide().accel;
     if workload != Workload::Nginx {
-        return Ok((QemuArgs::new(&GuestImage::small()?, accel).memory_mib(MIB), None));
+        return Ok((QemuArgs::new(&GuestImage::small()?, accel).lean().memory_mib(MIB), None));
     }
     let (image, port) = (GuestImage::full()?, free_tcp_port()?);
     let args = QemuArgs::new(&image, accel)
+        .lean()
         .memory_mib(WEB_MIB)
         .append("firn.services=nginx")
         .cached_root_in_memory(&image)
