@@ -29,12 +29,13 @@ use firn_cluster::Epoch;
 use firn_cluster::predict::PageSet;
 use firn_disks::{Change, DiskError};
 use firn_image::AuxBlock;
+use firn_memory::urgency::First;
 use firn_memory::{
     Features, GuestMemory, MemoryError, PageScan, Process, ProcessError, ScanError, TraceError,
     Tracee, process_memory,
 };
 use firn_types::{PAGE_SIZE, Page, Tid};
-use firn_vmm::{AuxRam, DeviceStateError, QmpError, Vm};
+use firn_vmm::{AuxRam, DeviceStateError, Look, QmpError, Vm};
 use thiserror::Error;
 
 use crate::disks::Disks;
@@ -268,7 +269,7 @@ impl Guest {
     fn stand_still_drained(&mut self, time: Duration) -> Result<(), GuestError> {
         // A hypervisor that waits for a full log, in a reset of the guest's, would not answer.
         self.disks.drain();
-        if let Some(held) = self.vm.hold_then(&mut || self.disks.drain())? {
+        if let Some(held) = self.vm.hold_then(&mut || self.disks.drain(), Look::Awake)? {
             thread::sleep(time);
             held.release()?;
             return Ok(());
@@ -321,7 +322,9 @@ impl Guest {
     ) -> Result<Option<(T, Pause)>, GuestError> {
         let started = Instant::now();
         let drain = &mut || self.disks.drain();
-        let Some(held) = self.vm.hold_then(drain)? else { return Ok(None) };
+        let first = First::now();
+        let look = if first.is_some() { Look::Asleep } else { Look::Awake };
+        let Some(held) = self.vm.hold_then(drain, look)? else { return Ok(None) };
         let aux = read_aux(&self.process, &self.aux)?;
         let (scan, memory, disks) = (&self.scan, &*self.memory, &self.disks);
         let value = inside(&Still { scan, memory, disks })?;

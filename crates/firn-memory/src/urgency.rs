@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   the thread that answers page faults      before everybody           a vCPU waits for it, for microseconds of work
+//!   who pauses a VM for an epoch             before everybody           the VM stands still, for a millisecond of work
 //!   vCPUs, and all else on the host          as always
 //!   copying, compressing, writing            behind                     nobody waits for them
 //! ```
@@ -10,6 +11,7 @@
 //! touches a hundred pages one after another would wait that long for each.
 
 use std::io;
+use std::marker::PhantomData;
 
 use crate::sys::sched;
 
@@ -23,6 +25,29 @@ const NICENESS: i32 = 10;
 /// If this process may not (`CAP_SYS_NICE`, or `RLIMIT_RTPRIO`). It works without, less promptly.
 pub fn come_first() -> io::Result<()> {
     sched::real_time()
+}
+
+/// The calling thread comes first, where it may, until this is dropped.
+#[derive(Debug)]
+#[must_use = "it comes first until this is dropped"]
+pub struct First {
+    /// It is about the thread that made it.
+    not_send: PhantomData<*const ()>,
+}
+
+impl First {
+    /// From now on.
+    pub fn now() -> Option<Self> {
+        let first = Self { not_send: PhantomData };
+        come_first().is_ok().then_some(first)
+    }
+}
+
+impl Drop for First {
+    fn drop(&mut self) {
+        // Nobody is refused that who was allowed the other.
+        let _ = sched::ordinary();
+    }
 }
 
 /// From now on the calling thread, and no other, leaves the processors to others (nice(2)).
@@ -55,6 +80,19 @@ mod tests {
                 return assert_eq!(started, 0);
             };
             assert_eq!((why.kind(), stat(POLICY)), (io::ErrorKind::PermissionDenied, 0));
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn coming_first_ends_and_niceness_stays() {
+        std::thread::spawn(|| {
+            step_back();
+            let first = First::now();
+            assert_eq!(stat(POLICY), i64::from(first.is_some()));
+            drop(first);
+            assert_eq!((stat(POLICY), stat(NICE)), (0, 10));
         })
         .join()
         .unwrap();

@@ -64,6 +64,15 @@ const FREE_BYTES: [usize; 3] = [1 << 20, 1 << 18, 1 << 16];
 /// How much is read at once.
 const READ_BYTES: usize = 256 << 10;
 
+/// How QEMU is waited for when it has been told to stop the VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// Without sleeping, for 1.5 ms at most: waking up may take longer than what is waited for.
+    Awake,
+    /// By who comes first whenever it wakes up, and would else be in QEMU's way.
+    Asleep,
+}
+
 /// A pipe that QEMU can save device state to.
 #[derive(Debug)]
 pub(crate) struct Holder {
@@ -142,9 +151,9 @@ impl Holder {
     }
 
     /// The same, when there was some time for it.
-    fn has_soon_come(&self) -> Result<bool, DeviceStateError> {
+    fn has_soon_come(&self, look: Look) -> Result<bool, DeviceStateError> {
         let since = Instant::now();
-        while since.elapsed() < LOOK {
+        while look == Look::Awake && since.elapsed() < LOOK {
             if self.has_come()? {
                 return Ok(true);
             }
@@ -220,19 +229,20 @@ pub struct Released {
 }
 
 impl<'a> Held<'a> {
-    /// Stops a VM that runs, and calls `asked` when it has been told to. `None` if its QEMU can't open the pipe; then it runs, and
+    /// Stops a VM that runs, and calls `asked` when it has been told to; then `look`s for it. `None` if its QEMU can't open the pipe; then it runs, and
     /// stood still for a moment.
     pub(crate) fn hold(
         qmp: &'a mut Qmp,
         home: &'a mut Option<Holder>,
         asked: &mut dyn FnMut(),
+        look: Look,
     ) -> Result<Option<Self>, DeviceStateError> {
         let Some(holder) = home.take() else { return Ok(None) };
         drop(qmp.take_events());
         let deadline = Instant::now() + qmp.timeout();
         let save = holder.ask(qmp)?;
         asked();
-        while !holder.has_soon_come()? {
+        while !holder.has_soon_come(look)? {
             match qmp.try_answer(&save) {
                 Ok(None) => {}
                 Ok(Some(_)) => return Err(DeviceStateError::Size { bytes: 0 }),

@@ -39,7 +39,7 @@ pub use drives::{
     Below, CHAIN_MAX, CutError, Drive, DriveCut, DriveError, Expected, Overlay, can_clone,
     create_overlay,
 };
-pub use hold::{Held, Released};
+pub use hold::{Held, Look, Released};
 pub use launch::{LaunchError, Launched, launch, log_tail};
 pub use layout::{AuxRam, Layout, LayoutError, Location};
 pub use qmp::{Qmp, QmpError};

@@ -11,7 +11,7 @@ use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::disks::{self, Disk, FileView};
 use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
 use crate::hmp;
-use crate::hold::{Held, Holder};
+use crate::hold::{Held, Holder, Look};
 use crate::layout::{self, Layout, LayoutError};
 use crate::qmp::{Qmp, QmpError};
 use crate::version::Version;
@@ -269,18 +269,19 @@ impl Vm {
     ///
     /// `None` if this QEMU can't; the VM runs then. It does as well after an error, if it did before.
     pub fn hold(&mut self) -> Result<Option<Held<'_>>, DeviceStateError> {
-        self.hold_then(&mut || ())
+        self.hold_then(&mut || (), Look::Awake)
     }
 
     /// The same. `asked` is called when QEMU has been told to stop, which waits for requests of its disks.
     pub fn hold_then(
         &mut self,
         asked: &mut dyn FnMut(),
+        look: Look,
     ) -> Result<Option<Held<'_>>, DeviceStateError> {
         if self.holder.is_none() {
             self.prepare_hold()?;
         }
-        Held::hold(&mut self.qmp, &mut self.holder, asked)
+        Held::hold(&mut self.qmp, &mut self.holder, asked, look)
     }
 
     /// How long the VM stood still when it did last, by QEMU's own clock: from when its vCPUs had stopped until they were

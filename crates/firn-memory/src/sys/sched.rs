@@ -14,3 +14,12 @@ pub(crate) fn real_time() -> io::Result<()> {
     Errno::result(unsafe { libc::sched_setscheduler(0, policy, &raw const lowest) })?;
     Ok(())
 }
+
+/// Makes it an ordinary one again. Its niceness is as it was; that what it starts is ordinary stays so, which only a privileged one could undo.
+pub(crate) fn ordinary() -> io::Result<()> {
+    let none = libc::sched_param { sched_priority: 0 };
+    let policy = libc::SCHED_OTHER | libc::SCHED_RESET_ON_FORK;
+    // SAFETY: as above.
+    Errno::result(unsafe { libc::sched_setscheduler(0, policy, &raw const none) })?;
+    Ok(())
+}
