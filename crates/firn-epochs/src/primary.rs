@@ -395,7 +395,7 @@ impl Protection<'_> {
     fn buffer(&mut self) -> Vec<u8> {
         let mut bytes = self.spares.pop().unwrap_or_default();
         let most = usize::try_from(self.options.buffer_pages).unwrap_or(usize::MAX);
-        let pages = self.copied + self.copied / 16;
+        let pages = self.copied + self.copied / 32;
         let room = pages.max(ROOM_MIN).min(most) * PAGE_SIZE;
         if bytes.len() < room || bytes.len() > ROOM_TOO_LARGE * room {
             bytes.resize(room, 0);

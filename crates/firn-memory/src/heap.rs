@@ -10,7 +10,7 @@ use crate::sys::heap;
 pub const LARGE_BYTES: i32 = 1 << 20;
 
 /// What a heap of small blocks keeps when they are freed: what is needed again and again, in a pause for example, takes no page faults.
-const KEPT_BYTES: i32 = 16 << 20;
+const KEPT_BYTES: i32 = 4 << 20;
 
 /// From now on large blocks that are freed are given back (`M_MMAP_THRESHOLD`, `M_TRIM_THRESHOLD`, mallopt(3)). Getting one takes a
 /// system call, and a page fault for each page of it. `false` if this C library can't be told.
