@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::child::VARIABLE;
 
 /// Nothing in these tests takes that long.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The process under test. Killed when dropped.
 pub struct Child {
