@@ -31,22 +31,27 @@ pub fn come_first() -> io::Result<()> {
 #[derive(Debug)]
 #[must_use = "it comes first until this is dropped"]
 pub struct First {
+    /// How it was scheduled before, unless it came first as it is.
+    before: Option<i32>,
     /// It is about the thread that made it.
     not_send: PhantomData<*const ()>,
 }
 
 impl First {
-    /// From now on.
+    /// From now on. It must not wait for others by spinning.
     pub fn now() -> Option<Self> {
-        let first = Self { not_send: PhantomData };
-        come_first().is_ok().then_some(first)
+        let before = sched::ordinary().ok()?;
+        if before.is_some() {
+            come_first().ok()?;
+        }
+        Some(Self { before, not_send: PhantomData })
     }
 }
 
 impl Drop for First {
     fn drop(&mut self) {
         // Nobody is refused that who was allowed the other.
-        let _ = sched::ordinary();
+        let _ = self.before.map(sched::set_ordinary);
     }
 }
 
@@ -93,6 +98,10 @@ mod tests {
             assert_eq!(stat(POLICY), i64::from(first.is_some()));
             drop(first);
             assert_eq!((stat(POLICY), stat(NICE)), (0, 10));
+            if come_first().is_ok() {
+                drop(First::now());
+                assert_eq!(stat(POLICY), 1, "it was so before");
+            }
         })
         .join()
         .unwrap();

@@ -59,6 +59,8 @@ const SPARE_BYTES: usize = 8 << 10;
 const LOOK: Duration = Duration::from_micros(1500);
 /// For how long after that it alone is waited for: what QEMU says when the VM has stopped it says faster if that wakes nobody.
 const PIPE_WAIT: Duration = Duration::from_millis(5);
+/// How often a QEMU is looked at that has closed the pipe, and says nothing.
+const CLOSED_LOOK: Duration = Duration::from_millis(1);
 /// What it takes when its writer is to wait no longer: as much as any user may ask for by default, or less.
 const FREE_BYTES: [usize; 3] = [1 << 20, 1 << 18, 1 << 16];
 /// How much is read at once.
@@ -342,7 +344,11 @@ impl Drop for Held<'_> {
 
 fn wait(qmp: &Qmp, holder: &Holder, deadline: Instant) -> Result<(), DeviceStateError> {
     either(&holder.reader, qmp.socket(), deadline).map_err(io_error("wait for"))?;
-    // A pipe that was closed is always ready.
+    if !holder.is_written_to()? {
+        // A pipe that was closed is always ready. Who closed it is to close the other as well, and may need this processor for that.
+        let soon = deadline.min(Instant::now() + CLOSED_LOOK);
+        readable(qmp.socket(), soon).map_err(io_error("wait for"))?;
+    }
     match Instant::now() < deadline {
         true => Ok(()),
         false => {
