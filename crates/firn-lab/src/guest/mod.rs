@@ -23,6 +23,6 @@ pub use control::{Control, ControlError, JobState};
 pub use image::{GuestImage, ImageError};
 pub use machine::{Machine, MachineError};
 pub use port::free_tcp_port;
-pub use qemu_args::{Disk, HostForward, LEAN, QemuArgs, default_program};
+pub use qemu_args::{Disk, HostForward, QemuArgs, default_program, lean};
 pub use redis::{Redis, RedisError};
 pub use redis_load::{LoadReport, RedisLoad};

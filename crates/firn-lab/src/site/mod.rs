@@ -27,7 +27,7 @@ use anyhow::{Context as _, Result};
 use serde_json::Value;
 
 use crate::firn::{Firn, Said};
-use crate::guest::LEAN;
+use crate::guest::{accel, lean};
 use crate::lab::{Lab, wait_for};
 use agent::Agent;
 use etcd::Etcd;
@@ -146,8 +146,9 @@ impl Site {
 
 /// The card of a VM in the network `lan`, for QEMU's command line, and the word for its kernel's that gives it its address.
 pub fn vm_network(number: u8) -> ([String; 4], String) {
+    let lean = lean(accel::decide().accel);
     let device =
-        format!("virtio-net-pci,netdev=net,romfile=,{LEAN},mac=52:54:00:12:34:{number:02x}");
+        format!("virtio-net-pci,netdev=net,romfile=,{lean},mac=52:54:00:12:34:{number:02x}");
     let card = ["-netdev", "firn,id=net,network=lan", "-device", &device].map(str::to_owned);
     (card, format!("firn.ip={}", network::vm_address(number)))
 }
