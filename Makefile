@@ -60,6 +60,7 @@ guest: setup
 
 # What CI asks for besides: needs rustfmt and clippy, which Debian's own toolchain comes without.
 lint: setup
+	scripts/tidy
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --quiet
