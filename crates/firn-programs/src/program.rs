@@ -210,11 +210,12 @@ fn exchange_twice(word: &AtomicU64, value: u64) {
 }
 
 unsafe fn exchange_128(at: *mut u8, value: u64) {
-    // SAFETY: the caller vouches for 16 aligned bytes; rbx, which the compiler reserves, is put back.
+    // SAFETY: the caller vouches for 16 aligned bytes; rbx, which the compiler reserves, is put back. The other registers are named, as
+    // the compiler may choose rbx for one that is not.
     unsafe {
-        asm!("mov {keep}, rbx", "mov rbx, {low}", "mov rax, [{a}]", "mov rdx, [{a} + 8]",
-            "lock cmpxchg16b [{a}]", "mov rbx, {keep}",
-            keep = out(reg) _, low = in(reg) value, a = in(reg) at, in("rcx") !value,
+        asm!("mov r8, rbx", "mov rbx, rsi", "mov rax, [rdi]", "mov rdx, [rdi + 8]",
+            "lock cmpxchg16b [rdi]", "mov rbx, r8",
+            out("r8") _, in("rsi") value, in("rdi") at, in("rcx") !value,
             out("rax") _, out("rdx") _);
     }
 }
