@@ -22,7 +22,8 @@ enum {
     FIRN_APP_ETRACKER = -3, /* the tracker does not work here, or not on this memory */
     FIRN_APP_EBACKUP = -4, /* the backup failed; a transaction is committed here, and not acknowledged */
     FIRN_APP_ESYSTEM = -5, /* the kernel refused something */
-    FIRN_APP_EINTERNAL = -6 /* a defect of the library: the session is not to be used any more */
+    FIRN_APP_EINTERNAL = -6, /* a defect of the library: the session is not to be used any more */
+    FIRN_APP_EFORKED = -7 /* the session belongs to the process that this one was forked from */
 };
 
 /* Bytes that a transaction changed. */
@@ -75,13 +76,14 @@ int64_t firn_app_changes(const firn_app *session, firn_app_change *changes, size
 /* Waits until every backup has everything. */
 int firn_app_flush(firn_app *session);
 
-/* The number of the last transaction that every backup has. */
+/* The number of the last transaction that every backup has; 0 in a child of the process that opened the session. */
 uint64_t firn_app_acknowledged(const firn_app *session);
 
 /* The tracker in use. */
 const char *firn_app_tracker(const firn_app *session);
 
-/* Ends a session: a transaction that is open is aborted, backups get what they have not. NULL is allowed. */
+/* Ends a session: a transaction that is open is aborted, backups get what they have not. NULL is allowed.
+ * In a child of the process that opened it, it releases what the child has, and nothing of the parent's. */
 void firn_app_close(firn_app *session);
 
 /* Words for the last error of the calling thread. Valid until its next call of this library. */

@@ -22,6 +22,7 @@ const ETRACKER: i64 = -3;
 const EBACKUP: i64 = -4;
 const ESYSTEM: i64 = -5;
 const EINTERNAL: i64 = -6;
+const EFORKED: i64 = -7;
 
 /// A session, and the areas that it allocated.
 #[derive(Debug)]
@@ -78,6 +79,7 @@ impl From<Error> for Failure {
             Error::Unavailable { .. } | Error::Foreign { .. } => ETRACKER,
             Error::Backup(_) => EBACKUP,
             Error::System { .. } => ESYSTEM,
+            Error::Forked { .. } => EFORKED,
             _ => EINVAL,
         };
         Self(number, words(&error))

@@ -92,6 +92,60 @@ fn the_man_page_has_every_function() {
     }
 }
 
+/// A child that was forked gets an error in words; what it writes and closes is its own.
+#[test]
+fn a_forked_child_is_refused_and_harms_nothing() {
+    const SCRIPT: &str = r#"
+import os, sys
+exec(open(sys.argv[1]).read().split("class State")[0])
+lib = ctypes.CDLL(sys.argv[2])
+lib.firn_app_error.restype = ctypes.c_char_p
+lib.firn_app_recover.restype = lib.firn_app_commit.restype = ctypes.c_int64
+lib.firn_app_acknowledged.restype = ctypes.c_uint64
+
+def opened(tracker):
+    session, memory = ctypes.c_void_p(), ctypes.c_void_p()
+    options = Options(name=b"forks", tracker=tracker, file=sys.argv[3].encode() + tracker)
+    assert lib.firn_app_open(ctypes.byref(options), ctypes.byref(session)) == 0, lib.firn_app_error()
+    assert lib.firn_app_allocate(session, b"area", ctypes.c_size_t(9000), ctypes.byref(memory)) == 0
+    return session, (ctypes.c_ubyte * 9000).from_address(memory.value)
+
+def commit(session, area, byte):
+    assert lib.firn_app_begin(session) == 0
+    area[5000] = byte
+    return lib.firn_app_commit(session)
+
+for tracker in (b"pt", b"emul", b"pt_assisted", b"scan", b"compare"):
+    session, area = opened(tracker)
+    assert commit(session, area, 1) == 1
+    assert lib.firn_app_begin(session) == 0
+    child = os.fork()
+    if child == 0:
+        calls = [lib.firn_app_commit(session), lib.firn_app_abort(session), lib.firn_app_begin(session), lib.firn_app_flush(session)]
+        words = lib.firn_app_error().decode()
+        area[5000] = 9
+        right = calls == [-7] * 4 and f"belongs to process {os.getppid()}" in words and area[5000] == 9
+        lib.firn_app_close(session)
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0, tracker
+    area[5001] = 2
+    assert lib.firn_app_commit(session) == 2
+    assert lib.firn_app_acknowledged(session) == 2
+    lib.firn_app_close(session)
+    session, area = opened(tracker)
+    assert lib.firn_app_recover(session) == 2
+    print(tracker.decode(), area[5000], area[5001])
+    lib.firn_app_close(session)
+"#;
+    let dir = tempfile::tempdir().unwrap();
+    install(dir.path());
+    let library = dir.path().join("lib/libfirnapp.so");
+    let (example, log) = (here().join("examples/counter.py"), dir.path().join("log-"));
+    let arguments = ["-c".as_ref(), SCRIPT.as_ref(), example.as_os_str(), library.as_os_str()];
+    let said = run(Path::new("python3"), arguments.into_iter().chain([log.as_os_str()]));
+    assert_eq!(said, "pt 1 2\nemul 1 2\npt_assisted 1 2\nscan 1 2\ncompare 1 2\n");
+}
+
 /// Without a host below there is an error, in words.
 #[test]
 fn a_host_that_is_not_there_is_said_to_be_missing() {

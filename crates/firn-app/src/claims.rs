@@ -1,10 +1,14 @@
 //! Which pages of the process some session follows: two may not follow the same.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::span::Span;
 
 static CLAIMED: Mutex<Vec<Span>> = Mutex::new(Vec::new());
+
+pub(crate) fn lock() -> MutexGuard<'static, Vec<Span>> {
+    CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Pages claimed; dropping it gives them back.
 #[derive(Debug, Default)]
@@ -14,7 +18,7 @@ impl Claims {
     /// Claims what this session has not claimed yet of a span, and gives that. `None` if another has claimed any of it.
     pub(crate) fn claim(&mut self, span: Span) -> Option<Vec<Span>> {
         let new = span.without(&self.0);
-        let mut claimed = CLAIMED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut claimed = lock();
         if new.iter().any(|new| claimed.iter().any(|taken| taken.overlaps(*new))) {
             return None;
         }
@@ -25,7 +29,7 @@ impl Claims {
 
     /// Gives some back.
     pub(crate) fn release(&mut self, spans: &[Span]) {
-        let mut claimed = CLAIMED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut claimed = lock();
         claimed.retain(|span| !spans.contains(span));
         self.0.retain(|span| !spans.contains(span));
     }

@@ -82,6 +82,16 @@ pub enum Error {
     /// not acknowledged.
     #[error("the backup failed")]
     Backup(#[source] Arc<BackupError>),
+    /// The session belongs to the process that this one was forked from.
+    #[error(
+        "the session {name:?} belongs to process {pid}, and this process is a child of it: open a session here"
+    )]
+    Forked {
+        /// The session.
+        name: String,
+        /// The process that opened it.
+        pid: u32,
+    },
     /// Not in this state: begin inside of a transaction, or commit and abort outside of one.
     #[error("{what}: {why}")]
     State {

@@ -22,6 +22,7 @@ use crate::error::Error;
 use crate::memory::Memory;
 use crate::options::{Options, Precision};
 use crate::span::Span;
+use crate::sys::fork::Owner;
 use crate::sys::region::Region;
 use crate::tracker::{self, Counts, Found, Kind, Tracker};
 
@@ -34,10 +35,16 @@ use crate::tracker::{self, Counts, Found, Kind, Tracker};
 /// [`Transaction`]. For memory given by [`Session::register`] the application promises it. What is written outside of
 /// transactions belongs to the next one.
 ///
-/// A process that forks goes on; its child must not use the session, nor write areas that were allocated.
+/// # Forks
+///
+/// A process that forks continues as if it had not. In its child every method of the session that can fail gives
+/// [`Error::Forked`], and dropping the session releases what the child has and nothing of the parent's. The child may read and write
+/// the areas: what it writes is its own, and no transaction has it. With the trackers Emul and Scan a page shows what the
+/// parent writes until the child writes the area. A child may open sessions of its own.
 pub struct Session {
     // Dropped in this order: protection ends, and pages are given back, before memory is. Otherwise another session could be
     // given memory at an address that is still claimed.
+    owner: Owner,
     tracker: Box<dyn Tracker>,
     claims: Claims,
     areas: Vec<State>,
@@ -125,9 +132,11 @@ impl Session {
             return Err(Error::Unavailable { kind: tracker.kind(), why });
         }
         tracker.compares(options.undo && options.precision == Precision::Words);
+        let owner = Owner::this_process().map_err(Error::system("marking a page for forks"))?;
         let (helpers, image) = backup::open(&options.name, &options.backups, options.discard)
             .map_err(Error::backup)?;
         let mut session = Self {
+            owner,
             tracker,
             areas: Vec::new(),
             claims: Claims::default(),
@@ -321,7 +330,15 @@ impl Session {
         Ok(())
     }
 
+    fn check_process(&self) -> Result<(), Error> {
+        match self.owner.is_here() {
+            true => Ok(()),
+            false => Err(Error::Forked { name: self.options.name.clone(), pid: self.owner.pid() }),
+        }
+    }
+
     fn check_state(&self, what: &'static str, open: bool) -> Result<(), Error> {
+        self.check_process()?;
         let why = match open {
             true => "no transaction is open",
             false => "a transaction is open",
@@ -394,6 +411,7 @@ impl Session {
     }
 
     fn commit(&mut self) -> Result<u64, Error> {
+        self.check_process()?;
         self.collect()?;
         let defined = self.tell();
         self.keep();
@@ -428,8 +446,12 @@ impl Session {
         payload
     }
 
-    /// The last transaction that every backup has; the last committed one if there is no backup.
+    /// The last transaction that every backup has; the last committed one if there is no backup. 0 in a child of the process that
+    /// opened the session.
     pub fn acknowledged(&self) -> u64 {
+        if !self.owner.is_here() {
+            return 0;
+        }
         self.helpers.iter().map(Helper::acknowledged).min().unwrap_or(self.sequence)
     }
 
@@ -438,6 +460,7 @@ impl Session {
     /// # Errors
     /// If one cannot have it.
     pub fn flush(&self) -> Result<(), Error> {
+        self.check_process()?;
         let flushed = self.helpers.iter().try_for_each(|helper| helper.wait_all(self.sequence));
         flushed.map_err(Error::Backup)
     }
@@ -486,6 +509,7 @@ impl Session {
     }
 
     fn abort(&mut self) -> Result<(), Error> {
+        self.check_process()?;
         if !self.options.undo {
             let why = "no copy is kept (Options::undo)";
             return Err(Error::State { what: "abort", why });

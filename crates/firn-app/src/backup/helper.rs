@@ -9,6 +9,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
 use super::Acknowledge;
 use super::error::BackupError;
+use crate::sys::fork::Owner;
 
 /// Transactions in the queue at most.
 const QUEUE: usize = 256;
@@ -80,6 +81,7 @@ pub(crate) struct Helper {
     progress: Arc<Progress>,
     thread: Option<JoinHandle<()>>,
     acknowledge: Acknowledge,
+    owner: Owner,
 }
 
 impl Helper {
@@ -88,6 +90,7 @@ impl Helper {
         sequence: u64,
         acknowledge: Acknowledge,
     ) -> std::io::Result<Self> {
+        let owner = Owner::this_process()?;
         let (queue, jobs) = bounded(QUEUE);
         let progress = Arc::new(Progress::default());
         progress.set(|state| state.0 = sequence);
@@ -97,7 +100,7 @@ impl Helper {
             ending.0.set(|state| state.1 = Some(Arc::new(error)));
         };
         let thread = thread::Builder::new().name("firn-app-backup".into()).spawn(work)?;
-        Ok(Self { queue: Some(queue), progress, thread: Some(thread), acknowledge })
+        Ok(Self { queue: Some(queue), progress, thread: Some(thread), acknowledge, owner })
     }
 
     /// Hands a transaction over.
@@ -129,6 +132,11 @@ impl Helper {
 
 impl Drop for Helper {
     fn drop(&mut self) {
+        if !self.owner.is_here() {
+            // A child has no such thread, which may have held the queue's lock at the fork.
+            std::mem::forget((self.queue.take(), self.thread.take()));
+            return;
+        }
         self.queue = None;
         if let Some(thread) = self.thread.take() {
             // A panic has been reported to those who wait.

@@ -23,6 +23,7 @@ use twox_hash::XxHash3_64;
 use super::error::BackupError;
 use super::record::{HEADER, Header, MAGIC, encode_state};
 use super::{Compression, Image};
+use crate::sys::fork::ParentOnly;
 
 const START: [u8; 8] = *b"FIRNAPPL";
 const VERSION: u32 = 1;
@@ -40,7 +41,7 @@ const GROWTH: u64 = 4;
 pub(crate) struct Log {
     path: PathBuf,
     name: String,
-    file: File,
+    file: ParentOnly,
     len: u64,
     /// Not written anew before it has so many bytes: the last time there was no room.
     compact_from: u64,
@@ -67,12 +68,12 @@ impl Log {
         // Left by who wrote it anew and was killed: nobody does while the log is locked.
         let _ = std::fs::remove_file(beside(path));
         let (image, len) = replay(path, &bytes, start.len())?;
-        let mut log =
-            Self { path: path.to_owned(), name: name.to_owned(), file, len, compact_from: 0 };
+        let (path, name) = (path.to_owned(), name.to_owned());
+        let mut log = Self { path, name, file, len, compact_from: 0 };
         if len < bytes.len() as u64 {
             log.cut(len)?;
         }
-        log.file.seek(SeekFrom::Start(len)).map_err(failed("cannot read", path))?;
+        log.file.seek(SeekFrom::Start(len)).map_err(failed("cannot read", &log.path))?;
         Ok((log, image))
     }
 
@@ -129,16 +130,12 @@ impl Log {
     /// A log beside this one, of one record, on the disk.
     fn written_anew(&self, state: &[u8]) -> Result<Self, BackupError> {
         let path = beside(&self.path);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(failed("cannot make", &path))?;
+        let mut how = OpenOptions::new();
+        how.read(true).write(true).create(true).truncate(true).mode(0o600);
+        let file = ParentOnly::open(&path, &how).map_err(failed("cannot make", &path))?;
         lock(&file, &path)?;
-        let mut new = Self { path, name: self.name.clone(), file, len: 0, compact_from: 0 };
+        let name = self.name.clone();
+        let mut new = Self { path, name, file, len: 0, compact_from: 0 };
         let written = new.append(&start(&self.name)).and_then(|()| new.append(state));
         match written.and_then(|()| new.sync()) {
             Ok(()) => Ok(new),
@@ -243,16 +240,11 @@ fn whole_record_in(bytes: &[u8]) -> bool {
     places.map(|(at, _)| at).any(|at| read_record(&bytes[at..]).is_ok())
 }
 
-fn open_locked(path: &Path) -> Result<File, BackupError> {
+fn open_locked(path: &Path) -> Result<ParentOnly, BackupError> {
     loop {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(path)
-            .map_err(failed("cannot open", path))?;
+        let mut how = OpenOptions::new();
+        how.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let file = ParentOnly::open(path, &how).map_err(failed("cannot open", path))?;
         // A device could be read for ever.
         if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
             return Err(BackupError::NoLog { path: path.to_owned() });

@@ -16,6 +16,7 @@ use super::record::{Header, RecordKind, encode_state};
 use super::tls::Identity;
 use super::wire::{self, Message};
 use super::{Compression, Fsync, Image, Log};
+use crate::sys::fork::Owner;
 
 /// A connection that says nothing for so long in the middle of a greeting is closed.
 const GREETING: Duration = Duration::from_secs(30);
@@ -58,6 +59,7 @@ pub struct Server {
     shared: Arc<Shared>,
     address: SocketAddr,
     thread: Option<JoinHandle<()>>,
+    owner: Owner,
 }
 
 impl Server {
@@ -69,6 +71,7 @@ impl Server {
         let config = options.identity.server()?;
         let lost = |source| BackupError::Connection { address: options.listen.clone(), source };
         let listener = TcpListener::bind(&options.listen).map_err(lost)?;
+        let owner = Owner::this_process().map_err(|errno| lost(errno.into()))?;
         let address = listener.local_addr().map_err(lost)?;
         let shared = Arc::new(Shared::default());
         let accepting = shared.clone();
@@ -77,12 +80,17 @@ impl Server {
             move || accept(&listener, &accepting, &config, &options)
         };
         let thread = thread::Builder::new().name("firn-app-accept".into()).spawn(work);
-        Ok(Self { shared, address, thread: Some(thread.map_err(lost)?) })
+        Ok(Self { shared, address, thread: Some(thread.map_err(lost)?), owner })
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// The process that serves.
+    pub(super) fn owner(&self) -> Owner {
+        self.owner
     }
 
     /// Ends all connections, and gives what is known of a session.
@@ -93,6 +101,11 @@ impl Server {
     }
 
     fn close(&mut self) {
+        if !self.owner.is_here() {
+            // A child has no such thread; connections are its parent's.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         self.shared.closing.store(true, Ordering::Release);
         // The listener waits: somebody has to come.
         let _ = TcpStream::connect(self.address);

@@ -51,6 +51,10 @@ impl Standby {
     /// If the session has a backup already, or an area of another size.
     pub fn take_over(self, session: &mut Session) -> Result<u64, Error> {
         let name = session.name().to_owned();
+        let owner = self.server.owner();
+        if !owner.is_here() {
+            return Err(Error::Forked { name, pid: owner.pid() });
+        }
         let Some(store) = self.server.take(&name) else { return Ok(0) };
         session.take_up(store.log, store.image, self.fsync)
     }

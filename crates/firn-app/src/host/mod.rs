@@ -27,6 +27,7 @@ use thiserror::Error;
 use crate::error::Error;
 use crate::options::Precision;
 use crate::span::{PAGE, Span};
+use crate::sys::fork::Owner;
 use crate::sys::mapping::Mapping;
 use crate::tracker::{Counts, Found, Kind, Tracker};
 use device::Device;
@@ -56,6 +57,9 @@ pub enum HostError {
     /// The kernel can't make sure that all threads are past their stores.
     #[error("the guest's kernel has no membarrier(2)")]
     Barrier(#[source] std::io::Error),
+    /// The kernel cannot mark a page for forks.
+    #[error("a page cannot be marked for forks")]
+    Fork(#[source] std::io::Error),
     /// The key is none.
     #[error(transparent)]
     Key(#[from] firn_calls::KeyError),
@@ -86,6 +90,7 @@ pub struct Host {
     /// Stores are to be noted from below, and told so.
     notes: Option<Precision>,
     counts: Counts,
+    owner: Owner,
 }
 
 /// A slot of the window, and who serves it.
@@ -111,12 +116,14 @@ impl Host {
     /// If there is no such device, or the host refuses.
     pub fn open(name: &str, key: &str) -> Result<Self, HostError> {
         let device = Device::find()?;
+        let owner = Owner::this_process().map_err(|errno| HostError::Fork(errno.into()))?;
         let proof = Mapping::anonymous(PAGE).map_err(|it| HostError::NoDevice(it.to_string()))?;
         let (name, key) = (name.to_owned(), key.parse()?);
         let (spans, line, tried) = (Vec::new(), None, None);
         let again = AGAIN.0;
         let (notes, counts) = (None, Counts::default());
-        let mut host = Self { name, key, device, proof, spans, line, tried, again, notes, counts };
+        let mut host =
+            Self { name, key, device, proof, spans, line, tried, again, notes, counts, owner };
         host.line = Some(host.connect()?);
         Ok(host)
     }
@@ -377,7 +384,9 @@ impl Tracker for Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        if let Some(mut line) = self.line.take() {
+        // The host knows one process by this slot: a child says nothing there.
+        let line = self.line.take().filter(|_| self.owner.is_here());
+        if let Some(mut line) = line {
             let bye = line.caller.request(&Request::Bye);
             let _ = self.ask(&line.caller, line.seat, &bye);
             self.give_back(line.seat);

@@ -7,13 +7,15 @@
 //!        else                                  --> note the page, make it writable, run the instruction again
 //! ```
 //!
+//! In a child of the process that follows a span nothing is noted: the span becomes writable there, and the child's own.
+//!
 //! The handler calls nothing that allocates or locks. What it writes are [`Notes`], on pages of their own; what it reads is
 //! the table below. It stays installed once it is: somebody may have chained to it.
 
 use std::mem::MaybeUninit;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use libc::{c_int, c_void, siginfo_t, ucontext_t};
 use rustix::io::Errno;
@@ -47,6 +49,24 @@ static CHANGING: Mutex<()> = Mutex::new(());
 /// The action before ours; null until ours is installed.
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
 
+pub(super) fn lock() -> MutexGuard<'static, ()> {
+    CHANGING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// In a child: pages of emulated spans that were writable in the parent are its memory. Now all of them are read-only, until
+/// the child writes them and gets memory of its own.
+pub(super) fn stop_sharing(_changing: &MutexGuard<'_, ()>) {
+    for slot in TABLE.iter().filter(|slot| slot.end.load(Ordering::Acquire) != 0) {
+        // SAFETY: a slot that is not empty names the notes of a span that is watched, and none ends being watched meanwhile:
+        // the table is locked, and a child has one thread.
+        let notes = unsafe { slot.notes.load(Ordering::Acquire).as_ref() };
+        if let Some(notes) = notes.filter(|notes| notes.is_shared()) {
+            // If it fails the child may write the parent's memory, as before.
+            let _ = protect(notes.span(), false);
+        }
+    }
+}
+
 /// A span whose first writes, or all writes, are noted. Dropping it makes the span writable and forgets it.
 #[derive(Debug)]
 pub(crate) struct Watched {
@@ -58,7 +78,7 @@ impl Watched {
     /// Protects a span. `alias` is where a second writable mapping of it starts.
     pub(crate) fn new(span: Span, alias: Option<usize>) -> Result<Self, Errno> {
         let notes = Box::new(Notes::new(span, alias)?);
-        let changing = CHANGING.lock().unwrap_or_else(PoisonError::into_inner);
+        let changing = lock();
         install()?;
         let empty = |slot: &Slot| slot.end.load(Ordering::Acquire) == 0;
         let slot = TABLE.iter().position(empty).ok_or(Errno::NOSPC)?;
@@ -78,8 +98,11 @@ impl Watched {
 impl Drop for Watched {
     fn drop(&mut self) {
         // A span that cannot be made writable again faults on, and the fault is no longer answered: loud, and rightly so.
-        let _ = protect(self.notes.span(), true);
-        let _changing = CHANGING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = match self.notes.owner().is_here() {
+            true => protect(self.notes.span(), true),
+            false => self.notes.give_to_child(),
+        };
+        let _changing = lock();
         let slot = &TABLE[self.slot];
         slot.end.store(0, Ordering::Release);
         slot.start.store(0, Ordering::Release);
@@ -144,6 +167,9 @@ fn answer(fault: &siginfo_t, context: &mut ucontext_t) -> bool {
     // SAFETY: `si_code` says that the kernel reported a fault, so the address is there.
     let address = unsafe { fault.si_addr() }.addr();
     let Some(notes) = notes_of(address) else { return false };
+    if !notes.owner().is_here() {
+        return notes.give_to_child().is_ok();
+    }
     if notes.alias().is_some() {
         match perform(notes, context) {
             Performed::Yes => return true,

@@ -7,7 +7,7 @@ use std::slice;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, MprotectFlags, MremapFlags, ProtFlags};
 
 use crate::span::{PAGE, Span};
 
@@ -33,6 +33,15 @@ impl Mapping {
         let start =
             unsafe { rustix::mm::mmap_anonymous(null_mut(), len, prot, MapFlags::PRIVATE) }?;
         Ok(Self::of(start, len).in_small_pages())
+    }
+
+    /// Private memory, of which a child that is forked gets zeros.
+    pub(crate) fn wiped_in_children() -> Result<Self, Errno> {
+        let page = Self::anonymous(PAGE)?;
+        let start = page.start.as_ptr().cast();
+        // SAFETY: the range is this mapping; its content changes in a child only, where nothing has read it yet.
+        unsafe { rustix::mm::madvise(start, page.len, Advice::LinuxWipeOnFork) }?;
+        Ok(page)
     }
 
     /// A file's memory, shared with its other mappings.
@@ -132,6 +141,25 @@ pub(crate) fn protect(span: Span, writable: bool) -> Result<(), Errno> {
     // (contract of `Session::register`; own mappings by construction). Reading it stays possible; who writes it gets a
     // fault that `fault` answers.
     unsafe { rustix::mm::mprotect(start, span.bytes(), flags) }
+}
+
+/// Gives a span memory of this process's own in place of what it shares, with the same content. Called by the signal handler:
+/// no allocation, no lock.
+pub(crate) fn replace_by_copy(span: Span) -> Result<(), Errno> {
+    let prot = ProtFlags::READ | ProtFlags::WRITE;
+    let start = std::ptr::with_exposed_provenance_mut::<c_void>(span.start());
+    // SAFETY: no address is asked for, so that no mapping that exists is replaced.
+    let copy =
+        unsafe { rustix::mm::mmap_anonymous(null_mut(), span.bytes(), prot, MapFlags::PRIVATE) }?;
+    // SAFETY: both are so many bytes, readable and writable respectively, and apart. The span belongs to a session of the parent
+    // process, which may write it now: then the copy has some of that, as a read a moment later would. The move replaces
+    // the span by memory with that content; threads of this process that write the span wait in the signal handler.
+    unsafe {
+        start.cast::<u8>().copy_to_nonoverlapping(copy.cast(), span.bytes());
+        let flags = MremapFlags::MAYMOVE;
+        rustix::mm::mremap_fixed(copy, span.bytes(), span.bytes(), flags, start)?;
+    }
+    Ok(())
 }
 
 /// Gives up private copies of pages of a mapping made by [`Mapping::private`]; they read as the file again.

@@ -1,6 +1,7 @@
 //! All unsafe code of this crate that calls the kernel or handles signals.
 
 pub(crate) mod fault;
+pub(crate) mod fork;
 pub(crate) mod mapping;
 pub(crate) mod notes;
 pub(crate) mod pagemap;

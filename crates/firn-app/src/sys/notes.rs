@@ -8,6 +8,7 @@
 //!            1 logged   stores in the log               5 everything    1: the span is writable, all of it
 //!            2 emulated stores performed
 //!            3 faults   answered
+//!            6 own      the span is the child's own: 0 no, 1 being copied, 2 yes
 //!            8 ..       one bit per page: noted and writable
 //!   halves   list of pages, in order of their first write
 //!   words    log of stores: offset in the span << 16 | length - 1
@@ -18,12 +19,17 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rustix::io::Errno;
 
-use super::mapping::{Mapping, protect};
+use super::fork::Owner;
+use super::mapping::{Mapping, protect, replace_by_copy};
 use crate::span::{PAGE, Span};
 
 const COUNTERS: usize = 8;
 /// Stores that the log of an emulated span holds; further ones are followed by pages.
 const LOG: usize = 1 << 15;
+/// Whose the memory of an emulated span is, in a child.
+const SHARED: u64 = 0;
+const COPYING: u64 = 1;
+const OWN: u64 = 2;
 
 /// What was noted of one span.
 #[derive(Debug)]
@@ -33,6 +39,7 @@ pub(crate) struct Notes {
     alias: usize,
     memory: Mapping,
     log: usize,
+    owner: Owner,
 }
 
 /// A store that was noted.
@@ -47,7 +54,41 @@ impl Notes {
         let log = if alias.is_some() { LOG } else { 0 };
         let bits = span.pages().div_ceil(64);
         let len = (COUNTERS + bits + span.pages().div_ceil(2) + log) * 8;
-        Ok(Self { span, alias: alias.unwrap_or(0), memory: Mapping::anonymous(len)?, log })
+        let owner = Owner::this_process()?;
+        Ok(Self { span, alias: alias.unwrap_or(0), memory: Mapping::anonymous(len)?, log, owner })
+    }
+
+    /// The process that follows the span.
+    pub(crate) fn owner(&self) -> Owner {
+        self.owner
+    }
+
+    /// Whether writes to the span's pages are writes to the memory of the process that follows it, in a child as well.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.alias != 0 && self.counter(6).load(Ordering::Acquire) != OWN
+    }
+
+    /// In a child: makes the span writable, and the child's own memory, with the content that it has now.
+    ///
+    /// Called by the signal handler: no allocation, no lock.
+    pub(crate) fn give_to_child(&self) -> Result<(), Errno> {
+        if self.alias == 0 {
+            return protect(self.span, true);
+        }
+        let state = self.counter(6);
+        loop {
+            match state.compare_exchange(SHARED, COPYING, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => {
+                    let copied = replace_by_copy(self.span);
+                    let next = if copied.is_ok() { OWN } else { SHARED };
+                    state.store(next, Ordering::Release);
+                    return copied;
+                }
+                Err(OWN) => return Ok(()),
+                // Another thread of the child copies it.
+                Err(_) => rustix::thread::sched_yield(),
+            }
+        }
     }
 
     pub(crate) fn span(&self) -> Span {

@@ -11,6 +11,7 @@ use super::whole::Whole;
 use super::{Found, Kind, Tracker};
 use crate::error::Error;
 use crate::span::{PAGE, Span};
+use crate::sys::fork::Owner;
 use crate::sys::pagemap::{Pagemap, Sought};
 use crate::sys::uffd::Uffd;
 
@@ -22,6 +23,7 @@ pub(super) struct Assisted {
     spans: Vec<Span>,
     heat: Option<Heat>,
     whole: Whole,
+    owner: Owner,
 }
 
 impl Assisted {
@@ -31,8 +33,9 @@ impl Assisted {
                 format!("userfaultfd with asynchronous write protection (Linux 6.7): {errno}");
             Error::Unavailable { kind: Kind::Assisted, why }
         })?;
+        let owner = Owner::this_process().map_err(Error::system("marking a page for forks"))?;
         let pagemap = Pagemap::open().map_err(Error::io("opening /proc/self/pagemap"))?;
-        Ok(Self { uffd, pagemap, spans: Vec::new(), heat: None, whole: Whole::default() })
+        Ok(Self { uffd, pagemap, spans: Vec::new(), heat: None, whole: Whole::default(), owner })
     }
 
     fn protect(&self, span: Span) -> Result<(), Error> {
@@ -122,7 +125,9 @@ impl Assisted {
 
 impl Drop for Assisted {
     fn drop(&mut self) {
-        for span in &self.spans {
+        // A child's descriptor is its parent's: the parent's pages are registered there.
+        let spans = self.spans.iter().filter(|_| self.owner.is_here());
+        for span in spans {
             // Closing the descriptor, which comes next, unregisters as well.
             let _ = self.uffd.unregister(*span);
         }

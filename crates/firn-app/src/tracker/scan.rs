@@ -11,17 +11,18 @@
 //! Both cost the first write of a page a fault inside the kernel, and a commit the time to look at every page of the areas.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Found, Kind, Tracker};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::span::Span;
+use crate::sys::fork::Owner;
 use crate::sys::pagemap::{Pagemap, Sought, forget_writes};
 use crate::sys::{mapping, region};
 
-/// Whether some session reads the soft-dirty bits.
-static SOFT_DIRTY_IN_USE: AtomicBool = AtomicBool::new(false);
+/// The mark of the process of which a session reads the soft-dirty bits; 0 if none does. A child has bits of its own.
+static SOFT_DIRTY_OF: AtomicU64 = AtomicU64::new(0);
 
 /// The way that this kernel has.
 pub(super) fn open() -> Result<Box<dyn Tracker>, Error> {
@@ -52,21 +53,25 @@ fn soft_dirty_works() -> Result<bool, Error> {
 struct SoftDirty {
     pagemap: Pagemap,
     spans: Vec<Span>,
+    owner: Owner,
 }
 
 impl SoftDirty {
     fn open() -> Result<Self, Error> {
-        if SOFT_DIRTY_IN_USE.swap(true, Ordering::AcqRel) {
+        let owner = Owner::this_process().map_err(Error::system("marking a page for forks"))?;
+        if SOFT_DIRTY_OF.swap(owner.mark(), Ordering::AcqRel) == owner.mark() {
             let why = "another session of this process reads the soft-dirty bits".to_owned();
             return Err(Error::Unavailable { kind: Kind::Scan, why });
         }
-        Ok(Self { pagemap: pagemap()?, spans: Vec::new() })
+        Ok(Self { pagemap: pagemap()?, spans: Vec::new(), owner })
     }
 }
 
 impl Drop for SoftDirty {
     fn drop(&mut self) {
-        SOFT_DIRTY_IN_USE.store(false, Ordering::Release);
+        let of = self.owner.mark();
+        // If it is another's now, this is a child, and the session its parent's.
+        let _ = SOFT_DIRTY_OF.compare_exchange(of, 0, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
 
