@@ -41,8 +41,11 @@ pub enum BackupError {
         /// Whose it should be.
         expected: String,
     },
-    /// A record is damaged, and records that follow are not: this is no write that was cut short.
-    #[error("{path} is damaged at byte {offset}: {why}; what follows there is whole")]
+    /// A record is damaged, and was not cut short.
+    #[error(
+        "{path} is damaged at byte {offset}: {why}; a transaction that was acknowledged may be lost (`truncate -s {offset} {path}` \
+         gives up this one and all after it)"
+    )]
     Damaged {
         /// The log.
         path: PathBuf,

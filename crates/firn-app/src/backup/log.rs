@@ -5,8 +5,10 @@
 //! ```
 //!
 //! A log is written at its end only. A record that was cut short there (the process died, the disk was full) never was
-//! acknowledged, and is cut off. A record that is damaged while a later one is whole is an error: something acknowledged
-//! is lost, and nothing can tell what. (The last record, damaged after it was written, looks like one that was cut short.)
+//! acknowledged, and is cut off: what is left of it is the beginning of a record that says it is longer, or zeros, which some
+//! file systems leave after a power cut. Anything else that is no record is damage, and an error: a transaction that was
+//! acknowledged may be lost, and nothing can say which. A length that was damaged does not make a record one that was cut
+//! short: with the length that is there its checksum is right.
 //!
 //! When the log has grown to several times its state, it is written anew: one state record in a new file, which then takes
 //! the name. Whoever writes a log holds a lock on the file.
@@ -207,7 +209,7 @@ fn replay(path: &Path, bytes: &[u8], start: usize) -> Result<(Image, u64), Backu
                 })?;
                 at += len;
             }
-            Err(_) if !whole_record_in(&bytes[at + 1..]) => break,
+            Err(_) if is_cut(&bytes[at..]) => break,
             Err(error) => {
                 let (path, offset) = (path.to_owned(), at as u64);
                 return Err(BackupError::Damaged { path, offset, why: why(&error) });
@@ -233,6 +235,21 @@ fn read_record(bytes: &[u8]) -> Result<(Header, Vec<u8>, usize), BackupError> {
     let stored = len.and_then(|len| bytes.get(HEADER..len)).ok_or_else(short)?;
     let payload = header.payload(head, stored)?;
     Ok((header, payload, HEADER + stored.len()))
+}
+
+/// Whether these bytes, which are no record and run to the end of the log, are what is left of one that was cut short.
+fn is_cut(rest: &[u8]) -> bool {
+    let is_shorter = match rest.first_chunk::<HEADER>() {
+        None => MAGIC.starts_with(&rest[..rest.len().min(MAGIC.len())]),
+        Some(head) => is_shorter(head, &rest[HEADER..]),
+    };
+    rest.iter().all(|byte| *byte == 0) || is_shorter && !whole_record_in(&rest[1..])
+}
+
+/// Whether a record has more bytes than there are, unless its length was damaged and it has just these.
+fn is_shorter(head: &[u8; HEADER], stored: &[u8]) -> bool {
+    let Ok(header) = Header::parse(head) else { return false };
+    header.stored > stored.len() as u64 && !Header::is_whole_but_for_its_length(head, stored)
 }
 
 fn whole_record_in(bytes: &[u8]) -> bool {

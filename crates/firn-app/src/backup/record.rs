@@ -149,6 +149,14 @@ impl Header {
         Ok(Self { kind, codec, sequence, stored, raw, checksum })
     }
 
+    /// Whether the record would be right if it said that it has these bytes.
+    pub(crate) fn is_whole_but_for_its_length(head: &[u8; HEADER], stored: &[u8]) -> bool {
+        let mut head = *head;
+        head[16..24].copy_from_slice(&(stored.len() as u64).to_le_bytes());
+        let said = u64::from_le_bytes(array(&head[32..40]));
+        checksum(&head, stored) == said
+    }
+
     /// The payload, if the stored bytes are those that were written.
     pub(crate) fn payload(
         &self,
