@@ -1,4 +1,4 @@
-//! Keys and certificates: each side shows one and asks for one.
+//! Keys and certificates: each side shows one and asks for one. TLS 1.3 only.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,6 +6,7 @@ use std::sync::Arc;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
+use rustls::version::TLS13;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 use super::error::BackupError;
@@ -37,7 +38,7 @@ impl Identity {
     pub(super) fn client(&self) -> Result<Arc<ClientConfig>, BackupError> {
         let (certificates, key, roots) = self.parts()?;
         let config = ClientConfig::builder_with_provider(provider())
-            .with_safe_default_protocol_versions()
+            .with_protocol_versions(&[&TLS13])
             .map_err(wrong)?
             .with_root_certificates(roots)
             .with_client_auth_cert(certificates, key)
@@ -49,7 +50,7 @@ impl Identity {
         let (certificates, key, roots) = self.parts()?;
         let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider());
         let config = ServerConfig::builder_with_provider(provider())
-            .with_safe_default_protocol_versions()
+            .with_protocol_versions(&[&TLS13])
             .map_err(wrong)?
             .with_client_cert_verifier(verifier.build().map_err(wrong)?)
             .with_single_cert(certificates, key)

@@ -1,7 +1,10 @@
 //! A warm standby takes over.
 
 use std::fs;
+use std::io;
+use std::net::TcpStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use firn_app::{
@@ -9,6 +12,10 @@ use firn_app::{
     Standby, Target,
 };
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::version::{TLS12, TLS13};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, SupportedProtocolVersion};
 
 /// Keys of two sides that accept each other.
 fn identities(dir: &Path) -> [Identity; 2] {
@@ -42,6 +49,42 @@ fn standby(dir: &Path, identity: &Identity) -> Standby {
         fsync: Fsync::Never,
     };
     Standby::start(options).unwrap()
+}
+
+/// What a client of this version of TLS, with the primary's certificate, gets in place of a connection.
+fn greeting(
+    standby: &Standby,
+    identity: &Identity,
+    version: &'static SupportedProtocolVersion,
+) -> io::Result<()> {
+    let certificate = |path| CertificateDer::from_pem_file(path).unwrap();
+    let mut roots = RootCertStore::empty();
+    roots.add(certificate(&identity.authority)).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[version])
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_client_auth_cert(
+            vec![certificate(&identity.certificate)],
+            PrivateKeyDer::from_pem_file(&identity.key).unwrap(),
+        )
+        .unwrap();
+    let name = ServerName::try_from("127.0.0.1").unwrap();
+    let mut tls = ClientConnection::new(Arc::new(config), name).unwrap();
+    let mut socket = TcpStream::connect(standby.address()).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    tls.complete_io(&mut socket).map(drop)
+}
+
+#[test]
+fn a_client_that_speaks_tls_1_2_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let [ours, theirs] = identities(dir.path());
+    let standby = standby(dir.path(), &ours);
+    let error = greeting(&standby, &theirs, &TLS12).unwrap_err().to_string();
+    assert!(error.contains("ProtocolVersion"), "{error}");
+    greeting(&standby, &theirs, &TLS13).unwrap();
 }
 
 #[test]
