@@ -28,6 +28,7 @@ use thiserror::Error;
 use crate::process::{Process, ProcessError};
 
 mod choose;
+mod filter;
 mod inject;
 mod stub;
 
@@ -71,6 +72,15 @@ pub enum TraceError {
          (GLIBC_TUNABLES=glibc.cpu.x86_shstk=off)"
     )]
     ShadowStack {
+        /// The process.
+        pid: i32,
+    },
+    /// A seccomp filter might kill the process for a call that it does not expect.
+    #[error(
+        "the threads of process {pid} have a seccomp filter that Firn may not suspend, and that may kill the process for a call \
+         of Firn's: run Firn as root (CAP_SYS_ADMIN suspends the filter), or start the hypervisor without the filter"
+    )]
+    Filtered {
         /// The process.
         pid: i32,
     },
@@ -168,8 +178,8 @@ impl<'p> Tracee<'p> {
         let (ready, readiness) = sync_channel(1);
         let (calls, requests) = sync_channel(1);
         let (answers, results) = sync_channel(1);
-        let sandboxed = choose::is_sandboxed(process, tid);
-        let target = inject::Target { pid: process.pid(), tid, sandboxed };
+        let filter = filter::of_thread(process, tid);
+        let target = inject::Target { pid: process.pid(), tid, filter };
         let tracer = std::thread::Builder::new()
             .name("firn-ptrace".into())
             .spawn(move || serve(&target, &ready, &requests, &answers))

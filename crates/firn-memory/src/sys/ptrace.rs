@@ -33,17 +33,12 @@ fn pid(tid: Tid) -> Pid {
     Pid::from_raw(tid.0)
 }
 
-/// Seizes the thread. If it is `sandboxed` and Firn has the right to (CAP_SYS_ADMIN), its seccomp filter rests as long
-/// as it is traced; else the filter judges our calls too.
-pub(crate) fn seize(tid: Tid, sandboxed: bool) -> Result<(), Errno> {
-    let good = ptrace::Options::PTRACE_O_TRACESYSGOOD;
-    if sandboxed {
-        let unfiltered = ptrace::Options::from_bits_retain(PTRACE_O_SUSPEND_SECCOMP);
-        if ptrace::seize(pid(tid), good | unfiltered).is_ok() {
-            return Ok(());
-        }
-    }
-    ptrace::seize(pid(tid), good)
+/// Seizes the thread. With `suspend_filter` its seccomp filter is suspended as long as it is traced, which needs
+/// CAP_SYS_ADMIN; without, the filter judges injected calls too.
+pub(crate) fn seize(tid: Tid, suspend_filter: bool) -> Result<(), Errno> {
+    let options = ptrace::Options::PTRACE_O_TRACESYSGOOD;
+    let suspend = ptrace::Options::from_bits_retain(PTRACE_O_SUSPEND_SECCOMP);
+    ptrace::seize(pid(tid), if suspend_filter { options | suspend } else { options })
 }
 
 pub(crate) fn interrupt(tid: Tid) -> Result<(), Errno> {

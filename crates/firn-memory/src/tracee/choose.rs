@@ -6,6 +6,7 @@
 use firn_types::Tid;
 use nix::libc;
 
+use super::filter;
 use crate::process::{Process, ProcessError};
 
 /// What a thread is doing, from `/proc/PID/task/TID/{stat,syscall}`.
@@ -22,13 +23,17 @@ enum Doing {
 /// The threads to try, best first.
 pub(super) fn candidates(process: &Process, avoid: &[Tid]) -> Result<Vec<Tid>, ProcessError> {
     let main = Tid(process.pid());
-    let mut ranked: Vec<(u8, Tid)> = process
-        .threads()?
-        .into_iter()
-        .map(|tid| (rank(doing(process, tid), avoid.contains(&tid), tid == main), tid))
-        .collect();
-    ranked.sort_by_key(|&(rank, _)| rank);
+    let rank_of = |tid| rank(doing(process, tid), avoid.contains(&tid), tid == main);
+    let threads = process.threads()?.into_iter();
+    let mut ranked: Vec<_> =
+        threads.map(|tid| (order(rank_of(tid), filter::has_filter(process, tid)), tid)).collect();
+    ranked.sort_by_key(|&(order, _)| order);
     Ok(ranked.into_iter().map(|(_, tid)| tid).collect())
+}
+
+/// Threads without a seccomp filter come first: nothing kills them for a call that is not theirs.
+fn order(rank: u8, is_filtered: bool) -> (bool, bool, u8) {
+    (rank >= UNINTERRUPTIBLE, is_filtered, rank)
 }
 
 fn doing(process: &Process, tid: Tid) -> Doing {
@@ -48,19 +53,15 @@ fn state(stat: &str) -> Option<char> {
     stat.rsplit_once(')')?.1.trim_start().chars().next()
 }
 
-/// Whether a seccomp filter says which calls the thread may make. If nothing tells, none does.
-pub(super) fn is_sandboxed(process: &Process, tid: Tid) -> bool {
-    let status = process.read(&format!("task/{}/status", tid.0)).unwrap_or_default();
-    let mode = status.lines().find_map(|line| line.strip_prefix("Seccomp:"));
-    mode.is_some_and(|mode| mode.trim() != "0")
-}
-
 /// Whether the thread's returns are checked against a shadow stack of its own (CET).
 pub(super) fn has_shadow_stack(process: &Process, tid: Tid) -> bool {
     let status = process.read(&format!("task/{}/status", tid.0)).unwrap_or_default();
     let features = status.lines().find_map(|line| line.strip_prefix("x86_Thread_features:"));
     features.is_some_and(|features| features.split_whitespace().any(|it| it == "shstk"))
 }
+
+/// The rank of a thread that cannot be stopped.
+const UNINTERRUPTIBLE: u8 = 16;
 
 fn rank(doing: Doing, avoid: bool, main: bool) -> u8 {
     let by_role = match (avoid, main) {
@@ -73,7 +74,7 @@ fn rank(doing: Doing, avoid: bool, main: bool) -> u8 {
         Doing::Call(number) if restarts(number) => by_role + 1,
         Doing::Call(_) => by_role + 2,
         Doing::Running => by_role + 3,
-        Doing::Uninterruptible => 16,
+        Doing::Uninterruptible => UNINTERRUPTIBLE,
     }
 }
 
@@ -95,6 +96,14 @@ mod tests {
         let vcpu = rank(Doing::Call(libc::SYS_futex), true, false);
         let stuck = rank(Doing::Uninterruptible, false, false);
         assert!(helper < main && main < vcpu && vcpu < stuck);
+    }
+
+    #[test]
+    fn a_thread_without_a_filter_comes_before_one_with() {
+        let vcpu = rank(Doing::Running, true, false);
+        let helper = rank(Doing::Call(libc::SYS_futex), false, false);
+        assert!(order(vcpu, false) < order(helper, true));
+        assert!(order(helper, true) < order(UNINTERRUPTIBLE, false));
     }
 
     #[test]

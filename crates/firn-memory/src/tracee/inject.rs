@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use firn_types::{HostVirt, PAGE_SIZE, Tid};
 use nix::errno::Errno;
 
+use super::filter::Filter;
 use super::stub::{self, DISTANCE, Place, resumption};
 use super::{Call, TraceError};
 use crate::process::ProcessError;
@@ -47,8 +48,8 @@ const ERRNO_LAST: i64 = -4095;
 pub(super) struct Target {
     pub(super) pid: i32,
     pub(super) tid: Tid,
-    /// Whether a seccomp filter says which calls it may make.
-    pub(super) sandboxed: bool,
+    /// Its seccomp filter.
+    pub(super) filter: Filter,
 }
 
 /// A thread that is stopped and ready for calls.
@@ -80,12 +81,8 @@ impl<'t> Stopped<'t> {
     /// Stops the thread. `None` if it does not stop in time or has ended: the caller's thread must end then, which
     /// undoes the seizure.
     pub(super) fn new(target: &'t Target) -> Result<Option<Self>, TraceError> {
-        match ptrace::seize(target.tid, target.sandboxed) {
-            Err(Errno::ESRCH) => return Ok(None),
-            Err(source @ (Errno::EPERM | Errno::EACCES)) => {
-                return Err(TraceError::Forbidden { pid: target.pid, source });
-            }
-            other => other.map_err(|errno| target.error("seize", errno))?,
+        if !target.seize()? {
+            return Ok(None);
         }
         let code = target.last_pages_of_code();
         let stopped = target.stop_at_a_good_moment();
@@ -176,6 +173,24 @@ pub(super) fn result(rax: u64) -> Result<u64, Errno> {
 }
 
 impl Target {
+    /// Seizes the thread, its filter suspended where that is necessary. `false` if it has ended.
+    fn seize(&self) -> Result<bool, TraceError> {
+        let is_suspended = self.filter != Filter::None && ptrace::seize(self.tid, true).is_ok();
+        if is_suspended {
+            return Ok(true);
+        }
+        match ptrace::seize(self.tid, false) {
+            // The end of this thread releases it, and nothing was injected.
+            Ok(()) if self.filter == Filter::Unknown => Err(TraceError::Filtered { pid: self.pid }),
+            Ok(()) => Ok(true),
+            Err(Errno::ESRCH) => Ok(false),
+            Err(source @ (Errno::EPERM | Errno::EACCES)) => {
+                Err(TraceError::Forbidden { pid: self.pid, source })
+            }
+            Err(errno) => Err(self.error("seize", errno)),
+        }
+    }
+
     fn error(&self, what: &'static str, source: Errno) -> TraceError {
         match source {
             Errno::ESRCH => ProcessError::Gone { pid: self.pid }.into(),

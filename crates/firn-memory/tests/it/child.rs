@@ -189,6 +189,7 @@ fn obey(shared: &Shared, command: &[String]) -> u64 {
         }
         "churn" => churn(number(1)),
         "handle" => handle_signals(),
+        "filter" => filter(command[1] == "all"),
         "handled" => HANDLED.load(Ordering::Relaxed),
         "poke" => rustix::io::write(&shared.pipe.1, b"x").unwrap() as u64,
         wait => wait_in(shared, wait, command.get(1).map_or(0, |_| number(1))),
@@ -209,6 +210,29 @@ fn handle_signals() -> u64 {
     // SAFETY: the handler adds to an atomic number and makes a system call: both may be done in a handler.
     unsafe { signal(Signal::SIGUSR1, SigHandler::Handler(handle)) }.unwrap();
     0
+}
+
+/// Has the kernel kill the process for userfaultfd(2) by this thread, or by any. Gives 0.
+fn filter(all: bool) -> u64 {
+    use nix::libc;
+    const NUMBER: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let step = |code, k, jf| libc::sock_filter { code, jt: 0, jf, k };
+    let mut steps = [
+        step(NUMBER, 0, 0),
+        step(IF_EQUAL, libc::SYS_userfaultfd as u32, 1),
+        step(RETURN, libc::SECCOMP_RET_KILL_PROCESS, 0),
+        step(RETURN, libc::SECCOMP_RET_ALLOW, 0),
+    ];
+    let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    let flags = if all { libc::SECCOMP_FILTER_FLAG_TSYNC } else { 0 };
+    // SAFETY: prctl takes numbers here; seccomp reads `program`, which outlives the call, and the steps it points to.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        let set = libc::SECCOMP_SET_MODE_FILTER;
+        libc::syscall(libc::SYS_seccomp, set, flags, &raw const program) as u64
+    }
 }
 
 /// Sleeps in one system call. Gives the milliseconds it took, or 1,000,000 if the call was interrupted visibly.

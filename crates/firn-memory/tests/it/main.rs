@@ -4,6 +4,7 @@
 mod child;
 mod driver;
 mod faults;
+mod filters;
 mod injection;
 mod memory;
 mod qemu;
