@@ -38,6 +38,7 @@ pub mod urgency;
 pub use guest_memory::{GuestMemory, MemoryError, RegionLocation, User};
 pub use page_faults::{
     Attempt, Event, FaultKind, Features, Install, PageFaultError, PageFaults, Trace,
+    UserfaultfdAccess,
 };
 pub use page_scan::{PageScan, ScanError, mapped_pages, union};
 pub use page_tables::{DropError, drop_page_tables};

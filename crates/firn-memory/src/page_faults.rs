@@ -30,6 +30,7 @@ use crate::process::ProcessError;
 use crate::sys::uffd::{Message, Span, Uffd};
 use crate::tracee::Tracee;
 
+mod access;
 mod adopt;
 mod answer;
 mod attempt;
@@ -38,6 +39,7 @@ mod event;
 mod features;
 mod make;
 
+pub use access::UserfaultfdAccess;
 pub use answer::Install;
 pub use attempt::Attempt;
 pub use error::PageFaultError;

@@ -27,11 +27,11 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 
 use super::PageFaultError;
 use crate::process_memory;
+use crate::sys::uffd::USERFAULTFD_IOC_NEW;
 use crate::tracee::{TraceError, Tracee};
 
-const DEVICE: &str = "/dev/userfaultfd";
-/// `_IO(0xAA, 0x00)` of `linux/userfaultfd.h`.
-const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+/// The device that makes userfaultfds.
+pub(super) const DEVICE: &str = "/dev/userfaultfd";
 const FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
 
 /// Makes one, and gives its number in the hypervisor's table.

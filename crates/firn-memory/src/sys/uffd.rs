@@ -3,9 +3,10 @@
 //! All addresses in these requests but one lie in the address space the descriptor belongs to, which is never Firn's
 //! own (see [`crate::Process`]). The one is the source of `UFFDIO_COPY`, and it is a borrowed slice here.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use linux_raw_sys::general as raw;
+use nix::libc;
 use rustix::io::Errno;
 use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
 use rustix::mm::UserfaultfdFlags;
@@ -233,6 +234,30 @@ pub(crate) fn own_for_probing() -> Result<Uffd, Errno> {
     // SAFETY: a userfaultfd changes an address space only through what is registered with it, and no caller registers
     // anything with this one.
     unsafe { rustix::mm::userfaultfd(flags) }.map(Uffd)
+}
+
+/// The same without the restriction to faults of user space, as a hypervisor needs it.
+pub(crate) fn own_unrestricted() -> Result<Uffd, Errno> {
+    let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+    // SAFETY: as in `own_for_probing`.
+    unsafe { rustix::mm::userfaultfd(flags) }.map(Uffd)
+}
+
+/// `_IO(0xAA, 0x00)` of `linux/userfaultfd.h`.
+pub(crate) const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+
+/// A descriptor of Firn's own address space that `/dev/userfaultfd` makes. Nothing may be registered with it.
+pub(crate) fn own_by_device(device: BorrowedFd<'_>) -> Result<Uffd, Errno> {
+    let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as libc::c_ulong;
+    let request = USERFAULTFD_IOC_NEW as libc::c_ulong;
+    // SAFETY: USERFAULTFD_IOC_NEW takes a number and touches no memory; no caller registers anything with the result.
+    let made = unsafe { libc::ioctl(device.as_raw_fd(), request, flags) };
+    if made < 0 {
+        let error = std::io::Error::last_os_error();
+        return Err(Errno::from_io_error(&error).unwrap_or(Errno::IO));
+    }
+    // SAFETY: the kernel has just made this descriptor, so nothing else owns it.
+    Ok(Uffd(unsafe { OwnedFd::from_raw_fd(made) }))
 }
 
 /// A request that stopped half-way reports EAGAIN and how far it came; one that did not start, its error.

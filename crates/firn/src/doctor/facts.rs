@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use firn_memory::Features;
+use firn_memory::{Features, UserfaultfdAccess};
 use firn_supervisor::RuntimeDir;
 
 use super::kvm::{self, Kvm};
@@ -20,8 +20,8 @@ pub struct Facts {
     pub cap_sys_ptrace: bool,
     /// `kernel.yama.ptrace_scope`; `None` without yama.
     pub ptrace_scope: Option<u8>,
-    /// `vm.unprivileged_userfaultfd`.
-    pub unprivileged_userfaultfd: Option<u8>,
+    /// How this user comes to a userfaultfd that reports faults inside the kernel, or why by no way.
+    pub kernel_faults: Result<UserfaultfdAccess, String>,
     /// Whether `/dev/shm` is a directory that this user can write to.
     pub shm: bool,
     /// Whether the program `setsid` is installed.
@@ -43,18 +43,18 @@ pub struct Userfaultfd {
     pub write_protect_async: bool,
 }
 
-/// Looks at this host.
-pub fn collect(qemu: &str) -> Facts {
+/// Looks at this host. KVM is tried with `kernel`, or the host's own.
+pub fn collect(qemu: &str, kernel: Option<&Path>) -> Facts {
     Facts {
         kernel: read("/proc/sys/kernel/osrelease").unwrap_or_default(),
         userfaultfd: userfaultfd(),
         cap_sys_ptrace: capabilities().is_some_and(|set| set >> CAP_SYS_PTRACE & 1 == 1),
         ptrace_scope: number("/proc/sys/kernel/yama/ptrace_scope"),
-        unprivileged_userfaultfd: number("/proc/sys/vm/unprivileged_userfaultfd"),
+        kernel_faults: UserfaultfdAccess::of_this_user().map_err(|error| chain(&error)),
         shm: is_writable(Path::new("/dev/shm")),
         setsid: version("setsid").is_ok(),
         qemu: version(qemu),
-        kvm: kvm::probe(qemu),
+        kvm: kvm::probe(qemu, kernel),
         runtime_dir: runtime_dir(),
     }
 }

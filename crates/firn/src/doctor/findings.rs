@@ -1,8 +1,10 @@
 //! What it means for Firn that a host has, or lacks, something. Pure.
 
+use firn_memory::UserfaultfdAccess;
 use serde::Serialize;
 
 use super::facts::{Facts, Userfaultfd};
+use super::kernel_boot::KernelBoot;
 use super::kvm::Kvm;
 
 /// How good something is.
@@ -135,16 +137,17 @@ fn ptrace(facts: &Facts) -> Finding {
 
 /// Faults taken inside the kernel, such as by `read(2)` into guest memory, must reach Firn as well.
 fn kernel_faults(facts: &Facts) -> Finding {
-    let setting = facts.unprivileged_userfaultfd;
-    let found = match setting {
-        Some(value) => format!("vm.unprivileged_userfaultfd={value}"),
-        None => "vm.unprivileged_userfaultfd is not there".to_owned(),
-    };
-    match (facts.cap_sys_ptrace, setting) {
-        (true, _) | (false, Some(1)) => finding("faults in the kernel", Grade::Good, found, ""),
-        _ => {
-            let none = "a QEMU without CAP_SYS_PTRACE can't be saved or restored; sysctl vm.unprivileged_userfaultfd=1";
-            finding("faults in the kernel", Grade::Missing, found, none)
+    const WHAT: &str = "faults in the kernel";
+    match &facts.kernel_faults {
+        Ok(UserfaultfdAccess::SystemCall) => finding(WHAT, Grade::Good, "userfaultfd(2)", ""),
+        Ok(UserfaultfdAccess::Device) => finding(WHAT, Grade::Good, "/dev/userfaultfd", ""),
+        Err(why) => {
+            let found =
+                format!("this user may use neither userfaultfd(2) nor /dev/userfaultfd ({why})");
+            let none = "VMs can be saved by --strategy stop and restored by --mode eager only; install \
+                        packaging/udev/70-firn-userfaultfd.rules and join the group kvm, or set sysctl \
+                        vm.unprivileged_userfaultfd=1";
+            finding(WHAT, Grade::Missing, found, none)
         }
     }
 }
@@ -175,7 +178,7 @@ fn qemu(facts: &Facts) -> Finding {
 
 fn kvm(facts: &Facts) -> Finding {
     match &facts.kvm {
-        Kvm::Works => finding("KVM", Grade::Good, "runs a guest", ""),
+        Kvm::RunsFirmware(boot) => kernel_boot(boot),
         Kvm::NoDevice => {
             finding("KVM", Grade::Lesser, "no /dev/kvm", "guests run under TCG, far slower")
         }
@@ -184,6 +187,29 @@ fn kvm(facts: &Facts) -> Finding {
             finding("KVM", Grade::Lesser, found, "use -accel tcg; guests run far slower")
         }
         Kvm::Unknown(why) => finding("KVM", Grade::Lesser, format!("not tried: {why}"), ""),
+    }
+}
+
+fn kernel_boot(boot: &KernelBoot) -> Finding {
+    match boot {
+        KernelBoot::Boots(kernel) => {
+            finding("KVM", Grade::Good, format!("boots {}", kernel.display()), "")
+        }
+        KernelBoot::Fails(kernel) => {
+            let found =
+                format!("runs firmware, but does not boot {}, as TCG does", kernel.display());
+            let less = "use -accel tcg; a VM with KVM would be shown as running, its console dead";
+            finding("KVM", Grade::Lesser, found, less)
+        }
+        KernelBoot::NotChecked(why) => {
+            let found = format!("runs firmware; a kernel was not checked: {why}");
+            finding(
+                "KVM",
+                Grade::Lesser,
+                found,
+                "name one that can be read: firn doctor --kernel FILE",
+            )
+        }
     }
 }
 
@@ -216,11 +242,11 @@ mod tests {
             userfaultfd: Ok(Userfaultfd { resume_protected: true, write_protect_async: true }),
             cap_sys_ptrace: true,
             ptrace_scope: Some(1),
-            unprivileged_userfaultfd: Some(0),
+            kernel_faults: Ok(UserfaultfdAccess::SystemCall),
             shm: true,
             setsid: true,
             qemu: Ok("QEMU emulator version 10.0.2 (Debian 1:10.0.2)".into()),
-            kvm: Kvm::Works,
+            kvm: Kvm::RunsFirmware(KernelBoot::Boots("/boot/vmlinuz".into())),
             runtime_dir: Ok("/run/firn".into()),
         }
     }
@@ -245,17 +271,29 @@ mod tests {
 
     #[test]
     fn an_ordinary_user_depends_on_settings() {
-        let user = |scope, uffd| Facts {
+        let user = |scope, kernel_faults| Facts {
             cap_sys_ptrace: false,
             ptrace_scope: scope,
-            unprivileged_userfaultfd: uffd,
+            kernel_faults,
             ..good()
         };
-        assert_eq!(grade(&user(Some(0), Some(1)), "ptrace"), Grade::Good);
-        assert_eq!(grade(&user(Some(1), Some(1)), "ptrace"), Grade::Lesser);
-        assert_eq!(grade(&user(Some(2), Some(1)), "ptrace"), Grade::Missing);
-        assert_eq!(grade(&user(None, Some(0)), "faults in the kernel"), Grade::Missing);
-        assert_eq!(grade(&user(None, Some(1)), "faults in the kernel"), Grade::Good);
+        let device = || Ok(UserfaultfdAccess::Device);
+        assert_eq!(grade(&user(Some(0), device()), "ptrace"), Grade::Good);
+        assert_eq!(grade(&user(Some(1), device()), "ptrace"), Grade::Lesser);
+        assert_eq!(grade(&user(Some(2), device()), "ptrace"), Grade::Missing);
+        assert_eq!(grade(&user(None, device()), "faults in the kernel"), Grade::Good);
+        let none = Err("Permission denied".to_owned());
+        assert_eq!(grade(&user(None, none), "faults in the kernel"), Grade::Missing);
+    }
+
+    #[test]
+    fn firmware_alone_is_not_enough_of_kvm() {
+        for boot in
+            [KernelBoot::Fails("/boot/vmlinuz".into()), KernelBoot::NotChecked("none".into())]
+        {
+            let facts = Facts { kvm: Kvm::RunsFirmware(boot), ..good() };
+            assert_eq!(grade(&facts, "KVM"), Grade::Lesser);
+        }
     }
 
     #[test]
@@ -263,6 +301,7 @@ mod tests {
         let bad = Facts {
             kernel: "4.19".into(),
             userfaultfd: Err("no".into()),
+            kernel_faults: Err("no".into()),
             cap_sys_ptrace: false,
             ptrace_scope: Some(3),
             shm: false,

@@ -1,7 +1,8 @@
-//! Whether KVM runs a guest: found out by running one.
+//! Whether KVM runs a guest: found out by running two.
 //!
-//! There are hosts where `/dev/kvm` exists, opens, and even runs sixteen-bit code, but no ordinary guest. So the
-//! smallest guest is tried that does what those need: a firmware of 64 KiB that goes from reset to 64-bit mode with
+//! There are hosts where `/dev/kvm` exists, opens, and even runs sixteen-bit code, but no ordinary guest; and hosts where a small
+//! guest runs, but no kernel. A kernel comes second ([`kernel_boot`]). First the
+//! smallest guest is tried that does what ordinary ones need: a firmware of 64 KiB that goes from reset to 64-bit mode with
 //! paging, works for a moment, and writes to a debug port, which ends QEMU with an exit code that nothing else gives.
 //!
 //! ```text
@@ -20,6 +21,8 @@ use std::time::Duration;
 
 use firn_supervisor::{Exit, ProcessIdentity};
 use tempfile::NamedTempFile;
+
+use super::kernel_boot::{self, KernelBoot};
 
 const FIRMWARE_BYTES: usize = 64 << 10;
 
@@ -53,8 +56,8 @@ const WAIT: Duration = Duration::from_secs(4);
 /// Whether KVM can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kvm {
-    /// It runs a guest.
-    Works,
+    /// It runs firmware; whether it boots a kernel, the second says.
+    RunsFirmware(KernelBoot),
     /// There is none.
     NoDevice,
     /// There is one, but the guest did not run.
@@ -63,13 +66,13 @@ pub enum Kvm {
     Unknown(String),
 }
 
-/// Tries.
-pub fn probe(qemu: &str) -> Kvm {
+/// Tries, with this kernel or the host's own.
+pub fn probe(qemu: &str, kernel: Option<&Path>) -> Kvm {
     if !Path::new("/dev/kvm").exists() {
         return Kvm::NoDevice;
     }
     match run(qemu, "kvm") {
-        Ok(None) => Kvm::Works,
+        Ok(None) => Kvm::RunsFirmware(kernel_boot::probe(qemu, kernel)),
         Ok(Some(why)) => Kvm::Fails(why),
         Err(error) => Kvm::Unknown(format!("{qemu}: {error}")),
     }

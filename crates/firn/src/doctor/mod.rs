@@ -1,5 +1,7 @@
 //! `firn doctor`
 
+use std::path::PathBuf;
+
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, FailureKind};
 
@@ -7,28 +9,36 @@ use crate::output::{Output, table};
 
 mod facts;
 mod findings;
+mod kernel_boot;
 mod kvm;
 
 use findings::{Finding, Grade, judge};
 
 /// Say what this host lacks, and what then does not work or is slower.
 ///
+/// Whether KVM works is found out by booting this host's kernel until it writes its first line; whether this user may follow page
+/// faults, by making a userfaultfd. An ordinary user needs the group of /dev/userfaultfd for that: packaging/udev has a rule.
+///
 /// Exits with code 7 if something is missing that Firn can't do without.
 ///
-/// Example:
+/// Examples:
 ///   firn doctor
+///   firn doctor --kernel /srv/guest/vmlinuz
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// The QEMU to look at.
     #[arg(long, default_value = "qemu-system-x86_64", value_name = "PROGRAM")]
     qemu: String,
+    /// The kernel that KVM is tried with; by default one in /boot.
+    #[arg(long, value_name = "FILE")]
+    kernel: Option<PathBuf>,
 }
 
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let findings = judge(&facts::collect(&self.qemu));
+        let findings = judge(&facts::collect(&self.qemu, self.kernel.as_deref()));
         out.facts(&findings, || describe(&findings))?;
         match findings.iter().filter(|finding| finding.grade == Grade::Missing).count() {
             0 => Ok(()),
