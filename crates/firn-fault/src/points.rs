@@ -54,6 +54,8 @@ pub const POINTS: &[&str] = &[
     "restore.begin",
     "restore.journaled",
     "restore.spawned",
+    // userfaultfd cannot be had, if this fails: an eager restore needs none.
+    "restore.userfaultfd",
     "restore.attached",
     "restore.registered",
     "restore.punched",

@@ -22,6 +22,7 @@
 //! | `gate` | pages that the guest gives back while they are being installed |
 //! | [`Prefill`] | what comes back while the hypervisor is still starting |
 //! | `storage`, `bytes` | the image, read unit by read unit |
+//! | [`fill_all`] | an eager restore where there is no userfaultfd |
 //! | [`Presence`] | what a successor must know if Firn is killed |
 //! | [`RunRecord`] | what happened |
 //! | [`Learned`] | what earlier restores of the image had to ask for |
@@ -35,6 +36,7 @@
 
 mod bytes;
 mod crew;
+mod eager;
 mod error;
 mod gate;
 mod handler;
@@ -52,6 +54,7 @@ mod shared;
 mod storage;
 mod storage_reads;
 
+pub use eager::fill_all;
 pub use error::RestoreError;
 pub use learned::{LEARNED_MAX, Learned};
 pub use options::{Fill, Mode, ModeError, RestoreOptions};

@@ -332,7 +332,7 @@ fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
 }
 
 /// Spans may differ: where the guest sees its RAM is part of the device state. Pages may not.
-fn check_regions(image: &Image, vm: &RegionMap) -> Result<(), RestoreError> {
+pub(crate) fn check_regions(image: &Image, vm: &RegionMap) -> Result<(), RestoreError> {
     if image.regions().regions() == vm.regions() {
         return Ok(());
     }

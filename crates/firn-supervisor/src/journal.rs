@@ -180,6 +180,9 @@ pub enum Phase {
         mode: Mode,
         /// The device state is in place and the guest may run. Before that there is nothing worth keeping.
         started: bool,
+        /// The guest was paused when it was saved, and is to stay so.
+        #[serde(default)]
+        stays_paused: bool,
     },
     /// The VM's epochs go to a backup; it may be held for a moment, which ends by itself whoever dies.
     Protecting {
@@ -449,6 +452,7 @@ mod tests {
                 identity: "1f".into(),
                 mode: Mode::Lazy,
                 started: true,
+                stays_paused: false,
             },
             Phase::Ended { exit: Exit::Signal(9), at: 12 },
         ];

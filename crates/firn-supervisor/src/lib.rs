@@ -24,11 +24,14 @@
 mod calls;
 mod changes;
 mod client;
+mod cpu;
 mod decisions;
 mod disks;
 mod failure;
 mod guard;
+mod host_check;
 mod identity;
+mod inspection;
 mod journal;
 mod keep;
 mod learned;
@@ -63,8 +66,10 @@ mod watch;
 pub use client::{
     OnProgress, Starting, absolute, ask, forget, glance, glances, look_after, start, status,
 };
+pub use cpu::CpuFacts;
 pub use failure::{Context, Failure, FailureKind, image_failure};
 pub use guard::guard;
+pub use host_check::{HostCheck, check_host};
 pub use identity::{ProcessHandle, ProcessIdentity};
 pub use journal::{Exit, Journal, JournalError, Note, Phase};
 pub use meta::{FrozenDrive, Meta, Mismatch, Qemu};

@@ -4,10 +4,13 @@
 //! notice the difference: another version of QEMU, or a disk that is no longer what the guest remembers of it.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use firn_vmm::{Disk, FileIdentity};
 use serde::{Deserialize, Serialize};
+
+use crate::cpu::CpuFacts;
+use crate::restore;
 
 /// The version of [`Meta`] itself.
 pub const VERSION: u32 = 1;
@@ -18,10 +21,13 @@ pub const VERSION_WITH_DRIVES: u32 = 2;
 /// The version of one whose network cards let nothing out: who does not know of that would let them.
 pub const VERSION_HELD: u32 = 3;
 
+/// The version of an image that is paused or cannot be restored: a Firn that does not know these marks would run the VM.
+pub const VERSION_MARKED: u32 = 4;
+
 /// Where an image comes from.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Meta {
-    /// `VERSION`, `VERSION_WITH_DRIVES` or `VERSION_HELD`.
+    /// `VERSION`, `VERSION_WITH_DRIVES`, `VERSION_HELD` or `VERSION_MARKED`.
     pub version: u32,
     /// The VM's name.
     pub name: String,
@@ -52,6 +58,15 @@ pub struct Meta {
     /// A standby may run the VM: what it sends is held until it is released, wherever it is restored.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub held: bool,
+    /// QEMU's name for the state of a VM that did not run when it was saved, such as `paused`; `None` if it ran.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub paused: Option<String>,
+    /// The host's processor, if the guest sees it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu: Option<CpuFacts>,
+    /// The reasons for which no restore can succeed, if the user accepted them when the image was made.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unrestorable: Vec<String>,
 }
 
 /// A drive as it was.
@@ -128,12 +143,24 @@ impl Meta {
         Self { held, ..self }.versioned()
     }
 
+    /// The same of a VM in this state, if it did not run.
+    pub(crate) fn paused(self, paused: Option<String>) -> Self {
+        Self { paused, ..self }.versioned()
+    }
+
+    /// The same with the reasons for which it cannot be restored.
+    pub(crate) fn marked_unrestorable(self, unrestorable: Vec<String>) -> Self {
+        Self { unrestorable, ..self }.versioned()
+    }
+
     /// With the oldest version that says all there is to say.
     fn versioned(self) -> Self {
-        let version = match (self.held, self.drives.is_empty()) {
-            (true, _) => VERSION_HELD,
-            (false, false) => VERSION_WITH_DRIVES,
-            (false, true) => VERSION,
+        let is_marked = self.paused.is_some() || !self.unrestorable.is_empty();
+        let version = match (is_marked, self.held, self.drives.is_empty()) {
+            (true, _, _) => VERSION_MARKED,
+            (false, true, _) => VERSION_HELD,
+            (false, false, false) => VERSION_WITH_DRIVES,
+            (false, false, true) => VERSION,
         };
         Self { version, ..self }
     }
@@ -168,6 +195,14 @@ impl Meta {
             }
         };
         self.drives.iter().filter_map(changed).collect()
+    }
+
+    /// Compares all files of disks with this host's.
+    pub fn file_mismatches(&self) -> Vec<Mismatch> {
+        let mut mismatches =
+            self.disk_mismatches(|disk| restore::look(self, Path::new(&disk.file)));
+        mismatches.extend(self.drive_mismatches(|drive| restore::look(self, &drive.file)));
+        mismatches
     }
 
     /// Compares QEMU's version: the number, not what the distribution adds to it.
@@ -229,6 +264,10 @@ mod tests {
         assert_eq!(Meta::default().with(vec![drive.clone()]).version, VERSION_WITH_DRIVES);
         assert_eq!(Meta::default().held(true).with(vec![drive]).version, VERSION_HELD);
         assert_eq!(Meta::default().held(true).held(false).version, VERSION);
+        let reasons = vec!["it has a vfio-pci".to_owned()];
+        assert_eq!(Meta::default().marked_unrestorable(reasons).held(true).version, VERSION_MARKED);
+        assert_eq!(Meta::default().paused(Some("paused".into())).version, VERSION_MARKED);
+        assert_eq!(Meta::default().paused(None).marked_unrestorable(Vec::new()).version, VERSION);
     }
 
     #[test]

@@ -19,6 +19,7 @@ use crate::changes::{self, Changes};
 use crate::disks::{self, Cutting};
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
+use crate::inspection;
 use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase, now};
 use crate::keep::Operations;
 use crate::meta::Meta;
@@ -56,22 +57,21 @@ impl Operations for Qemu {
         firn_fault::point("save.asked");
         let machine = self.machine()?;
         refuse_served(&machine)?;
-        let explain = |failure| self.unless_ended(failure);
-        let Prepared { mut vm, blockers, was_running, layout, memory } =
-            prepare(&machine).map_err(explain)?;
-        refuse_blocked(blockers)?;
+        let explain = |failure: Failure| match failure.kind {
+            FailureKind::Refused | FailureKind::Interrupted => failure,
+            _ => self.unless_ended(failure),
+        };
+        let accepted = request.choices.accept_unrestorable && !then_stop;
+        let prepared = prepare(&machine, accepted, cancel).map_err(explain)?;
+        let Prepared { mut vm, paused, was_running, unrestorable, layout, memory } = prepared;
         let open = |path: &PathBuf| open_parent(path, &layout);
         let parent = request.choices.parent.as_ref().map(open).transpose()?;
         let held = self.journal.read().shut || self.network.is_shut();
-        let machine = Machine { meta: machine.meta.clone().held(held), ..machine };
+        let meta = machine.meta.clone().held(held).paused(paused);
+        let machine = Machine { meta: meta.marked_unrestorable(unrestorable), ..machine };
         let meta = machine.meta.clone();
         let mut cutting =
-            Cutting::plan(&mut vm, &meta, &request.choices, then_stop).map_err(|failure| {
-                match failure.kind {
-                    FailureKind::Refused => failure,
-                    _ => explain(failure),
-                }
-            })?;
+            Cutting::plan(&mut vm, &meta, &request.choices, then_stop).map_err(explain)?;
         // One descriptor at a time can have the guest's memory.
         let scanned = self.usage.finish();
         self.begin(request, then_stop, was_running, &mut vm, &layout).map_err(explain)?;
@@ -87,8 +87,11 @@ impl Operations for Qemu {
             }
             failure
         });
+        if !then_stop {
+            close_descriptors(&mut vm);
+        }
         self.ended(request, then_stop, &report)?;
-        report.map(|report| facts(request, &report, &cutting))
+        report.map(|report| facts(request, &report, &cutting, &meta.unrestorable))
     }
 
     fn protect(
@@ -195,6 +198,9 @@ impl Operations for Qemu {
         self.calls.finish();
         self.usage.finish();
         self.changes.finish();
+        if let Ok(machine) = self.machine() {
+            close_left_descriptors(&machine.qmp);
+        }
     }
 
     fn end(&self, request: StopRequest) -> Result<(), Failure> {
@@ -356,20 +362,25 @@ fn refuse_served(machine: &Machine) -> Result<(), Failure> {
 /// A VM that is to be saved.
 struct Prepared {
     vm: Vm,
-    blockers: Vec<String>,
     was_running: bool,
+    /// QEMU's name for its state, if it does not run.
+    paused: Option<String>,
+    /// The reasons for which it could not be restored, if the user accepts them.
+    unrestorable: Vec<String>,
     layout: Layout,
     memory: Memory,
 }
 
-/// Looks at a VM, and leaves it as it is.
-fn prepare(machine: &Machine) -> Result<Prepared, Failure> {
+/// Checks a VM, and leaves it as it is.
+fn prepare(machine: &Machine, accepted: bool, cancel: &AtomicBool) -> Result<Prepared, Failure> {
     let mut vm = qemu::connect(&machine.qmp)?;
-    let blockers = vm.blockers().doing("asking what can't be saved")?;
-    let was_running = vm.status().doing("asking whether the VM runs")?.running;
-    let layout = qemu::layout(&mut vm, &machine.meta.qemu.user_args)?;
+    refuse_blocked(vm.blockers().doing("asking what can't be saved")?)?;
+    let state = vm.status().doing("asking whether the VM runs")?;
+    let (was_running, paused) = (state.running, inspection::paused_state(&state));
+    let unrestorable = inspection::check_restorable(&mut vm, machine, accepted)?;
+    let layout = inspection::mapped_layout(&mut vm, machine, was_running, cancel)?;
     let memory = qemu::open_memory(machine.process.pid, &layout)?;
-    Ok(Prepared { vm, blockers, was_running, layout, memory })
+    Ok(Prepared { vm, was_running, paused, unrestorable, layout, memory })
 }
 
 /// One save.
@@ -534,6 +545,22 @@ fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
     Err(failure.hint("start the VM without the device or CPU feature named here"))
 }
 
+/// Closes QEMU's copies of Firn's descriptors. QEMU does that by itself only when no monitor at all is connected.
+fn close_descriptors(vm: &mut Vm) {
+    if let Err(error) = vm.finish_save() {
+        tracing::debug!("{}", Failure::from_error(FailureKind::Other, &error));
+    }
+}
+
+/// The same for descriptors that an earlier operation left in QEMU, because it failed or because the VM was paused.
+fn close_left_descriptors(qmp: &Path) {
+    let closed = qemu::connect_within(qmp, qemu::SHORT_WAIT)
+        .and_then(|mut vm| vm.close_left_descriptors().doing("closing descriptors in QEMU"));
+    if let Err(failure) = closed {
+        tracing::debug!("{failure}");
+    }
+}
+
 fn run_on(vm: &mut Vm) {
     if let Err(error) = vm.cont() {
         tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
@@ -588,9 +615,15 @@ fn options(
     }
 }
 
-fn facts(request: &SaveRequest, report: &SaveReport, cutting: &Cutting<'_>) -> serde_json::Value {
+fn facts(
+    request: &SaveRequest,
+    report: &SaveReport,
+    cutting: &Cutting<'_>,
+    unrestorable: &[String],
+) -> serde_json::Value {
     json!({
         "image": request.image,
+        "unrestorable": unrestorable,
         "parent": request.choices.parent,
         "page_bytes": PAGE_SIZE,
         "drives": cutting.facts(),

@@ -1,6 +1,7 @@
 //! Protecting a VM: its epochs to a backup, and what there is to say about them.
 
 use std::io;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use firn_vmm::command_line;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Context, Failure, FailureKind};
+use crate::inspection;
 use crate::journal::{Journal, JournalFile, Machine, Phase};
 use crate::network::Network;
 use crate::percentiles::{Newest, Percentiles};
@@ -237,7 +239,9 @@ impl Witness for Stopped {
 
 fn attach(machine: &Machine, served: &Served, witness: Stopped) -> Result<Guest, Failure> {
     let mut vm = qemu::connect(&machine.qmp)?;
-    let layout = qemu::layout(&mut vm, &machine.meta.qemu.user_args)?;
+    inspection::check_protectable(&mut vm, machine)?;
+    let is_running = vm.status().doing("asking whether the VM runs")?.running;
+    let layout = inspection::mapped_layout(&mut vm, machine, is_running, &AtomicBool::new(false))?;
     let memory = qemu::open_memory(machine.process.pid, &layout)?;
     Guest::attach(vm, memory.process, memory.guest, layout.aux, served.disks(), Box::new(witness))
         .map_err(|error| failure(&error.into()))

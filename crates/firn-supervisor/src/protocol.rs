@@ -195,6 +195,9 @@ pub struct SaveChoices {
     /// How its working set is found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_set: Option<Estimator>,
+    /// Make an image that cannot be restored, and mark it so, instead of refusing.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub accept_unrestorable: bool,
     /// For tests: also copy RAM to this file while the guest stands still.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reference: Option<PathBuf>,
@@ -282,6 +285,9 @@ pub enum Plan {
         disk_dir: Option<PathBuf>,
         /// Go by what earlier restores of the image had to ask for, and keep what this one does.
         learn: bool,
+        /// Start the vCPUs of a VM that was paused when it was saved.
+        #[serde(default)]
+        run: bool,
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,

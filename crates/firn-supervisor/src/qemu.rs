@@ -14,6 +14,7 @@ use firn_types::Tid;
 use firn_vmm::{Accel, Layout, Qmp, QmpError, Vm, command_line};
 use serde_json::Value;
 
+use crate::cpu::CpuFacts;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, Machine, now};
@@ -164,6 +165,7 @@ pub(crate) fn describe(
         Accel::Kvm => "kvm",
         Accel::Tcg => "tcg",
     };
+    let cpu = CpuFacts::seen_by_guest(accel, &known.args);
     let meta = Meta {
         version: meta::VERSION,
         name: name.to_owned(),
@@ -183,6 +185,9 @@ pub(crate) fn describe(
         drives: known.drives,
         found_late: None,
         held: false,
+        paused: None,
+        cpu,
+        unrestorable: Vec::new(),
     };
     Ok(Machine {
         process: known.process,

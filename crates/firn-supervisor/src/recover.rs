@@ -90,8 +90,8 @@ impl Recoverer<'_> {
             (Recovery::FinishSave { image, .. }, Some(hypervisor)) => {
                 self.finish_suspend(&image, &hypervisor)
             }
-            (Recovery::ServeOn { image, identity, mode }, Some(hypervisor)) => {
-                self.serve_on(hypervisor, (image.as_path(), &identity, mode))
+            (Recovery::ServeOn { image, identity, mode, cont }, Some(hypervisor)) => {
+                self.serve_on(hypervisor, (image.as_path(), &identity, mode), cont)
             }
         }
     }
@@ -160,11 +160,12 @@ impl Recoverer<'_> {
         self,
         hypervisor: ProcessHandle,
         what: (&Path, &str, Mode),
+        cont: bool,
     ) -> Result<Found, Failure> {
         let machine = self.machine()?;
         let hypervisor = Arc::new(hypervisor);
         let restoring = restore::resume(&machine, &self.journal, self.vm, &hypervisor, what)?;
-        resume(&machine, true)?;
+        resume(&machine, cont)?;
         if restoring.is_none() {
             self.journal
                 .update(|journal| journal.phase = Phase::Running)

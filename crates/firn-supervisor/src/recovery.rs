@@ -86,6 +86,8 @@ pub enum Recovery {
         identity: String,
         /// How they come.
         mode: Mode,
+        /// The guest is to run: it was not paused when it was saved.
+        cont: bool,
     },
 }
 
@@ -115,8 +117,9 @@ pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
         Phase::Saving { image, paused_by_us, then_stop, .. } => {
             recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
         }
-        Phase::Restoring { image, identity, mode, started: true } => {
-            Recovery::ServeOn { image: image.clone(), identity: identity.clone(), mode: *mode }
+        Phase::Restoring { image, identity, mode, started: true, stays_paused } => {
+            let (image, identity) = (image.clone(), identity.clone());
+            Recovery::ServeOn { image, identity, mode: *mode, cont: !stays_paused }
         }
     }
 }
@@ -158,8 +161,9 @@ mod tests {
     }
 
     fn restoring(started: bool) -> Journal {
-        let mode = Mode::Locality;
-        journal(Phase::Restoring { image: "/i".into(), identity: IMAGE.into(), mode, started })
+        let (mode, stays_paused) = (Mode::Locality, false);
+        let (image, identity) = ("/i".into(), IMAGE.into());
+        journal(Phase::Restoring { image, identity, mode, started, stays_paused })
     }
 
     #[test]
@@ -250,7 +254,8 @@ mod tests {
     #[test]
     fn a_started_restore_is_served_on() {
         let mode = Mode::Locality;
-        let serve = Recovery::ServeOn { image: "/i".into(), identity: IMAGE.into(), mode };
+        let (image, identity) = ("/i".into(), IMAGE.into());
+        let serve = Recovery::ServeOn { image, identity, mode, cont: true };
         assert_eq!(decide(&restoring(true), LIVES), serve);
         assert_eq!(decide(&restoring(true), GONE), Recovery::RecordEnd { unfinished: None });
     }

@@ -14,7 +14,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -53,6 +53,9 @@ const FIRST_RECORD: Duration = Duration::from_secs(1);
 /// What fails when memory can't be brought back.
 const RESTORING: &str = "bringing memory back";
 
+/// What to try where page faults cannot be followed.
+const NEEDS_NO_USERFAULTFD: &str = "`firn restore --mode eager` needs no userfaultfd; `firn doctor` names what is missing for the other modes";
+
 /// What `firn restore` asks for.
 pub(crate) struct Wanted<'a> {
     pub(crate) image: &'a Path,
@@ -63,6 +66,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) account_use: bool,
     /// Go by earlier restores, and keep what there is to learn from this one.
     pub(crate) learn: bool,
+    /// Start the vCPUs of a VM that was paused when it was saved.
+    pub(crate) run: bool,
     /// What the VM's drives are written to, and where files for them are made.
     pub(crate) disks: RestoreDisks,
     pub(crate) disk_dir: Option<&'a Path>,
@@ -119,14 +124,17 @@ pub(crate) fn restore(
     let mut watch = Watch { since, lap: Instant::now() };
     let mut timings = Timings::default();
     let (image, meta) = open(wanted.image)?;
+    refuse_unrestorable(&meta, wanted.force)?;
     wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
     place.stores.map(|_| start::check_stores(&meta)).transpose()?;
-    let mut mismatches = meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file)));
-    mismatches.extend(meta.drive_mismatches(|drive| look(&meta, &drive.file)));
+    let mismatches = meta.file_mismatches();
     timings.image_open = watch.lap();
     refuse(&mismatches, wanted.force)?;
     keep_held(place, meta.held)?;
-    let learning = Learning::about(&image, wanted.mode).filter(|_| wanted.learn);
+    let stays_paused = stays_paused(&meta, wanted);
+    // A guest that does not run asks for nothing.
+    let learns = wanted.learn && !stays_paused;
+    let learning = Learning::about(&image, wanted.mode).filter(|_| learns);
     let storage = place.vm.path().parent().and_then(|runtime| Storage::of(image.chain(), runtime));
     let options = RestoreOptions {
         mode: wanted.mode,
@@ -144,14 +152,31 @@ pub(crate) fn restore(
     timings.spawn = watch.lap();
     let load = Load { place, wanted, image, meta, child: &child, options, learning, storage };
     let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
-    let (work, mut facts) = loaded?;
+    let (restoring, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
     facts["overlays"] = json!(place.journal.read().overlays);
-    let restoring = Some(work.boxed());
+    let restoring = Some(restoring);
     let hypervisor = child.keep()?;
     own.keep();
     let (standby, network, served, guard) = (None, None, None, None);
     Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
+}
+
+/// Whether the VM is paused after the restore, as it was when it was saved.
+fn stays_paused(meta: &Meta, wanted: &Wanted<'_>) -> bool {
+    meta.paused.is_some() && !wanted.run
+}
+
+/// Refuses an image that was made although it could not be restored.
+fn refuse_unrestorable(meta: &Meta, force: bool) -> Result<(), Failure> {
+    if meta.unrestorable.is_empty() || force {
+        return Ok(());
+    }
+    let (kind, chain) = (FailureKind::Refused, meta.unrestorable.clone());
+    let failure = Failure { kind, chain, hint: None };
+    Err(failure
+        .while_doing("the image was made with --accept-unrestorable")
+        .hint("--force tries all the same, at your own risk"))
 }
 
 /// What a VM said when it was saved waits still for `firn release`, wherever it goes on.
@@ -198,7 +223,7 @@ impl Load<'_> {
         mut mismatches: Vec<Mismatch>,
         (watch, timings): (&mut Watch, &mut Timings),
         tell: &mut dyn FnMut(Progress),
-    ) -> Result<(Work, serde_json::Value), Failure> {
+    ) -> Result<(Restoring, serde_json::Value), Failure> {
         let Self { place, wanted, child, .. } = self;
         let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp())
             .map_err(|failure| start::with_output(failure, place.vm))?;
@@ -210,29 +235,84 @@ impl Load<'_> {
         let (machine, memory) = self.get_to_know(args, &mut vm).map_err(explain)?;
         let process = Arc::clone(&memory.process);
         let prefilled = early.map(Prefill::finish).unwrap_or_default();
-        let restore = self.begin(memory, &prefilled, &machine).map_err(explain)?;
+        let faults = match attach(&process, &memory.guest, &machine.vcpus) {
+            Ok(faults) => faults,
+            Err(failure) if failure.kind == FailureKind::Host && wanted.mode == Mode::Eager => {
+                let loading = (&mut vm, machine, memory, mismatches);
+                return self.run_filled(loading, &failure, (watch, timings), tell).map_err(explain);
+            }
+            Err(failure) => return Err(explain(failure.hint(NEEDS_NO_USERFAULTFD))),
+        };
+        let restore = self.begin(memory, faults, &prefilled, &machine).map_err(explain)?;
         timings.attach = watch.lap();
         let why = |failure| self.why(&restore, failure);
         self.devices(&mut vm, &process).map_err(why)?;
         timings.device_state = watch.lap();
         prefill(&restore, tell).map_err(why)?;
         timings.prefill = watch.lap();
-        firn_fault::point("restore.device-state");
-        journal(place.journal, started)?;
-        vm.cont().doing("letting the VM run").map_err(why)?;
+        self.start_vcpus(&mut vm).map_err(why)?;
         restore.resumed();
-        timings.cont = watch.lap();
-        timings.total = milliseconds(watch.since.elapsed());
-        firn_fault::point("restore.resumed");
-        let mut facts = start::facts(&machine, &warnings(&mismatches));
-        facts["mode"] = json!(wanted.mode);
-        facts["image"] = json!(wanted.image);
+        self.note_start((watch, timings));
+        let facts = self.facts(&machine, warnings(&mismatches));
         let (hypervisor, journal) = (Arc::clone(child.handle()?), place.journal_handle());
         let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
         let (learning, storage) = (self.learning, self.storage);
         let work =
             Work { restore, process, vcpus, journal, hypervisor, run_record, learning, storage };
-        Ok((work, facts))
+        Ok((work.boxed(), facts))
+    }
+
+    /// An eager restore where there is no userfaultfd: memory is written before the vCPUs run.
+    fn run_filled(
+        &self,
+        (vm, machine, memory, mismatches): (&mut Vm, Machine, Memory, Vec<Mismatch>),
+        reason: &Failure,
+        (watch, timings): (&mut Watch, &mut Timings),
+        tell: &mut dyn FnMut(Progress),
+    ) -> Result<(Restoring, serde_json::Value), Failure> {
+        tracing::warn!("an eager restore without userfaultfd: {reason}");
+        timings.attach = watch.lap();
+        fill(&self.image, &memory.guest, &self.options, tell)?;
+        timings.prefill = watch.lap();
+        self.devices(vm, &memory.process)?;
+        timings.device_state = watch.lap();
+        self.start_vcpus(vm)?;
+        self.note_start((watch, timings));
+        let mut notes = warnings(&mismatches);
+        notes.push(format!(
+            "without userfaultfd ({reason}): memory came back before the VM started"
+        ));
+        let journal_file = self.place.journal_handle();
+        let finish = move |_: &dyn Fn(Progress)| {
+            journal(&journal_file, |journal| journal.phase = Phase::Running)?;
+            Ok(json!({ "restored": RunCounts::default() }))
+        };
+        Ok((Box::new(finish), self.facts(&machine, notes)))
+    }
+
+    /// From here on a successor lets the VM run.
+    fn start_vcpus(&self, vm: &mut Vm) -> Result<(), Failure> {
+        firn_fault::point("restore.device-state");
+        journal(self.place.journal, started)?;
+        match stays_paused(&self.meta, self.wanted) {
+            true => Ok(()),
+            false => vm.cont().doing("letting the VM run"),
+        }
+    }
+
+    fn note_start(&self, (watch, timings): (&mut Watch, &mut Timings)) {
+        timings.cont = watch.lap();
+        timings.total = milliseconds(watch.since.elapsed());
+        firn_fault::point("restore.resumed");
+    }
+
+    fn facts(&self, machine: &Machine, notes: Vec<String>) -> serde_json::Value {
+        let mut facts = start::facts(machine, &notes);
+        facts["mode"] = json!(self.wanted.mode);
+        facts["image"] = json!(self.wanted.image);
+        let is_paused = stays_paused(&self.meta, self.wanted);
+        facts["paused"] = json!(self.meta.paused.as_ref().filter(|_| is_paused));
+        facts
     }
 
     /// From here on a successor knows the QEMU.
@@ -254,6 +334,7 @@ impl Load<'_> {
             identity: self.image.identity(),
             mode: self.wanted.mode,
             started: false,
+            stays_paused: stays_paused(&self.meta, self.wanted),
         }
     }
 
@@ -261,6 +342,7 @@ impl Load<'_> {
     fn begin(
         &self,
         memory: Memory,
+        faults: PageFaults,
         prefilled: &Prefilled,
         machine: &Machine,
     ) -> Result<Restore, Failure> {
@@ -269,7 +351,6 @@ impl Load<'_> {
         let pages = memory.guest.map().total_pages();
         let presence =
             Presence::create(&place.vm.presence(), pages).doing("making the presence file")?;
-        let faults = attach(&memory.process, &memory.guest, &machine.vcpus)?;
         firn_fault::point("restore.attached");
         let on_fatal = on_fatal(place.journal_handle(), child.handle()?);
         let (image, guest) = (Arc::clone(&self.image), memory.guest);
@@ -310,11 +391,11 @@ fn open(path: &Path) -> Result<(Arc<Image>, Meta), Failure> {
     let meta: Meta = serde_json::from_value(image.meta().clone())
         .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
     match meta.version {
-        meta::VERSION..=meta::VERSION_HELD => Ok((Arc::new(image), meta)),
+        meta::VERSION..=meta::VERSION_MARKED => Ok((Arc::new(image), meta)),
         other => {
             let text = format!(
                 "the image describes its VM in version {other}, not {}",
-                meta::VERSION_HELD
+                meta::VERSION_MARKED
             );
             Err(Failure::new(FailureKind::Refused, text).hint("use the Firn that wrote it"))
         }
@@ -415,6 +496,7 @@ fn attach(
     vcpus: &[Tid],
 ) -> Result<PageFaults, Failure> {
     const ATTACHING: &str = "attaching to QEMU";
+    firn_fault::io("restore.userfaultfd").doing_or(FailureKind::Host, ATTACHING)?;
     let mut tracee = Tracee::seize(process, vcpus).doing_or(FailureKind::Host, ATTACHING)?;
     PageFaults::create(&mut tracee, Arc::clone(memory), Trace::Restore)
         .doing_or(FailureKind::Host, ATTACHING)
@@ -474,6 +556,33 @@ fn prefill(restore: &Restore, tell: &mut dyn FnMut(Progress)) -> Result<(), Fail
                 told = Instant::now();
                 tell(progress(restore));
             }
+        }
+        filling.join()
+    });
+    match filled {
+        Ok(filled) => filled.map_err(|error| restore_failure(&error)),
+        Err(_) => Err(Failure::new(FailureKind::Other, "bringing memory back failed by a bug")),
+    }
+}
+
+/// Writes all memory before the vCPUs run, and reports how far that is.
+fn fill(
+    image: &Arc<Image>,
+    memory: &GuestMemory,
+    options: &RestoreOptions,
+    tell: &mut dyn FnMut(Progress),
+) -> Result<(), Failure> {
+    let (done, total) = (AtomicU64::new(0), AtomicU64::new(0));
+    let note = |written: u64, all: u64| {
+        done.fetch_max(written, Ordering::Relaxed);
+        total.store(all, Ordering::Relaxed);
+    };
+    let filled = thread::scope(|scope| {
+        let filling = scope.spawn(|| firn_restore::fill_all(image, memory, options, &note));
+        while !filling.is_finished() {
+            thread::park_timeout(PROGRESS_EVERY);
+            let (done, total) = (done.load(Ordering::Relaxed), total.load(Ordering::Relaxed));
+            tell(Progress::new("restoring", done, total));
         }
         filling.join()
     });

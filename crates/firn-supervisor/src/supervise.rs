@@ -141,12 +141,15 @@ impl Begun {
                 let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
                 start::attach(&place, *pid, qmp, before)
             }
-            Plan::Restore { image, mode, force, account_use, learn, disks, disk_dir, .. } => {
+            Plan::Restore {
+                image, mode, force, account_use, learn, run, disks, disk_dir, ..
+            } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
+                let run = *run;
                 let (disks, disk_dir) = (*disks, disk_dir.as_deref());
                 let calls = plan.calls();
                 let wanted =
-                    Wanted { image, mode, force, account_use, learn, disks, disk_dir, calls };
+                    Wanted { image, mode, force, account_use, learn, run, disks, disk_dir, calls };
                 restore::restore(&place, &wanted, since, &mut tell)
             }
         };

@@ -10,6 +10,7 @@
 //!   openings       when the hypervisor opens the pipe it is held by
 //!   disks          which files its disks are, and whether they still are the same
 //!   drives         which of them the guest writes to, and how they are kept as they are
+//!   restorable     whether the command line still describes the VM, so that it can be restored
 //!   vm             all of it as one VM
 //! ```
 //!
@@ -29,6 +30,7 @@ pub mod layout;
 mod openings;
 mod qcow2;
 pub mod qmp;
+pub mod restorable;
 mod version;
 mod vm;
 mod wait;

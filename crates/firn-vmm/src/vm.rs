@@ -14,6 +14,7 @@ use crate::hmp;
 use crate::hold::{Held, Holder, Look};
 use crate::layout::{self, Layout, LayoutError};
 use crate::qmp::{Qmp, QmpError};
+use crate::restorable::{self, MachineFacts};
 use crate::version::Version;
 
 /// How long a monitor command may take unless told otherwise. `stop` waits for disks to be flushed.
@@ -224,6 +225,11 @@ impl Vm {
         Ok(migration.blocked_reasons)
     }
 
+    /// What a restore would have to reproduce by the command line.
+    pub fn machine_facts(&mut self) -> Result<MachineFacts, QmpError> {
+        restorable::collect(&mut self.qmp)
+    }
+
     /// Where all memory of the VM lies.
     pub fn layout(&mut self) -> Result<Layout, LayoutError> {
         layout::find(&mut self.qmp)
@@ -365,6 +371,11 @@ impl Vm {
             Some(file) => file.take_back(&mut self.qmp),
             None => Ok(()),
         }
+    }
+
+    /// Closes descriptors that another connection of Firn's gave to QEMU and did not take back.
+    pub fn close_left_descriptors(&mut self) -> Result<(), QmpError> {
+        device_state::take_back_left_behind(&mut self.qmp)
     }
 
     /// Loads device state into a QEMU that was started with `-S -incoming defer` and

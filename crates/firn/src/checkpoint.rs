@@ -45,6 +45,10 @@ use crate::working_set::estimator;
 /// the VM goes on with overlays upon them (qcow2), or, where the file system can share blocks, with the files as before
 /// while clones of them are kept. A disk that can't be kept is named before anything is done.
 ///
+/// A VM is inspected first. If it has devices that its command line does not describe (hot-plugged ones, or ones with open
+/// descriptors), or devices that write to memory unseen (VFIO, vhost-user), no restore could succeed: the checkpoint is refused with
+/// every reason. --accept-unrestorable makes it all the same, and the image says so.
+///
 /// If this command is interrupted the checkpoint goes on; `firn status` shows it.
 ///
 /// Examples:
@@ -79,8 +83,11 @@ pub struct Args {
     /// `access-bits`, what it used before (the default with --strategy stop).
     #[arg(long, value_name = "HOW", value_parser = estimator)]
     working_set: Option<Estimator>,
-    /// Make one at such intervals: 30s, 5m, 2h.
-    #[arg(long, value_name = "TIME", value_parser = units::parse_duration)]
+    /// Make an image even if it cannot be restored; `firn image inspect` shows why.
+    #[arg(long)]
+    accept_unrestorable: bool,
+    /// Make one at such intervals: 30s, 5m, 2h; 100ms at least.
+    #[arg(long, value_name = "TIME", value_parser = interval)]
     #[arg(conflicts_with_all = ["parent", "reference"])]
     every: Option<Duration>,
     /// With --every: how many are kept.
@@ -123,6 +130,19 @@ pub struct ImageArgs {
     /// Threads that compress.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
+}
+
+/// The least time between two checkpoints of a series: each one pauses the guest.
+const INTERVAL_MIN: Duration = Duration::from_millis(100);
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let interval = units::parse_duration(text)?;
+    match interval >= INTERVAL_MIN {
+        true => Ok(interval),
+        false => {
+            Err(format!("checkpoints cannot be less than {} ms apart", INTERVAL_MIN.as_millis()))
+        }
+    }
 }
 
 fn disks(text: &str) -> Result<SaveDisks, String> {
@@ -176,6 +196,7 @@ impl Args {
         request.choices.strategy = self.strategy;
         request.choices.first_spaces = self.first_spaces.map(usize::from);
         request.choices.working_set = self.working_set;
+        request.choices.accept_unrestorable = self.accept_unrestorable;
         request.choices.throttle = self.no_throttle.then_some(false);
         request.choices.reference = self.reference.as_deref().map(absolute).transpose()?;
         let base = crate::hidden::runtime_dir()?;
@@ -223,7 +244,13 @@ pub fn describe(facts: &serde_json::Value) -> String {
         units::bytes(report["image_bytes"].as_u64().unwrap_or(0)),
         units::ms(number(&report["total_ms"])),
         units::ms(number(&report["pause"]["downtime_ms"])),
-    )
+    ) + &describe_obstacles(facts)
+}
+
+fn describe_obstacles(facts: &serde_json::Value) -> String {
+    let reasons = facts["unrestorable"].as_array().into_iter().flatten();
+    let reasons = reasons.filter_map(serde_json::Value::as_str);
+    reasons.map(|reason| format!("cannot be restored: {reason}\n")).collect()
 }
 
 fn describe_drive(drive: &serde_json::Value) -> String {

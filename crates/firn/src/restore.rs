@@ -37,6 +37,8 @@ use crate::working_set::WorkingSetArgs;
 /// An image of another version of QEMU, or of disks that were written to since, is refused: the guest would find them
 /// in contradiction to its memory. --force goes on all the same.
 ///
+/// A VM that was paused when it was saved is paused after the restore too, and its memory comes back; --run starts it.
+///
 /// The VM's disks are those of the image, and it writes to overlays of its own upon them, so that an image can be restored as
 /// often as one likes, also side by side. `firn stop --discard` removes them with the VM.
 ///
@@ -74,6 +76,9 @@ pub struct Args {
     /// Go on with another version of QEMU, or with changed disks.
     #[arg(long)]
     force: bool,
+    /// Start the VM even if it was paused when it was saved.
+    #[arg(long)]
+    run: bool,
     /// Do not go by what earlier restores of this image had to wait for, and keep nothing of this one. Otherwise that is
     /// kept beside the image, in IMAGE.learned. (How far its storage is, is kept in either case.)
     #[arg(long)]
@@ -105,6 +110,7 @@ impl Args {
             force: self.force,
             account_use: self.account_use,
             learn: !self.no_learn,
+            run: self.run,
             disks: self.disks,
             disk_dir: self.disk_dir.as_deref().map(absolute).transpose()?,
             access_bits: self.working_set.access_bits(),
@@ -172,7 +178,18 @@ fn describe(facts: &serde_json::Value) -> String {
         let _ = writeln!(text, "it writes to {}", overlay.as_str().unwrap_or("?"));
     }
     let total = facts["timings_ms"]["total"].as_f64().unwrap_or(0.0);
-    let _ = writeln!(text, "running after {}", units::ms(total));
+    match facts["paused"].as_str() {
+        Some(state) => {
+            let (total, qmp) = (units::ms(total), facts["qmp"].as_str().unwrap_or("?"));
+            let _ = writeln!(
+                text,
+                "paused after {total}, as it was saved ({state}): `cont` on its monitor {qmp} starts it, or `firn restore --run`"
+            );
+        }
+        None => {
+            let _ = writeln!(text, "running after {}", units::ms(total));
+        }
+    }
     if let Some(run) = facts.get("run") {
         let ms = |seconds: &serde_json::Value| units::ms(seconds.as_f64().unwrap_or(0.0) * 1e3);
         let ttr = &run["ttr_s"]["1"]["0.9"];

@@ -263,6 +263,14 @@ impl Plan {
         cards::others(&self.arguments)
     }
 
+    /// The kernel, initial RAM disk and device tree that the command line names, as it names them.
+    pub fn boot_files(&self) -> Vec<String> {
+        let names = ["kernel", "initrd", "dtb"];
+        let boots = self.arguments.iter().filter(|argument| names.contains(&argument.name()));
+        // A kernel with several modules names them in one value.
+        boots.map(|argument| argument.value().to_owned()).filter(|it| !it.contains(',')).collect()
+    }
+
     /// The files of disks that the command line names, as it names them.
     pub fn disk_files(&self) -> Vec<String> {
         drives::files(&self.arguments)

@@ -43,6 +43,18 @@ impl Properties {
         }
     }
 
+    /// All keys with their values as text; the keys of nested objects and lists are joined by dots.
+    pub(super) fn flattened(&self) -> Vec<(String, String)> {
+        match self {
+            Self::Text(parts) => parts.clone(),
+            Self::Json(object) => {
+                let mut flat = Vec::new();
+                object.iter().for_each(|(key, value)| flatten(key, value, &mut flat));
+                flat
+            }
+        }
+    }
+
     /// Whether a switch is on.
     pub(super) fn is_on(&self, key: &str) -> bool {
         self.get(key).is_some_and(|value| matches!(&*value, "on" | "yes" | "true" | "y"))
@@ -106,6 +118,21 @@ impl Properties {
             Self::Text(parts) => parts.iter().map(part).collect::<Vec<_>>().join(","),
             Self::Json(object) => Value::Object(object.clone()).to_string(),
         }
+    }
+}
+
+fn flatten(key: &str, value: &Value, flat: &mut Vec<(String, String)>) {
+    match value {
+        Value::Object(object) => {
+            object
+                .iter()
+                .for_each(|(inner, value)| flatten(&format!("{key}.{inner}"), value, flat));
+        }
+        Value::Array(list) => {
+            let items = list.iter().enumerate();
+            items.for_each(|(at, value)| flatten(&format!("{key}.{at}"), value, flat));
+        }
+        value => flat.extend(as_text(value).map(|text| (key.to_owned(), text.into_owned()))),
     }
 }
 

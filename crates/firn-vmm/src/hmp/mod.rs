@@ -8,12 +8,14 @@
 mod hva;
 mod mtree;
 mod network;
+mod network_backends;
 mod ramblock;
 mod registers;
 
 pub use hva::parse_hva;
 pub use mtree::{FlatRange, FlatView, RangeKind, parse_mtree};
 pub use network::parse_address;
+pub use network_backends::parse_backends;
 pub use ramblock::{RamBlock, parse_ramblock};
 pub use registers::{VcpuRegisters, parse_registers};
 

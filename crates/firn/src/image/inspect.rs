@@ -103,6 +103,12 @@ fn describe_meta(meta: &Meta, line: &mut impl FnMut(&str, String)) {
     line("QEMU", format!("{}, {}, {}", meta.qemu.version, meta.qemu.accel, meta.machine));
     line("started in", meta.qemu.directory.display().to_string());
     line("as", meta.qemu.user_args.join(" "));
+    if let Some(state) = &meta.paused {
+        line("paused", format!("{state}: a restore leaves it paused, unless with --run"));
+    }
+    for reason in &meta.unrestorable {
+        line("no restore", reason.clone());
+    }
     for drive in &meta.drives {
         line("drive", format!("{} as in {} ({})", drive.named, drive.file.display(), drive.format));
     }

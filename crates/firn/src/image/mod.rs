@@ -14,6 +14,7 @@ mod inspect;
 mod merge;
 mod rebase;
 mod reorder;
+mod restorable;
 mod rewrite;
 mod verify;
 

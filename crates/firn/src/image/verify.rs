@@ -18,19 +18,29 @@ const SHOWN_MAX: usize = 20;
 ///
 /// Exits with code 6 if anything is not as it was written, and names the memory blocks and places.
 ///
-/// Example:
+/// With --restorable it does not read memory, but checks whether this host could restore the image: its QEMU, machine type,
+/// accelerator, CPU, disks, memory, userfaultfd. Exits with code 5 if not.
+///
+/// Examples:
 ///   firn image verify web.firn
+///   firn image verify --restorable web.firn
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// The image.
     image: PathBuf,
+    /// Check whether this host could restore it.
+    #[arg(long)]
+    restorable: bool,
 }
 
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let image = super::open(&self.image)?;
+        if self.restorable {
+            return super::restorable::run(&self.image, &image, out);
+        }
         let report = verify(&image);
         let problems: Vec<String> = report.problems.iter().map(ToString::to_string).collect();
         let facts = json!({

@@ -1,0 +1,126 @@
+//! An eager restore without userfaultfd: all memory is written before the vCPUs run.
+//!
+//! Nothing is registered, so no page fault has to be answered. The hypervisor must have been started, its vCPUs paused, and
+//! its device state must not be loaded yet: loading it may write to guest memory.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::thread;
+
+use firn_fault::point;
+use firn_image::{Image, LocalityBlockId};
+use firn_memory::{GuestMemory, process_memory};
+use firn_types::{Block, PAGE_SIZE, Page};
+
+use crate::bytes::Bytes;
+use crate::error::RestoreError;
+use crate::options::{Mode, RestoreOptions};
+use crate::restore::check_regions;
+use crate::storage::Storage;
+
+/// Writes all memory of an image to the hypervisor. `progress` receives the written and the total number of bytes; a thread of this
+/// function calls it.
+///
+/// # Errors
+/// If the image cannot be read, or the hypervisor's memory cannot be written. Nothing is left to be done with the hypervisor then
+/// but to end it.
+pub fn fill_all(
+    image: &std::sync::Arc<Image>,
+    memory: &GuestMemory,
+    options: &RestoreOptions,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<(), RestoreError> {
+    check_regions(image, memory.map())?;
+    memory.punch_out(memory.all())?;
+    point("restore.punched");
+    let storage = Storage::new(image.clone(), Mode::Eager);
+    let total =
+        u64::from(image.summary().stored_blocks) * image.geometry().block_size.bytes() as u64;
+    let fill = EagerFill {
+        memory,
+        run_length: options.run_max(storage.unit_bytes()),
+        storage,
+        next_unit: AtomicU32::new(0),
+        written_bytes: AtomicU64::new(0),
+        total_bytes: total,
+        has_failed: AtomicBool::new(false),
+        progress,
+    };
+    fill.run(options.readers.max(1))
+}
+
+/// A fill that several threads share.
+struct EagerFill<'a> {
+    storage: Storage,
+    memory: &'a GuestMemory,
+    /// Locality blocks that are read at once.
+    run_length: u32,
+    next_unit: AtomicU32,
+    written_bytes: AtomicU64,
+    total_bytes: u64,
+    has_failed: AtomicBool,
+    progress: &'a (dyn Fn(u64, u64) + Sync),
+}
+
+impl EagerFill<'_> {
+    fn run(&self, threads: usize) -> Result<(), RestoreError> {
+        thread::scope(|scope| {
+            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(|| self.fill_runs())).collect();
+            let died = |_| Err(RestoreError::Died { name: "eager-fill" });
+            threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(died))
+        })
+    }
+
+    fn fill_runs(&self) -> Result<(), RestoreError> {
+        let end = self.storage.image().locality_blocks();
+        let mut raw = vec![0; self.storage.image().geometry().block_size.bytes()];
+        while !self.has_failed.load(Ordering::Relaxed) {
+            let first = self.next_unit.fetch_add(self.run_length, Ordering::Relaxed);
+            if first >= end {
+                break;
+            }
+            let filled = self.fill_run(first..end.min(first + self.run_length), &mut raw);
+            self.has_failed.fetch_or(filled.is_err(), Ordering::Relaxed);
+            filled?;
+            (self.progress)(self.written_bytes.load(Ordering::Relaxed), self.total_bytes);
+        }
+        Ok(())
+    }
+
+    fn fill_run(&self, units: std::ops::Range<u32>, raw: &mut [u8]) -> Result<(), RestoreError> {
+        let bytes = self.storage.read(&units, true)?;
+        for (unit, bytes) in units.zip(bytes) {
+            self.fill_unit(LocalityBlockId(unit), &bytes, raw)?;
+        }
+        Ok(())
+    }
+
+    fn fill_unit(
+        &self,
+        unit: LocalityBlockId,
+        bytes: &Bytes,
+        raw: &mut [u8],
+    ) -> Result<(), RestoreError> {
+        let image = self.storage.image();
+        for entry in image.entries(unit) {
+            image.decode(entry, self.storage.stored_in(bytes, entry), raw)?;
+            self.write(entry.block, raw)?;
+            self.written_bytes.fetch_add(raw.len() as u64, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// A block lies in one region, and may reach past its end.
+    fn write(&self, block: Block, raw: &[u8]) -> Result<(), RestoreError> {
+        let first = self.storage.image().geometry().block_size.first_page(block);
+        let regions = self.memory.map().regions().iter();
+        let region = regions.map(|region| region.range()).find(|range| range.contains(&first));
+        let (Some(range), Some(hva)) = (region, self.memory.hva_of(first)) else {
+            let path = self.storage.image().path().to_owned();
+            return Err(RestoreError::NoEntry { path, block });
+        };
+        let room = Page::count(&(first..range.end)) * PAGE_SIZE;
+        let written = &raw[..raw.len().min(room)];
+        Ok(process_memory::write(self.memory.process(), hva, written)
+            .map_err(firn_memory::MemoryError::from)?)
+    }
+}

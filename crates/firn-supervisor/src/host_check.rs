@@ -1,0 +1,175 @@
+//! Whether this host could restore an image: what the restore would need, checked without starting the VM.
+
+use std::fs::File;
+use std::process::{Command, Stdio};
+
+use firn_memory::{Features, UserfaultfdAccess};
+use firn_vmm::command_line;
+use serde::Serialize;
+
+use crate::cpu::CpuFacts;
+use crate::failure::Failure;
+use crate::failure::FailureKind::Host;
+use crate::meta::Meta;
+
+/// One thing that a restore needs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct HostCheck {
+    /// The thing, in a word or two.
+    pub what: &'static str,
+    /// Whether this host has it.
+    pub passed: bool,
+    /// What was found.
+    pub found: String,
+}
+
+/// A check's result: what was found, or what is wrong.
+type Found = Result<String, String>;
+
+/// Checks all that a restore of this image needs.
+pub fn check_host(meta: &Meta) -> Vec<HostCheck> {
+    let check = |what, found: Found| {
+        let (passed, found) = found.map_or_else(|wrong| (false, wrong), |found| (true, found));
+        HostCheck { what, passed, found }
+    };
+    vec![
+        check("image", image(meta)),
+        check("command line", command_line(meta)),
+        check("QEMU", qemu_version(meta)),
+        check("machine", machine_type(meta)),
+        check("accelerator", accelerator(meta)),
+        check("CPU", processor(meta)),
+        check("disks", disks(meta)),
+        check("memory", memory(meta)),
+        check("userfaultfd", userfaultfd()),
+    ]
+}
+
+fn image(meta: &Meta) -> Found {
+    match &meta.unrestorable[..] {
+        [] => Ok("not marked as one that cannot be restored".to_owned()),
+        reasons => Err(format!("made with --accept-unrestorable: {}", reasons.join("; "))),
+    }
+}
+
+fn command_line(meta: &Meta) -> Found {
+    let plan = command_line::plan(&meta.qemu.user_args).map_err(|error| error.to_string())?;
+    let files = plan.boot_files();
+    let is_gone = |file: &&String| !meta.qemu.directory.join(file).exists();
+    match files.iter().find(is_gone) {
+        Some(file) => Err(format!("{file} is not there")),
+        None => Ok("can be used".to_owned()),
+    }
+}
+
+/// Runs the QEMU of the image and gives its output.
+fn output_of_qemu(meta: &Meta, args: &[&str]) -> Found {
+    let program = meta.qemu.user_args.first().map_or("qemu-system-x86_64", String::as_str);
+    let mut command = Command::new(program);
+    if meta.qemu.directory.is_dir() {
+        command.current_dir(&meta.qemu.directory);
+    }
+    let output = command.args(args).stdin(Stdio::null()).output();
+    let output = output.map_err(|error| format!("{program}: {error}"))?;
+    match output.status.success() {
+        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
+        false => Err(format!("{program} {} failed ({})", args.join(" "), output.status)),
+    }
+}
+
+fn qemu_version(meta: &Meta) -> Found {
+    let output = output_of_qemu(meta, &["--version"])?;
+    let line = output.lines().next().unwrap_or_default();
+    let version = line.split_once("version ").map_or(line, |(_, version)| version);
+    match meta.qemu_mismatch(version) {
+        Some(mismatch) => Err(mismatch.to_string()),
+        None => Ok(version.to_owned()),
+    }
+}
+
+fn machine_type(meta: &Meta) -> Found {
+    let output = output_of_qemu(meta, &["-machine", "help"])?;
+    let mut known = output.lines().filter_map(|line| line.split_whitespace().next());
+    match known.any(|machine| machine == meta.machine) {
+        true => Ok(meta.machine.clone()),
+        false => Err(format!("this QEMU has no machine type {}", meta.machine)),
+    }
+}
+
+fn accelerator(meta: &Meta) -> Found {
+    let accel = &meta.qemu.accel;
+    if accel == "kvm" {
+        let device = File::options().read(true).write(true).open("/dev/kvm");
+        device.map_err(|error| format!("/dev/kvm: {error}"))?;
+    }
+    let output = output_of_qemu(meta, &["-accel", "help"])?;
+    match output.lines().any(|line| line.trim() == accel) {
+        true => Ok(accel.clone()),
+        false => Err(format!("this QEMU has no accelerator {accel}")),
+    }
+}
+
+fn processor(meta: &Meta) -> Found {
+    let Some(then) = &meta.cpu else {
+        return Ok("emulated, or a model that QEMU checks".to_owned());
+    };
+    let now = CpuFacts::of_host();
+    match &then.missing_in(&now)[..] {
+        [] => Ok(now.model),
+        missing => Err(format!("{} lacks {} of {}", now.model, missing.join(" "), then.model)),
+    }
+}
+
+fn disks(meta: &Meta) -> Found {
+    let mismatches: Vec<String> = meta.file_mismatches().iter().map(ToString::to_string).collect();
+    match mismatches.is_empty() {
+        true => Ok(format!("{} there and unchanged", meta.disks.len() + meta.drives.len())),
+        false => Err(mismatches.join("; ")),
+    }
+}
+
+fn memory(meta: &Meta) -> Found {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let available = available_bytes(&text).ok_or("/proc/meminfo does not report MemAvailable")?;
+    let (needed, available) = (meta.memory_bytes >> 20, available >> 20);
+    match available >= needed {
+        true => Ok(format!("{needed} MiB of {available} MiB available")),
+        false => Err(format!("{needed} MiB are needed, {available} MiB are available")),
+    }
+}
+
+fn available_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
+}
+
+/// An eager restore needs none.
+fn userfaultfd() -> Found {
+    let usable = Features::of_kernel().and_then(|_| UserfaultfdAccess::of_this_user());
+    Ok(match usable {
+        Ok(_) => "usable".to_owned(),
+        Err(error) => {
+            let why = Failure::from_error(Host, &error);
+            format!("not usable: by firn restore --mode eager only ({why})")
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn available_memory_is_read() {
+        assert_eq!(available_bytes("MemFree: 1 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
+        assert_eq!(available_bytes("MemFree: 1 kB\n"), None);
+    }
+
+    #[test]
+    fn an_image_that_is_marked_does_not_pass() {
+        let meta = Meta { unrestorable: vec!["nic1".into()], ..Meta::default() };
+        let checks = check_host(&meta);
+        let image = checks.iter().find(|check| check.what == "image").unwrap();
+        assert!(!image.passed && image.found.contains("nic1"), "{image:?}");
+    }
+}

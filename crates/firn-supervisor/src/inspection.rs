@@ -1,0 +1,109 @@
+//! The checks that a running VM passes before it is saved or protected.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use firn_vmm::restorable::{CommandLines, find_obstacles};
+use firn_vmm::{AuxRam, Layout, RunState, Vm};
+
+use crate::failure::{Context, Failure, FailureKind};
+use crate::journal::Machine;
+use crate::qemu;
+
+/// How long the firmware of a VM that runs may take to map its video memory. It takes a second or two, more on a busy host.
+const FIRMWARE_WAIT: Duration = Duration::from_secs(30);
+
+/// How often it is checked.
+const FIRMWARE_CHECK: Duration = Duration::from_millis(100);
+
+/// Refuses to save a VM that no restore could start again, unless the user has `accepted` that. Gives the reasons.
+pub(crate) fn check_restorable(
+    vm: &mut Vm,
+    machine: &Machine,
+    accepted: bool,
+) -> Result<Vec<String>, Failure> {
+    let reasons = obstacles(vm, machine)?;
+    if reasons.is_empty() || accepted {
+        return Ok(reasons);
+    }
+    let hint = "change what is named here; `firn checkpoint --accept-unrestorable` makes an image all the same and marks it";
+    Err(refusal(reasons, "a checkpoint of this VM could not be restored").hint(hint))
+}
+
+/// Refuses to protect a VM that no standby could run.
+pub(crate) fn check_protectable(vm: &mut Vm, machine: &Machine) -> Result<(), Failure> {
+    match obstacles(vm, machine)? {
+        reasons if reasons.is_empty() => Ok(()),
+        reasons => Err(refusal(reasons, "a standby could not run this VM")),
+    }
+}
+
+/// The reasons for which no QEMU could continue this VM.
+fn obstacles(vm: &mut Vm, machine: &Machine) -> Result<Vec<String>, Failure> {
+    let facts = vm.machine_facts().doing("checking whether the VM could be restored")?;
+    let qemu = &machine.meta.qemu;
+    let lines =
+        CommandLines { user: &qemu.user_args, actual: &qemu.args, directory: &qemu.directory };
+    Ok(find_obstacles(&lines, &facts).iter().map(ToString::to_string).collect())
+}
+
+fn refusal(reasons: Vec<String>, what: &str) -> Failure {
+    Failure { kind: FailureKind::Refused, chain: reasons, hint: None }.while_doing(what)
+}
+
+/// QEMU's name for the state of a VM that does not run because of its user or an error. A guest that sleeps (S3) counts as running.
+pub(crate) fn paused_state(state: &RunState) -> Option<String> {
+    (!state.running && state.status != "suspended").then(|| state.status.clone())
+}
+
+/// Finds the VM's memory. Video memory can be read only while the guest maps it, so a firmware that has just started is
+/// given the time to do that.
+pub(crate) fn mapped_layout(
+    vm: &mut Vm,
+    machine: &Machine,
+    is_running: bool,
+    cancel: &AtomicBool,
+) -> Result<Layout, Failure> {
+    let wait = if is_running { FIRMWARE_WAIT } else { Duration::ZERO };
+    let deadline = Instant::now() + wait;
+    loop {
+        let layout = qemu::layout(vm, &machine.meta.qemu.user_args)?;
+        let Some(block) = unmapped_block(&layout) else { return Ok(layout) };
+        if cancel.load(Ordering::Relaxed) {
+            return Err(Failure::new(FailureKind::Interrupted, "the save was cancelled"));
+        }
+        if Instant::now() >= deadline {
+            return Err(not_mapped(block, is_running));
+        }
+        std::thread::sleep(FIRMWARE_CHECK);
+    }
+}
+
+/// A block that has to be saved, and whose place QEMU does not report.
+fn unmapped_block(layout: &Layout) -> Option<&AuxRam> {
+    layout.aux.iter().find(|block| !block.rom && block.hva.is_none())
+}
+
+fn not_mapped(block: &AuxRam, is_running: bool) -> Failure {
+    let text =
+        format!("the guest has not mapped {} ({} KiB of its memory)", block.id, block.bytes >> 10);
+    let hint = match is_running {
+        true => "save the VM when its guest uses the device, or start it without the device",
+        false => "the VM is paused before its firmware has started: continue it first",
+    };
+    Failure::new(FailureKind::Other, text).hint(hint)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_vm_that_somebody_paused_comes_back_paused() {
+        let state = |running, status: &str| RunState { running, status: status.to_owned() };
+        assert_eq!(paused_state(&state(true, "running")), None);
+        assert_eq!(paused_state(&state(false, "suspended")), None);
+        assert_eq!(paused_state(&state(false, "paused")).as_deref(), Some("paused"));
+        assert_eq!(paused_state(&state(false, "io-error")).as_deref(), Some("io-error"));
+    }
+}

@@ -1,0 +1,27 @@
+//! Whether a running VM could be restored from a checkpoint of it.
+//!
+//! A restore starts QEMU with the VM's command line and loads device state. That works if the command line describes the VM as
+//! it is now, and if Firn sees all that the VM consists of. So the running QEMU is inspected, not its command line alone:
+//!
+//! ```text
+//!   qom-list, qom-get      devices, and which of them were added later     query-cpus-fast, smp    vCPUs
+//!   info network           types of network back ends                      query-block             media
+//!   command line           descriptors, secrets, removed devices
+//!        |
+//!        v
+//!   MachineFacts  --- find_obstacles --->  RestoreObstacle: one reason each, with what to do
+//! ```
+
+mod facts;
+mod obstacle;
+mod rules;
+
+pub use facts::{BackendFacts, DeviceFacts, MachineFacts, MediumFacts};
+pub use obstacle::{RestoreObstacle, UnseenKind};
+pub use rules::{CommandLines, find_obstacles};
+
+pub(crate) use facts::collect;
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;
