@@ -309,7 +309,6 @@ mod tests {
             qemu: Err("none".into()),
             kvm: Kvm::NoDevice,
             runtime_dir: Err("none".into()),
-            ..good()
         };
         for finding in judge(&bad) {
             assert_ne!(finding.grade, Grade::Good, "{finding:?}");
