@@ -27,6 +27,11 @@
 //! 3. Backups run only what a register with an empty `fence` says.
 //! 4. A lease comes with the register, and the register is obeyed before the lease is used.
 //!
+//! # By hand
+//!
+//! A person who asks for a failover changes the register by the same rules ([`by_hand`]): it fences the old primary, whose lease has to be
+//! over before anything runs. So two never send, whatever the person believes.
+//!
 //! The clock must go on while the host sleeps (`CLOCK_BOOTTIME`).
 //!
 //! # All move together
@@ -39,11 +44,13 @@
 //! failure in that time ends the cluster ([`Next::Lost`]): it stops, and doesn't go on from something else. An agent
 //! that was restarted is another [`Host`](crate::Host): copies in memory are gone with it.
 
+mod by_hand;
 mod controller;
 mod guard;
 mod lease;
 mod register;
 
+pub use by_hand::{HandDecision, HandRefusal, by_hand};
 pub use controller::{Controller, Next};
 pub use guard::{Action, Guard};
 pub use lease::{Grants, Lease, Terms};

@@ -5,6 +5,8 @@
 //! is also one that was frozen, and one that was cut off. Controllers come and go: one is made for each decision, knows some
 //! of what was said, and its proposal arrives at any later time.
 //!
+//! A person may ask a backup for a failover at any time, and declare any primaries dead, right or wrong.
+//!
 //! Time passes in ticks; a lease lasts one, and is over for the granter after two. Clocks agree here (where they don't: the simulation). Leases are granted at the moment
 //! they are asked for, which is when they end soonest for the granter. Only the first host's answers are late, for it
 //! stands for any old primary.
@@ -14,7 +16,9 @@ use std::hash::{Hash, Hasher};
 use std::rc::Rc;
 use std::time::Duration;
 
-use firn_cluster::failover::{Action, Controller, Grants, Guard, Next, Place, Register, Terms};
+use firn_cluster::failover::{
+    Action, Controller, Grants, Guard, HandDecision, Next, Place, Register, Terms, by_hand,
+};
 use firn_cluster::{Epoch, Generation, Host, Vm};
 
 use crate::explore::{Effort, Model, Wrong, explore};
@@ -32,6 +36,8 @@ enum Without {
     Nothing,
     /// Backups run without waiting for old primaries.
     Fencing,
+    /// A failover by hand does not fence those that a person declares dead.
+    FencingByHand,
     /// A frame leaves without a look at the clock.
     LookingAtTheLease,
     /// A lease counts from the moment it arrives.
@@ -46,6 +52,8 @@ struct Bounds {
     crashes: u8,
     /// Timelines after the first.
     rollbacks: u32,
+    /// A person asks for failovers.
+    by_hand: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -84,6 +92,8 @@ enum Step {
     Learn(Host, Rc<Register>),
     /// A controller looks at the leases and at the register, has heard of these hosts that they stopped, and decides.
     Decide(Vec<Host>),
+    /// A person asks the backup for a failover, and declares these dead.
+    ByHand(Vec<Host>),
     Propose(Rc<Register>),
     /// All VMs have copies at their backups, and a global checkpoint is on record.
     Checkpoint,
@@ -236,6 +246,31 @@ impl Bounds {
         Some(Rc::new(register)).filter(|register| register.generation.0 <= self.rollbacks)
     }
 
+    /// What a person who asks for a failover, and declares these dead, would have proposed.
+    fn decision_by_hand(&self, state: &State, dead: &[Host]) -> Option<Rc<Register>> {
+        let register = &state.register;
+        let backup = register.places.values().next()?.backup?;
+        let dead: BTreeSet<Host> = dead.iter().copied().collect();
+        let leases = state.grants().not_over(clock(state.now));
+        let decision = by_hand(register, &leases, backup, &dead);
+        let HandDecision::Propose(mut next) = decision else { return None };
+        if self.without == Without::FencingByHand {
+            next.fence.retain(|host| !dead.contains(host));
+        }
+        Some(Rc::new(next)).filter(|next| next.generation.0 <= self.rollbacks)
+    }
+
+    fn decisions_by_hand(&self, state: &State, steps: &mut Vec<Step>) {
+        let primaries: Vec<Host> = state.register.primaries().into_iter().collect();
+        for subset in 0..1_u32 << primaries.len() {
+            let dead = primaries.iter().enumerate().filter(|(bit, _)| subset >> bit & 1 == 1);
+            let dead: Vec<Host> = dead.map(|(_, host)| *host).collect();
+            if self.decision_by_hand(state, &dead).is_some() {
+                steps.push(Step::ByHand(dead));
+            }
+        }
+    }
+
     fn checkpoint_is_possible(&self, state: &State) -> bool {
         let register = &state.register;
         let runs = |host| !state.crashed(host) && state.runs(host) == Some(register.generation);
@@ -278,6 +313,9 @@ impl Bounds {
     fn decisions(&self, state: &State, steps: &mut Vec<Step>) {
         if state.proposal.is_some() {
             return;
+        }
+        if self.by_hand {
+            self.decisions_by_hand(state, steps);
         }
         let said: Vec<Host> = state.stopped.iter().map(|(host, _)| *host).collect();
         for subset in 0..1_u32 << said.len() {
@@ -355,6 +393,9 @@ impl Model for Bounds {
             Step::Decide(heard) => {
                 state.proposal = self.decision(state, heard);
             }
+            Step::ByHand(dead) => {
+                state.proposal = self.decision_by_hand(state, dead);
+            }
             Step::Propose(register) => {
                 if register.version == state.register.version + 1 {
                     state.set(register.clone());
@@ -404,7 +445,8 @@ fn all_is_well(bounds: Bounds, try_one_in: u128) {
 }
 
 fn goes_wrong(without: Without) -> Wrong<Step> {
-    let bounds = Bounds { without, crashes: 0, rollbacks: 1 };
+    let by_hand = without == Without::FencingByHand;
+    let bounds = Bounds { without, crashes: 0, rollbacks: 1, by_hand };
     let wrong = explore(&bounds, Effort { states_max: 10_000_000, try_one_in: 0 });
     let wrong = wrong.expect_err("a rule was left out and nothing went wrong");
     println!("{without:?}: {} after {} steps", wrong.what, wrong.steps.len());
@@ -414,7 +456,7 @@ fn goes_wrong(without: Without) -> Wrong<Step> {
 }
 
 fn with(crashes: u8, rollbacks: u32) -> Bounds {
-    Bounds { without: Without::Nothing, crashes, rollbacks }
+    Bounds { without: Without::Nothing, crashes, rollbacks, by_hand: false }
 }
 
 #[test]
@@ -432,6 +474,23 @@ fn two_crashes_one_rollback() {
 #[ignore = "a minute"]
 fn two_crashes_two_rollbacks() {
     all_is_well(with(2, 2), 64);
+}
+
+/// Whatever a person asks for, also if a host is declared dead that is alive.
+#[test]
+fn failovers_by_hand_without_a_crash() {
+    all_is_well(Bounds { by_hand: true, ..with(0, 1) }, 64);
+}
+
+#[test]
+#[ignore = "half a minute"]
+fn failovers_by_hand_with_a_crash() {
+    all_is_well(Bounds { by_hand: true, ..with(1, 2) }, 64);
+}
+
+#[test]
+fn without_fencing_who_is_declared_dead_two_primaries_send() {
+    goes_wrong(Without::FencingByHand);
 }
 
 #[test]
