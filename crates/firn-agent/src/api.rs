@@ -4,6 +4,7 @@
 //!   at the agent's socket, for the owner of this host's VMs          between hosts, by TLS with certificates of both
 //!     GET  /v1/status     -> Cluster                                   GET  /v1/heartbeat       -> Heartbeat
 //!     POST /v1/protect    Protect -> replies, a line of JSON each      GET  /v1/vms             -> [VmView]
+//!     POST /v1/failover   FailOver -> facts
 //!     GET  /metrics       -> text for Prometheus                       POST /v1/standbys/NAME   Upgrade: firn-epochs
 //!                                                                      POST /v1/networks/NAME   Upgrade: firn-frames
 //!     GET  /v1/clusters             -> [Record]                        POST /v1/vms/NAME/member   Request -> facts
@@ -46,6 +47,8 @@ pub const FRAMES: &str = "firn-frames";
 pub const STATUS: &str = "/v1/status";
 /// Where protection is asked for.
 pub const PROTECT: &str = "/v1/protect";
+/// Where a failover by the record is asked for.
+pub const FAILOVER: &str = "/v1/failover";
 /// Where metrics can be had.
 pub const METRICS: &str = "/metrics";
 /// Where peers are asked whether they are there.
@@ -82,6 +85,17 @@ pub struct Protect {
     pub interval_ms: u64,
     /// What was written in one epoch starts the next writable.
     pub predicts: bool,
+}
+
+/// A standby's VM is to run here, by the record of the hosts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FailOver {
+    /// The VM.
+    pub vm: VmName,
+    /// The host that a person declares dead: it is fenced though it holds a lease.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dead: Option<HostName>,
 }
 
 /// A VM is to be protected by who asks.

@@ -18,7 +18,7 @@ use serde_json::Value;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::api::{Cluster, MEMBERS, MembershipView, PROTECT, Protect, STATUS};
+use crate::api::{Cluster, FAILOVER, FailOver, MEMBERS, MembershipView, PROTECT, Protect, STATUS};
 use crate::http;
 use crate::place::Place;
 
@@ -69,6 +69,14 @@ pub fn protect(
             false => Err(http::told_failure(answer).await),
         }
     })
+}
+
+/// Has a standby's VM run here by the record of the hosts; returns when it runs. That may take some leases.
+///
+/// # Errors
+/// Why it does not run, or that there is no agent.
+pub fn fail_over(base: &RuntimeDir, wanted: &FailOver) -> Result<Value, Failure> {
+    run(async { http::told(ask(base, Method::POST, FAILOVER, Some(wanted)).await?).await })
 }
 
 /// Asks about clusters that this host keeps the copies of. A failover or a protection takes as long as it takes.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_supervisor::{Failure, Readiness, Status};
+use firn_supervisor::{Failure, PrimaryEnd, Readiness, Status, VmName};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
@@ -31,6 +31,7 @@ pub(crate) async fn cluster(agent: &Arc<Agent>) -> Result<Cluster, Failure> {
             other => tracing::debug!("a host does not tell of its VMs: {other:?}"),
         }
     }
+    correct(&mut vms);
     vms.sort_by(|one, other| (&one.name, &one.host).cmp(&(&other.name, &other.host)));
     let (host, listen) = (agent.config.name.clone(), agent.listen);
     let (networks, refused) = (agent.networks.views(), agent.refused.counts());
@@ -77,12 +78,10 @@ fn view(agent: &Agent, status: Status) -> VmView {
 /// What the owner of a standby should know: nothing is done by itself, for nobody can be sure here that the primary has ended.
 fn advice(status: &Status, standby: &Readiness, host: &HostName, health: Health) -> Option<String> {
     let name = &status.name;
+    if let Some(advice) = advice_by_end(status, standby, host) {
+        return Some(advice);
+    }
     let gone = match (health, &standby.ended) {
-        _ if standby.released => {
-            return Some(format!(
-                "{name} goes on alone on host {host}: `firn stop {name}` here ends this standby"
-            ));
-        }
         (Health::Lost, Some(_)) => format!("its primary's host {host} is lost"),
         (_, Some(why)) => format!("no more epochs come from host {host}, which answers ({why})"),
         (Health::Lost, None) => {
@@ -104,6 +103,45 @@ fn advice(status: &Status, standby: &Readiness, host: &HostName, health: Health)
              epoch {epoch}"
         ),
     })
+}
+
+/// What its primary reported when it ended: of what was not lost no failover is advised.
+fn advice_by_end(status: &Status, standby: &Readiness, host: &HostName) -> Option<String> {
+    let name = &status.name;
+    match &standby.end {
+        _ if standby.released => Some(format!(
+            "{name} goes on alone on host {host}: `firn stop {name}` here ends this standby"
+        )),
+        Some(end @ (PrimaryEnd::Stopped | PrimaryEnd::ShutDown)) => Some(format!(
+            "{name} was not lost on host {host} ({end}): `firn stop {name}` here ends this standby"
+        )),
+        Some(PrimaryEnd::Panicked) => Some(format!(
+            "the guest of {name} panicked on host {host}: `firn stop {name}` here ends this standby, a failover goes back to epoch {}, \
+             before the panic",
+            standby.committed
+        )),
+        Some(PrimaryEnd::Unprotected(why)) => Some(format!(
+            "{name} runs on host {host} without protection ({why}): `firn stop {name}` here ends this standby"
+        )),
+        Some(PrimaryEnd::Lost(_) | PrimaryEnd::Released) | None => None,
+    }
+}
+
+/// Of a standby whose primary could not report its end: whether the VM is seen to run where it was.
+fn correct(vms: &mut [VmView]) {
+    let runs = |vm: &VmView| matches!(vm.state.as_str(), "running" | "paused" | "protected");
+    let running: Vec<(HostName, VmName)> =
+        vms.iter().filter(|vm| runs(vm)).map(|vm| (vm.host.clone(), vm.name.clone())).collect();
+    let standbys = vms.iter_mut().filter(|vm| vm.advice.is_some());
+    for vm in standbys.filter(|vm| vm.committed.is_some()) {
+        let Some(host) = vm.primary.clone() else { continue };
+        if running.contains(&(host.clone(), vm.name.clone())) {
+            let name = &vm.name;
+            vm.advice = Some(format!(
+                "{name} runs on host {host}, whose epochs do not come here: `firn stop {name}` here ends this standby"
+            ));
+        }
+    }
 }
 
 #[cfg(test)]
@@ -142,6 +180,43 @@ mod tests {
         assert!(ended.contains("the connection failed") && ended.contains("failover"), "{ended}");
         let nothing = told(0, Some("x"), Health::Lost);
         assert!(nothing.contains("`firn stop web`") && !nothing.contains("failover"), "{nothing}");
+    }
+
+    #[test]
+    fn a_failover_is_advised_only_of_what_was_lost() {
+        let told = |end: PrimaryEnd| {
+            let mut status = status(7, Some("it ended"));
+            status.standby.as_mut().unwrap().end = Some(end);
+            told_of(&status, Health::Alive)
+        };
+        let lost = told(PrimaryEnd::Lost("killed by signal 9".into()));
+        assert!(lost.contains("`firn failover web`"), "{lost}");
+        let ends = [PrimaryEnd::Stopped, PrimaryEnd::ShutDown, PrimaryEnd::Unprotected("x".into())];
+        for end in ends {
+            let told = told(end);
+            assert!(told.contains("`firn stop web`") && !told.contains("failover"), "{told}");
+        }
+    }
+
+    #[test]
+    fn a_vm_that_is_seen_to_run_is_not_to_be_failed_over() {
+        let view = |host: &str, state: &str, standby: bool| VmView {
+            host: HostName::new(host).unwrap(),
+            name: VmName::new("web").unwrap(),
+            state: state.to_owned(),
+            backup: None,
+            protection: None,
+            primary: standby.then(|| HostName::new("a").unwrap()),
+            committed: standby.then_some(7),
+            advice: standby.then(|| "`firn failover web`".to_owned()),
+        };
+        let mut vms = [view("a", "running", false), view("b", "standby", true)];
+        correct(&mut vms);
+        let advice = vms[1].advice.clone().unwrap();
+        assert!(advice.contains("runs on host a") && !advice.contains("failover"), "{advice}");
+        let mut vms = [view("a", "ended", false), view("b", "standby", true)];
+        correct(&mut vms);
+        assert!(vms[1].advice.clone().unwrap().contains("failover"));
     }
 
     #[test]

@@ -8,14 +8,15 @@ use firn_supervisor::{Failure, FailureKind, Reply};
 use http_body_util::channel::{Channel, Sender};
 use hyper::body::Incoming;
 use hyper::{Method, Request, StatusCode};
+use serde_json::Value;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::sleep;
 
 use crate::agent::Agent;
-use crate::api::{CLUSTERS, MEMBERS, METRICS, PROTECT, Protect, STATUS};
+use crate::api::{CLUSTERS, FAILOVER, MEMBERS, METRICS, PROTECT, Protect, STATUS};
 use crate::http::{self, Answer};
-use crate::{cluster, metrics, protect, together};
+use crate::{cluster, failover, metrics, protect, together};
 
 /// Most connections at once.
 const CONNECTIONS_MAX: usize = 64;
@@ -75,6 +76,10 @@ async fn answer(agent: Arc<Agent>, request: Request<Incoming>) -> Answer {
             Ok(view) => http::json(&view),
             Err(failure) => http::refusal(&failure),
         },
+        (&Method::POST, FAILOVER) => match failing_over(agent, request).await {
+            Ok(facts) => http::json(&facts),
+            Err(failure) => http::refusal(&failure),
+        },
         (&Method::POST, PROTECT) => match http::read(request).await {
             Ok(wanted) => protecting(agent, wanted),
             Err(failure) => http::refusal(&failure),
@@ -94,6 +99,11 @@ async fn answer_metrics(agent: Arc<Agent>, request: Request<Incoming>) -> Answer
         Ok(text) => http::answer(StatusCode::OK, metrics::KIND, text.into_bytes()),
         Err(error) => http::refusal(&Failure::from_error(FailureKind::Other, &error)),
     }
+}
+
+async fn failing_over(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Value, Failure> {
+    let wanted = http::read(request).await?;
+    failover::fail_over(&agent, &wanted).await
 }
 
 /// It goes on also when whoever asked for it has gone.

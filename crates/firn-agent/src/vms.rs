@@ -151,7 +151,7 @@ impl Vms for Supervised {
     }
 
     fn fail_over(&self, vm: &VmName, generation: u32) -> Result<Value, Failure> {
-        let how = FailoverRequest { lease: Some(generation), member: None };
+        let how = FailoverRequest { lease: Some(generation), ..FailoverRequest::default() };
         ask(&self.0, vm, &Request::Failover(how), &mut |_| ())
     }
 

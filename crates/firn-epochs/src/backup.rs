@@ -12,6 +12,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use thiserror::Error;
 
 use crate::endpoint::Stream;
+use crate::primary_end::PrimaryEnd;
 use crate::standby::{Ram, Standby, StandbyError};
 use crate::wire::{Hello, Message, Reader, WireError, Writer};
 
@@ -36,6 +37,9 @@ pub enum BackupError {
     /// The primary goes on alone, and was told that nobody runs the VM here.
     #[error("its primary has released it, and goes on alone")]
     Released,
+    /// The primary reported how its side ended.
+    #[error("{0}")]
+    Ended(PrimaryEnd),
     /// The primary would go on alone, and was told nothing: the VM runs here.
     #[error("its primary would go on alone, but the VM is about to run here")]
     TakenUp,
@@ -107,15 +111,16 @@ impl Receiver {
 
     /// Receives epochs until the connection ends, which is always an error. What is committed then stays so.
     ///
-    /// `told` hears of each. `release` is asked whether the primary may go on alone: then what is here must never be run.
+    /// `told` hears of each. `ends` is asked about the end that the primary reports: whether it is noted. Of a release, and of any other wanted
+    /// end, what is here must never be run then.
     pub fn receive<R: Ram>(
         &mut self,
         standby: &mut Standby<R>,
         told: &mut dyn FnMut(Progress),
-        release: &mut dyn FnMut() -> bool,
+        ends: &mut dyn FnMut(&PrimaryEnd) -> bool,
     ) -> BackupError {
         loop {
-            if let Err(error) = self.receive_one(standby, told, release) {
+            if let Err(error) = self.receive_one(standby, told, ends) {
                 if let BackupError::Standby(refusal) = &error {
                     // It may have gone.
                     let _ = self.writer.refusal(&refusal.to_string());
@@ -133,6 +138,20 @@ impl Receiver {
         }
     }
 
+    /// How the primary's side ended has been noted before it is answered.
+    fn note(&mut self, end: PrimaryEnd, is_noted: bool) -> BackupError {
+        match is_noted {
+            false => BackupError::TakenUp,
+            true => self.writer.end_noted().map_or_else(Into::into, |()| BackupError::Ended(end)),
+        }
+    }
+
+    /// Reports to a primary why the VM is never run here.
+    pub fn decline(&mut self, why: &str) {
+        // It may have gone.
+        let _ = self.writer.decline(why);
+    }
+
     /// Tells a primary why nothing more is taken from it.
     pub fn refuse(&mut self, why: &str) {
         // It may have gone.
@@ -143,12 +162,17 @@ impl Receiver {
         &mut self,
         standby: &mut Standby<R>,
         told: &mut dyn FnMut(Progress),
-        release: &mut dyn FnMut() -> bool,
+        ends: &mut dyn FnMut(&PrimaryEnd) -> bool,
     ) -> Result<(), BackupError> {
         let message = self.reader.receive()?;
-        if message == Message::Release {
-            return Err(self.agree(release()));
-        }
+        let message = match message {
+            Message::Release => return Err(self.agree(ends(&PrimaryEnd::Released))),
+            Message::PrimaryEnd(end) => {
+                let is_noted = ends(&end);
+                return Err(self.note(end, is_noted));
+            }
+            message => message,
+        };
         if let Some(progress) = standby.receive(message)? {
             self.writer.progress(progress)?;
             told(progress);

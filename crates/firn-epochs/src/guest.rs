@@ -36,13 +36,20 @@ use firn_memory::{
 };
 use firn_types::{PAGE_SIZE, Page, Tid};
 use firn_vmm::{AuxRam, DeviceStateError, Look, QmpError, Vm};
+use serde_json::Value;
 use thiserror::Error;
 
 use crate::disks::Disks;
 
+mod health;
 mod state_sizes;
 
+use health::Devices;
+pub use health::{LastWords, RunTrouble};
 use state_sizes::StateSizes;
+
+/// How long a hypervisor may take to answer: one that takes longer counts as hung.
+const HANG: Duration = Duration::from_secs(10);
 
 /// Why a VM can't be followed or paused.
 #[derive(Debug, Error)]
@@ -80,9 +87,24 @@ pub enum GuestError {
          have its disks in the page cache"
     )]
     PastPageCache,
+    /// A device came or went: the standby has those of the beginning.
+    #[error(
+        "a device changed, and the standby has those of the beginning ({0}): give devices on the command line of a VM that is to be protected"
+    )]
+    Devices(String),
     /// Whoever was to have what was copied has gone.
     #[error("nobody takes what is copied any more")]
     NobodyTakes,
+}
+
+impl GuestError {
+    /// Whether the hypervisor has not answered in time.
+    pub fn is_hang(&self) -> bool {
+        let (Self::Qmp(error) | Self::DeviceState(DeviceStateError::Qmp(error))) = self else {
+            return false;
+        };
+        matches!(error, QmpError::TimedOut { .. })
+    }
 }
 
 /// Somebody who outlives this process, and lets a VM go on that it left standing still.
@@ -162,6 +184,7 @@ pub struct Guest {
     scan: PageScan,
     witness: Box<dyn Witness>,
     disks: Disks,
+    devices: Devices,
     state_sizes: StateSizes,
     /// Nothing is left in the hypervisor.
     is_let_go: bool,
@@ -181,6 +204,7 @@ impl Guest {
         witness: Box<dyn Witness>,
     ) -> Result<Self, GuestError> {
         check(&mut vm, &memory, &disks)?;
+        let devices = Devices::list(&mut vm)?;
         let aux: Vec<AuxRam> = aux.into_iter().filter(|aux| !aux.rom).collect();
         let vcpus: Vec<Tid> = vm.vcpus()?.iter().map(|vcpu| vcpu.tid).collect();
         let mut tracee = Tracee::seize(&process, &vcpus)?;
@@ -188,8 +212,20 @@ impl Guest {
         let scan = PageScan::create(&mut tracee, Arc::clone(&memory))?.with_lasting_tables();
         drop(tracee);
         let (state_sizes, is_let_go) = (StateSizes::default(), false);
-        let mut guest =
-            Self { vm, process, memory, aux, vcpus, scan, witness, disks, state_sizes, is_let_go };
+        vm.qmp().set_timeout(HANG);
+        let mut guest = Self {
+            vm,
+            process,
+            memory,
+            aux,
+            vcpus,
+            scan,
+            witness,
+            disks,
+            devices,
+            state_sizes,
+            is_let_go,
+        };
         guest.begin()?;
         Ok(guest)
     }
@@ -296,6 +332,32 @@ impl Guest {
             tracing::warn!("that the VM goes on could not be written down: {error}");
         }
         done
+    }
+
+    /// What has to be so before each cut; why the VM does not run, if it is in trouble.
+    ///
+    /// # Errors
+    /// If a device came or went since the VM was attached to.
+    pub fn check(&mut self) -> Result<Option<RunTrouble>, GuestError> {
+        self.devices.check(&mut self.vm)?;
+        Ok(RunTrouble::from_state(&self.vm.status()?))
+    }
+
+    /// Presses its power button. Its monitor serves one client, which is this one.
+    pub fn press_power_button(&mut self) -> Result<(), GuestError> {
+        self.vm.qmp().execute("system_powerdown", Value::Null)?;
+        Ok(())
+    }
+
+    /// What the hypervisor reported last, also if it is gone.
+    pub fn last_words(&mut self) -> LastWords {
+        LastWords::read(&mut self.vm)
+    }
+
+    /// Leaves a hypervisor that does not answer as it is: asking it for anything would wait as long again.
+    pub fn abandon(mut self) {
+        self.is_let_go = true;
+        self.disks.release();
     }
 
     /// Makes the hypervisor ready for [`Self::pause`], which is shorter for it.

@@ -25,6 +25,7 @@
 //! | [`disks`] | disks whose changes go with the epochs |
 //! | [`guest`] | following a VM's writes, and its pauses |
 //! | [`primary`] | a VM's epochs, from the first to the last |
+//! | [`primary_end`] | how that ended, as the backup is informed |
 //! | [`backup`] | receiving them |
 //! | [`endpoint`] | sockets |
 //!
@@ -56,6 +57,7 @@ pub mod disks;
 pub mod endpoint;
 pub mod guest;
 pub mod primary;
+pub mod primary_end;
 mod sender;
 pub mod standby;
 pub mod wire;

@@ -25,9 +25,11 @@ use thiserror::Error;
 use crate::copy::EpochCopy;
 use crate::endpoint::Stream;
 use crate::guest::{Guest, GuestError};
+use crate::primary_end::PrimaryEnd;
 use crate::sender::{Event, Job, Sending, hear, writer};
 use crate::wire::{Hello, WireError, Writer};
 
+mod end;
 mod options;
 mod pause;
 mod seed;
@@ -81,6 +83,9 @@ pub enum PrimaryError {
     /// The backup's own words.
     #[error("the backup takes nothing more: {0}")]
     Refused(String),
+    /// The backup never runs the VM, and says why.
+    #[error("the backup never runs the VM: {0}")]
+    Declined(String),
     /// The backup does not say that it has what was sent.
     #[error("the backup has not answered for {} s", ANSWER_MAX.as_secs())]
     Silent,
@@ -102,7 +107,13 @@ pub fn protect(
     told: &dyn Watch,
 ) -> Result<(), PrimaryError> {
     let ended = Connection { stream, hello, options, ending, told }.protect(&mut guest);
-    let detached = guest.detach();
+    let detached = match &ended {
+        Err(PrimaryError::Guest(error)) if error.is_hang() => {
+            guest.abandon();
+            Ok(())
+        }
+        _ => guest.detach(),
+    };
     heap::give_back();
     ended?;
     Ok(detached?)
@@ -209,13 +220,13 @@ fn begin<'scope>(
 
 /// A backup that takes nothing more says why, and closes the connection: that it can't be written to may be seen first.
 pub(crate) fn said_by_backup(error: PrimaryError, events: &Receiver<Event>) -> PrimaryError {
-    use PrimaryError::{Confused, Guest, Io, Refused, Wire};
+    use PrimaryError::{Confused, Declined, Guest, Io, Refused, Wire};
     if !matches!(error, Wire(_) | Io(_) | Guest(GuestError::NobodyTakes)) {
         return error;
     }
     let deadline = Instant::now() + LAST_WORDS;
     while let Ok(event) = events.recv_deadline(deadline) {
-        if let Event::Lost(said @ (Refused(_) | Confused)) = event {
+        if let Event::Lost(said @ (Refused(_) | Declined(_) | Confused)) = event {
             return said;
         }
     }
@@ -247,6 +258,27 @@ struct Protection<'a> {
 
 impl Protection<'_> {
     fn run(mut self) -> Result<(), PrimaryError> {
+        let ended = self.keep();
+        if let Some(end) = self.end_of(&ended) {
+            end::report(&self.jobs, &self.events, end);
+        }
+        ended
+    }
+
+    /// How this side ended, if the backup can and should be informed.
+    fn end_of(&mut self, ended: &Result<(), PrimaryError>) -> Option<PrimaryEnd> {
+        let error = match ended {
+            Ok(()) if self.ending.is_release() => return None,
+            Ok(()) => None,
+            Err(PrimaryError::Guest(GuestError::NobodyTakes)) => return None,
+            Err(PrimaryError::Guest(error)) => Some(error),
+            Err(_) => return None,
+        };
+        let words = self.guest.last_words();
+        self.told.end(error, &words)
+    }
+
+    fn keep(&mut self) -> Result<(), PrimaryError> {
         let news = self.told.news();
         while !self.ending.is_asked() {
             select! {
@@ -324,13 +356,16 @@ impl Protection<'_> {
                 self.perform(actions)?;
             }
             // Nobody has asked for that yet.
-            Event::Released => return Err(PrimaryError::Confused),
+            Event::Released | Event::EndNoted => return Err(PrimaryError::Confused),
             Event::Lost(error) => return Err(error),
         }
         Ok(())
     }
 
     fn turn(&mut self) -> Result<(), PrimaryError> {
+        if self.told.presses_power_button() {
+            self.guest.press_power_button()?;
+        }
         match self.epochs.buffered() {
             0 => self.heard = self.now(),
             _ if self.now().saturating_sub(self.heard) > ANSWER_MAX => {
@@ -407,6 +442,8 @@ impl Protection<'_> {
     fn cut(&mut self, epoch: Epoch) -> Result<(), PrimaryError> {
         let mut bytes = self.buffer();
         tracing::trace!("{epoch} is to be cut");
+        let trouble = self.guest.check()?;
+        self.told.told(Told::Trouble(trouble));
         self.guest.prepare()?;
         let ahead = pause::ahead(self.guest, &mut self.predictor, &self.options, &mut bytes)?;
         tracing::trace!("{epoch} is being cut, {} pages are copied", ahead.len());

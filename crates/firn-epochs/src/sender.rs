@@ -11,6 +11,7 @@ use crate::copy::{EpochCopy, News};
 use crate::delta::Patches;
 use crate::endpoint::Stream;
 use crate::primary::PrimaryError;
+use crate::primary_end::PrimaryEnd;
 use crate::wire::{Message, Pages, Reader, WireError, Writer};
 
 /// What is to be sent.
@@ -26,6 +27,8 @@ pub(crate) enum Job {
     Gone(Seq),
     /// The primary goes on alone.
     Release,
+    /// The primary's side ended like this.
+    PrimaryEnd(PrimaryEnd),
 }
 
 /// What the connection tells the VM's thread.
@@ -41,6 +44,8 @@ pub(crate) enum Event {
     Progress(Progress),
     /// The backup never runs the VM.
     Released,
+    /// The backup has noted how the primary's side ended.
+    EndNoted,
     /// Nothing more can be sent.
     Lost(PrimaryError),
 }
@@ -74,6 +79,7 @@ impl<W: Write> Sending<W> {
             Job::Globally(epoch) => self.writer.globally(epoch),
             Job::Gone(seq) => self.writer.gone(seq),
             Job::Release => self.writer.release(),
+            Job::PrimaryEnd(end) => self.writer.primary_end(&end),
         }
     }
 
@@ -116,6 +122,8 @@ pub(crate) fn hear(stream: Stream, events: &Sender<Event>) {
         let event = match reader.receive() {
             Ok(Message::Progress(progress)) => Event::Progress(progress),
             Ok(Message::Release) => Event::Released,
+            Ok(Message::EndNoted) => Event::EndNoted,
+            Ok(Message::Decline(why)) => Event::Lost(PrimaryError::Declined(why)),
             Ok(Message::Refusal(why)) => Event::Lost(PrimaryError::Refused(why)),
             Ok(_) => Event::Lost(PrimaryError::Confused),
             Err(error) => Event::Lost(error.into()),

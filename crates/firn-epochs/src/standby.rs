@@ -228,9 +228,13 @@ impl<R: Ram> Standby<R> {
             Message::Globally(epoch) => self.globally(epoch)?,
             Message::Gone(seq) => self.gone(seq)?,
             Message::End { epoch, last } => return self.end(epoch, last).map(Some),
-            Message::Hello(_) | Message::Progress(_) | Message::Refusal(_) | Message::Release => {
-                return Err(StandbyError::Message);
-            }
+            Message::Hello(_)
+            | Message::Progress(_)
+            | Message::Refusal(_)
+            | Message::Release
+            | Message::PrimaryEnd(_)
+            | Message::EndNoted
+            | Message::Decline(_) => return Err(StandbyError::Message),
         }
         Ok(None)
     }

@@ -18,6 +18,7 @@ use crate::backup::{BackupError, Receiver as Backup};
 use crate::copy::EpochCopy;
 use crate::endpoint::Stream;
 use crate::primary::{PrimaryError, said_by_backup};
+use crate::primary_end::PrimaryEnd;
 use crate::sender::{Event, Job, Sending, hear};
 use crate::standby::{Ram, Standby};
 use crate::wire::{Hello, Pages, Reader, VERSION, WireError, Writer};
@@ -229,13 +230,13 @@ fn a_release_is_agreed_to_or_not_answered() {
         let (primary, backup) = Stream::pair().unwrap();
         let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
         let (disks, meta) = (Vec::new(), serde_json::Value::Null);
-        let hello = Hello { version: VERSION, regions, disks, member: None, meta };
+        let hello = Hello { version: VERSION, regions, disks, leased: false, member: None, meta };
         let mut writer = Writer::new(primary.try_clone().unwrap());
         writer.hello(&hello).unwrap();
         writer.release().unwrap();
         let (mut receiver, hello) = Backup::meet(&backup).unwrap();
         let mut standby = Standby::new(hello.regions, all(&[0; PAGES as usize]));
-        let ended = receiver.receive(&mut standby, &mut |_| (), &mut || agrees);
+        let ended = receiver.receive(&mut standby, &mut |_| (), &mut |_| agrees);
         assert_eq!(matches!(ended, BackupError::Released), agrees, "{ended:?}");
         drop((receiver, backup));
         let (tell, events) = crossbeam_channel::unbounded();
@@ -243,6 +244,45 @@ fn a_release_is_agreed_to_or_not_answered() {
         let heard = events.try_recv().unwrap();
         assert_eq!(matches!(heard, Event::Released), agrees, "{heard:?}");
     }
+}
+
+/// How the primary's side ended is noted by the backup, and the primary learns that; a backup that is about to run the VM notes nothing.
+#[test]
+fn how_the_primary_ended_is_noted_or_not_answered() {
+    for notes in [true, false] {
+        let (primary, backup) = Stream::pair().unwrap();
+        let regions = RegionMap::lay_out([("ram", u64::from(PAGES) * PAGE_SIZE as u64)]).unwrap();
+        let (disks, meta) = (Vec::new(), serde_json::Value::Null);
+        let hello = Hello { version: VERSION, regions, disks, leased: false, member: None, meta };
+        let mut writer = Writer::new(primary.try_clone().unwrap());
+        writer.hello(&hello).unwrap();
+        writer.primary_end(&PrimaryEnd::Stopped).unwrap();
+        let (mut receiver, hello) = Backup::meet(&backup).unwrap();
+        let mut standby = Standby::new(hello.regions, all(&[0; PAGES as usize]));
+        let ended = receiver.receive(&mut standby, &mut |_| (), &mut |end| {
+            assert_eq!(*end, PrimaryEnd::Stopped);
+            notes
+        });
+        let is_noted = matches!(ended, BackupError::Ended(PrimaryEnd::Stopped));
+        assert_eq!(is_noted, notes, "{ended:?}");
+        drop((receiver, backup));
+        let (tell, events) = crossbeam_channel::unbounded();
+        hear(primary, &tell);
+        let heard = events.try_recv().unwrap();
+        assert_eq!(matches!(heard, Event::EndNoted), notes, "{heard:?}");
+    }
+}
+
+/// A standby that its user stops reports that it never runs the VM.
+#[test]
+fn a_backup_that_declines_is_understood() {
+    let (primary, backup) = Stream::pair().unwrap();
+    Writer::new(backup).decline("its user stopped the standby").unwrap();
+    let (tell, events) = crossbeam_channel::unbounded();
+    hear(primary, &tell);
+    let heard = events.try_recv().unwrap();
+    let Event::Lost(PrimaryError::Declined(why)) = heard else { panic!("{heard:?}") };
+    assert_eq!(why, "its user stopped the standby");
 }
 
 #[test]

@@ -25,6 +25,9 @@
 //!   12    a frame     nothing: what it sent outside has left, up to this frame         of a member, between epochs
 //!   13    of these    per run of bytes: page (4 bytes), where (2), how long (2),       any number of times
 //!                     bytes; the rest of the page is as in the epoch before
+//!   14    0           how the primary's side ended: `PrimaryEnd` as JSON               last
+//!   15    0           nothing: the backup has noted that                               from the backup, last
+//!   16    0           why the backup never runs the VM, UTF-8                          from the backup, last
 //! ```
 //!
 //! The checksum of kind 5 is over all messages of kinds 2 to 4, 9, 10 and 13 since the last of kind 5, heads and bodies. So each epoch has
@@ -48,9 +51,10 @@ use thiserror::Error;
 use twox_hash::XxHash3_64;
 
 use crate::delta::Patches;
+use crate::primary_end::PrimaryEnd;
 
 /// What both sides must agree on.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Most pages in one message.
 pub const PAGES_MAX: usize = 256;
 
@@ -80,6 +84,9 @@ const CARD: u32 = 10;
 const GLOBAL: u32 = 11;
 const GONE: u32 = 12;
 const PATCHES: u32 = 13;
+const PRIMARY_END: u32 = 14;
+const END_NOTED: u32 = 15;
+const DECLINE: u32 = 16;
 
 /// Why a stream can't be gone on with.
 #[derive(Debug, Error)]
@@ -140,6 +147,9 @@ pub struct Hello {
     pub regions: RegionMap,
     /// Its disks that belong to its epochs.
     pub disks: Vec<DiskHello>,
+    /// Hosts agree who runs it: a failover goes by their record.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub leased: bool,
     /// The cluster that it belongs to: its epochs are kept until a global checkpoint has them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<Membership>,
@@ -208,6 +218,12 @@ pub enum Message {
     Refusal(String),
     /// The primary goes on alone; the backup agrees, and never runs the VM.
     Release,
+    /// How the primary's side ended.
+    PrimaryEnd(PrimaryEnd),
+    /// The backup has noted how it ended.
+    EndNoted,
+    /// Why the backup never runs the VM.
+    Decline(String),
 }
 
 /// The sending end.
@@ -326,6 +342,25 @@ impl<W: Write> Writer<W> {
         Ok(self.to.flush()?)
     }
 
+    /// How the primary's side ended.
+    pub fn primary_end(&mut self, end: &PrimaryEnd) -> Result<(), WireError> {
+        let json = serde_json::to_vec(end).map_err(io::Error::other)?;
+        self.message(PRIMARY_END, Epoch(0), &[&json])?;
+        Ok(self.to.flush()?)
+    }
+
+    /// That the backup has noted how it ended.
+    pub fn end_noted(&mut self) -> Result<(), WireError> {
+        self.message(END_NOTED, Epoch(0), &[])?;
+        Ok(self.to.flush()?)
+    }
+
+    /// Why the backup never runs the VM.
+    pub fn decline(&mut self, why: &str) -> Result<(), WireError> {
+        self.message(DECLINE, Epoch(0), &[why.as_bytes()])?;
+        Ok(self.to.flush()?)
+    }
+
     fn message(&mut self, kind: u32, epoch: Epoch, parts: &[&[u8]]) -> Result<(), WireError> {
         let bytes = parts.iter().map(|part| part.len()).sum();
         let length = u32::try_from(bytes).ok().filter(|_| bytes <= longest(kind));
@@ -396,6 +431,9 @@ impl<R: Read> Reader<R> {
             }),
             REFUSAL => Some(Message::Refusal(String::from_utf8_lossy(&body).into_owned())),
             RELEASE => Some(Message::Release),
+            PRIMARY_END => serde_json::from_slice(&body).ok().map(Message::PrimaryEnd),
+            END_NOTED => Some(Message::EndNoted),
+            DECLINE => Some(Message::Decline(String::from_utf8_lossy(&body).into_owned())),
             _ => None,
         };
         message.ok_or(WireError::Body { kind, bytes })
@@ -430,7 +468,7 @@ fn longest(kind: u32) -> usize {
         DISK => firn_disks::wire::BYTES_MAX,
         CARD => CARD_BYTES_MAX,
         PROGRESS => 8,
-        REFUSAL => REFUSAL_BYTES_MAX,
+        REFUSAL | PRIMARY_END | DECLINE => REFUSAL_BYTES_MAX,
         _ => 0,
     }
 }
@@ -570,7 +608,8 @@ mod tests {
         let members = [(Vm(0), Mac([2, 0, 0, 0, 0, 1]))].into();
         let (cluster, own, generation, layout) = (7, Vm(0), Generation(2), 1);
         let member = Some(Membership { cluster, own, members, generation, layout });
-        let hello = Hello { version: VERSION, regions, disks, member, meta };
+        let leased = true;
+        let hello = Hello { version: VERSION, regions, disks, leased, member, meta };
         let progress = Progress { complete: Epoch(3), committed: Epoch(2) };
         let mut writer = Writer::new(Vec::new());
         writer.hello(&hello).unwrap();
@@ -582,6 +621,10 @@ mod tests {
         writer.globally(Epoch(2)).unwrap();
         writer.gone(Seq(1 << 40)).unwrap();
         writer.refusal("full").unwrap();
+        let end = PrimaryEnd::Lost("killed".into());
+        writer.primary_end(&end).unwrap();
+        writer.end_noted().unwrap();
+        writer.decline("stopped").unwrap();
         let expected = [
             Message::Hello(Box::new(hello)),
             Message::Progress(progress),
@@ -589,6 +632,9 @@ mod tests {
             Message::Globally(Epoch(2)),
             Message::Gone(Seq(1 << 40)),
             Message::Refusal("full".into()),
+            Message::PrimaryEnd(end),
+            Message::EndNoted,
+            Message::Decline("stopped".into()),
         ];
         assert_eq!(read(&writer.to).0, expected);
     }

@@ -82,6 +82,8 @@ pub enum Action {
     CancelSave,
     /// Have the protection end once the backup has agreed never to run the VM.
     Release,
+    /// Have the protection end because the user stops the VM; the backup is informed.
+    StopProtection,
     /// Begin to protect; reports by [`Event::Protected`] and [`Event::ProtectionEnded`].
     BeginProtection(ProtectRequest),
     /// Run the standby's VM; reports by [`Event::RestoreEnded`], or [`Event::TakeUpRefused`].
@@ -303,8 +305,12 @@ impl Core {
         }
         self.stopping = Some(vec![(client, serde_json::Value::Null)]);
         if let Activity::Protecting { then_stop, .. } = &mut self.activity {
+            if request.powerdown_s.is_some() {
+                // The guest may take its time, or ignore it: it is protected until it ends.
+                return vec![Action::EndHypervisor(request)];
+            }
             *then_stop = Some(request);
-            return vec![Action::CancelSave];
+            return vec![Action::StopProtection];
         }
         let kill = Action::KillHypervisor { discard: request.discard };
         match self.activity {

@@ -5,7 +5,7 @@ use serde_json::json;
 const A: ClientId = ClientId(1);
 const B: ClientId = ClientId(2);
 
-const HOW: FailoverRequest = FailoverRequest { lease: None, member: None };
+const HOW: FailoverRequest = FailoverRequest { lease: None, member: None, accept_stopped: false };
 
 fn request(cancel_with_client: bool) -> SaveRequest {
     SaveRequest { image: "/web.firn".into(), choices: Default::default(), cancel_with_client }
@@ -137,9 +137,21 @@ fn protection_that_does_not_begin_fails() {
 #[test]
 fn a_protected_vm_is_let_go_of_before_it_is_stopped() {
     let mut core = protecting();
-    assert_eq!(core.on(Event::Request(B, stop(false))), [Action::CancelSave]);
+    assert_eq!(core.on(Event::Request(B, stop(false))), [Action::StopProtection]);
     let ended = core.on(Event::ProtectionEnded(Ok(json!(2))));
     assert!(matches!(ended[..], [Action::Reply(A, _), Action::EndHypervisor(_)]), "{ended:?}");
+}
+
+/// Its guest may ignore the power button.
+#[test]
+fn a_vm_whose_power_button_is_pressed_stays_protected_until_it_ends() {
+    let mut core = protecting();
+    core.on(Event::Protected(json!(1)));
+    let request = StopRequest { powerdown_s: Some(1), ..StopRequest::default() };
+    let asked = core.on(Event::Request(B, Request::Stop(request)));
+    assert_eq!(asked, [Action::EndHypervisor(request)]);
+    assert_eq!(core.on(Event::StopFailed(fail())), [failed(B, fail())]);
+    assert_eq!(core.on(Event::Request(A, Request::Release)), [Action::Release]);
 }
 
 #[test]

@@ -91,9 +91,17 @@ impl ProcessHandle {
         }
     }
 
+    /// The same without reaping: how it ended can be asked once more.
+    pub fn peek_exit(&self) -> Exit {
+        self.exit_with(WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT)
+    }
+
     /// How the process ended: only its parent is told, everybody else gets [`Exit::Unknown`]. Reaps a child.
     pub fn exit(&self) -> Exit {
-        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+        self.exit_with(WaitIdOptions::EXITED | WaitIdOptions::NOHANG)
+    }
+
+    fn exit_with(&self, options: WaitIdOptions) -> Exit {
         let Ok(Some(status)) = waitid(WaitId::PidFd(self.pidfd.as_fd()), options) else {
             return Exit::Unknown;
         };

@@ -27,6 +27,7 @@ use std::process::ExitStatus;
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use firn_epochs::primary_end::PrimaryEnd;
 use firn_restore::Mode;
 use firn_types::{HostVirt, RegionMap, Tid};
 use serde::{Deserialize, Serialize};
@@ -105,6 +106,12 @@ pub struct Journal {
     /// They let something out only while the lease of this timeline is held.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
+    /// How its protection ended, if it was protected: the reason why its standby is or is not needed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protection_end: Option<PrimaryEnd>,
+    /// Its hypervisor did not answer when it was last asked.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub hung: bool,
 }
 
 /// A hypervisor process that runs a VM.
@@ -289,6 +296,8 @@ impl Journal {
             discard: false,
             shut: false,
             lease: None,
+            protection_end: None,
+            hung: false,
         }
     }
 

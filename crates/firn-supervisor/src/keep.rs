@@ -87,6 +87,9 @@ pub(crate) trait Operations: Send + Sync + 'static {
     /// Ends the hypervisor as asked. It is an error if it goes on.
     fn end(&self, request: StopRequest) -> Result<(), Failure>;
 
+    /// Whether the hypervisor did not answer when it was last asked, and does not answer now.
+    fn is_hung(&self) -> bool;
+
     /// Whether vCPUs run, as far as the hypervisor says so without delay.
     fn is_paused(&self) -> Option<bool>;
 }
@@ -189,6 +192,7 @@ impl Loop {
             Action::LetOut(client) => self.let_out(client),
             Action::CancelSave => self.cancel(),
             Action::Release => self.ending.release(),
+            Action::StopProtection => self.ending.stop(),
             Action::EndHypervisor(request) => self.end_hypervisor(request)?,
             Action::KillHypervisor { discard } => self.kill(discard)?,
             Action::StartGrace => watch::grace(self.sender.clone())?,
@@ -226,6 +230,9 @@ impl Loop {
         status.guard_pid = lock::holder(self.keeper.vm.path(), Role::Guard)?;
         let (operations, clients) = (Arc::clone(&self.keeper.operations), self.clients.clone());
         watch::spawn("status", move || {
+            if status.state == "running" && operations.is_hung() {
+                status.state = "hung".to_owned();
+            }
             if status.state == "running" && operations.is_paused() == Some(true) {
                 status.state = "paused".to_owned();
             }
@@ -319,6 +326,9 @@ impl Loop {
     }
 
     fn kill(&self, discard: bool) -> io::Result<()> {
+        if let Some(standby) = &self.keeper.standby {
+            standby.decline("its user stopped the standby");
+        }
         let discard = |journal: &mut Journal| journal.discard |= discard;
         if let Err(error) = self.keeper.journal.update(discard) {
             tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
@@ -348,6 +358,9 @@ impl Loop {
 
     /// What somebody asked to end is forgotten; the rest is shown until its name is used again.
     fn record_end(&self, exit: Exit, reason: Option<Failure>) -> io::Result<()> {
+        if let Some(standby) = &self.keeper.standby {
+            standby.decline("its hypervisor ended");
+        }
         let vm = &self.keeper.vm;
         tracing::info!("the VM has ended: {exit}");
         let journal = &self.keeper.journal;

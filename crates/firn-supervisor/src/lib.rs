@@ -43,6 +43,7 @@ mod network;
 mod operations;
 mod percentiles;
 mod protection;
+mod protection_end;
 mod protocol;
 mod qemu;
 mod recover;
@@ -68,6 +69,7 @@ pub use client::{
 };
 pub use cpu::CpuFacts;
 pub use failure::{Context, Failure, FailureKind, image_failure};
+pub use firn_epochs::primary_end::PrimaryEnd;
 pub use guard::guard;
 pub use host_check::{HostCheck, check_host};
 pub use identity::{ProcessHandle, ProcessIdentity};

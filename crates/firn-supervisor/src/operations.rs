@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use firn_checkpoint::{
     Estimator, SaveContext, SaveError, SaveOptions, SaveReport, Steps, Strategy,
@@ -24,7 +25,7 @@ use crate::journal::{FileIdentity, Journal, JournalFile, Machine, Phase, now};
 use crate::keep::Operations;
 use crate::meta::Meta;
 use crate::network::{CardStatus, HELD, Network};
-use crate::protection::{Protecting, Protection, With};
+use crate::protection::{Protecting, Protection, Unprotected, With};
 use crate::protocol::{
     MemberRequest, Progress, ProtectRequest, SaveChoices, SaveRequest, StopRequest,
 };
@@ -123,15 +124,28 @@ impl Operations for Qemu {
         // One descriptor at a time can have the guest's memory.
         self.usage.finish();
         self.changes.finish();
-        self.enter(Phase::Protecting { paused_by_us: false }, |_| ())?;
-        let with = With { network: &self.network, served: &self.served };
+        self.enter(Phase::Protecting { paused_by_us: false }, |journal| {
+            (journal.protection_end, journal.hung) = (None, false);
+        })?;
+        let with =
+            With { hypervisor: &self.hypervisor, network: &self.network, served: &self.served };
         let of = (&machine, &self.journal);
-        let ended = self.protecting.run(of, request, &with, ending, begun, progress);
-        let ended = ended.map_err(|failure| self.unless_ended(failure));
+        let (end, ended) = self.protecting.run(of, request, &with, ending, begun, progress);
+        let is_hung = ended.as_ref().is_err_and(|it| it.is_hung);
+        if ended.as_ref().is_err_and(|it| it.is_declined) && self.is_alone() {
+            // No other host can run it.
+            self.network.let_out();
+        }
+        let ended = ended.map_err(|Unprotected { failure, is_hung, .. }| match is_hung {
+            true => failure,
+            false => self.unless_ended(failure),
+        });
         let shut = self.network.is_shut();
         let held = if shut { HELD } else { "" };
         self.enter(Phase::Running, |journal| {
             journal.shut |= shut;
+            journal.protection_end = end;
+            journal.hung = is_hung;
             match &ended {
                 Ok(()) => journal.note_success(format!("released{held}")),
                 Err(failure) => {
@@ -208,7 +222,10 @@ impl Operations for Qemu {
         if request.discard {
             discard(true).doing("writing the journal")?;
         }
-        let ended = qemu::end(&self.machine()?, &self.hypervisor, request);
+        let ended = match request.powerdown_s.filter(|_| self.protecting.press_power_button()) {
+            Some(seconds) => qemu::wait_powerdown(&self.hypervisor, Duration::from_secs(seconds)),
+            None => qemu::end(&self.machine()?, &self.hypervisor, request),
+        };
         match ended.is_err() && request.discard {
             true => ended.and(discard(false).doing("writing the journal")),
             false => ended,
@@ -217,6 +234,20 @@ impl Operations for Qemu {
 
     fn is_paused(&self) -> Option<bool> {
         qemu::is_paused(&self.machine().ok()?)
+    }
+
+    fn is_hung(&self) -> bool {
+        if !self.journal.read().hung {
+            return false;
+        }
+        let answers = self.machine().is_ok_and(|machine| qemu::answers(&machine));
+        if answers {
+            let change = |journal: &mut Journal| journal.hung = false;
+            if let Err(error) = self.journal.update(change) {
+                tracing::warn!("that QEMU answers again is not written down: {error}");
+            }
+        }
+        !answers
     }
 }
 
@@ -231,6 +262,11 @@ impl Qemu {
         let (usage, changes, calls, protecting) = Default::default();
         let vm = vm.clone();
         Self { journal, hypervisor, usage, changes, calls, protecting, network, served, vm }
+    }
+
+    /// Whether neither a lease nor a cluster decides what leaves the VM.
+    fn is_alone(&self) -> bool {
+        self.journal.read().lease.is_none() && !self.is_member()
     }
 
     /// What the VM sends leaves only while that lease is held. Written down first: a successor may have to know.

@@ -1,24 +1,27 @@
 //! Protecting a VM: its epochs to a backup, and what there is to say about them.
 
 use std::io;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crossbeam_channel::Receiver;
 use firn_cluster::member::OfEpoch;
 use firn_cluster::{Epoch, Seq};
-use firn_epochs::guest::{Guest, GuestError, Witness};
+use firn_epochs::guest::{Guest, GuestError, LastWords, RunTrouble, Witness};
 use firn_epochs::primary::{self, CutNumbers, Ending, Options, PrimaryError, Told, Watch};
+use firn_epochs::primary_end::PrimaryEnd;
 use firn_epochs::wire::{self, Hello};
 use firn_vmm::command_line;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Context, Failure, FailureKind};
+use crate::identity::ProcessHandle;
 use crate::inspection;
-use crate::journal::{Journal, JournalFile, Machine, Phase};
+use crate::journal::{Exit, Journal, JournalFile, Machine, Phase};
 use crate::network::Network;
 use crate::percentiles::{Newest, Percentiles};
+use crate::protection_end::{Known, decide};
 use crate::protocol::{Progress, ProtectRequest};
 use crate::qemu;
 use crate::served::Served;
@@ -53,6 +56,9 @@ pub struct Protection {
     pub faulted: u64,
     /// Pages copied for nothing.
     pub unchanged: u64,
+    /// Why the VM does not run, if its hypervisor reports trouble. That is replicated: a failover would not undo it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<RunTrouble>,
 }
 
 #[derive(Debug, Default)]
@@ -85,6 +91,7 @@ impl Tally {
                 self.now.complete = progress.complete.0;
                 self.now.committed = progress.committed.0;
             }
+            Told::Trouble(trouble) => self.now.trouble = trouble,
             Told::Counts(counts) => {
                 (self.now.predicted, self.now.faulted) = (counts.predicted, counts.faulted);
                 self.now.unchanged = counts.unchanged;
@@ -97,6 +104,11 @@ impl Tally {
 struct Watching<'a> {
     told: &'a dyn Fn(Told),
     network: &'a Network,
+    hypervisor: &'a ProcessHandle,
+    ending: &'a Ending,
+    powerdown: &'a AtomicBool,
+    /// How this side ended, once that is known.
+    end: &'a Mutex<Option<PrimaryEnd>>,
 }
 
 impl Watch for Watching<'_> {
@@ -123,17 +135,70 @@ impl Watch for Watching<'_> {
     fn news(&self) -> Receiver<()> {
         self.network.news()
     }
+
+    fn presses_power_button(&self) -> bool {
+        self.powerdown.swap(false, Ordering::AcqRel)
+    }
+
+    fn end(&self, error: Option<&GuestError>, words: &LastWords) -> Option<PrimaryEnd> {
+        let is_stop = self.ending.is_stop();
+        let end = decide(&Known { is_stop, exit: self.exit(error), words, error });
+        *self.end.lock().unwrap_or_else(PoisonError::into_inner) = Some(end.clone());
+        Some(end)
+    }
+}
+
+impl Watching<'_> {
+    /// How the hypervisor ended, if it has. One that closes its monitor is about to.
+    fn exit(&self, error: Option<&GuestError>) -> Option<Exit> {
+        let wait = match error {
+            Some(GuestError::Devices(_) | GuestError::PastPageCache) | None => Duration::ZERO,
+            Some(error) if error.is_hang() => Duration::ZERO,
+            Some(_) => qemu::SHORT_WAIT,
+        };
+        let is_gone = self.hypervisor.wait_gone(wait).unwrap_or(false);
+        is_gone.then(|| self.hypervisor.peek_exit())
+    }
+}
+
+/// Why a VM is not protected any more, though it was to be.
+pub(crate) struct Unprotected {
+    /// For its user.
+    pub(crate) failure: Failure,
+    /// The standby has reported that it never runs the VM.
+    pub(crate) is_declined: bool,
+    /// The hypervisor does not answer.
+    pub(crate) is_hung: bool,
+}
+
+impl From<Failure> for Unprotected {
+    fn from(failure: Failure) -> Self {
+        Self { failure, is_declined: false, is_hung: false }
+    }
+}
+
+impl From<&PrimaryError> for Unprotected {
+    fn from(error: &PrimaryError) -> Self {
+        let is_declined = matches!(error, PrimaryError::Declined(_));
+        let is_hung = matches!(error, PrimaryError::Guest(error) if error.is_hang());
+        Self { failure: failure(error), is_declined, is_hung }
+    }
 }
 
 /// What of a VM belongs to its epochs beside memory.
 pub(crate) struct With<'a> {
+    pub(crate) hypervisor: &'a ProcessHandle,
     pub(crate) network: &'a Network,
     pub(crate) served: &'a Served,
 }
 
 /// The protection of a VM, if it is protected.
 #[derive(Debug, Default)]
-pub(crate) struct Protecting(Mutex<Option<Tally>>);
+pub(crate) struct Protecting {
+    tally: Mutex<Option<Tally>>,
+    /// The guest's power button is to be pressed.
+    powerdown: AtomicBool,
+}
 
 impl Protecting {
     /// What there is to say about it now.
@@ -147,7 +212,14 @@ impl Protecting {
         })
     }
 
-    /// Protects until `ending` says so. `begun` hears once that there is something to fail over to.
+    /// Has the guest's power button pressed by who has the monitor. `false` if the VM is not protected.
+    pub(crate) fn press_power_button(&self) -> bool {
+        let is_protected = self.tally().is_some();
+        self.powerdown.store(is_protected, Ordering::Release);
+        is_protected
+    }
+
+    /// Protects until `ending` says so; gives how this side ended, as far as the backup was informed. `begun` hears once that there is something to fail over to.
     pub(crate) fn run(
         &self,
         (machine, journal): (&Machine, &Arc<JournalFile>),
@@ -156,8 +228,23 @@ impl Protecting {
         ending: &Ending,
         begun: &dyn Fn(),
         progress: &dyn Fn(Progress),
-    ) -> Result<(), Failure> {
-        let With { network, served } = with;
+    ) -> (Option<PrimaryEnd>, Result<(), Unprotected>) {
+        let end = Mutex::default();
+        let ended =
+            self.run_until((machine, journal), request, with, ending, (begun, progress), &end);
+        (end.into_inner().unwrap_or_else(PoisonError::into_inner), ended)
+    }
+
+    fn run_until(
+        &self,
+        (machine, journal): (&Machine, &Arc<JournalFile>),
+        request: &ProtectRequest,
+        with: &With<'_>,
+        ending: &Ending,
+        (begun, progress): (&dyn Fn(), &dyn Fn(Progress)),
+        end: &Mutex<Option<PrimaryEnd>>,
+    ) -> Result<(), Unprotected> {
+        let With { hypervisor, network, served } = *with;
         let to = request.to.to_string();
         let meta = serde_json::to_value(&machine.meta).doing("describing the VM")?;
         // A VM that is refused leaves the backup waiting for another.
@@ -167,13 +254,14 @@ impl Protecting {
             Ok(stream) => (guest, stream),
             Err(failure) => {
                 guest.detach().map_err(|error| self::failure(&error.into()))?;
-                return Err(failure.hint("`firn standby` listens there first"));
+                return Err(failure.hint("`firn standby` listens there first").into());
             }
         };
         let regions = guest.memory().map().clone();
         let disks = served.hello()?;
         let member = network.membership();
-        let hello = Hello { version: wire::VERSION, regions, disks, member, meta };
+        let (version, leased) = (wire::VERSION, request.lease.is_some());
+        let hello = Hello { version, regions, disks, leased, member, meta };
         let interval_ms = request.interval_ms;
         let not_held = command_line::plan(&machine.meta.qemu.user_args)
             .map(|plan| plan.other_cards())
@@ -202,10 +290,11 @@ impl Protecting {
         let interval = Duration::from_millis(interval_ms);
         let options = Options { interval, predicts: request.predicts, ..Options::default() };
         network.begin();
-        let watch = Watching { told: &told, network };
+        let powerdown = &self.powerdown;
+        let watch = Watching { told: &told, network, hypervisor, ending, powerdown, end };
         let ended = primary::protect(guest, &stream, &hello, options, ending, &watch);
         *self.tally() = None;
-        ended.map_err(|error| failure(&error))
+        ended.map_err(|error| Unprotected::from(&error))
     }
 
     /// Whether this was the first epoch to be committed.
@@ -218,7 +307,7 @@ impl Protecting {
     }
 
     fn tally(&self) -> MutexGuard<'_, Option<Tally>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.tally.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -249,8 +338,11 @@ fn attach(machine: &Machine, served: &Served, witness: Stopped) -> Result<Guest,
 
 fn failure(error: &PrimaryError) -> Failure {
     let kind = match error {
-        PrimaryError::Guest(GuestError::Refused(_) | GuestError::PastPageCache)
-        | PrimaryError::Refused(_) => FailureKind::Refused,
+        PrimaryError::Guest(
+            GuestError::Refused(_) | GuestError::PastPageCache | GuestError::Devices(_),
+        )
+        | PrimaryError::Refused(_)
+        | PrimaryError::Declined(_) => FailureKind::Refused,
         PrimaryError::Guest(GuestError::Attach(_)) => FailureKind::Host,
         PrimaryError::Limits(_) => FailureKind::Usage,
         PrimaryError::Wire(_)

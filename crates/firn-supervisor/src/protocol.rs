@@ -83,6 +83,9 @@ pub struct FailoverRequest {
     /// From where it goes on, if it belongs to a cluster.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<FailoverMember>,
+    /// Also if its primary was stopped, or shut down: it was not lost.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub accept_stopped: bool,
 }
 
 /// What is asked of a member of a cluster.
@@ -494,7 +497,8 @@ mod tests {
         let join = MemberRequest::Join(Membership { cluster, own, members, generation, layout });
         let mark = MemberRequest::Mark { generation, number: RequestNumber::default() };
         let member = Some(FailoverMember { epoch: Epoch(7), generation });
-        let run = Request::Failover(FailoverRequest { lease: Some(3), member });
+        let run =
+            Request::Failover(FailoverRequest { lease: Some(3), member, accept_stopped: false });
         let members = [join, mark, MemberRequest::Card].map(Request::Member);
         let others = [Request::Status, checkpoint(), stop, Request::Watch, fence, run];
         for request in others.into_iter().chain(members) {

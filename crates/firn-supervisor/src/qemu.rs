@@ -29,6 +29,9 @@ const ANSWER_WAIT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to answer when the answer is wanted at once, or when it is about to be killed anyway.
 pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(2);
 
+/// How long a QEMU that is known to hang is given to answer.
+const HUNG_LOOK: Duration = Duration::from_millis(200);
+
 /// How long a QEMU that was told to quit may take to do so: it flushes its disks.
 const QUIT_WAIT: Duration = Duration::from_secs(10);
 
@@ -226,6 +229,11 @@ fn power_down(
     let mut vm = connect(&machine.qmp)?;
     vm.qmp().execute("system_powerdown", Value::Null).doing("pressing the power button")?;
     drop(vm);
+    wait_powerdown(hypervisor, wait)
+}
+
+/// Waits until a guest whose power button was pressed has shut down.
+pub(crate) fn wait_powerdown(hypervisor: &ProcessHandle, wait: Duration) -> Result<(), Failure> {
     if hypervisor.wait_gone(wait).doing("waiting for the VM to end")? {
         return Ok(());
     }
@@ -254,6 +262,11 @@ fn quit(machine: &Machine, hypervisor: &ProcessHandle) -> Result<(), Failure> {
 pub(crate) fn is_paused(machine: &Machine) -> Option<bool> {
     let mut vm = connect_within(&machine.qmp, SHORT_WAIT).ok()?;
     Some(!vm.status().ok()?.running)
+}
+
+/// Whether a QEMU that did not answer before does so now.
+pub(crate) fn answers(machine: &Machine) -> bool {
+    connect_within(&machine.qmp, HUNG_LOOK).is_ok()
 }
 
 /// The command line and working directory of a process: what a VM was started with that Firn attached to.

@@ -15,12 +15,11 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
-use firn_cluster::epoch::Progress as Far;
 use firn_cluster::member::Membership;
-use firn_epochs::backup::{BackupError, RamFiles, Receiver};
+use firn_epochs::backup::{RamFiles, Receiver};
 use firn_epochs::endpoint::{Endpoint, Stream};
 use firn_epochs::standby::{Committed, DiskCopy, Standby};
 use firn_epochs::wire::Hello;
@@ -28,7 +27,6 @@ use firn_memory::Process;
 use firn_types::{PAGE_SIZE, RamRegion, RegionMap};
 use firn_vmm::Vm;
 use firn_vmm::command_line::{self, CommandLineError, RamPlan};
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::failure::{Context, Failure, FailureKind};
@@ -42,128 +40,11 @@ use crate::restore::{look, refuse, write_aux};
 use crate::served::Served;
 use crate::start::{self, Child, Place, Started};
 
+mod takeover;
 mod waiting;
 
-/// How long it may take to tell a primary that does not listen.
-const LAST_WORDS: Duration = Duration::from_millis(200);
-
-/// What `firn status` says of a standby.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Readiness {
-    /// The newest epoch that is here.
-    pub complete: u64,
-    /// The newest that a failover would run; 0 if there is none.
-    pub committed: u64,
-    /// Its primary goes on alone: the VM is never run here.
-    #[serde(default)]
-    pub released: bool,
-    /// It belongs to a cluster, and is run with all of it.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub member: bool,
-    /// Why no more come, if so.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ended: Option<String>,
-}
-
-/// A standby, as commands reach it.
-#[derive(Debug)]
-pub(crate) struct Takeover {
-    stream: Stream,
-    /// What there is to say, and how it is to be run, if it is.
-    state: Mutex<(Readiness, Option<FailoverRequest>)>,
-    changed: Condvar,
-}
-
-impl Takeover {
-    fn new(stream: Stream, member: bool) -> Arc<Self> {
-        let state = Mutex::new((Readiness { member, ..Readiness::default() }, None));
-        Arc::new(Self { stream, state, changed: Condvar::new() })
-    }
-
-    /// What there is to say about it now.
-    pub(crate) fn now(&self) -> Readiness {
-        self.state().0.clone()
-    }
-
-    /// No more epochs are taken, and the newest committed one is run, or that of a global checkpoint.
-    pub(crate) fn begin(&self, how: FailoverRequest) -> Result<(), Failure> {
-        let mut state = self.state();
-        refuse_alone(&state.0, how.member)?;
-        if state.0.released {
-            let text = "the VM's primary has released it, and goes on alone";
-            let failure = Failure::new(FailureKind::Refused, text);
-            return Err(failure.hint("`firn stop` ends this standby"));
-        }
-        if state.0.committed == 0 {
-            let none = Failure::new(FailureKind::Refused, "no epoch of the VM is committed here");
-            return Err(none.hint("`firn status` says which are; the first takes two intervals"));
-        }
-        // Asked twice, it is the first that counts.
-        state.1.get_or_insert(how);
-        self.stream.hear_no_more();
-        self.changed.notify_all();
-        Ok(())
-    }
-
-    /// A primary that still runs hears that it is not alone.
-    fn part(&self, receiver: &mut Receiver) {
-        if self.state().1.is_some() && self.stream.set_write_patience(LAST_WORDS).is_ok() {
-            receiver.refuse("the VM is about to run here");
-        }
-        self.stream.close();
-    }
-
-    /// The primary wants to go on alone. Whether the VM is never run here, which holds from now on.
-    fn release(&self) -> bool {
-        let mut state = self.state();
-        state.0.released = state.1.is_none();
-        state.0.released
-    }
-
-    fn hear(&self, far: Far) {
-        let mut state = self.state();
-        (state.0.complete, state.0.committed) = (far.complete.0, far.committed.0);
-    }
-
-    /// Returns once it is to be run.
-    fn wait(&self, ended: &BackupError) -> FailoverRequest {
-        let mut state = self.state();
-        if state.1.is_none() {
-            let failure = Failure::from_error(FailureKind::Other, ended);
-            tracing::warn!("no more epochs come: {failure}");
-            state.0.ended = Some(failure.to_string());
-        }
-        loop {
-            match state.1 {
-                Some(how) => return how,
-                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-            }
-        }
-    }
-
-    fn state(&self) -> MutexGuard<'_, (Readiness, Option<FailoverRequest>)> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A member of a cluster goes on from a global checkpoint, and nobody else does.
-fn refuse_alone(now: &Readiness, to: Option<FailoverMember>) -> Result<(), Failure> {
-    let committed = now.committed;
-    match to {
-        None if now.member => {
-            let text = "the VM belongs to a cluster, and goes on with all of it";
-            Err(Failure::new(FailureKind::Refused, text).hint("`firn cluster failover`"))
-        }
-        Some(_) if !now.member => {
-            Err(Failure::new(FailureKind::Refused, "the VM belongs to no cluster"))
-        }
-        Some(FailoverMember { epoch, .. }) if epoch.0 > committed => {
-            let text = format!("{epoch} is not here: {committed} is the newest that is committed");
-            Err(Failure::new(FailureKind::Refused, text))
-        }
-        _ => Ok(()),
-    }
-}
+pub use takeover::Readiness;
+pub(crate) use takeover::Takeover;
 
 /// What a VM has elsewhere here.
 pub(crate) struct Here<'a> {
@@ -288,7 +169,7 @@ impl Prepared {
         stream: Stream,
         hello: Hello,
     ) -> Result<Started, Failure> {
-        let takeover = Takeover::new(stream, hello.member.is_some());
+        let takeover = Takeover::new(stream, &hello);
         let standby = Standby::with_disks(hello.regions, self.ram, self.copies);
         let standby = standby.of_member(hello.member);
         let (vm, process, journal) = (self.vm, self.process, place.journal_handle());
@@ -340,10 +221,10 @@ impl Work {
 
     fn run(mut self) -> Result<serde_json::Value, Failure> {
         let takeover = Arc::clone(&self.takeover);
-        let (told, release) = (&mut |far| takeover.hear(far), &mut || takeover.release());
-        let ended = self.receiver.receive(&mut self.standby, told, release);
+        let (told, ends) = (&mut |far| takeover.hear(far), &mut |end: &_| takeover.note(end));
+        let ended = self.receiver.receive(&mut self.standby, told, ends);
         takeover.part(&mut self.receiver);
-        let FailoverRequest { lease, member: to } = self.takeover.wait(&ended);
+        let FailoverRequest { lease, member: to, .. } = self.takeover.wait(&ended);
         let since = Instant::now();
         let Self { standby, mut vm, process, journal, network, page, .. } = self;
         let committed = standby

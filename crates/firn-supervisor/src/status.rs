@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use firn_epochs::primary_end::PrimaryEnd;
 use serde::{Deserialize, Serialize};
 
 use crate::disks::left_behind;
@@ -17,7 +18,8 @@ use crate::standby::Readiness;
 pub struct Status {
     /// Its name.
     pub name: VmName,
-    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `protected`, `standby`, `ended` or `detached`.
+    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `protected`, `standby`, `hung`,
+    /// `ended` or `detached`.
     pub state: String,
     /// How it ended, if it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -60,6 +62,9 @@ pub struct Status {
     /// Of a standby: what it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standby: Option<Readiness>,
+    /// How its protection ended, if it was protected.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protection_end: Option<PrimaryEnd>,
     /// The timeline whose lease its network cards need, if they need one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
@@ -105,6 +110,7 @@ impl Status {
             recoveries: journal.recoveries,
             protection: None,
             standby: None,
+            protection_end: journal.protection_end.clone(),
             lease: journal.lease,
             network: Vec::new(),
             supervisor_pid: None,

@@ -9,6 +9,7 @@
 //!   hold           the shortest pause in which devices are saved
 //!   openings       when the hypervisor opens the pipe it is held by
 //!   disks          which files its disks are, and whether they still are the same
+//!   devices        the devices that a user gave it, and when
 //!   drives         which of them the guest writes to, and how they are kept as they are
 //!   restorable     whether the command line still describes the VM, so that it can be restored
 //!   vm             all of it as one VM
@@ -21,6 +22,7 @@
 
 pub mod command_line;
 mod device_state;
+mod devices;
 mod disks;
 mod drives;
 pub mod hmp;
@@ -36,6 +38,7 @@ mod vm;
 mod wait;
 
 pub use device_state::{DeviceStateError, STATE_BYTES_MAX};
+pub use devices::DevicePath;
 pub use disks::{Disk, FileIdentity};
 pub use drives::{
     Below, CHAIN_MAX, CutError, Drive, DriveCut, DriveError, Expected, Overlay, can_clone,

@@ -1,5 +1,6 @@
 //! One VM, controlled over its monitor.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
@@ -8,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::device_state::{self, DeviceStateError, StateFile};
+use crate::devices::{self, DevicePath};
 use crate::disks::{self, Disk, FileView};
 use crate::drives::{self, CutError, Drive, DriveCut, Overlay};
 use crate::hmp;
@@ -177,6 +179,16 @@ impl Vm {
             Err(error) if error.has_class("DeviceNotActive") => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// The devices that a user gave it, on the command line or later.
+    pub fn device_paths(&mut self) -> Result<BTreeSet<DevicePath>, QmpError> {
+        devices::list(&mut self.qmp)
+    }
+
+    /// Whether such a device came after QEMU was started.
+    pub fn is_hotplugged(&mut self, device: &DevicePath) -> Result<bool, QmpError> {
+        devices::is_hotplugged(&mut self.qmp, device)
     }
 
     /// The process at the other end of the monitor socket. `None` if it has a vCPU thread of no such process: then

@@ -1,42 +1,106 @@
 //! `firn failover`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{FailoverRequest, Failure, Request, VmName, ask};
+use firn_agent::api::FailOver;
+use firn_agent::{HostName, Place, client};
+use firn_supervisor::{
+    FailoverRequest, Failure, FailureKind, Request, RuntimeDir, VmName, ask, status,
+};
+use serde_json::Value;
 
 use crate::output::Output;
 
 /// Run a standby's VM, whose primary is lost.
 ///
-/// It goes on from its newest committed epoch, the last but one that arrived. Make sure first that the VM runs nowhere else:
-/// nobody looks after that for you. Where hosts agree who may run what (`firn cluster status`), this is done without you.
+/// It goes on from its newest committed epoch, the last but one that arrived.
 ///
-/// Example:
+/// Where hosts agree who may run what (`firn cluster status`), this goes by their record: it waits until the old primary's lease is over,
+/// or is refused while that host holds it. A host that still holds it, though the VM is dead there, is declared dead by its name: the record
+/// then fences it, and nothing that it still sends is ever released.
+///
+/// Where hosts do not agree, it rests on your word: make sure first that the VM runs nowhere else.
+///
+/// A VM that was stopped, or whose guest shut down, was not lost: that is refused.
+///
+/// Examples:
 ///   firn failover web
+///   firn failover web --i-know-it-is-dead host1
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// The standby.
     name: VmName,
+    /// The host of the old primary, which runs the VM no more.
+    #[arg(long, value_name = "HOST")]
+    i_know_it_is_dead: Option<HostName>,
+    /// Run it also if its primary was stopped or its guest shut down.
+    #[arg(long)]
+    accept_stopped: bool,
 }
 
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let facts =
-            ask(&base, &self.name, &Request::Failover(FailoverRequest::default()), &mut |_| ())
-                .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))?;
-        out.facts(&facts, || self.describe(&facts))
+        let is_leased = is_leased(&base, &self.name)?;
+        let facts = self
+            .fail_over(&base, is_leased)
+            .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))?;
+        out.facts(&facts, || self.describe(&base, &facts, is_leased))
     }
 
-    fn describe(&self, facts: &serde_json::Value) -> String {
-        match facts["took_ms"].as_f64() {
-            Some(ms) => {
-                let epoch = &facts["epoch"];
-                format!("{} runs from the end of epoch {epoch}, after {ms:.1} ms\n", self.name)
+    fn fail_over(&self, base: &RuntimeDir, is_leased: bool) -> Result<Value, Failure> {
+        if is_leased {
+            let (vm, dead) = (self.name.clone(), self.i_know_it_is_dead.clone());
+            return client::fail_over(base, &FailOver { vm, dead });
+        }
+        self.check_host(base)?;
+        let how =
+            FailoverRequest { accept_stopped: self.accept_stopped, ..FailoverRequest::default() };
+        ask(base, &self.name, &Request::Failover(how), &mut |_| ())
+    }
+
+    /// A person who names another host than the VM ran on may have another VM in mind.
+    fn check_host(&self, base: &RuntimeDir) -> Result<(), Failure> {
+        let origin = Place::new(base.clone()).origin(&self.name);
+        match (origin, &self.i_know_it_is_dead) {
+            (Some(origin), Some(host)) if origin != *host => {
+                let text = format!("its primary runs on host {origin}, not on {host}");
+                Err(Failure::new(FailureKind::Refused, text).hint("`firn agent status` shows both"))
             }
-            // A successor has finished what a dead supervisor began.
-            None => format!("{} runs\n", self.name),
+            _ => Ok(()),
         }
     }
+
+    fn describe(&self, base: &RuntimeDir, facts: &Value, is_leased: bool) -> String {
+        let name = &self.name;
+        let ran = match facts["took_ms"].as_f64() {
+            Some(ms) => {
+                format!("{name} runs from the end of epoch {}, after {ms:.1} ms\n", facts["epoch"])
+            }
+            // A successor has finished what a dead supervisor began.
+            None => format!("{name} runs\n"),
+        };
+        let rests = match (is_leased, Place::new(base.clone()).origin(name)) {
+            (true, _) => {
+                format!("by the record of the hosts, generation {}\n", facts["generation"])
+            }
+            (false, Some(host)) => {
+                format!(
+                    "this rests on your word that it does not run on host {host}: the hosts keep no record of it\n"
+                )
+            }
+            (false, None) => {
+                "this rests on your word that its primary does not run: no record says so\n"
+                    .to_owned()
+            }
+        };
+        ran + &rests
+    }
+}
+
+/// Whether hosts agree who runs it. What is no standby is refused by its supervisor.
+fn is_leased(base: &RuntimeDir, name: &VmName) -> Result<bool, Failure> {
+    let standby = status(base, &base.vm(name))?.standby;
+    Ok(standby.is_some_and(|standby| standby.leased))
 }

@@ -62,8 +62,19 @@ pub fn state(status: &Status) -> String {
         (None, Some(progress)) if progress.total > 0 => {
             format!("{} {} %", status.state, progress.done * 100 / progress.total)
         }
-        _ => status.state.clone(),
+        _ => match detail(status) {
+            Some(detail) => format!("{}, {detail}", status.state),
+            None => status.state.clone(),
+        },
     }
+}
+
+/// What its user should see at once: how the primary of a standby ended, or why a protected VM does not run.
+fn detail(status: &Status) -> Option<String> {
+    let end = status.standby.as_ref().and_then(|standby| standby.end.as_ref());
+    let trouble = status.protection.as_ref().and_then(|protection| protection.trouble);
+    let of_primary = end.map(|end| format!("its VM {}", end.word()));
+    of_primary.or_else(|| trouble.map(|trouble| trouble.word().to_owned()))
 }
 
 /// Seconds since a time.

@@ -105,11 +105,20 @@ fn describe(status: &Status, qemu_log: &str) -> String {
     }
     if let Some(protection) = &status.protection {
         line("protected", by(protection));
+        if let Some(trouble) = protection.trouble {
+            line(
+                "trouble",
+                format!("{}; its standby has the same or will have it", trouble.word()),
+            );
+        }
         line("downtime", format!("{} ms an epoch", percentiles(protection.downtime_ms)));
         line("pages", format!("{} sent an epoch", percentiles(protection.sent_pages)));
     }
     if let Some(standby) = &status.standby {
         line("standby", of(standby));
+        if standby.is_over() {
+            line("not lost", format!("`firn stop {}` removes this standby", status.name));
+        }
     }
     for card in &status.network {
         line("network", card_line(card));

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use firn_cluster::Generation;
 use firn_membership::{Cluster, Hosts, Later, Start, Trouble};
-use firn_supervisor::{Failure, FailureKind, VmName};
+use firn_supervisor::{Failure, FailureKind, Readiness, VmName};
 use tokio::time::sleep;
 
+use super::lock;
 use crate::agent::Agent;
 
 /// How often it is tried to end a VM that runs elsewhere, and looked whether it has ended.
@@ -28,6 +29,8 @@ impl Local {
     async fn run_from(&self, generation: Generation) -> Result<(), Trouble> {
         let (agent, vm) = (self.agent()?, self.vm.clone());
         let run = agent.blocking(move |vms| match vms.status(&vm)? {
+            // It was stopped before its host was lost: what is due says what becomes of it.
+            status if status.standby.as_ref().is_some_and(Readiness::is_over) => Ok(None),
             status if status.standby.is_some() => vms.fail_over(&vm, generation.0).map(Some),
             status if status.state == "ended" => {
                 Err(Failure::new(FailureKind::Ended, "the VM has ended here"))
@@ -41,6 +44,7 @@ impl Local {
         })?;
         if let Some(facts) = run {
             tracing::warn!("{} runs here now, generation {}: {facts}", self.vm, generation.0);
+            lock(&self.agent()?.failover.ran).insert(self.vm.clone(), facts);
         }
         Ok(())
     }

@@ -15,10 +15,12 @@
 //! [`due`]: the record is kept true, and a VM whose backup was lost is protected by another host. Nothing of it is kept: an agent that is
 //! started takes up what its predecessor ran, if nobody else has.
 
+mod by_hand;
 mod due;
 mod hosts;
 mod tend;
 
+pub(crate) use by_hand::fail_over;
 pub(crate) use hosts::end;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,7 +30,8 @@ use std::time::Duration;
 use firn_cluster::failover::{Place, Register, Terms};
 use firn_cluster::{Host, Vm};
 use firn_membership::{Changed, Cluster, Members, Post, Record, Revision, Trouble, View, control};
-use firn_supervisor::{Failure, FailureKind, Status, VmName};
+use firn_supervisor::{Failure, FailureKind, PrimaryEnd, Status, VmName};
+use serde_json::Value;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
@@ -52,6 +55,8 @@ pub(crate) struct Failover {
     given_up: Mutex<BTreeSet<VmName>>,
     /// Why a VM has no backup.
     troubles: Mutex<BTreeMap<VmName, String>>,
+    /// What its supervisor answered when a VM was run here.
+    ran: Mutex<BTreeMap<VmName, Value>>,
     /// How a VM was to be protected.
     wanted: Mutex<BTreeMap<VmName, Protect>>,
 }
@@ -123,7 +128,8 @@ fn concerns(agent: &Agent, status: &Status) -> bool {
         return false;
     }
     let is_standby = status.standby.is_some() && agent.place.origin(&status.name).is_some();
-    (status.lease.is_some() && status.state != "ended") || is_standby
+    let has_panicked = status.protection_end == Some(PrimaryEnd::Panicked);
+    (status.lease.is_some() && (status.state != "ended" || has_panicked)) || is_standby
 }
 
 /// Has a VM obey what is agreed on.

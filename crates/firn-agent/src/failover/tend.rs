@@ -28,15 +28,15 @@ pub async fn keep(agent: Arc<Agent>, vm: VmName, post: Arc<Post>) {
                 lock(&agent.failover.given_up).insert(vm.clone());
             }
         }
-        () = tend(&agent, &vm) => {}
+        () = tend(&agent, &vm, &post) => {}
     }
     // Whatever it was granted is not for what has its name next.
     agent.vms.grant(&vm, None);
 }
 
-async fn tend(agent: &Arc<Agent>, vm: &VmName) {
+async fn tend(agent: &Arc<Agent>, vm: &VmName, post: &Post) {
     let Some(ours) = agent.failover.ours.get() else { return };
-    let mut tender = Tender { agent, vm, ours, protecting: None, tried: None, before: None };
+    let mut tender = Tender { agent, vm, post, ours, protecting: None, tried: None, before: None };
     loop {
         match tender.look().await {
             Ok(true) => {}
@@ -50,6 +50,7 @@ async fn tend(agent: &Arc<Agent>, vm: &VmName) {
 struct Tender<'a> {
     agent: &'a Arc<Agent>,
     vm: &'a VmName,
+    post: &'a Post,
     ours: &'a Ours,
     protecting: Option<JoinHandle<()>>,
     /// The host that was tried last.
@@ -80,10 +81,11 @@ impl Tender<'_> {
         let mine = names.iter().filter(|(host, it)| **host < self.ours.host && *it == name);
         let mine: BTreeSet<Host> = mine.map(|(host, _)| *host).collect();
         let deed = due(self.ours.host, &mine, &record, here);
-        if !is_sure(deed, self.before.replace(deed)) {
+        let before = self.before.replace(deed);
+        if !is_sure(deed, before) {
             return Ok(true);
         }
-        if deed != Deed::Nothing {
+        if deed != Deed::Nothing && !(deed == Deed::Relinquish && before == Some(deed)) {
             tracing::info!("{}: {deed:?}, for {here:?}", self.vm);
         }
         let register = &record.register;
@@ -121,8 +123,14 @@ impl Tender<'_> {
                 let why = format!("it runs at host {host} since its timeline {generation} began");
                 hosts::end(self.agent, self.vm, &why).await;
             }
+            Deed::Relinquish => self.post.yields(record.register.generation),
             Deed::GoOn => self.ask("go on", |vms, vm| vms.go_on(vm)).await,
-            Deed::Tidy => self.ask("end as a standby", |vms, vm| vms.stop(vm)).await,
+            Deed::Tidy => {
+                // Another standby of the name may be set up just now, or was a moment ago.
+                if let Ok(_claim) = self.agent.claim(self.vm) {
+                    self.ask("end as a standby", stop_if_ended).await;
+                }
+            }
             Deed::Protect => self.protect(),
             _ => {}
         }
@@ -171,6 +179,13 @@ impl Tender<'_> {
         });
         let wanted = Protect { backup: (*host).clone(), ..wanted };
         self.protecting = Some(tokio::spawn(protect(Arc::clone(self.agent), wanted)));
+    }
+}
+
+fn stop_if_ended(vms: &dyn crate::Vms, vm: &VmName) -> Result<(), firn_supervisor::Failure> {
+    match vms.status(vm)?.standby {
+        Some(standby) if standby.ended.is_some() => vms.stop(vm),
+        _ => Ok(()),
     }
 }
 

@@ -155,7 +155,7 @@ async fn run_all(
     for (vm, to) in waiting {
         let agent = Arc::clone(agent);
         begun.spawn(async move {
-            let how = FailoverRequest { lease, member: Some(to) };
+            let how = FailoverRequest { lease, member: Some(to), accept_stopped: false };
             let request = Request::Failover(how);
             let name = vm.clone();
             let run = agent.blocking(move |vms| vms.ask(&name, &request)).await;

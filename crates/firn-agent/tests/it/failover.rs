@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use firn_agent::api::{MembershipView, PlaceView};
+use firn_agent::api::{FailOver, MembershipView, PlaceView};
 use firn_agent::detect::Health;
 use firn_agent::vms::OnReady;
 use firn_agent::{Config, Times, Vms, client, membership};
@@ -195,6 +195,13 @@ impl Hosts {
         assert_eq!(place(&self.hosts[0]), ["a", "b"]);
     }
 
+    /// A person asks `b` to run it, and may declare a host dead.
+    fn fail_over(&self, dead: Option<&str>) -> Result<Value, Failure> {
+        let vm = VmName::new("web").unwrap();
+        let wanted = FailOver { vm, dead: dead.map(name) };
+        client::fail_over(&self.hosts[1].base, &wanted)
+    }
+
     fn is_at(&self, host: usize, state: &str) -> bool {
         self.models[host].is(state)
     }
@@ -264,6 +271,51 @@ fn a_vm_that_is_released_is_no_cluster_and_may_be_one_again() {
     hosts.hosts[0].protect("web", "b").unwrap();
     assert_eq!(place(&hosts.hosts[0]), ["a", "b"]);
     assert_eq!(hosts.models[0].web().lease, Some(2));
+}
+
+/// What its user stops is run by no host: the record ends, and the standby goes.
+#[test]
+fn a_vm_that_is_stopped_leaves_no_record_and_no_standby() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    *hosts.models[0].web() = Web::default();
+    eventually("it is no cluster", || place(&hosts.hosts[0]).is_empty());
+    eventually("the standby is gone", || hosts.models[1].web().state.is_none());
+    let refused = hosts.fail_over(None).unwrap_err();
+    assert_eq!(refused.kind, FailureKind::NoSuchVm);
+}
+
+/// A person's failover goes by the record: a primary that holds its lease keeps its VM, unless its host is declared dead by its name.
+#[test]
+fn a_failover_by_hand_goes_by_the_record() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    let refused = hosts.fail_over(None).unwrap_err();
+    assert!(refused.to_string().contains("host a holds the lease"), "{refused}");
+    assert_eq!(refused.kind, FailureKind::Refused);
+    let refused = hosts.fail_over(Some("c")).unwrap_err();
+    assert!(refused.to_string().contains("runs at host a"), "{refused}");
+    assert!(hosts.is_at(0, "protected") && hosts.is_at(1, "standby"));
+    assert_eq!(place(&hosts.hosts[0]), ["a", "b"]);
+    let facts = hosts.fail_over(Some("a")).unwrap();
+    assert_eq!((&facts["generation"], &facts["epoch"]), (&1.into(), &4.into()), "{facts}");
+    assert_eq!(hosts.models[1].web().lease, Some(1));
+    eventually("the old one is ended", || hosts.is_at(0, "ended") || hosts.is_at(0, "standby"));
+    eventually("a host protects it", || place(&hosts.hosts[1]).len() == 2);
+    assert_eq!(place(&hosts.hosts[1])[0], "b");
+}
+
+/// A hypervisor that does not answer: its host asks for the lease no more, and ends it once it runs elsewhere.
+#[test]
+fn a_vm_that_hangs_runs_at_its_backup_though_its_agent_lives() {
+    let hosts = Hosts::start();
+    hosts.protect();
+    let mut web = hosts.models[0].web();
+    (web.state, web.stream, web.is_held) = (Some("hung"), None, true);
+    drop(web);
+    eventually("it runs at b", || hosts.is_at(1, "running") || hosts.is_at(1, "protected"));
+    assert_eq!(hosts.models[1].web().lease, Some(1));
+    eventually("the old one is ended", || hosts.is_at(0, "ended") || hosts.is_at(0, "standby"));
 }
 
 /// Somebody else has the name.

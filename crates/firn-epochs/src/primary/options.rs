@@ -11,6 +11,9 @@ use firn_cluster::predict::Counts;
 use firn_cluster::{Epoch, Seq};
 use serde::{Deserialize, Serialize};
 
+use crate::guest::{GuestError, LastWords, RunTrouble};
+use crate::primary_end::PrimaryEnd;
+
 /// What a page fault that only tells of a write takes of the guest's time. Copying the page takes a fifth of that.
 const FAULT: Duration = Duration::from_micros(2);
 /// Faults that take more of an interval than one part in so many are spared.
@@ -65,12 +68,24 @@ impl Options {
 pub struct Ending {
     is_asked: AtomicBool,
     is_release: AtomicBool,
+    is_stop: AtomicBool,
 }
 
 impl Ending {
     /// The backup keeps what it has, and may run the VM.
     pub fn leave(&self) {
         self.is_asked.store(true, Ordering::Release);
+    }
+
+    /// The user stops the VM: the backup is informed of that.
+    pub fn stop(&self) {
+        self.is_stop.store(true, Ordering::Release);
+        self.leave();
+    }
+
+    /// Whether the user stops the VM.
+    pub fn is_stop(&self) -> bool {
+        self.is_stop.load(Ordering::Acquire)
     }
 
     /// The VM goes on alone. The backup has to say first that it never runs it.
@@ -138,6 +153,17 @@ pub trait Watch {
         false
     }
 
+    /// Whether the guest's power button is to be pressed now; asked once for each time that it is.
+    fn presses_power_button(&self) -> bool {
+        false
+    }
+
+    /// How this side ended, for the backup: by this error, or without one; with what the hypervisor reported last. `None` if there is
+    /// nothing to report.
+    fn end(&self, _error: Option<&GuestError>, _words: &LastWords) -> Option<PrimaryEnd> {
+        None
+    }
+
     /// Wakes who cuts epochs: there may be something new in what of a member is asked here.
     fn news(&self) -> Receiver<()> {
         crossbeam_channel::never()
@@ -178,4 +204,6 @@ pub enum Told {
     Committed(Epoch),
     /// What prediction was worth so far.
     Counts(Counts),
+    /// Why the VM does not run, as its hypervisor reports it; nothing if it runs, or its user paused it.
+    Trouble(Option<RunTrouble>),
 }

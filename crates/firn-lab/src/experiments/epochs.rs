@@ -40,7 +40,8 @@ pub fn follow(monitor: &Path, pid: i32) -> Result<Guest> {
 /// What a backup is told first.
 pub fn hello(guest: &Guest) -> Hello {
     let regions = guest.memory().map().clone();
-    Hello { version: VERSION, regions, disks: Vec::new(), member: None, meta: Value::Null }
+    let (disks, leased, member, meta) = (Vec::new(), false, None, Value::Null);
+    Hello { version: VERSION, regions, disks, leased, member, meta }
 }
 
 /// Has a backup receive while `primary` sends.
@@ -51,7 +52,7 @@ pub fn with_backup<T>(primary: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
             let (mut receiver, hello) = Receiver::meet(&theirs)?;
             let ram = RamFiles::create(&hello.regions)?;
             let mut standby = Standby::new(hello.regions, ram);
-            receiver.receive(&mut standby, &mut |_| (), &mut || true);
+            receiver.receive(&mut standby, &mut |_| (), &mut |_| true);
             Ok(standby.progress().committed)
         });
         let done = primary(&ours);

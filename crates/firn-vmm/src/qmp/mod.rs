@@ -55,6 +55,9 @@ pub struct Qmp {
     next_id: u64,
     events: VecDeque<Event>,
     timeout: Duration,
+    /// Why QEMU shuts down, if it has reported that.
+    shutdown: Option<String>,
+    has_panicked: bool,
 }
 
 /// A command that was sent and whose answer is still to come.
@@ -86,7 +89,8 @@ impl Qmp {
     /// Takes a socket that is connected to a monitor already, and negotiates.
     pub fn negotiate(stream: UnixStream, timeout: Duration) -> Result<Self, QmpError> {
         let lines = Lines::default();
-        let mut qmp = Self { stream, lines, next_id: 1, events: VecDeque::new(), timeout };
+        let (shutdown, has_panicked, events) = (None, false, VecDeque::new());
+        let mut qmp = Self { stream, lines, next_id: 1, events, timeout, shutdown, has_panicked };
         qmp.greeting()?;
         qmp.execute("qmp_capabilities", Value::Null)?;
         Ok(qmp)
@@ -243,7 +247,34 @@ impl Qmp {
         self.events.iter().rev().find(|event| event.name == name)?.at
     }
 
+    /// Why QEMU shuts down, in its own words (`ShutdownCause`); `None` if it has not reported that it does.
+    pub fn shutdown_cause(&self) -> Option<&str> {
+        self.shutdown.as_deref()
+    }
+
+    /// Whether QEMU has reported that the guest panicked.
+    pub fn has_panicked(&self) -> bool {
+        self.has_panicked
+    }
+
+    /// Reads the events that have come, without waiting. A connection that is closed has no more.
+    pub fn drain_events(&mut self) {
+        while let Ok(reply) = self.reply("events", Instant::now()) {
+            if let Reply::Event(event) = reply {
+                self.keep(event);
+            }
+        }
+    }
+
     fn keep(&mut self, event: Event) {
+        match event.name.as_str() {
+            "SHUTDOWN" => {
+                let cause = event.data.get("reason").and_then(Value::as_str);
+                self.shutdown = Some(cause.unwrap_or_default().to_owned());
+            }
+            "GUEST_PANICKED" => self.has_panicked = true,
+            _ => {}
+        }
         if self.events.len() == EVENTS_MAX {
             self.events.pop_front();
         }

@@ -273,7 +273,7 @@ fn a_vm_whose_host_dies_goes_on_at_its_backup() {
     a.firn(&["protect", "web", "--backup", "c"]).fails(2, "host c is no peer of a");
     // Released and protected again: the standby that was is replaced.
     a.firn(&["release", "web"]).succeeds();
-    eventually("the end", PATIENCE, || standby(b)["ended"].is_string());
+    eventually("the standby is gone", PATIENCE, || b.ls().is_empty());
     cluster.protect();
     let since = Instant::now();
     kill(cluster.vm.pid());
@@ -288,6 +288,20 @@ fn a_vm_whose_host_dies_goes_on_at_its_backup() {
     assert!(told.contains("`firn failover web` here goes on from epoch"), "{told}");
     cluster.fail_over();
     assert!(!b.firn(&["agent", "status"]).succeeds().out.contains("failover"));
+}
+
+/// What its user stops was not lost: its standby goes, and nothing advises to run it.
+#[test]
+fn a_vm_that_is_stopped_leaves_no_standby() {
+    let cluster = Cluster::start();
+    cluster.protect();
+    let (a, b) = (&cluster.vm.session, &cluster.b);
+    a.firn(&["stop", "web"]).succeeds();
+    eventually("the standby is gone", PATIENCE, || b.ls().is_empty());
+    for session in [a, b] {
+        let told = session.firn(&["agent", "status"]).succeeds().out;
+        assert!(!told.contains("failover"), "{told}");
+    }
 }
 
 /// The network is gone and comes back: both ends notice, the VM runs on, and can be protected again.

@@ -351,6 +351,51 @@ fn a_vm_whose_hypervisor_dies_goes_on_at_its_backup() {
     hosts.goes_on(since);
 }
 
+/// A hypervisor that does not answer counts as lost, though its process is there: its host gives up the lease, and ends it.
+#[test]
+fn a_vm_whose_hypervisor_hangs_goes_on_at_its_backup() {
+    let hosts = Hosts::start(Kind::Embedded);
+    hosts.protect();
+    let (pid, since) = (hosts.vm.pid(), Instant::now());
+    signal(pid, Signal::STOP);
+    let a = &hosts.vm.session;
+    // It is ended as soon as it runs elsewhere, which may be before anybody has looked.
+    eventually("its host knows", PATIENCE, || a.status("web")["protection_end"]["how"] == "lost");
+    eprintln!("its host knows after {:?}", since.elapsed());
+    hosts.goes_on(since);
+    // Else it may have given way to a standby.
+    let is_gone = || !std::path::Path::new(&format!("/proc/{pid}")).exists();
+    eventually("it is ended", PATIENCE, is_gone);
+}
+
+/// A person decides nothing against the record: who holds the lease runs the VM, unless that host is declared dead by its name.
+#[test]
+fn a_failover_by_hand_goes_by_the_record() {
+    let hosts = Hosts::start(Kind::Embedded);
+    hosts.protect();
+    let (a, b) = (&hosts.vm.session, &hosts.others[0]);
+    let refused = b.firn(&["failover", "web"]).fails(5, "host a holds the lease of web");
+    assert!(refused.err.contains("--i-know-it-is-dead a"), "{}", refused.err);
+    let other = ["failover", "web", "--i-know-it-is-dead", "c"];
+    b.firn(&other).fails(5, "the record says that web runs at host a");
+    assert_eq!(a.status("web")["state"], "protected", "nothing happened to it");
+    hosts.outside.is_answered(20);
+    let since = Instant::now();
+    let run = b.firn(&["failover", "web", "--i-know-it-is-dead", "a"]).succeeds().out;
+    assert!(run.contains("by the record of the hosts, generation 1"), "{run}");
+    hosts.goes_on(since);
+    // What was declared dead is ended where it was, and not heard; that host may be the next backup.
+    eventually("it has a backup", PATIENCE, || place(b)["backup"].as_str().is_some());
+    eventually("it is protected", PATIENCE, || b.status("web")["state"] == "protected");
+    // Stopped by its user, it leaves no record and no standby.
+    b.firn(&["stop", "web"]).succeeds();
+    eventually("it is no cluster", PATIENCE, || place(b).is_null());
+    for host in [a, &hosts.others[1]] {
+        let standby = || host.ls().iter().any(|(_, state)| state == "standby");
+        eventually("no standby is left", PATIENCE, || !standby());
+    }
+}
+
 /// Its backup dies: it is not held for long, and protected by the third.
 #[test]
 fn a_vm_whose_backup_is_lost_is_protected_by_another_host() {

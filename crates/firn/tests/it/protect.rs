@@ -110,18 +110,21 @@ fn a_standby_that_goes_leaves_the_vm_running() {
     eventually("the end", PATIENCE, || vm.session.status("web")["state"] == "running");
     let last = vm.session.status("web")["last"]["text"].to_string();
     assert!(last.contains("not protected any more"), "{last}");
+    assert!(last.contains("its user stopped the standby"), "{last}");
     assert_eq!(userfaultfds(vm.pid()), 0);
 }
 
-/// Pages that were protected and copied while it ran may have been written since: nobody knows.
+/// Pages that were protected and copied while it ran may have been written since: nobody knows. Nor could the standby take the state of a
+/// device that it does not have.
 #[test]
-fn a_disk_past_the_page_cache_that_comes_later_ends_protection() {
+fn what_comes_later_and_cannot_be_followed_ends_protection() {
     let vm = Vm::new();
     let monitor = vm.session.path("monitor");
     let disk = vm.session.path("late.raw");
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
-    let vm = vm.with(&["-qmp", &qmp]).booted_with(&[]);
+    let slot = ["-device", "pcie-root-port,id=slot,chassis=1"];
+    let vm = vm.with(&["-qmp", &qmp]).with(&slot).booted_with(&[]);
     // The standby's QEMU takes the names of these sockets.
     let mut user = firn_vmm::Vm::connect(&monitor).unwrap();
     let mut control = vm.control();
@@ -139,17 +142,86 @@ fn a_disk_past_the_page_cache_that_comes_later_ends_protection() {
     let last = vm.session.status("web")["last"]["text"].to_string();
     assert!(last.contains("past the page cache"), "{last}");
     assert_eq!(userfaultfds(vm.pid()), 0);
+    let end = ended(&vm, "twin");
+    assert_eq!(end["how"], "unprotected", "the VM runs on: {end}");
+    vm.session.firn(&["stop", "twin"]).succeeds();
+    user.qmp().execute("blockdev-del", serde_json::json!({ "node-name": "direct" })).unwrap();
+    vm.session.firn(&["release", "web"]);
+    protected(&vm, &[]);
+    let rng = serde_json::json!({ "driver": "virtio-rng-pci", "bus": "slot", "id": "late" });
+    user.qmp().execute("device_add", rng).unwrap();
+    eventually("the end", PATIENCE, || vm.session.status("web")["state"] == "running");
+    let last = vm.session.status("web")["last"]["text"].to_string();
+    assert!(last.contains("late (virtio-rng-pci) was added"), "{last}");
+    assert_eq!(userfaultfds(vm.pid()), 0);
+    let end = ended(&vm, "twin");
+    assert_eq!(end["how"], "unprotected", "{end}");
+    assert!(end["why"].to_string().contains("late (virtio-rng-pci)"), "{end}");
+    vm.session.firn(&["stop", "twin"]).succeeds();
     let writes_before = writes(&mut control);
     eventually("writers go on", PATIENCE, || writes(&mut control) > writes_before);
+    // A standby would lack it from the beginning.
+    let mut standby = standby(&vm);
+    let refused = vm.session.firn(&["protect", "web", "--to", &address(&vm)]);
+    refused.fails(5, "late (virtio-rng-pci) was added while the VM ran");
+    drop(UnixStream::connect(vm.session.path("standby")).unwrap());
+    eventually("the standby's end", PATIENCE, || standby.try_wait().unwrap().is_some());
+}
+
+/// How a standby was informed that its primary ended.
+fn ended(vm: &Vm, standby: &str) -> serde_json::Value {
+    let standby = || vm.session.status(standby)["standby"].clone();
+    eventually("the standby knows", PATIENCE, || standby()["ended"].is_string());
+    standby()["end"].clone()
 }
 
 #[test]
 fn a_protected_vm_can_be_stopped() {
     let vm = Vm::boot();
+    let session = &vm.session;
     protected(&vm, &[]);
-    vm.session.firn(&["stop", "web"]).succeeds();
-    vm.session.firn(&["stop", "twin"]).succeeds();
-    assert_eq!(vm.session.ls(), []);
+    // Its guest ignores the button, and it stays protected.
+    session.firn(&["stop", "web", "--powerdown=1"]).fails(8, "did not power down");
+    assert_eq!(session.status("web")["state"], "protected");
+    session.firn(&["stop", "web"]).succeeds();
+    assert_eq!(ended(&vm, "twin"), serde_json::json!({ "how": "stopped" }));
+    let listed = session.firn(&["ls"]).succeeds().out;
+    assert!(listed.contains("standby, its VM stopped"), "{listed}");
+    let told = session.firn(&["status", "twin"]).succeeds().out;
+    assert!(told.contains("`firn stop twin` removes this standby"), "{told}");
+    let refused = session.firn(&["failover", "twin"]).fails(5, "the VM was not lost");
+    assert!(refused.err.contains("--accept-stopped"), "{}", refused.err);
+    // Who stopped it by mistake may have it back.
+    let run = session.firn(&["failover", "twin", "--accept-stopped"]).succeeds().out;
+    assert!(run.contains("this rests on your word"), "{run}");
+    assert_eq!(session.status("twin")["state"], "running");
+    session.firn(&["stop", "twin"]).succeeds();
+    assert_eq!(session.ls(), []);
+}
+
+/// A hypervisor that was asked to quit, as one whose guest shuts down, was not lost; one that was killed was.
+#[test]
+fn a_standby_learns_how_its_primary_ended() {
+    let vm = Vm::new();
+    let monitor = vm.session.path("monitor");
+    let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
+    let vm = vm.with(&["-qmp", &qmp]).booted_with(&[]);
+    // The standby's QEMU takes the names of these sockets.
+    let mut user = firn_vmm::Vm::connect(&monitor).unwrap();
+    protected(&vm, &[]);
+    user.quit().unwrap();
+    assert_eq!(ended(&vm, "twin"), serde_json::json!({ "how": "shut-down" }));
+    vm.session.firn(&["failover", "twin"]).fails(5, "the guest shut down");
+    eventually("the end", PATIENCE, || vm.session.status("web")["state"] == "ended");
+    assert_eq!(vm.session.status("web")["protection_end"]["how"], "shut-down");
+    vm.session.firn(&["failover", "twin", "--accept-stopped"]).succeeds();
+    protect(&vm, "twin", standby_called(&vm, "twin2"), &[]);
+    kill(vm.session.status("twin")["pid"].as_i64().unwrap());
+    let end = ended(&vm, "twin2");
+    assert_eq!(end["how"], "lost", "{end}");
+    assert!(end["why"].to_string().contains("killed by signal 9"), "{end}");
+    vm.session.firn(&["failover", "twin2"]).succeeds();
+    vm.is_well();
 }
 
 /// Wherever the supervisor dies, also in a pause: the guest goes on and is well, and nothing of Firn is left in it.

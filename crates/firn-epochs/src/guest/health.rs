@@ -1,0 +1,143 @@
+//! What is checked of a VM before each cut: that its devices are those that the standby has, and whether it runs.
+//!
+//! An epoch is committed when the next one is complete, and that one is cut after another check. So the state of a device that came in
+//! between is in no committed epoch.
+
+use std::collections::BTreeSet;
+
+use firn_vmm::{DevicePath, RunState, Vm};
+use serde::{Deserialize, Serialize};
+
+use super::GuestError;
+
+/// Why a VM does not run, as its hypervisor reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RunTrouble {
+    /// The guest's kernel reported a panic.
+    GuestPanicked,
+    /// The hypervisor met an error of its own or of KVM's.
+    InternalError,
+    /// A disk failed, and the VM waits.
+    IoError,
+    /// The guest shut down, and its hypervisor stays by its command line.
+    Shutdown,
+    /// The guest's watchdog expired.
+    Watchdog,
+}
+
+impl RunTrouble {
+    /// In the words of QEMU's `RunState`. A VM that its user paused is in no trouble.
+    pub fn from_state(state: &RunState) -> Option<Self> {
+        match state.status.as_str() {
+            "guest-panicked" => Some(Self::GuestPanicked),
+            "internal-error" => Some(Self::InternalError),
+            "io-error" => Some(Self::IoError),
+            "shutdown" => Some(Self::Shutdown),
+            "watchdog" => Some(Self::Watchdog),
+            _ => None,
+        }
+    }
+
+    /// For a user.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::GuestPanicked => "guest panicked",
+            Self::InternalError => "internal error of QEMU",
+            Self::IoError => "waits: a disk failed",
+            Self::Shutdown => "guest shut down",
+            Self::Watchdog => "watchdog expired",
+        }
+    }
+}
+
+/// What a hypervisor reported last, if it did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LastWords {
+    /// Why it shuts down, in QEMU's words (`ShutdownCause`).
+    pub shutdown: Option<String>,
+    /// Whether the guest panicked.
+    pub has_panicked: bool,
+}
+
+impl LastWords {
+    /// Reads what is left of a connection that may be closed.
+    pub(super) fn read(vm: &mut Vm) -> Self {
+        let qmp = vm.qmp();
+        qmp.drain_events();
+        let shutdown = qmp.shutdown_cause().map(str::to_owned);
+        let has_panicked = qmp.has_panicked() || shutdown.as_deref() == Some("guest-panic");
+        Self { shutdown, has_panicked }
+    }
+}
+
+/// The devices of a VM when its protection began.
+#[derive(Debug)]
+pub(super) struct Devices(BTreeSet<DevicePath>);
+
+impl Devices {
+    /// Those that the VM has now.
+    ///
+    /// # Errors
+    /// If one of them came after the hypervisor was started: a standby has the command line alone.
+    pub(super) fn list(vm: &mut Vm) -> Result<Self, GuestError> {
+        let devices = vm.device_paths()?;
+        for device in &devices {
+            if vm.is_hotplugged(device)? {
+                return Err(GuestError::Refused(format!(
+                    "the device {device} was added while the VM ran, and a standby starts with its command line: remove it \
+                     (`device_del`), or give it on the command line"
+                )));
+            }
+        }
+        Ok(Self(devices))
+    }
+
+    /// # Errors
+    /// If a device came or went since.
+    pub(super) fn check(&self, vm: &mut Vm) -> Result<(), GuestError> {
+        match change(&self.0, &vm.device_paths()?) {
+            None => Ok(()),
+            Some(change) => Err(GuestError::Devices(change)),
+        }
+    }
+}
+
+/// What changed, in words.
+fn change(before: &BTreeSet<DevicePath>, now: &BTreeSet<DevicePath>) -> Option<String> {
+    let list = |devices: Vec<&DevicePath>, verb: &str| {
+        let names: Vec<String> = devices.iter().map(ToString::to_string).collect();
+        (!names.is_empty()).then(|| format!("{} {verb}", names.join(", ")))
+    };
+    let added = list(now.difference(before).collect(), "was added");
+    let removed = list(before.difference(now).collect(), "was removed");
+    let changes: Vec<String> = added.into_iter().chain(removed).collect();
+    (!changes.is_empty()).then(|| changes.join("; "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(name: &str) -> DevicePath {
+        DevicePath { path: format!("/machine/peripheral/{name}"), class: "edu".to_owned() }
+    }
+
+    #[test]
+    fn a_device_that_comes_or_goes_is_named() {
+        let before = BTreeSet::from([device("a"), device("b")]);
+        assert_eq!(change(&before, &before), None);
+        let now = BTreeSet::from([device("b"), device("c")]);
+        assert_eq!(change(&before, &now).unwrap(), "c (edu) was added; a (edu) was removed");
+    }
+
+    #[test]
+    fn a_paused_vm_is_in_no_trouble() {
+        let state = |status: &str| RunState { running: false, status: status.to_owned() };
+        assert_eq!(RunTrouble::from_state(&state("paused")), None);
+        assert_eq!(
+            RunTrouble::from_state(&state("guest-panicked")),
+            Some(RunTrouble::GuestPanicked)
+        );
+    }
+}

@@ -1,0 +1,89 @@
+//! How the primary's side of a stream ended: its last message.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// How a VM's protection ended at its primary.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "how", content = "why", rename_all = "kebab-case")]
+pub enum PrimaryEnd {
+    /// The user stopped the VM.
+    Stopped,
+    /// The user released the VM, which runs on alone.
+    Released,
+    /// The guest shut down, or the hypervisor was asked to quit.
+    ShutDown,
+    /// The guest panicked, and the hypervisor ended with it.
+    Panicked,
+    /// The VM runs on at the primary, which sends no more epochs; with the reason.
+    Unprotected(String),
+    /// The hypervisor is gone, or does not answer; with the reason.
+    Lost(String),
+}
+
+impl PrimaryEnd {
+    /// Whether the user or the guest wanted it, so that the standby has no purpose any more.
+    pub fn is_wanted(&self) -> bool {
+        matches!(self, Self::Stopped | Self::Released | Self::ShutDown)
+    }
+
+    /// Whether the VM was lost: only then a failover is advised.
+    pub fn is_loss(&self) -> bool {
+        matches!(self, Self::Lost(_))
+    }
+
+    /// One word or two for a table.
+    pub fn word(&self) -> &'static str {
+        match self {
+            Self::Stopped => "stopped",
+            Self::Released => "released",
+            Self::ShutDown => "shut down",
+            Self::Panicked => "panicked",
+            Self::Unprotected(_) => "unprotected",
+            Self::Lost(_) => "lost",
+        }
+    }
+}
+
+impl fmt::Display for PrimaryEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Stopped => f.write_str("its user stopped the VM"),
+            Self::Released => f.write_str("its primary has released it, and goes on alone"),
+            Self::ShutDown => f.write_str("the guest shut down"),
+            Self::Panicked => f.write_str("the guest panicked"),
+            Self::Unprotected(why) => {
+                write!(f, "the VM runs on at its primary without protection: {why}")
+            }
+            Self::Lost(why) => write!(f, "the VM is lost at its primary: {why}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_loss_advises_a_failover_and_only_a_wanted_end_removes_a_standby() {
+        let lost = PrimaryEnd::Lost("killed by signal 9".into());
+        assert!(lost.is_loss() && !lost.is_wanted());
+        for end in [PrimaryEnd::Stopped, PrimaryEnd::Released, PrimaryEnd::ShutDown] {
+            assert!(end.is_wanted() && !end.is_loss(), "{end}");
+        }
+        for end in [PrimaryEnd::Panicked, PrimaryEnd::Unprotected("x".into())] {
+            assert!(!end.is_wanted() && !end.is_loss(), "{end}");
+        }
+    }
+
+    #[test]
+    fn it_is_json_and_back() {
+        let lost = PrimaryEnd::Lost("x".into());
+        let json = serde_json::to_string(&lost).unwrap();
+        assert_eq!(json, r#"{"how":"lost","why":"x"}"#);
+        assert_eq!(serde_json::from_str::<PrimaryEnd>(&json).unwrap(), lost);
+        let stopped = serde_json::to_string(&PrimaryEnd::Stopped).unwrap();
+        assert_eq!(stopped, r#"{"how":"stopped"}"#);
+    }
+}

@@ -1,0 +1,111 @@
+//! How a VM's protection ended, by what is known of its hypervisor. Pure.
+//!
+//! ```text
+//!   `firn stop`                                         stopped
+//!   hypervisor gone   the guest panicked                panicked
+//!                     it reported why it shuts down     shut down; lost if a signal or an error of the host did it
+//!                     exit code 0                       shut down
+//!                     anything else                     lost
+//!   it lives          it does not answer                lost
+//!                     anything else                     unprotected: the VM runs on here
+//! ```
+//!
+//! A signal is what a host sends all its processes when it shuts down: the VM then continues at its backup.
+
+use firn_epochs::guest::{GuestError, LastWords};
+use firn_epochs::primary_end::PrimaryEnd;
+
+use crate::failure::{Failure, FailureKind};
+use crate::journal::Exit;
+
+/// What is known.
+pub(crate) struct Known<'a> {
+    /// The user stops the VM.
+    pub(crate) is_stop: bool,
+    /// How the hypervisor ended, if it has.
+    pub(crate) exit: Option<Exit>,
+    /// What it reported last.
+    pub(crate) words: &'a LastWords,
+    /// What ended the protection, if it was an error.
+    pub(crate) error: Option<&'a GuestError>,
+}
+
+/// Decides.
+pub(crate) fn decide(known: &Known<'_>) -> PrimaryEnd {
+    match (known.is_stop, known.exit) {
+        (true, _) => PrimaryEnd::Stopped,
+        (false, Some(exit)) => of_gone(exit, known.words),
+        (false, None) => of_living(known.error),
+    }
+}
+
+fn of_gone(exit: Exit, words: &LastWords) -> PrimaryEnd {
+    if words.has_panicked {
+        return PrimaryEnd::Panicked;
+    }
+    match words.shutdown.as_deref() {
+        Some(cause @ ("host-error" | "host-signal")) => {
+            PrimaryEnd::Lost(format!("QEMU ended ({exit}; it reported {cause})"))
+        }
+        Some(_) => PrimaryEnd::ShutDown,
+        None if exit == Exit::Code(0) => PrimaryEnd::ShutDown,
+        None => PrimaryEnd::Lost(format!("QEMU ended ({exit})")),
+    }
+}
+
+fn of_living(error: Option<&GuestError>) -> PrimaryEnd {
+    match error {
+        Some(error) if error.is_hang() => {
+            PrimaryEnd::Lost(format!("QEMU does not answer ({})", text(error)))
+        }
+        Some(error) => PrimaryEnd::Unprotected(text(error)),
+        None => PrimaryEnd::Unprotected("its supervisor was asked to end".to_owned()),
+    }
+}
+
+fn text(error: &GuestError) -> String {
+    Failure::from_error(FailureKind::Other, error).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_vmm::QmpError;
+
+    use super::*;
+
+    fn end(exit: Option<Exit>, cause: Option<&str>, error: Option<&GuestError>) -> PrimaryEnd {
+        let words = LastWords { shutdown: cause.map(str::to_owned), has_panicked: false };
+        decide(&Known { is_stop: false, exit, words: &words, error })
+    }
+
+    #[test]
+    fn a_stop_by_the_user_is_one_whatever_else_is_known() {
+        let words = LastWords::default();
+        let known =
+            Known { is_stop: true, exit: Some(Exit::Signal(9)), words: &words, error: None };
+        assert_eq!(decide(&known), PrimaryEnd::Stopped);
+    }
+
+    #[test]
+    fn a_hypervisor_that_is_gone_was_lost_unless_it_reported_a_shutdown() {
+        for cause in ["guest-shutdown", "host-qmp-quit", "guest-reset"] {
+            assert_eq!(end(Some(Exit::Unknown), Some(cause), None), PrimaryEnd::ShutDown);
+        }
+        assert_eq!(end(Some(Exit::Code(0)), None, None), PrimaryEnd::ShutDown);
+        assert!(end(Some(Exit::Signal(9)), None, None).is_loss());
+        assert!(end(Some(Exit::Code(0)), Some("host-signal"), None).is_loss());
+        let words = LastWords { shutdown: Some("guest-panic".into()), has_panicked: true };
+        let known = Known { is_stop: false, exit: Some(Exit::Code(0)), words: &words, error: None };
+        assert_eq!(decide(&known), PrimaryEnd::Panicked);
+    }
+
+    #[test]
+    fn a_hypervisor_that_does_not_answer_is_lost_and_another_error_leaves_the_vm_running() {
+        let hang = QmpError::TimedOut { command: "query-status".into(), waited_ms: 10_000 };
+        assert!(end(None, None, Some(&hang.into())).is_loss());
+        let change = GuestError::Devices("a (edu) was added".into());
+        let unprotected = end(None, None, Some(&change));
+        assert!(matches!(&unprotected, PrimaryEnd::Unprotected(why) if why.contains("a (edu)")));
+        assert!(!unprotected.is_loss() && !unprotected.is_wanted());
+    }
+}

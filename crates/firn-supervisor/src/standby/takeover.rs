@@ -1,0 +1,253 @@
+//! A standby, as commands reach it: what it has, how its primary ended, and whether it is to run.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use firn_cluster::epoch::Progress as Far;
+use firn_epochs::backup::{BackupError, Receiver};
+use firn_epochs::endpoint::Stream;
+use firn_epochs::primary_end::PrimaryEnd;
+use firn_epochs::wire::Hello;
+use serde::{Deserialize, Serialize};
+
+use crate::failure::{Failure, FailureKind};
+use crate::protocol::{FailoverMember, FailoverRequest};
+
+/// How long the last message to a primary may take that does not listen.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+
+/// How long a standby that ends waits until its primary is informed of that.
+const DECLINE_WAIT: Duration = Duration::from_secs(1);
+
+/// What `firn status` says of a standby.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Readiness {
+    /// The newest epoch that is here.
+    pub complete: u64,
+    /// The newest that a failover would run; 0 if there is none.
+    pub committed: u64,
+    /// Its primary runs alone: the VM is never run here.
+    #[serde(default)]
+    pub released: bool,
+    /// It belongs to a cluster, and is run with all of it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub member: bool,
+    /// Hosts agree who runs it: a failover goes by their record.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub leased: bool,
+    /// How its primary reported that it ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub end: Option<PrimaryEnd>,
+    /// Why no more come, if so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended: Option<String>,
+}
+
+impl Readiness {
+    /// Whether its primary ended as its user or its guest wanted.
+    pub fn is_over(&self) -> bool {
+        self.released || self.end.as_ref().is_some_and(PrimaryEnd::is_wanted)
+    }
+}
+
+/// A standby, as commands reach it.
+#[derive(Debug)]
+pub(crate) struct Takeover {
+    stream: Stream,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    now: Readiness,
+    /// How it is to be run, if it is.
+    how: Option<FailoverRequest>,
+    /// Why it never runs, once that is decided here.
+    declined: Option<&'static str>,
+    /// Nothing more is sent to the primary.
+    has_parted: bool,
+}
+
+impl Takeover {
+    pub(super) fn new(stream: Stream, hello: &Hello) -> Arc<Self> {
+        let (member, leased) = (hello.member.is_some(), hello.leased);
+        let now = Readiness { member, leased, ..Readiness::default() };
+        let state = Mutex::new(State { now, ..State::default() });
+        Arc::new(Self { stream, state, changed: Condvar::new() })
+    }
+
+    /// What there is to say about it now.
+    pub(crate) fn now(&self) -> Readiness {
+        self.state().now.clone()
+    }
+
+    /// No more epochs are taken, and the newest committed one is run, or that of a global checkpoint.
+    pub(crate) fn begin(&self, how: FailoverRequest) -> Result<(), Failure> {
+        let mut state = self.state();
+        if state.declined.is_some() {
+            return Err(Failure::new(FailureKind::Busy, "the standby is being stopped"));
+        }
+        check_failover(&state.now, how)?;
+        // Asked twice, it is the first that counts.
+        state.how.get_or_insert(how);
+        self.stream.hear_no_more();
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// It ends, and never runs: the primary is informed, if it still listens.
+    pub(crate) fn decline(&self, why: &'static str) {
+        let mut state = self.state();
+        if state.how.is_some() || state.has_parted {
+            return;
+        }
+        state.declined = Some(why);
+        self.stream.hear_no_more();
+        let waits = |state: &mut State| !state.has_parted;
+        let waited = self.changed.wait_timeout_while(state, DECLINE_WAIT, waits);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// A primary that still runs hears that it is not alone, or that it is.
+    pub(super) fn part(&self, receiver: &mut Receiver) {
+        let (is_run, declined) = {
+            let state = self.state();
+            (state.how.is_some(), state.declined)
+        };
+        if (is_run || declined.is_some()) && self.stream.set_write_patience(LAST_WORDS).is_ok() {
+            match declined {
+                Some(why) => receiver.decline(why),
+                None => receiver.refuse("the VM is about to run here"),
+            }
+        }
+        self.stream.close();
+        self.state().has_parted = true;
+        self.changed.notify_all();
+    }
+
+    /// The primary reports how it ended. Whether that is noted: after a wanted end the VM is not run here by itself, which holds from now on.
+    pub(super) fn note(&self, end: &PrimaryEnd) -> bool {
+        let mut state = self.state();
+        if state.how.is_some() {
+            return false;
+        }
+        state.now.released = *end == PrimaryEnd::Released;
+        state.now.end = Some(end.clone());
+        true
+    }
+
+    pub(super) fn hear(&self, far: Far) {
+        let mut state = self.state();
+        (state.now.complete, state.now.committed) = (far.complete.0, far.committed.0);
+    }
+
+    /// Returns once it is to be run.
+    pub(super) fn wait(&self, ended: &BackupError) -> FailoverRequest {
+        let mut state = self.state();
+        if state.how.is_none() {
+            let failure = Failure::from_error(FailureKind::Other, ended);
+            tracing::warn!("no more epochs come: {failure}");
+            state.now.ended = Some(failure.to_string());
+        }
+        loop {
+            match state.how {
+                Some(how) => return how,
+                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether a standby in this state may be run like this.
+fn check_failover(now: &Readiness, how: FailoverRequest) -> Result<(), Failure> {
+    refuse_alone(now, how.member)?;
+    if now.released {
+        let text = "the VM's primary has released it, and goes on alone";
+        let failure = Failure::new(FailureKind::Refused, text);
+        return Err(failure.hint("`firn stop` ends this standby"));
+    }
+    if let Some(end) = now.end.as_ref().filter(|end| end.is_wanted() && !how.accept_stopped) {
+        let failure = Failure::new(FailureKind::Refused, format!("the VM was not lost: {end}"));
+        return Err(failure.hint(
+            "`firn stop` ends this standby; `firn failover --accept-stopped` runs the VM as it was in its last committed epoch",
+        ));
+    }
+    if now.leased && how.lease.is_none() {
+        let text = "hosts agree who runs this VM, and their record does not name this host";
+        let failure = Failure::new(FailureKind::Refused, text);
+        return Err(
+            failure.hint("`firn failover` asks this host's agent, which goes by the record")
+        );
+    }
+    if now.committed == 0 {
+        let none = Failure::new(FailureKind::Refused, "no epoch of the VM is committed here");
+        return Err(none.hint("`firn status` says which are; the first takes two intervals"));
+    }
+    Ok(())
+}
+
+/// A member of a cluster goes on from a global checkpoint, and nobody else does.
+fn refuse_alone(now: &Readiness, to: Option<FailoverMember>) -> Result<(), Failure> {
+    let committed = now.committed;
+    match to {
+        None if now.member => {
+            let text = "the VM belongs to a cluster, and goes on with all of it";
+            Err(Failure::new(FailureKind::Refused, text).hint("`firn cluster failover`"))
+        }
+        Some(_) if !now.member => {
+            Err(Failure::new(FailureKind::Refused, "the VM belongs to no cluster"))
+        }
+        Some(FailoverMember { epoch, .. }) if epoch.0 > committed => {
+            let text = format!("{epoch} is not here: {committed} is the newest that is committed");
+            Err(Failure::new(FailureKind::Refused, text))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ready(end: Option<PrimaryEnd>) -> Readiness {
+        Readiness { complete: 8, committed: 7, end, ..Readiness::default() }
+    }
+
+    fn refusal(now: &Readiness, how: FailoverRequest) -> String {
+        check_failover(now, how).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_vm_that_was_lost_is_run_and_one_that_was_stopped_is_not() {
+        let plain = FailoverRequest::default();
+        for end in [None, Some(PrimaryEnd::Lost("killed".into())), Some(PrimaryEnd::Panicked)] {
+            check_failover(&ready(end), plain).unwrap();
+        }
+        for end in [PrimaryEnd::Stopped, PrimaryEnd::ShutDown] {
+            let stopped = ready(Some(end));
+            assert!(refusal(&stopped, plain).contains("was not lost"));
+            let accepts = FailoverRequest { accept_stopped: true, ..plain };
+            check_failover(&stopped, accepts).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_vm_that_was_released_is_run_by_nobody_here() {
+        let released = Readiness { released: true, ..ready(Some(PrimaryEnd::Released)) };
+        let accepts = FailoverRequest { accept_stopped: true, ..FailoverRequest::default() };
+        assert!(refusal(&released, accepts).contains("released it"));
+    }
+
+    #[test]
+    fn where_hosts_agree_only_their_record_runs_it() {
+        let leased = Readiness { leased: true, ..ready(None) };
+        assert!(refusal(&leased, FailoverRequest::default()).contains("hosts agree"));
+        let by_record = FailoverRequest { lease: Some(1), ..FailoverRequest::default() };
+        check_failover(&leased, by_record).unwrap();
+    }
+}

@@ -1,0 +1,81 @@
+//! The devices that a user gave a VM, on the command line or later (`device_add`), as QEMU's object tree names them.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::qmp::{Qmp, QmpError};
+
+/// Where QEMU keeps devices with an id, and those without one.
+const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
+/// A device of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DevicePath {
+    /// Its place in the object tree: no two devices ever have the same.
+    pub path: String,
+    /// What it is, such as `virtio-net-pci`.
+    pub class: String,
+}
+
+impl fmt::Display for DevicePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = self.path.rsplit('/').next().unwrap_or_default();
+        write!(f, "{name} ({})", self.class)
+    }
+}
+
+/// A property of an object, as `qom-list` has it.
+#[derive(Debug, Deserialize)]
+struct Property {
+    name: String,
+    #[serde(rename = "type")]
+    class: String,
+}
+
+/// All of them.
+pub(crate) fn list(qmp: &mut Qmp) -> Result<BTreeSet<DevicePath>, QmpError> {
+    let mut devices = BTreeSet::new();
+    for container in CONTAINERS {
+        let answer = qmp.execute("qom-list", json!({ "path": container }))?;
+        devices.extend(children(container, answer)?);
+    }
+    Ok(devices)
+}
+
+fn children(container: &str, answer: Value) -> Result<Vec<DevicePath>, QmpError> {
+    let properties: Vec<Property> = Vec::deserialize(answer)
+        .map_err(|error| QmpError::unexpected("qom-list", error.to_string()))?;
+    let child = |property: Property| {
+        let class = property.class.strip_prefix("child<")?.strip_suffix('>')?.to_owned();
+        Some(DevicePath { path: format!("{container}/{}", property.name), class })
+    };
+    Ok(properties.into_iter().filter_map(child).collect())
+}
+
+/// Whether it came after QEMU was started. A device that does not know counts as one of the command line.
+pub(crate) fn is_hotplugged(qmp: &mut Qmp, device: &DevicePath) -> Result<bool, QmpError> {
+    let property = json!({ "path": device.path, "property": "hotplugged" });
+    match qmp.execute("qom-get", property) {
+        Ok(value) => Ok(value.as_bool().unwrap_or(false)),
+        Err(QmpError::Refused { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn children_are_devices_and_nothing_else_is() {
+        let answer = json!([{ "name": "type", "type": "string" },
+            { "name": "net0", "type": "child<virtio-net-pci>" }]);
+        let devices = children("/machine/peripheral", answer).unwrap();
+        assert_eq!(devices.len(), 1);
+        assert_eq!(devices[0].to_string(), "net0 (virtio-net-pci)");
+        assert!(children("/machine/peripheral", json!(7)).is_err());
+    }
+}
