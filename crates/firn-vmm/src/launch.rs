@@ -143,7 +143,10 @@ fn open_pidfd(child: &Child) -> io::Result<OwnedFd> {
 }
 
 /// The file that a program name stands for: itself if it has a slash, else the first of that name in PATH.
-fn find_program(name: &str) -> Result<PathBuf, LaunchError> {
+///
+/// # Errors
+/// If there is no such program.
+pub fn find_program(name: &str) -> Result<PathBuf, LaunchError> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let candidates: Vec<PathBuf> = match name.contains('/') {
         true => vec![PathBuf::from(name)],

@@ -45,7 +45,7 @@ pub use drives::{
     create_overlay,
 };
 pub use hold::{Held, Look, Released};
-pub use launch::{LaunchError, Launched, launch, log_tail};
+pub use launch::{LaunchError, Launched, find_program, launch, log_tail};
 pub use layout::{AuxRam, Layout, LayoutError, Location};
 pub use qmp::{Qmp, QmpError};
 pub use version::{Number, Version};

@@ -110,6 +110,23 @@ pub(super) fn replace(arguments: &mut [Argument], drive: &DriveFile) -> bool {
     found
 }
 
+/// Gives a file another name where options name it.
+pub(super) fn rename(arguments: &mut [Argument], is_old: impl Fn(&str) -> bool, new: &str) {
+    let names = |argument: &&mut Argument| file_of(argument).is_some_and(|file| is_old(&file));
+    for argument in arguments.iter_mut().filter(names) {
+        *argument = match &*argument {
+            Argument::Word(_) => Argument::Word(new.to_owned()),
+            Argument::Option { name, .. } if PLAIN.contains(&&**name) => Argument::new(name, new),
+            Argument::Option { name, .. } => {
+                let Some(mut properties) = Properties::read(argument.value(), "") else { continue };
+                let Some(key) = file_key(name, &properties) else { continue };
+                set(&mut properties, key, new);
+                Argument::new(name, properties.to_text(""))
+            }
+        };
+    }
+}
+
 /// Puts the file into `-drive` or `-blockdev`. Gives the name of the node, if that is only of the file.
 fn replace_in(argument: &mut Argument, drive: &DriveFile) -> Option<String> {
     let mut properties = Properties::read(argument.value(), "")?;

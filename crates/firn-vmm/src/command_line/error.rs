@@ -32,6 +32,26 @@ pub enum CommandLineError {
         /// The backend.
         id: String,
     },
+    /// A back end needs something of the host that another process has.
+    #[error("{option}: {held}")]
+    Held {
+        /// The option as it was given.
+        option: String,
+        /// What, and which process has it.
+        held: String,
+    },
+    /// An option that is to be changed is not there.
+    #[error("{given}: the image's command line has no such option; --qemu-arg adds one")]
+    NoOption {
+        /// The change.
+        given: String,
+    },
+    /// It is not clear which option is to be changed.
+    #[error("{given}: the image's command line has more than one such option, and none of this id")]
+    ManyOptions {
+        /// The change.
+        given: String,
+    },
     /// A network card is not there.
     #[error("no -netdev firn on the command line has the id {id:?}")]
     NoCard {
@@ -71,6 +91,14 @@ pub enum CommandLineError {
 impl CommandLineError {
     pub(super) fn refused(option: impl ToString, reason: &'static str) -> Self {
         Self::Refused { option: option.to_string(), reason }
+    }
+
+    pub(super) fn override_of_none(given: &str) -> Self {
+        Self::NoOption { given: given.to_owned() }
+    }
+
+    pub(super) fn override_of_many(given: &str) -> Self {
+        Self::ManyOptions { given: given.to_owned() }
     }
 
     pub(super) fn unreadable(option: impl ToString, what: &'static str) -> Self {

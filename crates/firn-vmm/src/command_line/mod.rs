@@ -23,6 +23,9 @@
 //! A network card whose back end is `-netdev firn,id=ID,uplink=PATH` gets one end of a pair of sockets; its frames pass through
 //! Firn. A disk with `firn=on` is served by Firn ([`Plan::with_disks`]).
 //!
+//! A VM that is restored beside another has sockets, ports and files of its own ([`Plan::beside`]); what its user wants changed is an
+//! [`Overrides`].
+//!
 //! The first word of a command line is the program.
 
 mod arguments;
@@ -31,8 +34,10 @@ mod calls;
 mod cards;
 mod disks;
 mod drives;
+mod endpoints;
 mod error;
 mod needs;
+mod overrides;
 mod plan;
 mod properties;
 mod size;
@@ -41,6 +46,8 @@ pub use calls::{CALLS_BYTES, CALLS_ID, with_calls};
 pub use cards::{CardPlan, Uplink, with_uplink};
 pub use disks::{DiskPlan, with_disk};
 pub use drives::DriveFile;
+pub use endpoints::{Beside, Endpoint};
 pub use error::CommandLineError;
 pub use needs::{CommandNeeds, NamedDevice, SecretFile, needs};
+pub use overrides::Overrides;
 pub use plan::{Augmented, MONITOR_ID, Paths, Plan, Plugin, RAM_ID, RamPlan, plan};

@@ -10,6 +10,7 @@ use super::calls;
 use super::cards::{self, CardPlan};
 use super::disks::{self, DiskPlan};
 use super::drives::{self, DriveFile};
+use super::endpoints::{self, Beside};
 use super::error::CommandLineError;
 use super::properties::{Properties, escape};
 use super::size;
@@ -285,6 +286,21 @@ impl Plan {
             }
         }
         Ok(self)
+    }
+
+    /// The same command line with another program.
+    pub fn with_program(self, program: &Path) -> Self {
+        Self { program: program.to_string_lossy().into_owned(), ..self }
+    }
+
+    /// The same command line without what another process has: sockets and ports that QEMU listens on, files that QEMU writes. Returns
+    /// a note for each as well.
+    ///
+    /// # Errors
+    /// If the back end of a network card needs a port that another process has.
+    pub fn beside(mut self, beside: &Beside<'_>) -> Result<(Self, Vec<String>), CommandLineError> {
+        let notes = endpoints::put_beside(&mut self.arguments, beside)?;
+        Ok((self, notes))
     }
 
     /// The command line for a VM that starts anew.

@@ -55,6 +55,37 @@ impl Properties {
         }
     }
 
+    /// The value of a key as text, which JSON may hold in an object of its own: `addr.port`.
+    pub(super) fn text(&self, key: &str) -> Option<String> {
+        match (self.get(key), self, key.split_once('.')) {
+            (Some(value), ..) => Some(value.into_owned()),
+            (None, Self::Json(object), Some((outer, inner))) => {
+                as_text(object.get(outer)?.get(inner)?).map(Cow::into_owned)
+            }
+            (None, ..) => None,
+        }
+    }
+
+    /// All values of a key that may be given more than once; in JSON, a list of objects with one text each.
+    pub(super) fn all(&self, key: &str) -> Vec<String> {
+        match self {
+            Self::Text(parts) => {
+                let named = parts.iter().filter(|(name, _)| name == key);
+                named.map(|(_, value)| value.clone()).collect()
+            }
+            Self::Json(object) => {
+                let list = object.get(key).and_then(Value::as_array).into_iter().flatten();
+                list.filter_map(|item| Some(item.get("str")?.as_str()?.to_owned())).collect()
+            }
+        }
+    }
+
+    /// Sets a key to a value that the user gives: in JSON it has the type that it looks like.
+    pub(super) fn assign(&mut self, key: &str, value: &str) {
+        let json = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
+        self.put(key, value, json);
+    }
+
     /// Whether a switch is on.
     pub(super) fn is_on(&self, key: &str) -> bool {
         self.get(key).is_some_and(|value| matches!(&*value, "on" | "yes" | "true" | "y"))

@@ -81,9 +81,14 @@ impl Qmp {
         timeout: Duration,
         alive: impl FnMut() -> bool,
     ) -> Result<Self, QmpError> {
-        let stream = connect_stream(path, Instant::now() + timeout, alive)
-            .map_err(|errno| QmpError::Connect { path: path.to_owned(), source: errno.into() })?;
+        let stream = open(path, timeout, alive)?;
         Self::negotiate(stream, timeout)
+    }
+
+    /// Connects to the monitor at `path` and sends nothing: for a caller that looks at its peer first. Then follows
+    /// [`Self::negotiate`].
+    pub fn open(path: &Path, timeout: Duration) -> Result<UnixStream, QmpError> {
+        open(path, timeout, || false)
     }
 
     /// Takes a socket that is connected to a monitor already, and negotiates.
@@ -285,6 +290,15 @@ impl Qmp {
         let line = self.lines.next(&self.stream, deadline).map_err(|end| end.during(command))?;
         parse_reply(line).map_err(|source| QmpError::Reply { command: command.to_owned(), source })
     }
+}
+
+fn open(
+    path: &Path,
+    timeout: Duration,
+    alive: impl FnMut() -> bool,
+) -> Result<UnixStream, QmpError> {
+    connect_stream(path, Instant::now() + timeout, alive)
+        .map_err(|errno| QmpError::Connect { path: path.to_owned(), source: errno.into() })
 }
 
 /// Connects without ever blocking: a monitor whose backlog is full, because QEMU is stuck or has another client,

@@ -1,0 +1,201 @@
+//! What a command line takes of its host for one QEMU alone: sockets and ports that QEMU listens on, files that QEMU writes.
+//!
+//! A second VM with the same command line would take them away from the first: QEMU removes a socket file that is there, and empties
+//! a log. So a restored VM gets, in place of each that another process has, one in a directory of its own:
+//!
+//! ```text
+//!   -qmp unix:/run/a.qmp,server=on          -qmp unix:DIR/user-a.qmp,server=on,wait=off
+//!   -chardev socket,id=c,port=4444,server=on,telnet=on    -chardev socket,id=c,path=DIR/user-c,server=on,wait=off
+//!   -chardev file,id=l,path=/var/log/a      -chardev file,id=l,path=DIR/user-a
+//!   -vnc :1                                 -vnc unix:DIR/user-vnc
+//!   -pidfile /run/a.pid                     -pidfile DIR/user-a.pid
+//! ```
+//!
+//! No option is left out: the machine would be another without its serial port. What no other process has stays as it is, so that a
+//! VM that comes back after its end has its sockets where they were. A port that leads to the guest (`hostfwd`) has no such place,
+//! and is an error.
+//!
+//! Source: QEMU `qemu-options.hx`, `chardev/char.c` (`qemu_chr_parse_compat`), `ui/vnc.c`, `ui/spice-core.c`, `net/slirp.c`.
+
+mod chardev;
+mod displays;
+mod network;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::arguments::Argument;
+use super::error::CommandLineError;
+use super::properties::Properties;
+
+/// Bytes in the longest path a unix socket can have: `sun_path` of unix(7), less its final zero.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// What begins the name of a file that takes the place of one of the user's.
+const BEGINNING: &str = "user-";
+
+/// Something of a host that one QEMU alone can have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// A socket file that QEMU listens on, as the command line names it.
+    Socket(PathBuf),
+    /// A port that QEMU listens on.
+    Port {
+        /// UDP, or else TCP.
+        udp: bool,
+        /// The address, as the command line names it; empty for all.
+        host: String,
+        /// The port.
+        port: u16,
+    },
+    /// A file that QEMU writes, or a FIFO, as the command line names it.
+    File(PathBuf),
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Socket(path) | Self::File(path) => path.display().fmt(f),
+            Self::Port { udp, host, port } => {
+                let protocol = if *udp { "UDP" } else { "TCP" };
+                let at = if host.is_empty() { String::new() } else { format!(" of {host}") };
+                write!(f, "{protocol} port {port}{at}")
+            }
+        }
+    }
+}
+
+impl Endpoint {
+    fn tcp(host: &str, port: u16) -> Self {
+        Self::Port { udp: false, host: host.to_owned(), port }
+    }
+}
+
+/// Where a VM that is not alone with its command line has its own.
+pub struct Beside<'a> {
+    /// A directory of its own.
+    pub directory: &'a Path,
+    /// The process that has an endpoint, in words, if one has.
+    pub holder: &'a dyn Fn(&Endpoint) -> Option<String>,
+}
+
+/// Gives arguments other endpoints in place of those that are held; returns a note for each.
+pub(super) fn put_beside(
+    arguments: &mut [Argument],
+    beside: &Beside<'_>,
+) -> Result<Vec<String>, CommandLineError> {
+    let mut places = Places { beside, used: BTreeSet::new() };
+    let mut notes = Vec::new();
+    for argument in arguments {
+        let Some((new, held)) = moved(argument, &mut places)? else { continue };
+        notes.push(format!("{argument} is now {new}: {held}"));
+        *argument = new;
+    }
+    Ok(notes)
+}
+
+/// The argument with other endpoints, and why; `None` if it can stay.
+fn moved(
+    argument: &Argument,
+    places: &mut Places<'_>,
+) -> Result<Option<(Argument, String)>, CommandLineError> {
+    let (name, value) = (argument.name(), argument.value());
+    let new = match name {
+        "qmp" | "qmp-pretty" | "monitor" | "serial" | "parallel" | "debugcon" | "qtest" => {
+            chardev::short(value, false, places)
+        }
+        "gdb" => chardev::short(value, true, places),
+        "s" => return Ok(gdb(places)),
+        "chardev" => chardev::long(value, places),
+        "vnc" => displays::vnc(value, places),
+        "display" => displays::display(value, places),
+        "spice" => displays::spice(value, places),
+        "pidfile" | "D" => file(value, places),
+        "trace" => file_property(value, "enable", "file", places),
+        "audiodev" => file_property(value, "driver", "path", places),
+        "object" => file_property(value, "qom-type", "file", places),
+        "netdev" | "nic" | "net" => {
+            network::check(argument, places)?;
+            None
+        }
+        _ => None,
+    };
+    Ok(new.map(|Moved { value, held }| (Argument::new(name, value), held)))
+}
+
+/// A new value of an option, and why.
+struct Moved {
+    value: String,
+    held: String,
+}
+
+/// `-s` is `-gdb tcp::1234`.
+fn gdb(places: &mut Places<'_>) -> Option<(Argument, String)> {
+    let Moved { value, held } = chardev::short("tcp::1234", true, places)?;
+    Some((Argument::new("gdb", value), held))
+}
+
+/// An option whose value is a file.
+fn file(value: &str, places: &mut Places<'_>) -> Option<Moved> {
+    let held = places.held(&Endpoint::File(value.into()))?;
+    Some(Moved { value: places.file(value), held })
+}
+
+/// An option that has a file among its properties. Of `-object`, only a `filter-dump` writes to its file.
+fn file_property(value: &str, implied: &str, key: &str, places: &mut Places<'_>) -> Option<Moved> {
+    let mut properties = Properties::read(value, implied)?;
+    let kind = properties.get("qom-type").map(String::from);
+    if kind.is_some_and(|kind| kind != "filter-dump") {
+        return None;
+    }
+    let path = properties.get(key)?.into_owned();
+    let held = places.held(&Endpoint::File(path.clone().into()))?;
+    properties.set(key, &places.file(&path));
+    Some(Moved { value: properties.to_text(implied), held })
+}
+
+/// Gives out names in the VM's directory.
+struct Places<'a> {
+    beside: &'a Beside<'a>,
+    used: BTreeSet<String>,
+}
+
+impl Places<'_> {
+    /// Why an endpoint cannot be had.
+    fn held(&self, endpoint: &Endpoint) -> Option<String> {
+        let holder = (self.beside.holder)(endpoint)?;
+        Some(format!("{endpoint} is in use by {holder}"))
+    }
+
+    /// Where a socket is to be.
+    fn socket(&mut self, name: &str) -> String {
+        let path = self.file(name);
+        match path.len() > SOCKET_PATH_BYTES_MAX {
+            true => self.file(&self.used.len().to_string()),
+            false => path,
+        }
+    }
+
+    /// Where a file is to be: named as the one whose place it takes, or by a word.
+    fn file(&mut self, path: &str) -> String {
+        let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let numbered = (2..).map(|number| format!("{name}-{number}"));
+        let mut names = std::iter::once(name.clone()).chain(numbered);
+        let free = names.find(|name| !self.used.contains(name)).unwrap_or_default();
+        let path = self.beside.directory.join(format!("{BEGINNING}{free}"));
+        self.used.insert(free);
+        path.to_string_lossy().into_owned()
+    }
+}
+
+/// `HOST:PORT`; the host may be empty, or an IPv6 address in brackets.
+fn host_and_port(text: &str) -> Option<(String, u16)> {
+    let (host, port) = text.rsplit_once(':')?;
+    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    Some((host.to_owned(), port.parse().ok()?))
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

@@ -1,0 +1,233 @@
+//! What a user wants changed about a command line that an image remembers.
+//!
+//! ```text
+//!   --set device.net0.mac=52:54:00:00:00:02    a property of the option that has this id
+//!   --set machine.usb=on                       a property of an option that is there once
+//!   --set vnc=:5                               the whole value of an option that is there once
+//!   --set pidfile=                             without that option
+//!   --netdev net0=user,hostfwd=tcp::2223-:22   another back end for a network card
+//!   --disk web.qcow2=/mnt/web.qcow2            another name for a disk's file
+//!   --qemu-arg=-vnc --qemu-arg=:5              more words, at the end
+//! ```
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::arguments::{self, Argument};
+use super::drives;
+use super::error::CommandLineError;
+use super::properties::Properties;
+
+/// Changes to a command line, in the order in which they are made.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Overrides {
+    /// The program.
+    pub program: Option<String>,
+    /// Back ends of network cards: id and what it is to be.
+    pub netdevs: Vec<(String, String)>,
+    /// Files of disks: as the command line names them, and the names they have now.
+    pub disks: Vec<(String, String)>,
+    /// Values: `OPTION.ID.PROPERTY`, `OPTION.PROPERTY` or `OPTION`, and the value.
+    pub values: Vec<(String, String)>,
+    /// Words at the end.
+    pub words: Vec<String>,
+}
+
+impl Overrides {
+    /// A command line with the changes, the program first. Relative names of files start in `directory`.
+    ///
+    /// # Errors
+    /// If an option that is to be changed is not there, or is there more than once.
+    pub fn apply(
+        &self,
+        command: &[String],
+        directory: &Path,
+    ) -> Result<Vec<String>, CommandLineError> {
+        let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
+        let mut arguments = arguments::split(words);
+        for (id, backend) in &self.netdevs {
+            set_netdev(&mut arguments, id, backend)?;
+        }
+        for (old, new) in &self.disks {
+            // A disk that is named elsewhere is the caller's affair.
+            let is_old = |file: &str| directory.join(file) == directory.join(old);
+            drives::rename(&mut arguments, is_old, new);
+        }
+        for (key, value) in &self.values {
+            set_value(&mut arguments, key, value)?;
+        }
+        let program = self.program.as_ref().unwrap_or(program);
+        Ok([vec![program.clone()], arguments::join(&arguments), self.words.clone()].concat())
+    }
+}
+
+fn set_netdev(arguments: &mut [Argument], id: &str, backend: &str) -> Result<(), CommandLineError> {
+    let given = format!("--netdev {id}={backend}");
+    let is_it = |argument: &&mut Argument| {
+        matches!(argument.name(), "netdev" | "nic") && id_of(argument).as_deref() == Some(id)
+    };
+    let found = arguments.iter_mut().find(is_it);
+    let argument = found.ok_or_else(|| CommandLineError::override_of_none(&given))?;
+    let mut new = Properties::read(backend, "type")
+        .ok_or_else(|| CommandLineError::unreadable(&given, "its JSON"))?;
+    new.set("id", id);
+    if argument.name() == "nic" {
+        keep_card(argument, &mut new);
+    }
+    *argument = Argument::new(argument.name(), new.to_text("type"));
+    Ok(())
+}
+
+/// `-nic` holds the card as well, which the guest knows.
+fn keep_card(argument: &Argument, new: &mut Properties) {
+    let Some(before) = Properties::read(argument.value(), "type") else { return };
+    for key in ["model", "mac", "addr"] {
+        before.get(key).iter().for_each(|value| new.set(key, value));
+    }
+}
+
+/// The key of an option's first part, which may stand without it.
+fn implied(option: &str) -> &'static str {
+    match option {
+        "device" => "driver",
+        "object" => "qom-type",
+        "chardev" => "backend",
+        "netdev" | "nic" | "net" | "numa" | "machine" | "M" => "type",
+        "audiodev" => "driver",
+        "accel" => "accel",
+        "cpu" => "model",
+        "m" => "size",
+        "smp" => "cpus",
+        "vnc" => "vnc",
+        _ => "",
+    }
+}
+
+fn id_of(argument: &Argument) -> Option<String> {
+    let properties = Properties::read(argument.value(), implied(argument.name()))?;
+    ["id", "node-name"].iter().find_map(|key| properties.text(key))
+}
+
+fn set_value(
+    arguments: &mut Vec<Argument>,
+    key: &str,
+    value: &str,
+) -> Result<(), CommandLineError> {
+    let given = format!("--set {key}={value}");
+    let (option, rest) = key.split_once('.').unwrap_or((key, ""));
+    let of_option = |argument: &Argument| {
+        let names = |name: &str| matches!(name, "machine" | "M");
+        argument.name() == option || (names(option) && names(argument.name()))
+    };
+    let has_id = |argument: &Argument| {
+        Some(rest.strip_prefix(&id_of(argument)?)?.strip_prefix('.')?.to_owned())
+    };
+    let at = |test: &dyn Fn(&Argument) -> bool| -> Vec<usize> {
+        (0..arguments.len())
+            .filter(|&at| of_option(&arguments[at]) && test(&arguments[at]))
+            .collect()
+    };
+    let named = at(&|argument| has_id(argument).is_some());
+    let all = at(&|_| true);
+    let (at, property) = match (&named[..], &all[..]) {
+        ([at, ..], _) => (*at, has_id(&arguments[*at]).unwrap_or_default()),
+        ([], [at]) => (*at, rest.to_owned()),
+        ([], []) => return Err(CommandLineError::override_of_none(&given)),
+        ([], _) => return Err(CommandLineError::override_of_many(&given)),
+    };
+    if property.is_empty() && value.is_empty() {
+        arguments.remove(at);
+        return Ok(());
+    }
+    let new = match property.is_empty() {
+        true => value.to_owned(),
+        false => with_property(&arguments[at], &property, value, &given)?,
+    };
+    arguments[at] = Argument::new(arguments[at].name(), new);
+    Ok(())
+}
+
+fn with_property(
+    argument: &Argument,
+    property: &str,
+    value: &str,
+    given: &str,
+) -> Result<String, CommandLineError> {
+    let implied = implied(argument.name());
+    let mut properties = Properties::read(argument.value(), implied)
+        .ok_or_else(|| CommandLineError::unreadable(given, "the option's JSON"))?;
+    properties.assign(property, value);
+    Ok(properties.to_text(implied))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split(' ').map(str::to_owned).collect()
+    }
+
+    const LINE: &str = "qemu -machine pc,usb=off -device e1000,netdev=n,id=e.0 -netdev user,id=n,hostfwd=tcp::1-:2 \
+        -drive file=a.img,id=d -device {\"driver\":\"x\",\"id\":\"j\",\"on\":true} -vnc :1 -S";
+
+    fn applied(overrides: &Overrides) -> Result<String, String> {
+        overrides
+            .apply(&words(LINE), Path::new("/vms"))
+            .map(|line| line.join(" "))
+            .map_err(|error| error.to_string())
+    }
+
+    fn set(key: &str, value: &str) -> Result<String, String> {
+        applied(&Overrides { values: vec![(key.into(), value.into())], ..Overrides::default() })
+    }
+
+    #[test]
+    fn a_value_is_set_where_it_is_named() {
+        let same = |key: &str, value: &str, old: &str, new: &str| {
+            assert_eq!(set(key, value).unwrap(), LINE.replace(old, new), "{key}");
+        };
+        same("device.e.0.mac", "1,2", "id=e.0", "id=e.0,mac=1,,2");
+        same("machine.usb", "on", "usb=off", "usb=on");
+        same("M.smm", "off", "usb=off", "usb=off,smm=off");
+        same("vnc", ":5", ":1", ":5");
+        same("vnc", "", "-vnc :1 ", "");
+        same("S", "", " -S", "");
+        same("drive.d.cache", "none", "id=d", "id=d,cache=none");
+        same("device.j.on", "false", "true", "false");
+        assert!(set("device.f.mac", "1").unwrap_err().contains("--set device.f.mac=1"));
+        assert!(set("device.mac", "1").unwrap_err().contains("more than one"));
+        assert!(set("spice.port", "1").unwrap_err().contains("--qemu-arg"));
+    }
+
+    #[test]
+    fn back_ends_disks_and_words_are_changed() {
+        let pair = |a: &str, b: &str| vec![(a.to_owned(), b.to_owned())];
+        let overrides = Overrides {
+            program: Some("/q".into()),
+            netdevs: pair("n", "user,hostfwd=tcp::3-:2"),
+            disks: pair("/vms/a.img", "/b,c.img"),
+            words: words("-vnc :2"),
+            ..Overrides::default()
+        };
+        let expected = LINE
+            .replace("qemu ", "/q ")
+            .replace("user,id=n,hostfwd=tcp::1-:2", "user,hostfwd=tcp::3-:2,id=n")
+            .replace("a.img", "/b,,c.img");
+        assert_eq!(applied(&overrides).unwrap(), format!("{expected} -vnc :2"));
+        let none = Overrides { netdevs: pair("o", "user"), ..Overrides::default() };
+        assert!(applied(&none).unwrap_err().contains("--netdev o=user"));
+        assert_eq!(applied(&Overrides::default()).unwrap(), LINE);
+    }
+
+    #[test]
+    fn a_card_that_is_given_with_its_back_end_stays() {
+        let line = words("qemu -nic user,id=n,model=virtio,hostfwd=tcp::1-:2");
+        let netdevs = vec![("n".to_owned(), "tap,ifname=t".to_owned())];
+        let changed =
+            Overrides { netdevs, ..Overrides::default() }.apply(&line, Path::new("/")).unwrap();
+        assert_eq!(changed[2], "tap,ifname=t,id=n,model=virtio");
+    }
+}
