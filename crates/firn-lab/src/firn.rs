@@ -15,10 +15,13 @@ use serde_json::Value;
 use thiserror::Error;
 
 use crate::disk_profile::{DiskProfile, Throttle};
-use crate::guest::QemuArgs;
+use crate::guest::{QemuArgs, default_program};
 
 /// Environment variable that names another `firn`.
 pub const VARIABLE: &str = "FIRN";
+
+/// Environment variable that lists programs which `firn` may restore a VM with: the hypervisor of an experiment may be anywhere.
+pub const QEMU_ALLOW_VARIABLE: &str = "FIRN_QEMU_ALLOW";
 
 /// `firn` did not do it.
 #[derive(Debug, Error)]
@@ -288,6 +291,7 @@ impl Firn {
 
     fn prepared(&self, mut command: Command, verb: &str) -> Command {
         command.arg(verb).arg("--json").env("FIRN_RUNTIME_DIR", &self.runtime);
+        command.env(QEMU_ALLOW_VARIABLE, default_program());
         command.envs(self.fault.as_ref().map(|fault| ("FIRN_FAULT", fault)));
         command.stdin(Stdio::null());
         command

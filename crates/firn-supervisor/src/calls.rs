@@ -224,7 +224,7 @@ impl Guest {
     /// What vCPUs are running now, to know how page tables of this guest look.
     fn running(&self) -> Result<Vec<PageTableRoot>, Failure> {
         // A save may have the monitor, and others who call do not wait for it.
-        let mut vm = qemu::connect_within(&self.machine.qmp, MONITOR_WAIT)?;
+        let mut vm = qemu::connect_within(&self.machine, MONITOR_WAIT)?;
         vm.page_table_roots().doing("asking for the vCPUs' page tables")
     }
 

@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -18,6 +19,7 @@ use rustix::process::{
 use serde::{Deserialize, Serialize};
 
 use crate::journal::Exit;
+use crate::ownership::Ownership;
 
 /// A process that can't be mistaken for a later one with the same pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,7 +52,7 @@ impl ProcessIdentity {
             Err(rustix::io::Errno::SRCH) => return Ok(None),
             Err(errno) => return Err(errno.into()),
         };
-        Ok(self.is_alive().then_some(ProcessHandle { pidfd }))
+        Ok(self.is_alive().then(|| ProcessHandle { pidfd, ownership: Mutex::new(None) }))
     }
 }
 
@@ -58,9 +60,24 @@ impl ProcessIdentity {
 #[derive(Debug)]
 pub struct ProcessHandle {
     pidfd: OwnedFd,
+    ownership: Mutex<Option<Ownership>>,
 }
 
 impl ProcessHandle {
+    /// No other Firn may have the process for as long as the handle lives.
+    pub(crate) fn keep_ownership(&self, ownership: Ownership) {
+        self.set_ownership(Some(ownership));
+    }
+
+    /// Another Firn may have the process from now on.
+    pub(crate) fn release_ownership(&self) {
+        self.set_ownership(None);
+    }
+
+    fn set_ownership(&self, ownership: Option<Ownership>) {
+        *self.ownership.lock().unwrap_or_else(PoisonError::into_inner) = ownership;
+    }
+
     /// Waits until the process has ended; `false` if the time ran out first.
     pub fn wait_gone(&self, timeout: Duration) -> io::Result<bool> {
         let timeout =

@@ -349,6 +349,7 @@ impl Loop {
                 journal.phase = Phase::Detached;
             })
             .map_err(io::Error::other)?;
+        keeper.hypervisor.release_ownership();
         let launched = keeper.journal.read().machine.is_none_or(|machine| machine.launched);
         match launched {
             true => remove_file(&keeper.vm.control()),

@@ -332,7 +332,7 @@ fn address(card: &Card, machine: &Machine) -> Result<Option<Mac>, Failure> {
     if !plan.other_cards().is_empty() {
         return Ok(None);
     }
-    let address = qemu::connect(&machine.qmp)?.address(&card.id);
+    let address = qemu::connect(machine)?.address(&card.id);
     Ok(address.doing("asking QEMU for the card's address")?.map(Mac))
 }
 

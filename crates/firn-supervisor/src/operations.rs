@@ -409,7 +409,7 @@ struct Prepared {
 
 /// Checks a VM, and leaves it as it is.
 fn prepare(machine: &Machine, accepted: bool, cancel: &AtomicBool) -> Result<Prepared, Failure> {
-    let mut vm = qemu::connect(&machine.qmp)?;
+    let mut vm = qemu::connect(machine)?;
     refuse_blocked(vm.blockers().doing("asking what can't be saved")?)?;
     let state = vm.status().doing("asking whether the VM runs")?;
     let (was_running, paused) = (state.running, inspection::paused_state(&state));

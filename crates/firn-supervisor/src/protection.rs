@@ -327,7 +327,7 @@ impl Witness for Stopped {
 }
 
 fn attach(machine: &Machine, served: &Served, witness: Stopped) -> Result<Guest, Failure> {
-    let mut vm = qemu::connect(&machine.qmp)?;
+    let mut vm = qemu::connect(machine)?;
     inspection::check_protectable(&mut vm, machine)?;
     let is_running = vm.status().doing("asking whether the VM runs")?.running;
     let layout = inspection::mapped_layout(&mut vm, machine, is_running, &AtomicBool::new(false))?;

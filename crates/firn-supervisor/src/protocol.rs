@@ -24,6 +24,7 @@ use firn_epochs::endpoint::Endpoint;
 use firn_image::Codec;
 use firn_restore::Mode;
 use firn_types::BlockSize;
+use firn_vmm::command_line::Overrides;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -291,6 +292,9 @@ pub enum Plan {
         /// Start the vCPUs of a VM that was paused when it was saved.
         #[serde(default)]
         run: bool,
+        /// What is to be otherwise than the image says.
+        #[serde(default)]
+        overrides: Overrides,
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use firn_memory::{GuestMemory, Process, RegionLocation};
 use firn_types::Tid;
-use firn_vmm::{Accel, Layout, Qmp, QmpError, Vm, command_line};
+use firn_vmm::{Accel, Layout, QmpError, Vm, command_line};
 use serde_json::Value;
 
 use crate::cpu::CpuFacts;
@@ -19,12 +19,13 @@ use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, Machine, now};
 use crate::meta::{self, FrozenDrive, Meta, Qemu};
+use crate::monitor;
 use crate::network::Card;
 use crate::protocol::StopRequest;
 use crate::served::ServedDisk;
 
 /// How long QEMU may take to answer a monitor command.
-const ANSWER_WAIT: Duration = Duration::from_secs(30);
+pub(crate) const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
 /// How long QEMU may take to answer when the answer is wanted at once, or when it is about to be killed anyway.
 pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(2);
@@ -45,7 +46,10 @@ pub(crate) struct Memory {
 }
 
 /// Connects to the monitor of a QEMU that has just been started: waits for it, but not for one that has died.
-pub(crate) fn connect_new(hypervisor: &ProcessHandle, qmp: &Path) -> Result<Vm, Failure> {
+pub(crate) fn connect_new(
+    (pid, hypervisor): (i32, &ProcessHandle),
+    qmp: &Path,
+) -> Result<Vm, Failure> {
     let deadline = Instant::now() + ANSWER_WAIT;
     let stream = loop {
         match UnixStream::connect(qmp) {
@@ -59,13 +63,13 @@ pub(crate) fn connect_new(hypervisor: &ProcessHandle, qmp: &Path) -> Result<Vm, 
             return Err(died(hypervisor.exit()));
         }
     };
-    let connected = Qmp::negotiate(stream, ANSWER_WAIT).and_then(Vm::with_qmp);
-    match connected {
+    monitor::check_peer(&stream, pid, qmp)?;
+    match monitor::negotiate(stream, ANSWER_WAIT) {
         Err(QmpError::Closed { .. }) => {
             hypervisor.wait_gone(SHORT_WAIT).doing("waiting for QEMU")?;
             Err(died(hypervisor.exit()))
         }
-        connected => connected.doing("connecting to QEMU's monitor"),
+        connected => connected.doing(monitor::CONNECTING),
     }
 }
 
@@ -73,20 +77,13 @@ pub(crate) fn died(exit: Exit) -> Failure {
     Failure::new(FailureKind::Ended, format!("QEMU ended while it was starting ({exit})"))
 }
 
-/// Connects to the monitor of a QEMU that runs.
-pub(crate) fn connect(qmp: &Path) -> Result<Vm, Failure> {
-    connect_within(qmp, ANSWER_WAIT)
+/// Connects to the monitor of a VM that runs.
+pub(crate) fn connect(machine: &Machine) -> Result<Vm, Failure> {
+    connect_within(machine, ANSWER_WAIT)
 }
 
-pub(crate) fn connect_within(qmp: &Path, timeout: Duration) -> Result<Vm, Failure> {
-    let connected = Qmp::connect(qmp, timeout).and_then(Vm::with_qmp);
-    let hint = match &connected {
-        Err(QmpError::Connect { .. }) => {
-            "is that the socket of QEMU's monitor (-qmp unix:PATH,server=on,wait=off), and QEMU up?"
-        }
-        _ => "a monitor serves one client at a time: is another one connected?",
-    };
-    connected.doing("connecting to QEMU's monitor").map_err(|failure| failure.hint(hint))
+pub(crate) fn connect_within(machine: &Machine, timeout: Duration) -> Result<Vm, Failure> {
+    monitor::connect(machine.process.pid, &machine.qmp, timeout)
 }
 
 /// Where a VM's memory is, by the names it would have after a restore.
@@ -226,7 +223,7 @@ fn power_down(
     hypervisor: &ProcessHandle,
     wait: Duration,
 ) -> Result<(), Failure> {
-    let mut vm = connect(&machine.qmp)?;
+    let mut vm = connect(machine)?;
     vm.qmp().execute("system_powerdown", Value::Null).doing("pressing the power button")?;
     drop(vm);
     wait_powerdown(hypervisor, wait)
@@ -243,7 +240,7 @@ pub(crate) fn wait_powerdown(hypervisor: &ProcessHandle, wait: Duration) -> Resu
 }
 
 fn quit(machine: &Machine, hypervisor: &ProcessHandle) -> Result<(), Failure> {
-    let asked = connect_within(&machine.qmp, SHORT_WAIT)
+    let asked = connect_within(machine, SHORT_WAIT)
         .and_then(|mut vm| vm.quit().doing("telling QEMU to quit"));
     let quits = match asked {
         Ok(()) => hypervisor.wait_gone(QUIT_WAIT).doing("waiting for QEMU to end")?,
@@ -260,7 +257,7 @@ fn quit(machine: &Machine, hypervisor: &ProcessHandle) -> Result<(), Failure> {
 
 /// Whether vCPUs stand still; `None` if QEMU does not say so at once.
 pub(crate) fn is_paused(machine: &Machine) -> Option<bool> {
-    let mut vm = connect_within(&machine.qmp, SHORT_WAIT).ok()?;
+    let mut vm = connect_within(machine, SHORT_WAIT).ok()?;
     Some(!vm.status().ok()?.running)
 }
 

@@ -14,6 +14,7 @@ use crate::identity::{self, ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, Journal, JournalFile, Machine, Phase, now};
 use crate::keep;
 use crate::network::HELD;
+use crate::ownership::Ownership;
 use crate::qemu;
 use crate::recovery::{Recovery, Remains, decide};
 use crate::restore;
@@ -27,6 +28,10 @@ type Found = Option<(Arc<JournalFile>, Started)>;
 /// Takes up where the journal ends.
 pub(crate) fn take_over(vm: &VmDir, mut journal: Journal) -> Result<Found, Failure> {
     let hypervisor = hypervisor(&journal)?;
+    if let (Some(hypervisor), Some(machine)) = (&hypervisor, &journal.machine) {
+        let owned = Ownership::take_again(&machine.process)?;
+        owned.into_iter().for_each(|owned| hypervisor.keep_ownership(owned));
+    }
     let remains =
         Remains { hypervisor_lives: hypervisor.is_some(), image_whole: journal.image_whole() };
     let recovery = decide(&journal, remains);
@@ -197,7 +202,7 @@ impl Recoverer<'_> {
         let machine = self.machine()?;
         let_go_of_memory(&machine)?;
         resume(&machine, cont)?;
-        let state = qemu::connect(&machine.qmp)?.status().doing("asking whether the VM runs")?;
+        let state = qemu::connect(&machine)?.status().doing("asking whether the VM runs")?;
         let how = if state.running { "the VM runs on" } else { "the VM stands still" };
         // Of what it had, the standby may run any epoch but the newest.
         let is_shut = !machine.cards.is_empty();
@@ -212,7 +217,7 @@ impl Recoverer<'_> {
     fn finish_failover(&self) -> Result<(), Failure> {
         let machine = self.machine()?;
         resume(&machine, true)?;
-        match qemu::connect(&machine.qmp) {
+        match qemu::connect(&machine) {
             Ok(mut vm) => announce(&mut vm),
             Err(failure) => tracing::warn!("the VM's addresses are not announced: {failure}"),
         }
@@ -234,7 +239,7 @@ impl Recoverer<'_> {
     fn give_up_drives(&self, machine: &Machine) -> Result<(), Failure> {
         match disks::has_made(&self.journal.read()) {
             (true, true) => {
-                disks::give_up(&self.journal, Some(&mut qemu::connect(&machine.qmp)?));
+                disks::give_up(&self.journal, Some(&mut qemu::connect(machine)?));
             }
             (true, false) => disks::give_up(&self.journal, None),
             (false, _) => {}
@@ -293,7 +298,7 @@ fn resume(machine: &Machine, cont: bool) -> Result<(), Failure> {
     if !cont {
         return Ok(());
     }
-    let mut vm = qemu::connect(&machine.qmp)?;
+    let mut vm = qemu::connect(machine)?;
     let running = vm.status().doing("asking whether the VM runs")?.running;
     if running { Ok(()) } else { vm.cont().doing("letting the VM run on") }
 }

@@ -24,13 +24,14 @@ use firn_restore::{
     Mode, OnFatal, Prefill, Prefilled, Presence, Restore, RestoreError, RestoreOptions, RunCounts,
 };
 use firn_types::{PAGE_SIZE, RamRegion, Tid, VcpuId};
-use firn_vmm::command_line::{self, RamPlan};
+use firn_vmm::command_line::{self, Beside, Endpoint, Overrides, Plan, RamPlan};
 use firn_vmm::{FileIdentity as DiskIdentity, Layout, Vm};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::calls;
 use crate::disks::Own;
+use crate::endpoints;
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
 use crate::journal::{Journal, JournalFile, Machine, Phase};
@@ -38,6 +39,7 @@ use crate::keep::Restoring;
 use crate::learned::{self, Learning};
 use crate::meta::{self, Meta, Mismatch};
 use crate::network::{HELD, Sockets};
+use crate::programs;
 use crate::protocol::{Progress, RestoreDisks, RestoreNow};
 use crate::qemu::{self, Known, Memory};
 use crate::runtime::VmDir;
@@ -73,6 +75,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) disk_dir: Option<&'a Path>,
     /// The file that names the applications that may call.
     pub(crate) calls: Option<&'a Path>,
+    /// What is to be otherwise than the image says.
+    pub(crate) overrides: &'a Overrides,
 }
 
 /// How long each step took, in milliseconds.
@@ -125,6 +129,8 @@ pub(crate) fn restore(
     let mut timings = Timings::default();
     let (image, meta) = open(wanted.image)?;
     refuse_unrestorable(&meta, wanted.force)?;
+    let meta = meta.with_overrides(wanted.overrides)?;
+    let program = program(&meta, wanted.overrides)?;
     wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
     place.stores.map(|_| start::check_stores(&meta)).transpose()?;
     let mismatches = meta.file_mismatches();
@@ -147,10 +153,15 @@ pub(crate) fn restore(
     };
     let disks = (wanted.disks, wanted.disk_dir);
     let own = Own::make(&meta, place.vm.name().as_str(), disks, place.journal)?;
-    let (child, args, early) = launch(place, &meta, &image, &options, &own)?;
+    let plan = command_line::plan(&meta.qemu.user_args)
+        .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
+        .map_err(start::refused)?;
+    let (plan, notes) = beside(place, &meta, plan)?;
+    let (child, args, early) = launch(place, &meta, &image, &options, &plan)?;
     firn_fault::point("restore.spawned");
     timings.spawn = watch.lap();
-    let load = Load { place, wanted, image, meta, child: &child, options, learning, storage };
+    let load =
+        Load { place, wanted, image, meta, child: &child, options, learning, storage, notes };
     let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
     let (restoring, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
@@ -213,6 +224,8 @@ struct Load<'a> {
     options: RestoreOptions,
     learning: Option<Learning>,
     storage: Option<Storage>,
+    /// What was changed about the command line.
+    notes: Vec<String>,
 }
 
 impl Load<'_> {
@@ -225,8 +238,8 @@ impl Load<'_> {
         tell: &mut dyn FnMut(Progress),
     ) -> Result<(Restoring, serde_json::Value), Failure> {
         let Self { place, wanted, child, .. } = self;
-        let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp())
-            .map_err(|failure| start::with_output(failure, place.vm))?;
+        let mut vm =
+            child.connect(place.vm).map_err(|failure| start::with_output(failure, place.vm))?;
         timings.qmp = watch.lap();
         let differs = self.meta.qemu_mismatch(&vm.version().to_string());
         refuse(differs.as_slice(), wanted.force)?;
@@ -253,7 +266,8 @@ impl Load<'_> {
         self.start_vcpus(&mut vm).map_err(why)?;
         restore.resumed();
         self.note_start((watch, timings));
-        let facts = self.facts(&machine, warnings(&mismatches));
+        let notes = [self.notes.clone(), warnings(&mismatches)].concat();
+        let facts = self.facts(&machine, notes);
         let (hypervisor, journal) = (Arc::clone(child.handle()?), place.journal_handle());
         let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
         let (learning, storage) = (self.learning, self.storage);
@@ -422,17 +436,33 @@ fn warnings(mismatches: &[Mismatch]) -> Vec<String> {
     mismatches.iter().map(|mismatch| format!("forced: {mismatch}")).collect()
 }
 
+/// The program of the image, if it may be started; or the one that the user names.
+fn program(meta: &Meta, overrides: &Overrides) -> Result<PathBuf, Failure> {
+    let name = meta.qemu.user_args.first().map_or("", String::as_str);
+    match overrides.program {
+        Some(_) => programs::chosen(name, &meta.qemu.directory),
+        None => programs::allowed(name, &meta.qemu.directory),
+    }
+}
+
+/// Takes nothing away from another process: a VM of the same command line may run here.
+fn beside(place: &Place<'_>, meta: &Meta, plan: Plan) -> Result<(Plan, Vec<String>), Failure> {
+    let holder = |endpoint: &Endpoint| endpoints::holder(endpoint, &meta.qemu.directory);
+    let beside = Beside { directory: place.vm.path(), holder: &holder };
+    plan.beside(&beside).map_err(|error| {
+        let failure = Failure::from_error(FailureKind::Busy, &error);
+        failure.hint("--netdev ID=user,hostfwd=... gives the restored VM other ports")
+    })
+}
+
 /// Starts QEMU where it ran before, if that directory is still there, and begins to fill its memory.
 fn launch(
     place: &Place<'_>,
     meta: &Meta,
     image: &Arc<Image>,
     options: &RestoreOptions,
-    own: &Own,
+    plan: &Plan,
 ) -> Result<(Child, Vec<String>, Option<Prefill>), Failure> {
-    let plan = command_line::plan(&meta.qemu.user_args)
-        .and_then(|plan| plan.with_drives(own.files()))
-        .map_err(start::refused)?;
     let ram = start::ram_files(plan.ram()).doing("making the VM's memory")?;
     let sockets = Sockets::make(plan.cards(), &meta.qemu.directory, place.vm)?;
     let paths = start::paths(place, &ram, &sockets);

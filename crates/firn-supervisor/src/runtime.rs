@@ -17,6 +17,7 @@
 //!       restore.json                  the run record of the last restore, once all memory is there
 //!       log                           the supervisor's; nothing of the guest
 //!       qemu.log                      QEMU's own standard output and error
+//!       user-*                        sockets and files of the user's command line that another process has where that names them
 //!       primary.json                  of a standby that an agent has started: its primary's host
 //! ```
 //!

@@ -34,6 +34,7 @@ use crate::journal::{Journal, JournalFile, Phase};
 use crate::keep::Restoring;
 use crate::meta::Meta;
 use crate::network::{Network, Sockets};
+use crate::programs;
 use crate::protocol::{FailoverMember, FailoverRequest, Progress};
 use crate::qemu::{self, Known};
 use crate::restore::{look, refuse, write_aux};
@@ -114,7 +115,9 @@ impl Prepared {
         let plan = command_line::plan(&user_args).map_err(start::refused)?;
         let (directory, socket) = (&place.directory, place.vm.disks());
         let (served, copies) = Served::standby(plan.disks(), &hello.disks, directory, &socket)?;
-        let plan = plan.with_disks(&socket);
+        let name = user_args.first().map_or("", String::as_str);
+        let program = programs::allowed(name, &meta.qemu.directory)?;
+        let plan = plan.with_disks(&socket).with_program(&program);
         let files = served.list().into_iter().map(|disk| disk.file);
         let change = |journal: &mut Journal| journal.overlays = files.collect();
         place.journal.update(change).doing("writing the journal")?;
@@ -126,8 +129,8 @@ impl Prepared {
         let files = files.doing("making the VM's memory")?;
         start::enter(&meta.qemu.directory);
         let child = start::launch(place.vm, &augmented, ram, &sockets)?;
-        let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp())
-            .map_err(|failure| start::with_output(failure, place.vm))?;
+        let mut vm =
+            child.connect(place.vm).map_err(|failure| start::with_output(failure, place.vm))?;
         refuse(meta.qemu_mismatch(&vm.version().to_string()).as_slice(), false)?;
         let layout = vm.layout().doing("finding the guest's memory")?;
         if layout.map.regions() != hello.regions.regions() {

@@ -16,10 +16,12 @@ use serde_json::json;
 use crate::calls;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
-use crate::journal::{Exit, JournalFile, Machine, Phase};
+use crate::journal::{Exit, Journal, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
 use crate::meta::Meta;
+use crate::monitor;
 use crate::network::{Card, Network, Sockets};
+use crate::ownership::Ownership;
 use crate::qemu::{self, Known};
 use crate::runtime::VmDir;
 use crate::served::Served;
@@ -80,6 +82,11 @@ impl Child {
         self.handle.as_ref().ok_or_else(gone)
     }
 
+    /// Connects to its monitor, as soon as there is one.
+    pub(crate) fn connect(&self, vm: &VmDir) -> Result<Vm, Failure> {
+        qemu::connect_new((self.identity.pid, self.handle()?), &vm.qmp())
+    }
+
     /// Lets it live.
     pub(crate) fn keep(mut self) -> Result<Arc<ProcessHandle>, Failure> {
         let gone = || Failure::new(FailureKind::Ended, "QEMU has ended");
@@ -129,7 +136,7 @@ pub(crate) fn run(
     let augmented = plan.augment(&paths(place, &ram, &sockets)).map_err(refused)?;
     let child = launch(place.vm, &augmented, ram, &sockets)?;
     let qemu_log = |failure| with_output(failure, place.vm);
-    let mut vm = qemu::connect_new(child.handle()?, &place.vm.qmp()).map_err(qemu_log)?;
+    let mut vm = child.connect(place.vm).map_err(qemu_log)?;
     let machine = get_to_know(place, args, &augmented, &child, &served, &mut vm)
         .map_err(|failure| child.explain(failure, place.vm))?;
     let facts = facts(&machine, &augmented.notes);
@@ -192,8 +199,9 @@ pub(crate) fn attach(
     };
     let process = ProcessIdentity::of(pid).map_err(|_| no_process())?;
     let hypervisor = process.open().doing("reaching the process")?.ok_or_else(no_process)?;
-    let mut vm = qemu::connect(qmp)?;
-    same_process(&mut vm, pid, qmp)?;
+    refuse_known(place, &process)?;
+    hypervisor.keep_ownership(Ownership::take(&process)?);
+    let mut vm = monitor::connect(pid, qmp, qemu::ANSWER_WAIT)?;
     let (args, directory) = qemu::command_line(pid).doing("reading QEMU's command line")?;
     let user_args = before.map_or_else(|| args.clone(), |it| it.meta.qemu.user_args.clone());
     let layout = qemu::layout(&mut vm, &user_args)?;
@@ -218,18 +226,31 @@ pub(crate) fn attach(
     Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
 }
 
-fn same_process(vm: &mut firn_vmm::Vm, pid: i32, qmp: &Path) -> Result<(), Failure> {
-    match vm.pid().doing("asking QEMU for its process id")? {
-        Some(other) if other != pid => {
-            let text = format!("{} is the monitor of process {other}, not {pid}", qmp.display());
-            Err(Failure::new(FailureKind::Usage, text).hint(format!("try --pid {other}")))
-        }
-        _ => Ok(()),
+/// Refuses a process that another VM of this runtime directory has already: it may have no supervisor at the moment.
+fn refuse_known(place: &Place<'_>, process: &ProcessIdentity) -> Result<(), Failure> {
+    for vm in place.vm.base().vms().doing("looking at the other VMs")? {
+        let journal = Journal::load(&vm.journal()).ok().flatten();
+        let is_it = |journal: &Journal| {
+            let machine = journal.machine.as_ref();
+            machine.is_some_and(|machine| machine.process == *process)
+                && !matches!(journal.phase, Phase::Ended { .. })
+        };
+        let Some(journal) = journal.filter(is_it).filter(|_| vm.name() != place.vm.name()) else {
+            continue;
+        };
+        let (pid, name) = (process.pid, vm.name());
+        let text = format!("process {pid} is VM {name} already");
+        let hint = match journal.phase {
+            Phase::Detached => format!("`firn attach {name}` looks after it again"),
+            _ => format!("`firn detach {name}` releases it"),
+        };
+        return Err(Failure::new(FailureKind::Busy, text).hint(hint));
     }
+    Ok(())
 }
 
 fn running(journal: &JournalFile, machine: Machine) -> Result<(), Failure> {
-    let change = |journal: &mut crate::journal::Journal| {
+    let change = |journal: &mut Journal| {
         journal.machine = Some(machine);
         journal.phase = Phase::Running;
     };
@@ -304,7 +325,12 @@ fn identify(
     let identity = ProcessIdentity::of(launched.pid());
     let handle = identity.as_ref().ok().and_then(|identity| identity.open().ok().flatten());
     match (identity, handle) {
-        (Ok(identity), Some(handle)) => Ok((identity, handle)),
+        (Ok(identity), Some(handle)) => {
+            let owned = Ownership::take(&identity);
+            let owned = owned.inspect_err(|_| drop(launched.kill()))?;
+            handle.keep_ownership(owned);
+            Ok((identity, handle))
+        }
         _ => {
             let exit = launched.kill().map_or(Exit::Unknown, Exit::from);
             Err(with_output(qemu::died(exit), vm))

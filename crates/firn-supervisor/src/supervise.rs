@@ -142,14 +142,33 @@ impl Begun {
                 start::attach(&place, *pid, qmp, before)
             }
             Plan::Restore {
-                image, mode, force, account_use, learn, run, disks, disk_dir, ..
+                image,
+                mode,
+                force,
+                account_use,
+                learn,
+                run,
+                disks,
+                disk_dir,
+                overrides,
+                ..
             } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
                 let run = *run;
                 let (disks, disk_dir) = (*disks, disk_dir.as_deref());
                 let calls = plan.calls();
-                let wanted =
-                    Wanted { image, mode, force, account_use, learn, run, disks, disk_dir, calls };
+                let wanted = Wanted {
+                    image,
+                    mode,
+                    force,
+                    account_use,
+                    learn,
+                    run,
+                    disks,
+                    disk_dir,
+                    calls,
+                    overrides,
+                };
                 restore::restore(&place, &wanted, since, &mut tell)
             }
         };

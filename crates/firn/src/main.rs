@@ -30,6 +30,7 @@ mod live;
 mod ls;
 mod output;
 mod overlays;
+mod overrides;
 mod protect;
 mod release;
 mod report;

@@ -16,6 +16,7 @@ use crate::calls::CallsArgs;
 use crate::checkpoint::recovered;
 use crate::live::Live;
 use crate::output::Output;
+use crate::overrides::OverrideArgs;
 use crate::run::{notes, summary};
 use crate::units;
 use crate::working_set::WorkingSetArgs;
@@ -42,9 +43,14 @@ use crate::working_set::WorkingSetArgs;
 /// The VM's disks are those of the image, and it writes to overlays of its own upon them, so that an image can be restored as
 /// often as one likes, also side by side. `firn stop --discard` removes them with the VM.
 ///
+/// A VM that is restored beside the one that was saved takes nothing from it: a socket, port, log or pid file of the command line that
+/// another process has is put into the VM's runtime directory, and the output says so. A taken `hostfwd` port is an error: --netdev
+/// names other ports. Only a QEMU of the system's is started, one that /etc/firn/qemu.allow lists, or what --qemu names.
+///
 /// Examples:
 ///   firn restore web.firn
 ///   firn restore web.firn --name web2 --mode eager --json
+///   firn restore web.firn --name web2 --netdev net0=user,hostfwd=tcp::2223-:22 --set vnc=:5
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -67,6 +73,8 @@ pub struct Args {
     working_set: WorkingSetArgs,
     #[command(flatten)]
     calls: CallsArgs,
+    #[command(flatten)]
+    overrides: OverrideArgs,
     /// Return only when all memory is there.
     #[arg(long)]
     wait: bool,
@@ -116,6 +124,7 @@ impl Args {
             access_bits: self.working_set.access_bits(),
             calls: self.calls.policy()?,
             stores: self.calls.plugin()?,
+            overrides: self.overrides.overrides()?,
         };
         let mut facts = {
             let mut bar = Bar::new();

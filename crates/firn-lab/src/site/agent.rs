@@ -8,7 +8,8 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Context as _, Result, ensure};
 
 use super::config::FILE;
-use crate::firn::Firn;
+use crate::firn::{Firn, QEMU_ALLOW_VARIABLE};
+use crate::guest::default_program;
 
 /// An agent; it ends with this value.
 #[derive(Debug)]
@@ -28,6 +29,7 @@ impl Agent {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]).arg(&program).arg("run").arg(&config);
         command.env("FIRN_RUNTIME_DIR", dir.join("run")).env_remove("FIRN_FAULT");
+        command.env(QEMU_ALLOW_VARIABLE, default_program());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(log(dir))?);
         let mut child = command.spawn().with_context(|| format!("{}", program.display()))?;
         let mut line = String::new();

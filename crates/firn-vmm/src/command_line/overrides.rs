@@ -116,27 +116,7 @@ fn set_value(
     value: &str,
 ) -> Result<(), CommandLineError> {
     let given = format!("--set {key}={value}");
-    let (option, rest) = key.split_once('.').unwrap_or((key, ""));
-    let of_option = |argument: &Argument| {
-        let names = |name: &str| matches!(name, "machine" | "M");
-        argument.name() == option || (names(option) && names(argument.name()))
-    };
-    let has_id = |argument: &Argument| {
-        Some(rest.strip_prefix(&id_of(argument)?)?.strip_prefix('.')?.to_owned())
-    };
-    let at = |test: &dyn Fn(&Argument) -> bool| -> Vec<usize> {
-        (0..arguments.len())
-            .filter(|&at| of_option(&arguments[at]) && test(&arguments[at]))
-            .collect()
-    };
-    let named = at(&|argument| has_id(argument).is_some());
-    let all = at(&|_| true);
-    let (at, property) = match (&named[..], &all[..]) {
-        ([at, ..], _) => (*at, has_id(&arguments[*at]).unwrap_or_default()),
-        ([], [at]) => (*at, rest.to_owned()),
-        ([], []) => return Err(CommandLineError::override_of_none(&given)),
-        ([], _) => return Err(CommandLineError::override_of_many(&given)),
-    };
+    let (at, property) = find(arguments, key, &given)?;
     if property.is_empty() && value.is_empty() {
         arguments.remove(at);
         return Ok(());
@@ -147,6 +127,35 @@ fn set_value(
     };
     arguments[at] = Argument::new(arguments[at].name(), new);
     Ok(())
+}
+
+/// Where the option is that a key names, and the name of the property; that is empty for the whole value.
+fn find(
+    arguments: &[Argument],
+    key: &str,
+    given: &str,
+) -> Result<(usize, String), CommandLineError> {
+    let (option, rest) = key.split_once('.').unwrap_or((key, ""));
+    let of_option = arguments.iter().enumerate().filter(|(_, it)| is_option(it.name(), option));
+    let all: Vec<(usize, &Argument)> = of_option.collect();
+    let property = |argument: &Argument| {
+        Some(rest.strip_prefix(&id_of(argument)?)?.strip_prefix('.')?.to_owned())
+    };
+    if let Some(found) = all.iter().find_map(|(at, it)| Some((*at, property(it)?))) {
+        return Ok(found);
+    }
+    match all[..] {
+        // What stands before a dot could be an id that was mistyped.
+        [(at, it)] if !rest.contains('.') || id_of(it).is_none() => Ok((at, rest.to_owned())),
+        [] | [_] => Err(CommandLineError::override_of_none(given)),
+        _ => Err(CommandLineError::override_of_many(given)),
+    }
+}
+
+/// `-M` is `-machine`.
+fn is_option(name: &str, wanted: &str) -> bool {
+    let is_machine = |name: &str| matches!(name, "machine" | "M");
+    name == wanted || (is_machine(name) && is_machine(wanted))
 }
 
 fn with_property(
@@ -192,12 +201,13 @@ mod tests {
         same("device.e.0.mac", "1,2", "id=e.0", "id=e.0,mac=1,,2");
         same("machine.usb", "on", "usb=off", "usb=on");
         same("M.smm", "off", "usb=off", "usb=off,smm=off");
-        same("vnc", ":5", ":1", ":5");
+        same("vnc", ":5", "-vnc :1", "-vnc :5");
         same("vnc", "", "-vnc :1 ", "");
         same("S", "", " -S", "");
         same("drive.d.cache", "none", "id=d", "id=d,cache=none");
         same("device.j.on", "false", "true", "false");
         assert!(set("device.f.mac", "1").unwrap_err().contains("--set device.f.mac=1"));
+        assert!(set("netdev.m.hostname", "x").unwrap_err().contains("no such option"));
         assert!(set("device.mac", "1").unwrap_err().contains("more than one"));
         assert!(set("spice.port", "1").unwrap_err().contains("--qemu-arg"));
     }

@@ -139,6 +139,7 @@ impl Agent {
         let log = session.path("agent.log");
         command.stderr(fs::File::create(&log).unwrap());
         command.env("FIRN_RUNTIME_DIR", session.runtime_dir()).env_remove("FIRN_FAULT");
+        command.env("FIRN_QEMU_ALLOW", firn_lab::guest::default_program());
         command.envs(fault.map(|fault| ("FIRN_FAULT", fault)));
         let mut child = command.spawn().unwrap();
         let mut line = String::new();

@@ -56,6 +56,8 @@ impl Session {
         let mut command = Command::new(program());
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
         command.env("FIRN_RUNTIME_DIR", self.runtime_dir()).env_remove("FIRN_FAULT");
+        // A hypervisor that the tests are to use may be restored too, wherever it is.
+        command.env("FIRN_QEMU_ALLOW", firn_lab::guest::default_program());
         if let Some(fault) = &self.fault {
             command.env("FIRN_FAULT", fault);
         }

@@ -345,7 +345,9 @@ fn a_vm_that_ran_before_firn_came() {
         std::process::Command::new(&args[0]).args(&args[1..]).stderr(log).spawn().unwrap();
     let mut control = vm.control();
     let pid = qemu.id().to_string();
-    session.firn(&["attach", "old", "--pid", "1", "--qmp", text(&qmp)]).fails(2, "not 1");
+    session
+        .firn(&["attach", "old", "--pid", "1", "--qmp", text(&qmp)])
+        .fails(2, "not of process 1");
     session.firn(&["attach", "old", "--pid", &pid, "--qmp", text(&qmp)]).succeeds();
     session.firn(&["checkpoint", "old", "-o", "old.firn", "--reference", "old.ram"]).succeeds();
     session.firn(&["image", "compare", "old.firn", "old.ram"]).succeeds();

@@ -1,0 +1,62 @@
+//! Options that change what an image says of its VM.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{Failure, Overrides, absolute};
+
+/// What is to be otherwise than in the image.
+#[derive(Debug, ClapArgs)]
+pub struct OverrideArgs {
+    /// The QEMU program to start, in place of the image's.
+    #[arg(long, value_name = "PATH")]
+    qemu: Option<PathBuf>,
+    /// Change a value of QEMU's command line: OPTION.ID.PROPERTY=VALUE, OPTION.PROPERTY=VALUE or OPTION=VALUE where the option is there
+    /// once; OPTION= leaves the option out. Can be given more than once. A device that the guest would miss fails the restore.
+    #[arg(long, value_name = "OPTION=VALUE", value_parser = pair)]
+    set: Vec<(String, String)>,
+    /// Give a network card another back end, such as net0=user,hostfwd=tcp::2223-:22. Can be given more than once.
+    #[arg(long, value_name = "ID=BACKEND", value_parser = pair)]
+    netdev: Vec<(String, String)>,
+    /// Name the file that a disk of the image is in now. Its contents must be those of the checkpoint. Can be given more than once.
+    #[arg(long, value_name = "OLD=NEW", value_parser = pair)]
+    disk: Vec<(String, String)>,
+    /// Add a word to the end of QEMU's command line: --qemu-arg=-vnc --qemu-arg=:5
+    #[arg(long, value_name = "WORD", allow_hyphen_values = true)]
+    qemu_arg: Vec<String>,
+}
+
+impl OverrideArgs {
+    /// The changes, with absolute paths.
+    pub fn overrides(&self) -> Result<Overrides, Failure> {
+        let moved = |(old, new): &(String, String)| Ok((old.clone(), text(new.as_ref())?));
+        Ok(Overrides {
+            program: self.qemu.as_deref().map(program).transpose()?,
+            netdevs: self.netdev.clone(),
+            disks: self.disk.iter().map(moved).collect::<Result<_, Failure>>()?,
+            values: self.set.clone(),
+            words: self.qemu_arg.clone(),
+        })
+    }
+}
+
+/// A name without a slash is one of PATH.
+fn program(path: &Path) -> Result<String, Failure> {
+    match path.components().count() {
+        1 => Ok(path.to_string_lossy().into_owned()),
+        _ => text(path),
+    }
+}
+
+/// An absolute path as QEMU's command line has it.
+fn text(path: &Path) -> Result<String, Failure> {
+    Ok(absolute(path)?.to_string_lossy().into_owned())
+}
+
+/// Splits at the first `=`.
+fn pair(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err(format!("{text:?} is not of the form NAME=VALUE")),
+    }
+}

@@ -1,0 +1,99 @@
+//! A QEMU that a user has started, with little in it: for what Firn does about a QEMU, and not about its guest.
+
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use rustix::net::sockopt::socket_peercred;
+
+use crate::session::{Session, eventually, text};
+
+/// How long it may take to start or to end, on a busy host.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A QEMU; killed when dropped.
+pub struct OwnQemu {
+    child: Child,
+    /// Its monitor.
+    pub qmp: PathBuf,
+    more: Vec<String>,
+}
+
+impl OwnQemu {
+    /// Starts one with a monitor at `qmp` of the session, and with these words.
+    pub fn start(session: &Session, more: &[&str]) -> Self {
+        Self::named("qemu-system-x86_64", session, more)
+    }
+
+    /// The same, by another name: the first word of its command line.
+    pub fn named(name: &str, session: &Session, more: &[&str]) -> Self {
+        let qmp = session.path("qmp");
+        let program = firn_lab::guest::default_program();
+        let log = std::fs::File::create(session.path("own-qemu.log")).unwrap();
+        let monitor = format!("unix:{},server=on,wait=off", text(&qmp));
+        let machine = ["-M", "pc", "-m", "64", "-accel", "tcg", "-nodefaults", "-display", "none"];
+        let mut command = Command::new(program);
+        command.arg0(name).args(machine).args(["-qmp", &monitor]).args(more);
+        let child =
+            command.current_dir(session.path("")).stdin(Stdio::null()).stderr(log).spawn().unwrap();
+        let more = more.iter().map(|&word| word.to_owned()).collect();
+        let qemu = Self { child, qmp, more };
+        // Another one may have been there before.
+        eventually("its monitor", PATIENCE, || listener(&qemu.qmp) == Some(qemu.pid()));
+        qemu
+    }
+
+    /// The same command line again, after this one has ended.
+    pub fn again(session: &Session, ended: &Self) -> Self {
+        let more: Vec<&str> = ended.more.iter().map(String::as_str).collect();
+        Self::start(session, &more)
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// The process that listens at its monitor's socket.
+    pub fn listener(&self) -> String {
+        listener(&self.qmp).unwrap()
+    }
+
+    pub fn pid(&self) -> String {
+        self.child.id().to_string()
+    }
+
+    /// Attaches Firn to it.
+    #[track_caller]
+    pub fn attach(&self, session: &Session, name: &str) {
+        self.try_attach(session, name).succeeds();
+    }
+
+    pub fn try_attach(&self, session: &Session, name: &str) -> crate::session::Answer {
+        session.firn(&["attach", name, "--pid", &self.pid(), "--qmp", text(&self.qmp)])
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// How it ended, once it has.
+    pub fn ended(&mut self) -> ExitStatus {
+        eventually("the end of a QEMU", PATIENCE, || !self.is_running());
+        self.child.wait().unwrap()
+    }
+}
+
+fn listener(socket: &Path) -> Option<String> {
+    let stream = UnixStream::connect(socket).ok()?;
+    Some(socket_peercred(&stream).unwrap().pid.as_raw_nonzero().to_string())
+}
+
+impl Drop for OwnQemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
