@@ -55,9 +55,6 @@ pub enum ConfigError {
         /// What the system said.
         source: io::Error,
     },
-    /// It is too long to be one.
-    #[error("{path} is no configuration: it has more than {FILE_BYTES_MAX} bytes", path = .0.display())]
-    Long(PathBuf),
     /// It is no TOML, or says something that it should not, or does not say what it should.
     #[error("{path}, line {line}: {reason}", path = .path.display())]
     Toml {
@@ -162,10 +159,7 @@ impl Config {
     /// What is wrong with it, and where.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let read = |source| ConfigError::Read { path: path.to_owned(), source };
-        if fs::metadata(path).map_err(read)?.len() > FILE_BYTES_MAX {
-            return Err(ConfigError::Long(path.to_owned()));
-        }
-        let text = fs::read_to_string(path).map_err(read)?;
+        let text = firn_files::read_text(path, FILE_BYTES_MAX).map_err(read)?;
         let file = toml::from_str(&text).map_err(|error| explain(path, &text, &error))?;
         let directory = std::path::absolute(path).map_err(read)?;
         let config = Self::of(file, directory.parent().unwrap_or(Path::new("/")))?;

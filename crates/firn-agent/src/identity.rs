@@ -23,6 +23,9 @@ use thiserror::Error;
 use crate::config::Config;
 use crate::host::HostName;
 
+/// The longest file of certificates, or with a key, in bytes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
 /// Why a host has no identity.
 #[derive(Debug, Error)]
 pub enum IdentityError {
@@ -206,8 +209,10 @@ fn certificates(
     field: &'static str,
     path: &Path,
 ) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
-    let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
-    let certificates = read.map_err(|error| unusable(field, path, &error))?;
+    let text = read(field, path)?;
+    let certificates = CertificateDer::pem_slice_iter(&text)
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| unusable(field, path, &error))?;
     match certificates.is_empty() {
         true => Err(unusable(field, path, &"it holds no certificate in PEM format")),
         false => Ok(certificates),
@@ -215,7 +220,12 @@ fn certificates(
 }
 
 fn key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
-    PrivateKeyDer::from_pem_file(path).map_err(|error| unusable("key", path, &error))
+    let text = read("key", path)?;
+    PrivateKeyDer::from_pem_slice(&text).map_err(|error| unusable("key", path, &error))
+}
+
+fn read(field: &'static str, path: &Path) -> Result<Vec<u8>, IdentityError> {
+    firn_files::read_input(path, FILE_BYTES_MAX).map_err(|error| unusable(field, path, &error))
 }
 
 fn unusable(field: &'static str, path: &Path, reason: &dyn std::fmt::Display) -> IdentityError {

@@ -15,6 +15,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use firn_agent::{Config, Identity, Place, Ready, Supervised, Times};
 use firn_supervisor::{Context as _, Failure, FailureKind, RuntimeDir};
+use firn_types::printable;
 use rustix::process::{WaitOptions, wait};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
@@ -132,10 +133,10 @@ fn print(failure: &Failure) {
     let mut err = io::stderr().lock();
     for (depth, message) in failure.chain.iter().enumerate() {
         let lead = if depth == 0 { "firn-agent: " } else { "  because: " };
-        let _ = writeln!(err, "{lead}{message}");
+        let _ = writeln!(err, "{lead}{}", printable(message));
     }
     if let Some(hint) = &failure.hint {
-        let _ = writeln!(err, "  try: {hint}");
+        let _ = writeln!(err, "  try: {}", printable(hint));
     }
 }
 

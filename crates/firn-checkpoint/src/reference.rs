@@ -1,6 +1,5 @@
 //! For tests: a flat copy of all RAM, taken while the VM is paused, that the image must equal.
 
-use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
@@ -16,7 +15,7 @@ const CHUNK_PAGES: u32 = 1024;
 pub(crate) fn take(memory: &GuestMemory, path: Option<&Path>) -> Result<(), SaveError> {
     let Some(path) = path else { return Ok(()) };
     let failed = |source| SaveError::Reference { path: path.to_owned(), source };
-    let mut file = BufWriter::new(File::create(path).map_err(failed)?);
+    let mut file = BufWriter::new(firn_files::create_output(path).map_err(failed)?);
     let mut buffer = vec![0; CHUNK_PAGES as usize * PAGE_SIZE];
     let total = memory.map().total_pages();
     for first in (0..total).step_by(CHUNK_PAGES as usize) {

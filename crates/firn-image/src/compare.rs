@@ -3,7 +3,6 @@
 //! The reference is a file in the order of the RAM page space: page 0 first, 4096 bytes each, zeros between regions.
 //! A test makes one while the VM is paused; a checkpoint taken at that pause must equal it byte for byte.
 
-use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::path::Path;
 
@@ -34,7 +33,7 @@ pub struct Mismatch {
 pub fn compare(image: &Image, reference: &Path) -> Result<Vec<Mismatch>, ImageError> {
     let geometry = image.geometry();
     let failed = |step| move |source| ImageError::Io { step, path: reference.to_owned(), source };
-    let file = File::open(reference).map_err(failed("open"))?;
+    let file = firn_files::open_input(reference).map_err(failed("open"))?;
     let len = file.metadata().map_err(failed("open"))?.len();
     if len != geometry.flat_bytes() {
         let problem = format!("{len} bytes, guest memory has {}", geometry.flat_bytes());

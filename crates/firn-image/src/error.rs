@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use firn_files::{NotRegular, OutputError};
 use firn_types::{Block, RegionMapError};
 use thiserror::Error;
 
@@ -53,6 +54,17 @@ pub enum ImageError {
         /// The image.
         path: PathBuf,
     },
+    /// It is no image: not even a regular file.
+    #[error("{path} is no image")]
+    NotRegular {
+        /// What was given.
+        path: PathBuf,
+        /// What it is.
+        source: NotRegular,
+    },
+    /// No image can be written there.
+    #[error(transparent)]
+    Output(#[from] OutputError),
     /// The path names no file in a directory.
     #[error("{path} is not a file name")]
     Path {

@@ -10,7 +10,8 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
+use firn_files::{NotRegular, check_output};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
 use crate::error::ImageError;
@@ -25,6 +26,7 @@ pub(crate) struct Partial {
 
 impl Partial {
     pub(crate) fn create(target: &Path) -> Result<Self, ImageError> {
+        check_output(target)?;
         let path = partial_path(target)?;
         remove_stale(&path, target)?;
         let file = fault("image.create", || create_locked(&path)).map_err(|error| {
@@ -58,6 +60,8 @@ impl Partial {
     pub(crate) fn publish(mut self) -> Result<(), ImageError> {
         let dir = dir_of(&self.target);
         let names = File::open(dir).map_err(io_error("open", dir))?;
+        // Writing took its time.
+        check_output(&self.target)?;
         fault("image.sync", || self.file.sync_all()).map_err(io_error("sync", &self.path))?;
         fault("image.rename", || std::fs::rename(&self.path, &self.target))
             .map_err(io_error("rename", &self.path))?;
@@ -94,7 +98,7 @@ pub fn abandon_partial(target: &Path) -> Result<(), ImageError> {
 
 fn remove_stale(path: &Path, target: &Path) -> Result<bool, ImageError> {
     let failed = io_error("remove what is left of", path);
-    let file = match OpenOptions::new().write(true).open(path) {
+    let file = match open_stale(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(failed(error)),
@@ -104,6 +108,13 @@ fn remove_stale(path: &Path, target: &Path) -> Result<bool, ImageError> {
         Ok(()) => std::fs::remove_file(path).map(|()| true).map_err(failed),
         Err(_) => Err(busy(target)),
     }
+}
+
+/// Opens a file without waiting, and without following a link.
+fn open_stale(path: &Path) -> io::Result<File> {
+    NotRegular::check(std::fs::symlink_metadata(path)?.file_type())?;
+    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    OpenOptions::new().write(true).custom_flags(flags.bits() as i32).open(path)
 }
 
 fn create_locked(path: &Path) -> io::Result<File> {
@@ -216,7 +227,7 @@ mod tests {
 
     #[test]
     fn a_directory_is_no_file_name() {
-        assert!(matches!(Partial::create(Path::new("/")), Err(ImageError::Path { .. })));
+        assert!(matches!(Partial::create(Path::new("/")), Err(ImageError::Output(_))));
         assert_eq!(dir_of(Path::new("a.firn")), Path::new("."));
     }
 }

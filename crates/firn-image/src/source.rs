@@ -1,14 +1,15 @@
 //! The file behind an image, and the parts of it that are read whole.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::num::NonZero;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use rustix::fs::{Advice, OFlags, fadvise, fstatfs};
+use firn_files::NotRegular;
+use rustix::fs::{Advice, OFlags, fadvise, fcntl_setfl, fstatfs};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use twox_hash::XxHash3_64;
 
@@ -39,11 +40,11 @@ impl Source {
     pub(crate) fn open(path: &Path) -> Result<Self, ImageError> {
         let failed = |source| ImageError::Io { step: "open", path: path.to_owned(), source };
         firn_fault::io("image.open").map_err(failed)?;
-        let file = open_for_reading(path).map_err(failed)?;
+        let file = open_for_reading(path).map_err(|error| match NotRegular::find_in(&error) {
+            Some(source) => ImageError::NotRegular { path: path.to_owned(), source },
+            None => failed(error),
+        })?;
         let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
-            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
-        }
         // The kernel reads mebibytes ahead of a few sequential reads, and goes on from there whatever it is told later.
         let _ = fadvise(&file, 0, None, Advice::Random);
         let is_in_memory = is_in_memory(&file);
@@ -231,15 +232,12 @@ impl Source {
     }
 }
 
-/// Opens a file without its access time being kept, which each read would pay for; only its owner may (open(2)). A pipe
-/// of that name must not make us wait for somebody to write into it.
+/// Opens a regular file, and has the kernel not record its access time, which costs each read. Only the file's owner may
+/// do that (open(2)); for others it is recorded.
 fn open_for_reading(path: &Path) -> io::Result<File> {
-    let open =
-        |flags: OFlags| OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(path);
-    match open(OFlags::NONBLOCK | OFlags::NOATIME) {
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => open(OFlags::NONBLOCK),
-        opened => opened,
-    }
+    let file = firn_files::open_input(path)?;
+    let _ = fcntl_setfl(&file, OFlags::NOATIME);
+    Ok(file)
 }
 
 /// Whether a file is on tmpfs or ramfs (their magic numbers: linux/magic.h).

@@ -1,7 +1,6 @@
 //! A run record, and the numbers that are told about it.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -84,14 +83,17 @@ pub struct Facts {
     pub diverged: bool,
 }
 
+/// The longest run record, in bytes: one with as many faults and reads as are recorded has a fifth of it.
+const BYTES_MAX: u64 = 256 << 20;
+
 impl Run {
     /// Reads a run record; its file's name, without the extension, becomes its name.
     ///
     /// # Errors
     /// If it can't be read, or is something else.
     pub fn read(path: &Path) -> Result<Self, RunError> {
-        let text =
-            fs::read(path).map_err(|source| RunError::Read { path: path.to_owned(), source })?;
+        let text = firn_files::read_input(path, BYTES_MAX)
+            .map_err(|source| RunError::Read { path: path.to_owned(), source })?;
         let record: RunRecord = serde_json::from_slice(&text)
             .map_err(|source| RunError::Format { path: path.to_owned(), source })?;
         if record.version != RUN_RECORD_VERSION {
@@ -167,6 +169,7 @@ pub(crate) fn seconds(us: u64) -> f64 {
 pub(crate) mod tests {
     use super::*;
     use serde_json::json;
+    use std::fs;
 
     /// Two vCPUs, threads 10 and 11, that start after 0.1 s; one waits from 0.2 to 0.7 s.
     pub(crate) fn run() -> Run {

@@ -6,7 +6,7 @@
 //! A request is looked for, not announced. Right after one the thread looks all the time, for a transaction is seldom
 //! alone; then less and less often, down to a few hundred times a second, which costs a thousandth of a processor.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,9 +37,12 @@ const SWEEP: Duration = Duration::from_secs(5);
 /// So many refusals are logged one by one.
 const LOGGED: u64 = 16;
 
+/// The longest file that says who may call, in bytes.
+const POLICY_BYTES_MAX: u64 = 1 << 20;
+
 /// Reads who may call.
 pub(crate) fn policy(path: &Path) -> Result<Policy, Failure> {
-    let text = fs::read_to_string(path);
+    let text = firn_files::read_text(path, POLICY_BYTES_MAX);
     let policy = match &text {
         Ok(text) => Policy::parse(text).map_err(|it| Failure::from_error(FailureKind::Usage, &it)),
         Err(error) => Err(Failure::from_error(FailureKind::Usage, error)),

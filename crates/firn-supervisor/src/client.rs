@@ -453,7 +453,16 @@ fn is_timeout(error: &io::Error) -> bool {
 
 /// An absolute form of a path that a user gave: the supervisor has another working directory.
 pub fn absolute(path: &Path) -> Result<std::path::PathBuf, Failure> {
-    std::path::absolute(path).doing_or(FailureKind::Usage, format!("{}", path.display()))
+    let absolute =
+        std::path::absolute(path).doing_or(FailureKind::Usage, format!("{}", path.display()))?;
+    match absolute.to_str() {
+        Some(_) => Ok(absolute),
+        None => {
+            let text = format!("{} is not UTF-8, as paths of a VM have to be", absolute.display());
+            Err(Failure::new(FailureKind::Usage, text)
+                .hint("rename it, or name a link to it that is UTF-8"))
+        }
+    }
 }
 
 /// The replying side of [`start`]: a supervisor's standard output.

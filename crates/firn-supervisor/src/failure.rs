@@ -143,6 +143,7 @@ pub fn image_failure(error: &ImageError) -> Failure {
         ImageError::Busy { .. } => FailureKind::Busy,
         ImageError::Geometry(_)
         | ImageError::Path { .. }
+        | ImageError::Output(_)
         | ImageError::OtherRam { .. }
         | ImageError::ChainTooLong { .. } => FailureKind::Usage,
         _ => FailureKind::Damaged,

@@ -4,16 +4,13 @@
 //! be written is not learned. Of two restores at a time, the one that writes last is remembered.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_image::Image;
 use firn_restore::{Answered, FaultRecord, Learned, Mode, RunRecord};
 use firn_types::{Block, BlockSize};
-
-use crate::journal::write_private;
 
 /// So long after the guest began to run, what it waits for is remembered.
 pub(crate) const WINDOW: Duration = Duration::from_secs(10);
@@ -82,9 +79,7 @@ impl Learning {
     }
 
     fn write(&self) -> io::Result<()> {
-        let new = self.path.with_extension("learned.new");
-        write_private(&new, &serde_json::to_vec(&self.learned)?)?;
-        fs::rename(&new, &self.path)
+        firn_files::replace_private(&self.path, &serde_json::to_vec(&self.learned)?)
     }
 }
 
@@ -103,19 +98,17 @@ fn beside(image: &Path) -> PathBuf {
 
 /// `None` if there is no such file.
 fn read(path: &Path) -> io::Result<Option<Learned>> {
-    let file = match File::open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file?,
-    };
-    let mut text = Vec::new();
-    file.take(BYTES_MAX).read_to_end(&mut text)?;
-    Ok(Some(serde_json::from_slice(&text)?))
+    match firn_files::read_input(path, BYTES_MAX) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        text => Ok(Some(serde_json::from_slice(&text?)?)),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use firn_types::Page;
+    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     fn learning(dir: &Path) -> Learning {
@@ -177,6 +170,11 @@ mod tests {
         assert!(read(&path).unwrap().is_none());
         fs::write(&path, "{}").unwrap();
         assert!(read(&path).is_err());
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+        assert!(read(&path).is_err());
+        learning(dir.path()).keep(&record(&[(2_000, 21, "storage")]));
+        assert!(path.is_symlink(), "it stays");
         assert_eq!(beside(Path::new("/a/web.firn")), Path::new("/a/web.firn.learned"));
     }
 }

@@ -9,7 +9,6 @@
 //! A QEMU that waits for a migration does not believe what it has read of a qcow2 file: it reads it again before the VM runs
 //! (`qcow2_co_invalidate_cache`). So it can be started with a file that has only a head, and everything may change below it.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -205,7 +204,7 @@ fn size(plan: &DiskPlan, file: &Path) -> Result<u64, Failure> {
 /// Of a qcow2 disk, in bytes (QEMU, `docs/interop/qcow2.txt`).
 fn virtual_size(file: &Path) -> std::io::Result<u64> {
     let mut head = [0; 32];
-    File::open(file)?.read_exact(&mut head)?;
+    firn_files::open_disk(file)?.read_exact(&mut head)?;
     let size = *head[24..].first_chunk::<8>().unwrap_or(&[0; 8]);
     match head.starts_with(b"QFI\xfb") {
         true => Ok(u64::from_be_bytes(size)),

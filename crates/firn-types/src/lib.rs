@@ -17,7 +17,9 @@
 mod address;
 mod block;
 mod region;
+mod text;
 
 pub use address::{GuestPhys, HostVirt, PAGE_SIZE, Page, Tid, VcpuId};
 pub use block::{Block, BlockSize, BlockSizeError};
 pub use region::{GuestSpan, REGION_ALIGN, RamRegion, RegionMap, RegionMapError};
+pub use text::{is_shown, printable, printable_lines};

@@ -395,7 +395,7 @@ fn like(other: &Path, file: &Path) -> io::Result<()> {
 
 /// Whether files in `dir` can be clones of `from`. Leaves nothing behind.
 pub fn can_clone(from: &Path, dir: &Path) -> Result<bool, DriveError> {
-    let source = File::open(from).map_err(io_error("open", from))?;
+    let source = firn_files::open_disk(from).map_err(io_error("open", from))?;
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
     let probe = match rustix::fs::open(dir, flags, Mode::from_raw_mode(0o600)) {
         Ok(probe) => probe,
@@ -414,7 +414,7 @@ pub fn can_clone(from: &Path, dir: &Path) -> Result<bool, DriveError> {
 
 /// Makes `to`, which must not be there, a clone of `from`: both share their blocks until one of them is written to.
 fn clone_file(from: &Path, to: &Path) -> Result<(), DriveError> {
-    let source = File::open(from).map_err(io_error("open", from))?;
+    let source = firn_files::open_disk(from).map_err(io_error("open", from))?;
     let target = File::create_new(to).map_err(io_error("create", to))?;
     let cloned = rustix::fs::ioctl_ficlone(&target, &source).map_err(io::Error::from);
     cloned.and_then(|()| like(from, to)).map_err(|error| {

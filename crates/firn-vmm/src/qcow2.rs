@@ -44,7 +44,7 @@ pub(crate) struct Head {
 
 /// Reads the head of a file. `None` if it is no qcow2 file.
 pub(crate) fn head(path: &Path) -> io::Result<Option<Head>> {
-    let file = File::open(path)?;
+    let file = firn_files::open_disk(path)?;
     let mut head = [0; HEAD_BYTES];
     match file.read_exact_at(&mut head, 0) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, FailureKind, absolute};
 
+use crate::output::check_input;
+
 /// The plugin that notes stores, as it is called beside this program.
 const PLUGIN: &str = "libfirn_stores.so";
 
@@ -33,6 +35,7 @@ pub struct CallsArgs {
 impl CallsArgs {
     /// The file, absolute.
     pub fn policy(&self) -> Result<Option<PathBuf>, Failure> {
+        self.calls.as_deref().map_or(Ok(()), check_input)?;
         self.calls.as_deref().map(absolute).transpose()
     }
 

@@ -13,7 +13,7 @@ use firn_types::BlockSize;
 
 use crate::bar::Bar;
 use crate::every::Every;
-use crate::output::Output;
+use crate::output::{Output, check_directory, check_input, check_output};
 use crate::units;
 use crate::working_set::estimator;
 
@@ -173,7 +173,13 @@ fn locality_block(text: &str) -> Result<u32, String> {
 
 impl ImageArgs {
     /// The request they make.
+    ///
+    /// # Errors
+    /// If no image can be written there: the VM is not asked then.
     pub fn request(&self) -> Result<SaveRequest, Failure> {
+        check_output(&self.output)?;
+        self.parent.as_deref().map_or(Ok(()), check_input)?;
+        self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
         let choices = SaveChoices {
             codec: self.codec,
             block_size: self.block_pages,
@@ -198,6 +204,7 @@ impl Args {
         request.choices.working_set = self.working_set;
         request.choices.accept_unrestorable = self.accept_unrestorable;
         request.choices.throttle = self.no_throttle.then_some(false);
+        self.reference.as_deref().map_or(Ok(()), check_output)?;
         request.choices.reference = self.reference.as_deref().map(absolute).transpose()?;
         let base = crate::hidden::runtime_dir()?;
         if let Some(interval) = self.every {

@@ -150,13 +150,48 @@ fn main() -> ExitCode {
 }
 
 #[cfg(test)]
+#[path = "../tests/it/path_table.rs"]
+#[expect(dead_code, reason = "shared with end-to-end tests, which run the commands")]
+mod path_table;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use clap::CommandFactory;
+    use std::any::TypeId;
+    use std::path::PathBuf;
 
     #[test]
     fn the_command_line_contradicts_itself_nowhere() {
         Cli::command().debug_assert();
+    }
+
+    /// The arguments of a verb and of its own verbs that take a path.
+    fn path_arguments(verb: &clap::Command, name: &str) -> Vec<String> {
+        let takes_path = |argument: &&clap::Arg| {
+            let kind = argument.get_value_parser().type_id();
+            kind == TypeId::of::<PathBuf>() || kind == TypeId::of::<(String, PathBuf)>()
+        };
+        let own =
+            verb.get_arguments().filter(takes_path).map(|it| format!("{name} {}", it.get_id()));
+        let below = verb
+            .get_subcommands()
+            .flat_map(|it| path_arguments(it, format!("{name} {}", it.get_name()).trim_start()));
+        own.chain(below).collect()
+    }
+
+    #[test]
+    fn every_argument_that_takes_a_path_is_tried_with_hostile_files() {
+        let mut found = path_arguments(&Cli::command(), "");
+        let mut tried: Vec<String> = path_table::ARGUMENTS
+            .iter()
+            .map(|argument| argument.name)
+            .chain(path_table::NOT_OPENED)
+            .map(str::to_owned)
+            .collect();
+        found.sort_unstable();
+        tried.sort_unstable();
+        assert_eq!(found, tried, "add the argument to crates/firn/tests/it/path_table.rs");
     }
 
     #[test]

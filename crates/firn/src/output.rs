@@ -1,9 +1,12 @@
 //! What commands print.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::{self, Write};
+use std::path::Path;
 
-use firn_supervisor::{Context, Failure};
+use firn_supervisor::{Context, Failure, FailureKind};
+use firn_types::{is_shown, printable, printable_lines};
 use serde::Serialize;
 
 /// Where facts go, and in which form.
@@ -27,11 +30,12 @@ impl Output {
         match self.json {
             true => {
                 let json = serde_json::to_string_pretty(facts).doing("writing JSON")?;
-                print(&format!("{json}\n"))
+                print(&format!("{}\n", printable_json(&json)))
             }
-            false => print(&for_people()),
+            false => print(&printable_lines(&for_people())),
         }
     }
+
     /// Prints facts of which there will be more: a line of JSON each, or as `for_people` tells them.
     pub fn line(
         self,
@@ -39,10 +43,32 @@ impl Output {
         for_people: impl FnOnce() -> String,
     ) -> Result<(), Failure> {
         match self.json {
-            true => print(&format!("{}\n", serde_json::to_string(facts).doing("writing JSON")?)),
-            false => print(&for_people()),
+            true => {
+                let json = serde_json::to_string(facts).doing("writing JSON")?;
+                print(&format!("{}\n", printable_json(&json)))
+            }
+            false => print(&printable_lines(&for_people())),
         }
     }
+}
+
+/// JSON that says the same, in which a terminal finds nothing to obey: only strings can have such characters.
+fn printable_json(json: &str) -> Cow<'_, str> {
+    let is_kept = |it: char| is_shown(it) || it == '\n';
+    if json.chars().all(is_kept) {
+        return Cow::Borrowed(json);
+    }
+    let mut text = String::with_capacity(json.len() + 64);
+    let mut units = [0; 2];
+    for it in json.chars() {
+        match is_kept(it) {
+            true => text.push(it),
+            false => it.encode_utf16(&mut units).iter().for_each(|unit| {
+                let _ = write!(text, "\\u{unit:04x}");
+            }),
+        }
+    }
+    Cow::Owned(text)
 }
 
 /// Prints to standard output. A reader that has seen enough is no error.
@@ -61,16 +87,46 @@ pub fn print_failure(failure: &Failure) {
     let mut text = String::new();
     for (depth, message) in failure.chain.iter().enumerate() {
         let lead = if depth == 0 { "firn: " } else { "  because: " };
-        let _ = writeln!(text, "{lead}{message}");
+        let _ = writeln!(text, "{lead}{}", printable(message));
     }
     if let Some(hint) = &failure.hint {
-        let _ = writeln!(text, "  try: {hint}");
+        let _ = writeln!(text, "  try: {}", printable(hint));
     }
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// Lines up the cells of rows; the first row is the heading.
+/// Checks, before anything is done, that an image or a page can be written at a path.
+pub fn check_output(path: &Path) -> Result<(), Failure> {
+    if path.as_os_str() == "-" {
+        let failure = Failure::new(FailureKind::Usage, "it cannot be written to standard output");
+        return Err(failure.hint("name a file; `./-` is one, too"));
+    }
+    firn_files::check_output(path).doing_or(FailureKind::Usage, "nothing is written there")
+}
+
+/// Checks, before anything is done, that a path names a regular file that can be read.
+pub fn check_input(path: &Path) -> Result<(), Failure> {
+    let opened = firn_files::open_input(path).map(drop);
+    opened.doing_or(FailureKind::Usage, format!("cannot read {}", path.display()))
+}
+
+/// Checks, before anything is done, that a path names a directory.
+pub fn check_directory(path: &Path) -> Result<(), Failure> {
+    let found = std::fs::metadata(path);
+    let found = found.doing_or(FailureKind::Usage, format!("cannot use {}", path.display()))?;
+    match found.is_dir() {
+        true => Ok(()),
+        false => {
+            let text = format!("{} is not a directory", path.display());
+            Err(Failure::new(FailureKind::Usage, text))
+        }
+    }
+}
+
+/// Lines up the cells of rows; the first row is the heading. Each row becomes one line.
 pub fn table(rows: &[Vec<String>]) -> String {
+    let rows: Vec<Vec<_>> =
+        rows.iter().map(|row| row.iter().map(|cell| printable(cell)).collect()).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column));
@@ -78,7 +134,7 @@ pub fn table(rows: &[Vec<String>]) -> String {
     };
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut text = String::new();
-    for row in rows {
+    for row in &rows {
         let cells: Vec<String> =
             row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
         let _ = writeln!(text, "{}", cells.join("  ").trim_end());
@@ -89,6 +145,22 @@ pub fn table(rows: &[Vec<String>]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn json_says_the_same_without_control_characters() {
+        let facts =
+            serde_json::json!({ "a": "\u{1b}[2K\u{9b}\u{7f}\u{202e}\u{e0041}\n", "b": "größer" });
+        let json = serde_json::to_string_pretty(&facts).unwrap();
+        let text = printable_json(&json);
+        assert!(text.chars().all(|it| is_shown(it) || it == '\n'), "{text:?}");
+        assert!(text.contains("größer"));
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), facts);
+    }
+
+    #[test]
+    fn a_cell_is_no_line_of_its_own() {
+        assert_eq!(table(&[vec!["a\nb\u{1b}".to_owned()]]), "a\\u{a}b\\u{1b}\n");
+    }
 
     #[test]
     fn cells_line_up() {

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 use firn_report::{Facts, Run};
-use firn_supervisor::{Failure, FailureKind, VmName};
+use firn_supervisor::{Context, Failure, FailureKind, VmName};
+use firn_types::printable;
 
-use crate::output::Output;
+use crate::output::{Output, check_output, print};
 
 /// Draw what restores were like, from their run records.
 ///
@@ -27,7 +28,7 @@ pub struct Args {
     /// Run records, or names of VMs.
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// The page to write; without it only the numbers are printed.
+    /// The page to write, or `-` for standard output; without it only the numbers are printed.
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
 }
@@ -35,13 +36,20 @@ pub struct Args {
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
+        if let Some(file) = self.output.as_deref().filter(|it| it.as_os_str() != "-") {
+            check_output(file)
+                .map_err(|failure| failure.hint("`-o -` writes to standard output"))?;
+        }
         let runs: Vec<Run> = self.runs.iter().map(|run| read(run)).collect::<Result<_, _>>()?;
-        if let Some(file) = &self.output {
-            write(file, &runs)?;
+        match &self.output {
+            Some(file) if file.as_os_str() == "-" => return print(&page(&runs)?),
+            Some(file) => write(file, &runs)?,
+            None => {}
         }
         let facts: Vec<Facts> = runs.iter().map(Run::facts).collect();
-        let json = serde_json::json!({ "report": self.output, "runs": facts });
-        out.facts(&json, || describe(&facts, self.output.as_deref()))
+        let page = self.output.as_deref();
+        let json = serde_json::json!({ "report": page.map(Path::to_string_lossy), "runs": facts });
+        out.facts(&json, || describe(&facts, page))
     }
 }
 
@@ -63,12 +71,13 @@ fn load(path: &Path) -> Result<Run, Failure> {
     Run::read(path).map_err(|error| Failure::from_error(FailureKind::Usage, &error))
 }
 
+fn page(runs: &[Run]) -> Result<String, Failure> {
+    firn_report::html(runs).doing("drawing the page")
+}
+
 fn write(file: &Path, runs: &[Run]) -> Result<(), Failure> {
-    let doing = || format!("writing {}", file.display());
-    let page = firn_report::html(runs)
-        .map_err(|error| Failure::from_error(FailureKind::Other, &error).while_doing(doing()))?;
-    std::fs::write(file, page)
-        .map_err(|error| Failure::from_error(FailureKind::Other, &error).while_doing(doing()))
+    firn_files::replace_output(file, page(runs)?.as_bytes())
+        .doing(format!("writing {}", file.display()))
 }
 
 fn describe(facts: &[Facts], page: Option<&Path>) -> String {
@@ -83,7 +92,7 @@ fn describe(facts: &[Facts], page: Option<&Path>) -> String {
         let _ = writeln!(
             text,
             "{:<16} {:<12} {:>9} {:>13} {:>11} {:>11} {:>10}",
-            run.name,
+            printable(&run.name),
             run.mode.to_string(),
             time(run.running_s),
             ttr("0.1", "0.9"),

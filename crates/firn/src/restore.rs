@@ -15,7 +15,7 @@ use crate::bar::Bar;
 use crate::calls::CallsArgs;
 use crate::checkpoint::recovered;
 use crate::live::Live;
-use crate::output::Output;
+use crate::output::{Output, check_directory};
 use crate::overrides::OverrideArgs;
 use crate::run::{notes, summary};
 use crate::units;
@@ -112,6 +112,7 @@ impl Args {
             Some(name) => name.clone(),
             None => name_in(&image)?,
         };
+        self.disk_dir.as_deref().map_or(Ok(()), check_directory)?;
         let plan = Plan::Restore {
             image,
             mode: self.mode,

@@ -7,6 +7,7 @@ use firn_supervisor::{
     CardStatus, Failure, Percentiles, Protection, Readiness, Request, RuntimeDir, Status, VmName,
     ask, status,
 };
+use firn_types::printable;
 
 use crate::bar::Bar;
 use crate::ls::{age, state};
@@ -86,7 +87,7 @@ fn percentiles(values: Percentiles) -> String {
 fn describe(status: &Status, qemu_log: &str) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: String| {
-        let _ = writeln!(text, "{key:<11}{value}");
+        let _ = writeln!(text, "{key:<11}{}", printable(&value));
     };
     line("name", status.name.to_string());
     line("state", state(status));

@@ -165,7 +165,7 @@ fn what_is_no_image_is_called_that() {
     let path = subject.with_file(&[b'x'; 10_000]);
     let error = Image::open(&path).unwrap_err();
     assert!(error.to_string().contains("no image"), "{error}");
-    assert!(matches!(Image::open(subject.dir.path()), Err(ImageError::Io { step: "open", .. })));
+    assert!(matches!(Image::open(subject.dir.path()), Err(ImageError::NotRegular { .. })));
     let missing = subject.dir.path().join("missing");
     assert!(matches!(Image::open(&missing), Err(ImageError::Io { step: "open", .. })));
     let mut newer = subject.good.clone();

@@ -1,6 +1,5 @@
 //! How etcd is reached.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -61,7 +60,10 @@ impl Tls {
     }
 }
 
+/// The longest file of certificates, or with a key, in bytes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
 fn read(path: &Path) -> Result<Vec<u8>, Trouble> {
-    fs::read(path)
+    firn_files::read_input(path, FILE_BYTES_MAX)
         .map_err(|error| Trouble::Refused(format!("can't read {}: {error}", path.display())))
 }

@@ -6,6 +6,7 @@ use clap::Args as ClapArgs;
 use firn_agent::api::{Cluster, LaneView, NetworkView, PeerView, VmView};
 use firn_agent::client;
 use firn_supervisor::Failure;
+use firn_types::printable;
 
 use crate::output::{Output, table};
 use crate::units;
@@ -42,18 +43,18 @@ fn describe(cluster: &Cluster) -> String {
     }
     for peer in &cluster.peers {
         if let Some(trouble) = &peer.trouble {
-            let _ = write!(text, "\n{}: {trouble}\n", peer.name);
+            let _ = write!(text, "\n{}: {}\n", peer.name, printable(trouble));
         }
     }
     for network in &cluster.networks {
         let lanes = network.lanes.iter().filter_map(|lane| Some((lane, lane.trouble.as_ref()?)));
         for (lane, trouble) in lanes {
-            let _ = write!(text, "\n{}, {}: {trouble}\n", network.name, lane.to);
+            let _ = write!(text, "\n{}, {}: {}\n", network.name, lane.to, printable(trouble));
         }
     }
     for vm in &cluster.vms {
         if let Some(advice) = &vm.advice {
-            let _ = write!(text, "\n{} on {}: {advice}\n", vm.name, vm.host);
+            let _ = write!(text, "\n{} on {}: {}\n", vm.name, vm.host, printable(advice));
         }
     }
     text

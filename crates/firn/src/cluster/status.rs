@@ -7,6 +7,7 @@ use firn_agent::api::{CLUSTERS, ClusterView, MembershipView};
 use firn_agent::client::{self, Method, clusters};
 use firn_agent::together::{Record, State};
 use firn_supervisor::Failure;
+use firn_types::printable;
 use serde::Serialize;
 
 use super::verbs::marks;
@@ -70,7 +71,7 @@ fn kept(record: &Record) -> String {
     };
     let mut text = format!("{}: {state}; {}\n{}", record.name, vms.join(", "), marks(record));
     if let Some(trouble) = &record.trouble {
-        let _ = writeln!(text, "no new global checkpoint: {trouble}");
+        let _ = writeln!(text, "no new global checkpoint: {}", printable(trouble));
     }
     text
 }
@@ -91,7 +92,7 @@ fn describe(view: &MembershipView) -> String {
         text.push('\n');
     }
     if let Some(trouble) = &view.trouble {
-        let _ = write!(text, "\nnot known: {trouble}\n");
+        let _ = write!(text, "\nnot known: {}\n", printable(trouble));
     }
     text
 }

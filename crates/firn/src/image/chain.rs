@@ -38,16 +38,17 @@ impl Args {
         let links = image.chain().map(link).collect::<Result<Vec<_>, _>>()?;
         let facts = |link: &Link| {
             json!({
-                "image": link.file,
+                "image": link.file.to_string_lossy(),
                 "identity": link.identity,
                 "file_bytes": link.file_bytes,
                 "changed_bytes": link.changed_bytes,
             })
         };
         let all: Vec<_> = links.iter().map(facts).collect();
-        out.facts(&json!({ "image": self.image, "depth": links.len(), "chain": all }), || {
-            links.iter().map(describe).collect()
-        })
+        out.facts(
+            &json!({ "image": self.image.to_string_lossy(), "depth": links.len(), "chain": all }),
+            || links.iter().map(describe).collect(),
+        )
     }
 }
 

@@ -38,8 +38,8 @@ impl Args {
             .map_err(|error| super::failure(&error).while_doing("comparing"))?;
         let pages = image.geometry().total_pages;
         let facts = json!({
-            "image": self.image,
-            "reference": self.reference,
+            "image": self.image.to_string_lossy(),
+            "reference": self.reference.to_string_lossy(),
             "pages": pages,
             "differing_pages": differing.len(),
             "differing_blocks": blocks(&differing, image.geometry().block_size),

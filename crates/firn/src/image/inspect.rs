@@ -1,11 +1,12 @@
 //! `firn image inspect`
 
 use std::fmt::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 use firn_image::Image;
 use firn_supervisor::{Failure, Meta};
+use firn_types::printable;
 use serde_json::json;
 
 use crate::ls::age;
@@ -37,7 +38,7 @@ fn facts(image: &Image) -> serde_json::Value {
     let aux = image.aux_blocks().iter();
     let aux: Vec<_> = aux.map(|aux| json!({ "id": aux.id, "bytes": aux.bytes.len() })).collect();
     json!({
-        "image": summary.path,
+        "image": summary.path.to_string_lossy(),
         "organization": image.organization(),
         "block_pages": summary.geometry.block_size.pages(),
         "locality_block_bytes": summary.geometry.locality_block_bytes,
@@ -48,7 +49,7 @@ fn facts(image: &Image) -> serde_json::Value {
         "zero_blocks": summary.zero_blocks,
         "untouched_blocks": summary.untouched_blocks,
         "inherited_blocks": summary.inherited_blocks,
-        "parent": image.chain().nth(1),
+        "parent": image.chain().nth(1).map(Path::to_string_lossy),
         "identity": image.identity(),
         "overhead_bytes": summary.overhead_bytes,
         "device_state_bytes": image.device_state().len(),
@@ -66,7 +67,7 @@ fn describe(image: &Image) -> String {
     let blocks = |count: u32| format!("{count} ({})", units::bytes(u64::from(count) * block_bytes));
     let mut text = String::new();
     let mut line = |key: &str, value: String| {
-        let _ = writeln!(text, "{key:<17}{value}");
+        let _ = writeln!(text, "{key:<17}{}", printable(&value));
     };
     line("image", summary.path.display().to_string());
     line("size", units::bytes(summary.file_bytes));

@@ -6,7 +6,7 @@ use clap::Args as ClapArgs;
 use firn_supervisor::Failure;
 
 use super::rewrite::{Rewriting, describe, facts};
-use crate::output::Output;
+use crate::output::{Output, check_output};
 
 /// Make an image whole, so that it needs none of those it builds on.
 ///
@@ -28,8 +28,9 @@ pub struct Args {
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let image = super::open(&self.image)?;
+        self.output.as_deref().map_or(Ok(()), check_output)?;
         let target = self.output.as_ref().unwrap_or(&self.image);
+        let image = super::open(&self.image)?;
         let rewriting = Rewriting::new("merging", &image);
         let summary = firn_image::merge(&image, target, super::threads(), &|done, total| {
             rewriting.show(done, total);

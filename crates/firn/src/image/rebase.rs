@@ -7,7 +7,7 @@ use firn_image::Image;
 use firn_supervisor::Failure;
 
 use super::rewrite::{Rewriting, describe, facts};
-use crate::output::Output;
+use crate::output::{Output, check_output};
 
 /// Have an image build on another one.
 ///
@@ -40,6 +40,8 @@ pub struct Args {
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
+        self.output.as_deref().map_or(Ok(()), check_output)?;
+        let target = self.output.as_ref().unwrap_or(&self.image);
         let image = match &self.moved {
             Some(moved) => Image::open_with_parent(&self.image, moved).map_err(|error| {
                 super::failure(&error).while_doing(format!("opening {}", self.image.display()))
@@ -48,7 +50,6 @@ impl Args {
         };
         let parent =
             super::open(self.moved.as_ref().or(self.parent.as_ref()).unwrap_or(&self.image))?;
-        let target = self.output.as_ref().unwrap_or(&self.image);
         let rewriting = Rewriting::new("rebasing", &image);
         let show = |done, total| rewriting.show(done, total);
         let summary = firn_image::rebase(&image, &parent, target, super::threads(), &show)

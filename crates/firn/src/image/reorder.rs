@@ -7,7 +7,7 @@ use firn_image::{Codec, Image, Organization, Reorder, Summary};
 use firn_supervisor::Failure;
 
 use super::rewrite::{Rewriting, describe, facts};
-use crate::output::Output;
+use crate::output::{Output, check_output};
 
 /// Rewrite an image with its memory blocks in another order.
 ///
@@ -43,6 +43,7 @@ pub struct Args {
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
+        check_output(&self.output)?;
         let image = super::open(&self.image)?;
         let summary = self.reorder(&image).map_err(|failure| {
             failure.while_doing(format!("can't reorder {}", self.image.display()))

@@ -34,8 +34,8 @@ impl Rewriting {
 /// What came of it, as facts.
 pub fn facts(summary: &Summary, parent: Option<&Path>) -> serde_json::Value {
     json!({
-        "image": summary.path,
-        "parent": parent,
+        "image": summary.path.to_string_lossy(),
+        "parent": parent.map(Path::to_string_lossy),
         "organization": summary.organization,
         "file_bytes": summary.file_bytes,
         "locality_blocks": summary.locality_blocks,

@@ -44,7 +44,7 @@ impl Args {
         let report = verify(&image);
         let problems: Vec<String> = report.problems.iter().map(ToString::to_string).collect();
         let facts = json!({
-            "image": self.image,
+            "image": self.image.to_string_lossy(),
             "clean": report.is_clean(),
             "locality_blocks": report.locality_blocks,
             "good_blocks": report.good_blocks,

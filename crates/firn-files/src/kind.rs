@@ -1,0 +1,83 @@
+//! Kinds of files, and the error for one of the wrong kind.
+
+use std::fmt;
+use std::fs::FileType;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+
+use thiserror::Error;
+
+/// What a path names, where it is not a regular file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileKind {
+    /// A directory.
+    Directory,
+    /// A named pipe.
+    Fifo,
+    /// A Unix socket.
+    Socket,
+    /// A block device.
+    BlockDevice,
+    /// A symbolic link, where links are not followed.
+    Link,
+    /// A character device, such as a terminal or `/dev/null`.
+    CharacterDevice,
+    /// A kind that this program does not know.
+    Unknown,
+}
+
+impl FileKind {
+    /// The kind, or `None` for a regular file.
+    pub(crate) fn unless_regular(found: FileType) -> Option<Self> {
+        match found {
+            it if it.is_file() => None,
+            it if it.is_dir() => Some(Self::Directory),
+            it if it.is_symlink() => Some(Self::Link),
+            it if it.is_fifo() => Some(Self::Fifo),
+            it if it.is_socket() => Some(Self::Socket),
+            it if it.is_block_device() => Some(Self::BlockDevice),
+            it if it.is_char_device() => Some(Self::CharacterDevice),
+            _ => Some(Self::Unknown),
+        }
+    }
+}
+
+impl fmt::Display for FileKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Directory => "a directory",
+            Self::Fifo => "a FIFO",
+            Self::Link => "a symbolic link",
+            Self::Socket => "a socket",
+            Self::BlockDevice => "a block device",
+            Self::CharacterDevice => "a character device",
+            Self::Unknown => "a file of an unknown kind",
+        })
+    }
+}
+
+/// A path names something else than a regular file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("it is {0}, not a regular file")]
+pub struct NotRegular(pub FileKind);
+
+impl NotRegular {
+    /// Checks that a file is regular.
+    ///
+    /// # Errors
+    /// If it is not.
+    pub fn check(found: FileType) -> Result<(), Self> {
+        FileKind::unless_regular(found).map_or(Ok(()), |kind| Err(Self(kind)))
+    }
+
+    /// The kind of file that an error of this crate complains of, if it complains of one.
+    pub fn find_in(error: &io::Error) -> Option<Self> {
+        error.get_ref()?.downcast_ref().copied()
+    }
+}
+
+impl From<NotRegular> for io::Error {
+    fn from(error: NotRegular) -> Self {
+        Self::new(io::ErrorKind::InvalidInput, error)
+    }
+}

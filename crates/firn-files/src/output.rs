@@ -1,0 +1,174 @@
+//! Files that are written.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+use thiserror::Error;
+
+use crate::kind::{FileKind, NotRegular};
+
+/// Why a path is not one to write a file to.
+#[derive(Debug, Error)]
+pub enum OutputError {
+    /// Something is there that a file must not replace.
+    #[error("{path} is {kind}: a file is written to a regular file or a new name only", path = .path.display())]
+    Kind {
+        /// The path.
+        path: PathBuf,
+        /// What is there.
+        kind: FileKind,
+    },
+    /// It ends in a slash, or has no last part.
+    #[error("{path} is not a file name", path = .0.display())]
+    Name(PathBuf),
+    /// The system refuses to say what is there.
+    #[error("cannot check {path}", path = .path.display())]
+    Io {
+        /// The path.
+        path: PathBuf,
+        /// What the system reported.
+        source: io::Error,
+    },
+}
+
+/// Checks that a file may be created or replaced at a path: there is nothing, a regular file, or a link to one or to nothing.
+///
+/// # Errors
+/// If something else is there, or the path names no file.
+pub fn check_output(path: &Path) -> Result<(), OutputError> {
+    if path.file_name().is_none() || path.as_os_str().as_bytes().ends_with(b"/") {
+        return Err(match path.is_dir() {
+            true => OutputError::Kind { path: path.to_owned(), kind: FileKind::Directory },
+            false => OutputError::Name(path.to_owned()),
+        });
+    }
+    match fs::metadata(path) {
+        Ok(found) => match NotRegular::check(found.file_type()) {
+            Ok(()) => Ok(()),
+            Err(NotRegular(kind)) => Err(OutputError::Kind { path: path.to_owned(), kind }),
+        },
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(source) => Err(OutputError::Io { path: path.to_owned(), source }),
+    }
+}
+
+/// Opens a regular file for writing from its start, and creates it if there is none. What it had is gone.
+///
+/// # Errors
+/// If it cannot be opened, or is not a regular file ([`NotRegular`]).
+pub fn create_output(path: &Path) -> io::Result<File> {
+    if let Ok(found) = fs::metadata(path) {
+        NotRegular::check(found.file_type())?;
+    }
+    let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
+    let mut options = OpenOptions::new();
+    let file = options
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .custom_flags(flags.bits() as i32)
+        .open(path)?;
+    NotRegular::check(file.metadata()?.file_type())?;
+    file.set_len(0)?;
+    Ok(file)
+}
+
+/// Writes a file that has all of these bytes or, after an error, is as it was before.
+///
+/// # Errors
+/// If it cannot be written, or something else than a regular file is there ([`OutputError`]).
+pub fn replace_output(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace(path, bytes, 0o666)
+}
+
+/// The same, for its owner alone.
+///
+/// # Errors
+/// As [`replace_output`].
+pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace(path, bytes, 0o600)
+}
+
+fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    check_output(path).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+    let new = new_name(path);
+    let written = write_new(&new, bytes, mode).and_then(|()| fs::rename(&new, path));
+    if written.is_err() {
+        // The error that counts is the first one.
+        drop(fs::remove_file(&new));
+    }
+    written
+}
+
+fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(mode).open(path)?.write_all(bytes)
+}
+
+/// A hidden name beside a path, which no other process uses.
+fn new_name(path: &Path) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(format!(".{}.new", std::process::id()));
+    path.with_file_name(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{CWD, Mode};
+    use std::os::unix::fs::{FileTypeExt, symlink};
+
+    fn fifo(dir: &Path) -> PathBuf {
+        let path = dir.join("fifo");
+        rustix::fs::mkfifoat(CWD, &path, Mode::RUSR | Mode::WUSR).unwrap();
+        path
+    }
+
+    #[test]
+    fn only_files_and_new_names_are_written_to() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        fs::write(path("file"), "old").unwrap();
+        symlink("file", path("link")).unwrap();
+        symlink("none", path("dangling")).unwrap();
+        symlink("/dev/null", path("device")).unwrap();
+        for good in ["file", "link", "dangling", "new"] {
+            check_output(&path(good)).unwrap();
+        }
+        for bad in [path("device"), "/dev/null".into(), "/dev/full".into(), fifo(dir.path())] {
+            assert!(matches!(check_output(&bad), Err(OutputError::Kind { .. })), "{bad:?}");
+            assert!(create_output(&bad).is_err() && replace_output(&bad, b"x").is_err());
+        }
+        for bad in ["/", "..", "new/"].map(|name| dir.path().join(name)) {
+            assert!(check_output(&bad).is_err(), "{bad:?}");
+        }
+        assert!(fs::metadata(path("fifo")).unwrap().file_type().is_fifo());
+    }
+
+    #[test]
+    fn a_link_is_replaced_and_its_target_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        fs::write(path("file"), "old").unwrap();
+        symlink("file", path("link")).unwrap();
+        replace_output(&path("link"), b"new").unwrap();
+        assert_eq!(fs::read(path("file")).unwrap(), b"old");
+        assert_eq!(fs::read(path("link")).unwrap(), b"new");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn what_a_file_had_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        fs::write(&path, "longer").unwrap();
+        create_output(&path).unwrap().write_all(b"new").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+    }
+}
