@@ -6,23 +6,24 @@ use firn_types::{Block, BlockSize};
 
 use crate::locality::FilledBy;
 use crate::reorder::ListedWorkingSet;
+use crate::runs::{Runs, Untaken};
 use crate::sections::AccessGroup;
 
 /// Memory blocks by number.
-pub(crate) fn physical(stored: &Bitmap) -> Vec<AccessGroup> {
-    vec![AccessGroup { filled_by: FilledBy::Unknown, blocks: stored.iter().collect() }]
+pub(crate) fn physical(stored: &Runs) -> Vec<AccessGroup> {
+    vec![AccessGroup { filled_by: FilledBy::Unknown, blocks: stored.blocks().collect() }]
 }
 
 /// Memory blocks shuffled: the same seed and blocks give the same order.
-pub(crate) fn random(stored: &Bitmap, seed: u64) -> Vec<AccessGroup> {
-    let mut blocks: Vec<Block> = stored.iter().collect();
+pub(crate) fn random(stored: &Runs, seed: u64) -> Vec<AccessGroup> {
+    let mut blocks: Vec<Block> = stored.blocks().collect();
     shuffle(&mut blocks, seed);
     vec![AccessGroup { filled_by: FilledBy::Unknown, blocks }]
 }
 
 /// Memory blocks as the groups list them; what none lists follows by number, as if swept.
-pub(crate) fn access(stored: &Bitmap, groups: &[AccessGroup]) -> Vec<AccessGroup> {
-    let mut left = stored.clone();
+pub(crate) fn access(stored: &Runs, groups: &[AccessGroup]) -> Vec<AccessGroup> {
+    let mut left = Untaken::new(stored);
     let mut out: Vec<_> = groups
         .iter()
         .map(|group| {
@@ -30,7 +31,7 @@ pub(crate) fn access(stored: &Bitmap, groups: &[AccessGroup]) -> Vec<AccessGroup
             AccessGroup { filled_by: group.filled_by, blocks }
         })
         .collect();
-    out.push(AccessGroup { filled_by: FilledBy::Sweep, blocks: left.iter().collect() });
+    out.push(AccessGroup { filled_by: FilledBy::Sweep, blocks: left.left().blocks().collect() });
     out.retain(|group| !group.blocks.is_empty());
     out
 }
@@ -39,7 +40,7 @@ pub(crate) fn access(stored: &Bitmap, groups: &[AccessGroup]) -> Vec<AccessGroup
 pub(crate) fn listed(
     change: ListedWorkingSet,
     working_set: Vec<Block>,
-    stored: &Bitmap,
+    stored: &Runs,
     seed: u64,
 ) -> Vec<Block> {
     let some = |mut blocks: Vec<Block>, count: usize| {
@@ -56,11 +57,11 @@ pub(crate) fn listed(
             working_set.into_iter().filter(|block| !dropped.contains(block)).collect()
         }
         ListedWorkingSet::Wrong => {
-            let mut others = stored.clone();
+            let mut others = Untaken::new(stored);
             for &block in &working_set {
                 others.take(block);
             }
-            some(others.iter().collect(), listed)
+            some(others.left().blocks().collect(), listed)
         }
     }
 }
@@ -92,56 +93,6 @@ pub(crate) fn blocks_of(block: Block, from: BlockSize, to: BlockSize) -> std::op
     to.block_of(pages.start).0..to.blocks_in(pages.end.0)
 }
 
-/// A set of memory blocks, a bit for each there is.
-#[derive(Clone)]
-pub(crate) struct Bitmap {
-    words: Vec<u64>,
-    blocks: u32,
-}
-
-impl Bitmap {
-    pub(crate) fn new(blocks: u32) -> Self {
-        Self { words: vec![0; blocks.div_ceil(64) as usize], blocks }
-    }
-
-    /// Adds a block. One past the last is left out.
-    pub(crate) fn insert(&mut self, block: Block) {
-        if block.0 < self.blocks
-            && let Some(word) = self.words.get_mut(block.index() / 64)
-        {
-            *word |= 1 << (block.0 % 64);
-        }
-    }
-
-    /// Removes a block, and says whether it was there.
-    pub(crate) fn take(&mut self, block: Block) -> bool {
-        let Some(word) = self.words.get_mut(block.index() / 64) else { return false };
-        let bit = 1 << (block.0 % 64);
-        let was_there = *word & bit != 0;
-        *word &= !bit;
-        was_there
-    }
-
-    /// Removes every block that is in another set over as many blocks.
-    pub(crate) fn remove_all(&mut self, other: &Self) {
-        for (word, other) in self.words.iter_mut().zip(&other.words) {
-            *word &= !other;
-        }
-    }
-
-    pub(crate) fn contains(&self, block: Block) -> bool {
-        self.words.get(block.index() / 64).is_some_and(|word| word & (1 << (block.0 % 64)) != 0)
-    }
-
-    pub(crate) fn iter(&self) -> impl Iterator<Item = Block> + '_ {
-        (0..self.blocks).map(Block).filter(|&block| self.contains(block))
-    }
-
-    pub(crate) fn len(&self) -> u32 {
-        self.words.iter().map(|word| word.count_ones()).sum()
-    }
-}
-
 /// Fisher and Yates, with SplitMix64 for numbers.
 fn shuffle(blocks: &mut [Block], seed: u64) {
     let mut state = seed;
@@ -166,10 +117,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn set(blocks: &[u32]) -> Bitmap {
-        let mut set = Bitmap::new(1000);
-        blocks.iter().for_each(|&block| set.insert(Block(block)));
-        set
+    fn set(blocks: &[u32]) -> Runs {
+        blocks.iter().map(|&block| block..block + 1).collect()
     }
 
     fn group(filled_by: FilledBy, blocks: &[u32]) -> AccessGroup {

@@ -20,6 +20,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use crate::budget::{self, Budget};
 use crate::bytes::Bytes;
 use crate::error::{Flaw, ImageError};
 use crate::footer::{Footer, Kind};
@@ -31,7 +32,7 @@ use crate::source::Source;
 /// Images in one chain at most: each is an open file.
 pub const CHAIN_MAX: usize = 256;
 
-const PATH_BYTES_MAX: usize = 4096;
+pub(crate) const PATH_BYTES_MAX: usize = 4096;
 
 /// One file of a chain.
 pub(crate) struct Layer {
@@ -43,6 +44,8 @@ pub(crate) struct Layer {
     pub(crate) first: u32,
     /// Bytes of the files before it.
     pub(crate) start: u64,
+    /// What this file has, whatever newer ones have.
+    pub(crate) own: Own,
 }
 
 /// Which image another one builds on.
@@ -97,7 +100,7 @@ impl Layer {
         let geometry = header.geometry;
         let footer = source.read_footer(&geometry)?;
         source.check_pair(&header, &footer)?;
-        Ok((Self { source, geometry, footer, first: 0, start: 0 }, header))
+        Ok((Self { source, geometry, footer, first: 0, start: 0, own: Own::default() }, header))
     }
 
     /// Opens a file that is known to have blocks of these sizes.
@@ -105,7 +108,7 @@ impl Layer {
         let mut source = Source::open(path)?;
         source.read_tail();
         let footer = source.read_footer(&geometry)?;
-        Ok(Self { source, geometry, footer, first: 0, start: 0 })
+        Ok(Self { source, geometry, footer, first: 0, start: 0, own: Own::default() })
     }
 
     /// Checks what opening it within a chain does not look at.
@@ -125,17 +128,23 @@ impl Layer {
     }
 
     /// The image it builds on, if any.
-    pub(crate) fn parent(&self) -> Result<Option<Parent>, ImageError> {
-        self.source.parse(&self.footer, Kind::Parent, Parent::parse)
+    pub(crate) fn parent(&self, budget: &mut Budget) -> Result<Option<Parent>, ImageError> {
+        self.source.parse(&self.footer, Kind::Parent, budget, |bytes, _| Parent::parse(&bytes))
     }
 
-    fn index(&self) -> Result<Index, ImageError> {
+    /// Bytes of tables of placements that this file explains.
+    fn table_bytes_max(&self, is_first: bool) -> u64 {
+        budget::table_bytes_max(self.source.file_bytes(), is_first)
+    }
+
+    fn index(&self, budget: &mut Budget, is_first: bool) -> Result<Index, ImageError> {
         let (source, footer) = (&self.source, &self.footer);
         let (version, geometry) = (footer.version, &self.geometry);
         let at = footer.section(Kind::Index).ok_or_else(|| source.missing(Kind::Index))?;
         let limit = index::bytes_max(version, geometry, footer.locality_blocks);
-        let bytes = source.read_section(at, limit)?;
-        index::parse(&bytes, version, geometry, footer.locality_blocks)
+        let bytes = source.read_section(at, limit, budget)?;
+        let room = self.table_bytes_max(is_first);
+        index::parse(&bytes, version, geometry, footer.locality_blocks, room)
             .map_err(|flaw| source.flaw(flaw.shifted(at.offset)))
     }
 
@@ -181,13 +190,14 @@ fn other_identity(found: Identity, parent: &Parent) -> Option<String> {
 pub(crate) struct Chain {
     pub(crate) layers: Vec<Layer>,
     pub(crate) index: Index,
-    pub(crate) own: Own,
     /// How the blocks of the image's own file are arranged.
     pub(crate) organization: Organization,
+    /// What is left of it.
+    pub(crate) budget: Budget,
 }
 
 /// What an image's own file has.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct Own {
     pub(crate) stored_blocks: u32,
     pub(crate) stored_bytes: u64,
@@ -208,11 +218,13 @@ impl Own {
 impl Chain {
     /// Opens an image and all it builds on. Its parent is at `moved`, if that is given, or else where the image says.
     pub(crate) fn open(path: &Path, moved: Option<&Path>) -> Result<Self, ImageError> {
-        let (layer, header) = Layer::open(path)?;
-        let index = layer.index()?;
-        let own = Own::of(&index);
+        let (mut layer, header) = Layer::open(path)?;
+        let mut budget = Budget::of_file(layer.source.file_bytes());
+        let mut index = layer.index(&mut budget, true)?;
+        layer.own = Own::of(&index);
+        index.forget_zeros();
         let organization = header.organization;
-        let mut chain = Self { layers: vec![layer], index, own, organization };
+        let mut chain = Self { layers: vec![layer], index, organization, budget };
         let mut at = moved;
         while chain.add_parent(at.take())? {}
         Ok(chain)
@@ -221,7 +233,7 @@ impl Chain {
     /// Opens the parent of the oldest image so far. False if it has none.
     fn add_parent(&mut self, moved: Option<&Path>) -> Result<bool, ImageError> {
         let Some(oldest) = self.layers.last() else { return Ok(false) };
-        let Some(mut parent) = oldest.parent()? else { return Ok(false) };
+        let Some(mut parent) = oldest.parent(&mut self.budget)? else { return Ok(false) };
         if let Some(moved) = moved {
             parent = Parent::of(oldest.path(), moved, parent.identity)?;
         }
@@ -242,7 +254,11 @@ impl Chain {
         if blocks > u64::from(u32::MAX) {
             return Err(ImageError::ChainTooLong { path: self.layers[0].path().to_owned() });
         }
-        self.index.add_older(&layer.index()?);
+        self.budget.add_file(layer.source.file_bytes());
+        let older = layer.index(&mut self.budget, false)?;
+        layer.own = Own::of(&older);
+        self.index.placements.add_room(layer.table_bytes_max(false));
+        self.index.add_older(&older);
         // The next one's place is in it.
         if let Some(newer) = self.layers.iter_mut().skip(1).last() {
             newer.source.forget_tail();

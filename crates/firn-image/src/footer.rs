@@ -18,6 +18,7 @@
 //! the file belongs to something that is checked.
 
 use crate::bytes::Bytes;
+use crate::chain::PATH_BYTES_MAX;
 use crate::error::Flaw;
 use crate::geometry::Geometry;
 use crate::header::{Identity, check_seal, parse_version, seal};
@@ -34,6 +35,12 @@ pub const SECTION_BYTES_MAX: u64 = 1 << 30;
 
 /// Bytes of the metadata and of the region map at most, both JSON.
 pub const JSON_BYTES_MAX: u64 = 16 << 20;
+
+/// Values in the metadata or the region map at most: each takes hundreds of bytes of memory.
+pub const JSON_VALUES_MAX: usize = 32_768;
+
+/// Bytes of the parent section at most: an identity and a path.
+const PARENT_BYTES_MAX: u64 = 16 + PATH_BYTES_MAX as u64;
 
 const MAGIC: [u8; 8] = *b"FIRN-END";
 const PLACE: &str = "footer";
@@ -55,7 +62,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Meta,
         Self::Regions,
         Self::DeviceState,
@@ -82,11 +89,12 @@ impl Kind {
         }
     }
 
-    /// Bytes it has at most when decoded. JSON takes many times its length in memory, so there may be less of it. The
-    /// index has a limit of its own, which follows from the geometry.
+    /// Bytes it has at most when decoded, however long the file is: see `budget` for what its length explains. The index
+    /// has a limit of its own, which follows from the geometry.
     pub(crate) fn bytes_max(self) -> u64 {
         match self {
             Self::Meta | Self::Regions => JSON_BYTES_MAX,
+            Self::Parent => PARENT_BYTES_MAX,
             _ => SECTION_BYTES_MAX,
         }
     }

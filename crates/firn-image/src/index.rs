@@ -82,6 +82,11 @@ impl Index {
         self.used.len() as u32
     }
 
+    /// Drops what only an index that is added to a newer one needs.
+    pub(crate) fn forget_zeros(&mut self) {
+        self.zeros = Vec::new();
+    }
+
     /// Adds what an older image has of the memory blocks that this one says nothing of. Its locality blocks follow those
     /// that are here already.
     pub(crate) fn add_older(&mut self, older: &Self) {
@@ -117,12 +122,13 @@ pub(crate) fn bytes_max(version: u32, geometry: &Geometry, locality_blocks: u32)
     HEAD_BYTES as u64 + locality_blocks * 12 + stored * 15 + (blocks / 2 + 1) * 8
 }
 
-/// Takes an index apart and checks all of it.
+/// Takes an index apart and checks all of it. Tables of placements take `table_bytes_max` bytes at most.
 pub(crate) fn parse(
     bytes: &[u8],
     version: u32,
     geometry: &Geometry,
     locality_blocks: u32,
+    table_bytes_max: u64,
 ) -> Result<Index, Flaw> {
     let mut bytes = Bytes::new(PLACE, bytes);
     let (n, m) = (bytes.u32()?, bytes.u32()? as usize);
@@ -137,7 +143,7 @@ pub(crate) fn parse(
     let rows = parse_rows(&mut bytes, m)?;
     let (firsts, lens) = (bytes.column::<4>(z)?.numbers(), bytes.column::<4>(z)?.numbers());
     bytes.end()?;
-    let mut placements = Placements::new(geometry.blocks(), m);
+    let mut placements = Placements::new(geometry.blocks(), m, table_bytes_max);
     let zeros: Vec<_> = firsts.zip(lens.map(|less_one| less_one.wrapping_add(1))).collect();
     let zero_blocks = place_zeros(&zeros, &mut placements)?;
     let entries = parse_entries(rows, &starts, geometry)?;
@@ -263,7 +269,9 @@ impl Index {
         for (counts, entry) in counts.iter_mut().zip(&self.entries).rev() {
             *counts = self.placements.set_stored(entry.block, LocalityBlockId(0), 0);
         }
-        let (entries, starts) = (std::mem::take(&mut self.entries), self.starts.clone());
+        let listed = counts.iter().filter(|&&counts| counts).count();
+        let entries = std::mem::replace(&mut self.entries, Vec::with_capacity(listed));
+        let starts = self.starts.clone();
         for (id, pair) in starts.windows(2).enumerate() {
             let range = pair[0] as usize..pair[1] as usize;
             let start = self.entries.len();
@@ -334,7 +342,7 @@ mod tests {
     #[test]
     fn what_goes_in_comes_out() {
         let geometry = Geometry::new(200);
-        let index = parse(&builder().encode(), 1, &geometry, 2).unwrap();
+        let index = parse(&builder().encode(), 1, &geometry, 2, u64::MAX).unwrap();
         assert_eq!(index.entries_of(LocalityBlockId(0)).unwrap()[1], entry(3, 100, 8192));
         assert_eq!(index.entries_of(LocalityBlockId(1)).unwrap(), [entry(99, 0, 1)]);
         assert_eq!(index.entries_of(LocalityBlockId(2)), None);
@@ -373,10 +381,10 @@ mod tests {
         for (at, value) in [(0, 3), (4, 9), (8, 1), (12, 1), (20, 0), (21, 99), (40, 200)] {
             let mut bad = good.clone();
             bad[at] = value;
-            assert!(parse(&bad, 1, &geometry, 2).is_err(), "byte {at}");
+            assert!(parse(&bad, 1, &geometry, 2, u64::MAX).is_err(), "byte {at}");
         }
         for len in 0..good.len() {
-            assert!(parse(&good[..len], 1, &geometry, 2).is_err(), "length {len}");
+            assert!(parse(&good[..len], 1, &geometry, 2, u64::MAX).is_err(), "length {len}");
         }
     }
 
@@ -389,7 +397,7 @@ mod tests {
         assert!(builder.add_zero(Block(7)).is_ok());
         assert_eq!((builder.stored_blocks(), builder.zero_blocks()), (2, 1));
         assert_eq!(builder.stored_bytes(), 70);
-        parse(&builder.encode(), 2, &geometry, 2).unwrap()
+        parse(&builder.encode(), 2, &geometry, 2, u64::MAX).unwrap()
     }
 
     #[test]
@@ -407,7 +415,7 @@ mod tests {
     fn an_older_image_has_what_the_newer_one_does_not_mention() {
         let mut index = again();
         let geometry = Geometry::new(200);
-        index.add_older(&parse(&builder().encode(), 1, &geometry, 2).unwrap());
+        index.add_older(&parse(&builder().encode(), 1, &geometry, 2, u64::MAX).unwrap());
         assert_eq!(index.locality_blocks(), 4);
         assert_eq!(index.entries_of(LocalityBlockId(2)).unwrap(), [], "both are newer above");
         assert_eq!(index.entries_of(LocalityBlockId(3)).unwrap(), [entry(99, 0, 1)]);

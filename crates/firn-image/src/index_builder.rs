@@ -3,10 +3,11 @@
 use firn_types::Block;
 use twox_hash::XxHash3_64;
 
-use crate::arrange::Bitmap;
+use crate::bitmap::Bitmap;
 use crate::geometry::Geometry;
 use crate::index::{HEAD_BYTES, LISTED_MAX, check_entry};
 use crate::locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId};
+use crate::runs::Runs;
 use crate::steps::steps;
 
 /// Whether a memory block may be listed again.
@@ -28,6 +29,8 @@ pub(crate) struct IndexBuilder {
     entries: Vec<Entry>,
     stored: Bitmap,
     zeros: Bitmap,
+    /// More zero blocks, none of which is in either set.
+    zero_runs: Runs,
 }
 
 /// Why a locality block can't be added.
@@ -49,6 +52,7 @@ impl IndexBuilder {
             entries: Vec::new(),
             stored: Bitmap::new(geometry.blocks()),
             zeros: Bitmap::new(geometry.blocks()),
+            zero_runs: Runs::default(),
         }
     }
 
@@ -69,7 +73,12 @@ impl IndexBuilder {
     }
 
     pub(crate) fn zero_blocks(&self) -> u32 {
-        self.zeros.len()
+        self.zeros.len() + self.zero_runs.len()
+    }
+
+    /// Records zero blocks, before anything else is.
+    pub(crate) fn set_zeros(&mut self, zeros: Runs) {
+        self.zero_runs = zeros;
     }
 
     /// Adds the next locality block.
@@ -121,6 +130,9 @@ impl IndexBuilder {
             return Err(Refusal::Range(block));
         }
         let was_recorded = self.stored.take(block) | self.zeros.take(block);
+        if !self.zero_runs.is_empty() && self.zero_runs.contains(block) {
+            return Err(Refusal::Twice(block));
+        }
         match self.listing {
             Listing::Once if was_recorded => Err(Refusal::Twice(block)),
             Listing::Last if self.is_full() => Err(Refusal::TooOften),
@@ -159,13 +171,8 @@ impl IndexBuilder {
 
     /// Zero blocks as runs, each as long as can be: (first, length in blocks).
     fn zero_runs(&self) -> Vec<(u32, u32)> {
-        let mut runs: Vec<(u32, u32)> = Vec::new();
-        for Block(block) in self.zeros.iter() {
-            match runs.last_mut() {
-                Some((first, len)) if *first + *len == block => *len += 1,
-                _ => runs.push((block, 1)),
-            }
-        }
-        runs
+        let noted: Runs = self.zeros.iter().map(|block| block.0..block.0 + 1).collect();
+        let all = noted.union(&self.zero_runs);
+        all.each().map(|run| (run.start, run.end - run.start)).collect()
     }
 }

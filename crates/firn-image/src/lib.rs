@@ -25,7 +25,10 @@
 #![forbid(unsafe_code)]
 
 mod arrange;
+mod auxiliary;
+mod bitmap;
 mod blocks;
+mod budget;
 mod bytes;
 mod chain;
 mod codec;
@@ -44,12 +47,14 @@ mod placement;
 mod reader;
 mod rebase;
 mod reorder;
+mod runs;
 mod sections;
 mod source;
 mod steps;
 mod verify;
 mod writer;
 
+pub use auxiliary::{AUX_BLOCKS_MAX, AuxInfo, AuxPiece};
 pub use blocks::ReadOrder;
 pub use chain::CHAIN_MAX;
 pub use codec::{Codec, CodecError, StoredAs, ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
@@ -57,7 +62,7 @@ pub use compare::{Mismatch, compare};
 pub use compress::{Compressed, PackedBlock, checksum, compress};
 pub use decode::DecodeError;
 pub use error::{BlockError, Flaw, ImageError};
-pub use footer::{FOOTER_BYTES, JSON_BYTES_MAX, SECTION_BYTES_MAX};
+pub use footer::{FOOTER_BYTES, JSON_BYTES_MAX, JSON_VALUES_MAX, SECTION_BYTES_MAX};
 pub use geometry::{
     Geometry, GeometryError, HEADER_BYTES, LOCALITY_BLOCK_BYTES_DEFAULT, LOCALITY_BLOCK_BYTES_MAX,
     LOCALITY_BLOCK_BYTES_MIN, Organization, OrganizationError,
@@ -66,9 +71,9 @@ pub use header::VERSION;
 pub use locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlockId, Packer};
 pub use partial::{abandon_partial, remove_partial};
 pub use placement::Placement;
-pub use reader::Image;
+pub use reader::{ChainFile, Image};
 pub use rebase::{merge, rebase};
 pub use reorder::{ListedWorkingSet, Reorder, reorder};
 pub use sections::{AuxBlock, Sections};
-pub use verify::{Problem, VerifyReport, verify};
+pub use verify::{PROBLEMS_MAX, Problem, VerifyReport, verify};
 pub use writer::{Draft, Summary, Writer};

@@ -2,15 +2,21 @@
 //!
 //! ```text
 //!   directory, one entry per 256 memory blocks        leaves, 256 to a table
-//!   | untouched | zero | table 0 | untouched | ...    | lb 3 slot 7 | zero | untouched | lb 3 slot 8 | ...
+//!   | untouched | zero | table 0 | sparse | ...       | lb 3 slot 7 | zero | untouched | lb 3 slot 8 | ...
 //! ```
 //!
 //! A chunk that is zero or untouched throughout costs four bytes. What is allocated therefore grows with what an index
-//! holds, not with the RAM size a damaged or hostile one claims.
+//! holds, not with the RAM size a damaged or hostile one claims: the directory of a large guest has larger chunks, and is
+//! in memory only where it is used; and once tables have taken all that the file explains, chunks become sparse, with a
+//! look-up in a tree of runs.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
 
 use firn_types::Block;
 
 use crate::locality::LocalityBlockId;
+use crate::runs::Runs;
 
 /// What an image has of a memory block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,11 +34,18 @@ pub enum Placement {
     },
 }
 
-const CHUNK: usize = 256;
+/// Memory blocks in a chunk at least.
+const CHUNK_MIN: usize = 256;
 
-/// A directory entry for a chunk without a table of its own.
-const ALL_UNTOUCHED: u32 = u32::MAX;
-const ALL_ZERO: u32 = u32::MAX - 1;
+/// Chunks at most: guests of more than 8 TiB have larger ones.
+const CHUNKS_MAX: usize = 4 << 20;
+
+/// Directory entries for chunks without a table of their own. Untouched is zero, so that the kernel provides memory for
+/// those only that are written.
+const ALL_UNTOUCHED: u32 = 0;
+const ALL_ZERO: u32 = 1;
+const SPARSE: u32 = 2;
+const FIRST_TABLE: u32 = 3;
 
 /// Slot numbers past every real one.
 const SLOT_UNTOUCHED: u16 = u16::MAX;
@@ -47,35 +60,63 @@ struct Leaf {
 const UNTOUCHED: Leaf = Leaf { locality_block: 0, slot: SLOT_UNTOUCHED };
 const ZERO: Leaf = Leaf { locality_block: 0, slot: SLOT_ZERO };
 
+impl Leaf {
+    fn placement(self) -> Placement {
+        match self {
+            UNTOUCHED => Placement::Untouched,
+            ZERO => Placement::Zero,
+            Self { locality_block, slot } => {
+                Placement::Stored { locality_block: LocalityBlockId(locality_block), slot }
+            }
+        }
+    }
+}
+
 /// The placements of all memory blocks.
 pub(crate) struct Placements {
     directory: Vec<u32>,
     leaves: Vec<Leaf>,
+    /// Runs in sparse chunks, by their first block: where they end, and what they are.
+    sparse: BTreeMap<u32, (u32, Leaf)>,
     blocks: u32,
+    /// Memory blocks in a chunk, as a power of two.
+    shift: u32,
+    /// How many bytes tables may still take.
+    room: u64,
 }
 
 impl Placements {
-    /// All `blocks` memory blocks untouched, with room for about `stored` that are not.
-    pub(crate) fn new(blocks: u32, stored: usize) -> Self {
-        let chunks = (blocks as usize).div_ceil(CHUNK);
-        let expected = stored.next_multiple_of(CHUNK).min(chunks * CHUNK);
-        let leaves = Vec::with_capacity(expected);
-        Self { directory: vec![ALL_UNTOUCHED; chunks], leaves, blocks }
+    /// All `blocks` memory blocks untouched, with room for about `stored` that are not. Tables take `room` bytes at most.
+    pub(crate) fn new(blocks: u32, stored: usize, room: u64) -> Self {
+        let chunk = (blocks as usize).div_ceil(CHUNKS_MAX).next_power_of_two().max(CHUNK_MIN);
+        let chunks = (blocks as usize).div_ceil(chunk);
+        let room_for = (room / size_of::<Leaf>() as u64).min((chunks * chunk) as u64) as usize;
+        let leaves = Vec::with_capacity(stored.next_multiple_of(chunk).min(room_for));
+        let directory = vec![ALL_UNTOUCHED; chunks];
+        let shift = chunk.trailing_zeros();
+        Self { directory, leaves, sparse: BTreeMap::new(), blocks, shift, room }
+    }
+
+    /// Memory blocks in a chunk.
+    fn chunk(&self) -> usize {
+        1 << self.shift
+    }
+
+    /// Lets tables take more bytes.
+    pub(crate) fn add_room(&mut self, bytes: u64) {
+        self.room = self.room.saturating_add(bytes);
     }
 
     /// Where a memory block is; untouched if it is past the last.
     pub(crate) fn get(&self, block: Block) -> Placement {
         let index = block.index();
-        let leaf = match self.directory.get(index / CHUNK) {
-            None | Some(&ALL_UNTOUCHED) => return Placement::Untouched,
-            Some(&ALL_ZERO) => return self.zero_unless_past(block),
-            Some(&table) => self.leaves.get(table as usize * CHUNK + index % CHUNK),
-        };
-        match leaf {
-            None | Some(&UNTOUCHED) => Placement::Untouched,
-            Some(&ZERO) => Placement::Zero,
-            Some(&Leaf { locality_block, slot }) => {
-                Placement::Stored { locality_block: LocalityBlockId(locality_block), slot }
+        match self.directory.get(index >> self.shift) {
+            None | Some(&ALL_UNTOUCHED) => Placement::Untouched,
+            Some(&ALL_ZERO) => self.zero_unless_past(block),
+            Some(&SPARSE) => self.run_of(block.0).map_or(Placement::Untouched, Leaf::placement),
+            Some(&table) => {
+                let leaf = self.leaves.get(self.first_leaf(table) + (index & (self.chunk() - 1)));
+                leaf.map_or(Placement::Untouched, |leaf| leaf.placement())
             }
         }
     }
@@ -84,90 +125,165 @@ impl Placements {
         if block.0 < self.blocks { Placement::Zero } else { Placement::Untouched }
     }
 
+    fn first_leaf(&self, table: u32) -> usize {
+        ((table - FIRST_TABLE) as usize) << self.shift
+    }
+
+    /// What a block of a sparse chunk is, if it is in a run.
+    fn run_of(&self, block: u32) -> Option<Leaf> {
+        let (_, &(end, leaf)) = self.sparse.range(..=block).next_back()?;
+        (block < end).then_some(leaf)
+    }
+
     /// Records a stored block. False, and nothing changes, if it is past the last block or recorded already.
     pub(crate) fn set_stored(&mut self, block: Block, id: LocalityBlockId, slot: u16) -> bool {
-        self.set(block, Leaf { locality_block: id.0, slot })
+        let (index, leaf) = (block.index(), Leaf { locality_block: id.0, slot });
+        if block.0 >= self.blocks {
+            return false;
+        }
+        match self.used(index >> self.shift) {
+            ALL_ZERO => false,
+            SPARSE => self.fill_sparse(block.0..block.0 + 1, leaf) == 1,
+            table => {
+                let at = self.first_leaf(table) + (index & (self.chunk() - 1));
+                match self.leaves.get_mut(at) {
+                    Some(old) if *old == UNTOUCHED => {
+                        *old = leaf;
+                        true
+                    }
+                    _ => false,
+                }
+            }
+        }
     }
 
     /// Records `len` zero blocks from `first` on. False if one is past the last block, or recorded already.
     pub(crate) fn set_zero(&mut self, first: Block, len: u32) -> bool {
-        let (start, end) = (first.index(), first.index() + len as usize);
-        if end > self.blocks as usize {
-            return false;
-        }
-        let inner = start.next_multiple_of(CHUNK)..(end - end % CHUNK);
-        if inner.is_empty() {
-            return (start..end).all(|block| self.set(Block(block as u32), ZERO));
-        }
-        (start..inner.start).all(|block| self.set(Block(block as u32), ZERO))
-            && self.set_chunks_zero(inner.start / CHUNK..inner.end / CHUNK)
-            && (inner.end..end).all(|block| self.set(Block(block as u32), ZERO))
-    }
-
-    fn set_chunks_zero(&mut self, chunks: std::ops::Range<usize>) -> bool {
-        let Some(chunks) = self.directory.get_mut(chunks) else { return false };
-        let free = chunks.iter().all(|&entry| entry == ALL_UNTOUCHED);
-        chunks.fill(ALL_ZERO);
-        free
-    }
-
-    fn set(&mut self, block: Block, leaf: Leaf) -> bool {
-        if block.0 >= self.blocks {
-            return false;
-        }
-        let Some(table) = self.table_of(block.index() / CHUNK) else { return false };
-        let Some(old) = self.leaves.get_mut(table * CHUNK + block.index() % CHUNK) else {
-            return false;
-        };
-        let free = *old == UNTOUCHED;
-        if free {
-            *old = leaf;
-        }
-        free
+        let end = first.index() + len as usize;
+        end <= self.blocks as usize && self.fill_zero(first, len) == len
     }
 
     /// Tells a stored block another slot.
     pub(crate) fn move_to(&mut self, block: Block, id: LocalityBlockId, slot: u16) {
-        if let Some(table) = self.table_of(block.index() / CHUNK)
-            && let Some(leaf) = self.leaves.get_mut(table * CHUNK + block.index() % CHUNK)
-        {
-            *leaf = Leaf { locality_block: id.0, slot };
+        let (index, new) = (block.index(), Leaf { locality_block: id.0, slot });
+        match self.directory.get(index >> self.shift) {
+            None | Some(&(ALL_UNTOUCHED | ALL_ZERO)) => {}
+            Some(&SPARSE) => {
+                if let Some((_, leaf)) = self.sparse.get_mut(&block.0) {
+                    *leaf = new;
+                }
+            }
+            Some(&table) => {
+                let at = self.first_leaf(table) + (index & (self.chunk() - 1));
+                if let Some(leaf) = self.leaves.get_mut(at) {
+                    *leaf = new;
+                }
+            }
         }
     }
 
     /// Records as zero what is untouched of `len` blocks from `first` on. Gives how many blocks that were.
     pub(crate) fn fill_zero(&mut self, first: Block, len: u32) -> u32 {
         let end = (first.index() + len as usize).min(self.blocks as usize);
-        let (mut at, mut filled) = (first.index(), 0);
+        let (mut at, mut filled, chunk) = (first.index(), 0, self.chunk());
         while at < end {
-            let next = (at - at % CHUNK + CHUNK).min(end);
-            filled += self.fill_part_zero(at, next);
+            let next = (((at >> self.shift) + 1) << self.shift).min(end);
+            filled += match self.directory.get_mut(at >> self.shift) {
+                Some(entry) if next - at == chunk && *entry == ALL_UNTOUCHED => {
+                    *entry = ALL_ZERO;
+                    chunk as u32
+                }
+                _ => self.fill(at..next, ZERO),
+            };
             at = next;
         }
         filled
     }
 
-    /// The same within one chunk.
-    fn fill_part_zero(&mut self, start: usize, end: usize) -> u32 {
-        let is_whole = end - start == CHUNK;
-        match self.directory.get_mut(start / CHUNK) {
-            Some(entry) if is_whole && *entry == ALL_UNTOUCHED => {
-                *entry = ALL_ZERO;
-                CHUNK as u32
+    /// Records what is untouched of some blocks of one chunk. Gives how many blocks that were.
+    fn fill(&mut self, range: Range<usize>, new: Leaf) -> u32 {
+        let chunk = range.start >> self.shift;
+        match self.used(chunk) {
+            ALL_ZERO => 0,
+            SPARSE => self.fill_sparse(range.start as u32..range.end as u32, new),
+            table => {
+                let base = self.first_leaf(table);
+                let within = base + (range.start & (self.chunk() - 1))..;
+                let leaves = self.leaves.get_mut(within).unwrap_or_default();
+                let free = leaves.iter_mut().take(range.len()).filter(|leaf| **leaf == UNTOUCHED);
+                free.map(|leaf| *leaf = new).count() as u32
             }
-            Some(_) => (start..end).filter(|&it| self.set(Block(it as u32), ZERO)).count() as u32,
-            None => 0,
         }
     }
 
-    /// The table of a chunk, made if it has none. `None` if the chunk is zero throughout.
-    fn table_of(&mut self, chunk: usize) -> Option<usize> {
-        let entry = self.directory.get_mut(chunk)?;
-        if *entry == ALL_UNTOUCHED {
-            *entry = (self.leaves.len() / CHUNK) as u32;
-            self.leaves.resize(self.leaves.len() + CHUNK, UNTOUCHED);
+    fn fill_sparse(&mut self, range: Range<u32>, new: Leaf) -> u32 {
+        let before = self.sparse.range(..range.start).next_back().map(|(_, &(end, _))| end);
+        let mut at = range.start.max(before.unwrap_or(0));
+        let mut gaps = Vec::new();
+        for (&start, &(end, _)) in self.sparse.range(range.clone()) {
+            gaps.push(at..start);
+            at = at.max(end);
         }
-        (*entry != ALL_ZERO).then_some(*entry as usize)
+        gaps.push(at..range.end);
+        let mut filled = 0;
+        for gap in gaps.into_iter().filter(|gap| !gap.is_empty()) {
+            filled += gap.end - gap.start;
+            self.sparse.insert(gap.start, (gap.end, new));
+        }
+        filled
+    }
+
+    /// The directory entry of a chunk that is about to hold something: a table, if there is room for one.
+    fn used(&mut self, chunk: usize) -> u32 {
+        let bytes = (self.chunk() * size_of::<Leaf>()) as u64;
+        let tables = (self.leaves.len() >> self.shift) as u32;
+        let leaves = self.leaves.len() + self.chunk();
+        let Some(entry) = self.directory.get_mut(chunk) else { return ALL_ZERO };
+        if *entry != ALL_UNTOUCHED {
+            return *entry;
+        }
+        *entry = match self.room.checked_sub(bytes) {
+            Some(room) => {
+                self.room = room;
+                self.leaves.resize(leaves, UNTOUCHED);
+                FIRST_TABLE + tables
+            }
+            None => SPARSE,
+        };
+        *entry
+    }
+
+    /// All zero blocks.
+    pub(crate) fn zeros(&self) -> Runs {
+        self.runs(|leaf| leaf == ZERO)
+    }
+
+    /// All stored blocks.
+    pub(crate) fn stored(&self) -> Runs {
+        self.runs(|leaf| leaf != ZERO && leaf != UNTOUCHED)
+    }
+
+    fn runs(&self, is_wanted: impl Fn(Leaf) -> bool) -> Runs {
+        let mut runs = Runs::default();
+        for (chunk, &entry) in self.directory.iter().enumerate() {
+            let start = chunk << self.shift;
+            let chunk = start as u32..(start + self.chunk()).min(self.blocks as usize) as u32;
+            match entry {
+                ALL_UNTOUCHED => {}
+                ALL_ZERO if is_wanted(ZERO) => runs.push(chunk),
+                ALL_ZERO => {}
+                SPARSE => {
+                    let within = self.sparse.range(chunk).filter(|(_, (_, leaf))| is_wanted(*leaf));
+                    within.for_each(|(&start, &(end, _))| runs.push(start..end));
+                }
+                table => {
+                    let leaves = self.leaves.get(self.first_leaf(table)..).unwrap_or_default();
+                    let wanted = chunk.zip(leaves).filter(|(_, leaf)| is_wanted(**leaf));
+                    wanted.for_each(|(block, _)| runs.push(block..block + 1));
+                }
+            }
+        }
+        runs
     }
 }
 
@@ -182,7 +298,7 @@ mod tests {
 
     #[test]
     fn nothing_is_recorded_twice() {
-        let mut map = Placements::new(1000, 0);
+        let mut map = Placements::new(1000, 0, u64::MAX);
         assert!(map.set_zero(Block(10), 700));
         assert!(!map.set_stored(Block(10), LocalityBlockId(0), 0));
         assert!(!map.set_stored(Block(300), LocalityBlockId(0), 0));
@@ -194,7 +310,7 @@ mod tests {
 
     #[test]
     fn past_the_end_is_untouched() {
-        let mut map = Placements::new(300, 0);
+        let mut map = Placements::new(300, 0, u64::MAX);
         assert!(map.set_zero(Block(0), 300));
         assert_eq!(map.get(Block(299)), Placement::Zero);
         assert_eq!(map.get(Block(300)), Placement::Untouched);
@@ -203,7 +319,7 @@ mod tests {
 
     #[test]
     fn zeros_fill_what_is_untouched() {
-        let mut map = Placements::new(1000, 0);
+        let mut map = Placements::new(1000, 0, u64::MAX);
         assert!(map.set_stored(Block(300), LocalityBlockId(1), 2) && map.set_zero(Block(301), 9));
         assert_eq!(map.fill_zero(Block(290), 600), 590);
         assert_eq!(map.fill_zero(Block(880), 999), 110);
@@ -213,8 +329,24 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_guest_costs_what_it_uses() {
+        let mut map = Placements::new(u32::MAX - 64, 0, 1 << 20);
+        assert_eq!((map.directory.len(), map.chunk()), (4 << 20, 1024));
+        for chunk in 0..1000 {
+            assert!(map.set_zero(Block(chunk * 4096), 3));
+        }
+        assert_eq!((map.leaves.len() * 8, map.sparse.len()), (1 << 20, 1000 - 128));
+        assert!(map.set_stored(Block(999 * 4096 + 3), LocalityBlockId(1), 2));
+        assert!(!map.set_stored(Block(999 * 4096 + 2), LocalityBlockId(1), 2));
+        map.move_to(Block(999 * 4096 + 3), LocalityBlockId(1), 0);
+        assert_eq!(map.get(Block(999 * 4096 + 3)), stored(1, 0));
+        assert_eq!(map.fill_zero(Block(999 * 4096), 10), 6);
+        assert_eq!((map.zeros().len(), map.stored().len()), (3006, 1));
+    }
+
+    #[test]
     fn a_stored_block_moves() {
-        let mut map = Placements::new(10, 0);
+        let mut map = Placements::new(10, 0, u64::MAX);
         assert!(map.set_stored(Block(3), LocalityBlockId(1), 2));
         map.move_to(Block(3), LocalityBlockId(1), 0);
         assert_eq!(map.get(Block(3)), stored(1, 0));
@@ -222,8 +354,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_a_map(runs in proptest::collection::vec((0u32..900, 1u32..600, any::<bool>()), 1..20)) {
-            let mut map = Placements::new(1500, 10);
+        fn it_is_a_map(
+            runs in proptest::collection::vec((0u32..900, 1u32..600, any::<bool>()), 1..20),
+            tables in 0u64..8,
+        ) {
+            let mut map = Placements::new(1500, 10, tables * 2048);
             let mut model = vec![Placement::Untouched; 1500];
             for (first, len, zero) in runs {
                 let range = first as usize..(first + len) as usize;
@@ -238,6 +373,14 @@ mod tests {
                     model[first as usize] = stored(len, 3);
                 }
             }
+            let blocks = |wanted: fn(&Placement) -> bool| -> Vec<Block> {
+                let all = model.iter().enumerate().filter(|(_, it)| wanted(it));
+                all.map(|(block, _)| Block(block as u32)).collect()
+            };
+            let zeros = blocks(|it| *it == Placement::Zero);
+            prop_assert_eq!(map.zeros().blocks().collect::<Vec<_>>(), zeros);
+            let stored = blocks(|it| matches!(it, Placement::Stored { .. }));
+            prop_assert_eq!(map.stored().blocks().collect::<Vec<_>>(), stored);
             for (block, expected) in model.into_iter().enumerate() {
                 prop_assert_eq!(map.get(Block(block as u32)), expected);
             }

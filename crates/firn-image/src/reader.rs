@@ -7,21 +7,23 @@
 //! An incremental image is opened with all that it builds on, and read as if it were one file: its locality blocks come
 //! first, then its parent's, and so on (see `chain`).
 
+use std::io::Read;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use firn_types::{Block, GuestPhys, RegionMap};
 use twox_hash::XxHash3_64;
 
 use crate::blocks::ReadOrder;
+use crate::budget::Budget;
 use crate::chain::{Chain, Layer, Own};
 use crate::error::ImageError;
-use crate::footer::{Footer, Kind};
+use crate::footer::{Footer, Kind, SectionAt};
 use crate::geometry::{Geometry, Organization};
 use crate::index::Index;
 use crate::locality::{Entry, FilledBy, LocalityBlockId};
-use crate::placement::Placement;
-use crate::sections::{self, AccessGroup, AuxBlock, Sections};
+use crate::placement::{Placement, Placements};
+use crate::sections::{self, AccessGroup, Sections};
 use crate::source::Source;
 use crate::writer::{Summary, overhead_bytes};
 
@@ -32,8 +34,20 @@ pub struct Image {
     sections: Sections,
     /// Over all of them.
     index: Index,
-    own: Own,
     organization: Organization,
+}
+
+/// One file of a chain, in numbers.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ChainFile {
+    /// The file.
+    pub path: PathBuf,
+    /// Its identity, in hexadecimal.
+    pub identity: String,
+    /// Length of the file in bytes.
+    pub file_bytes: u64,
+    /// Memory blocks that it stores or says are zero.
+    pub mentioned_blocks: u32,
 }
 
 impl Image {
@@ -48,13 +62,14 @@ impl Image {
     }
 
     fn of(chain: Chain) -> Result<Self, ImageError> {
-        let Chain { mut layers, index, own, organization } = chain;
+        let Chain { mut layers, index, organization, mut budget } = chain;
         let Layer { source, geometry, footer, .. } = &layers[0];
-        let sections = read_sections(source, footer, geometry)?;
-        // Decoded when asked for, which is rarely; but opening says whether it is damaged.
+        let sections = read_sections(source, footer, geometry, &mut budget)?;
+        // Decoded when asked for; but opening says whether they are damaged.
+        source.check_section(footer, Kind::AuxBlocks)?;
         source.check_section(footer, Kind::AccessOrder)?;
         layers.iter_mut().for_each(|layer| layer.source.forget_tail());
-        let image = Self { layers, sections, index, own, organization };
+        let image = Self { layers, sections, index, organization };
         image.advise(ReadOrder::Sequential);
         Ok(image)
     }
@@ -71,6 +86,16 @@ impl Image {
     /// Its own file, and those it builds on, the newest first.
     pub fn chain(&self) -> impl ExactSizeIterator<Item = &Path> {
         self.layers.iter().map(Layer::path)
+    }
+
+    /// The files of its chain in numbers, the newest first.
+    pub fn chain_files(&self) -> impl ExactSizeIterator<Item = ChainFile> {
+        self.layers.iter().map(|layer| ChainFile {
+            path: layer.path().to_owned(),
+            identity: layer.footer.identity.to_string(),
+            file_bytes: layer.footer.file_bytes(&layer.geometry),
+            mentioned_blocks: layer.own.stored_blocks.saturating_add(layer.own.zero_blocks),
+        })
     }
 
     /// A random number that tells it from every other image, in hexadecimal. A copy of the file has the same.
@@ -103,11 +128,6 @@ impl Image {
         &self.sections.device_state
     }
 
-    /// RAM beside guest RAM.
-    pub fn aux_blocks(&self) -> &[AuxBlock] {
-        &self.sections.aux_blocks
-    }
-
     /// Memory blocks the guest touched after the cut, in order of first access.
     pub fn working_set(&self) -> &[Block] {
         &self.sections.working_set
@@ -118,14 +138,44 @@ impl Image {
         &self.sections.page_table_roots
     }
 
+    /// What it holds beside memory blocks, but for auxiliary RAM.
     pub(crate) fn sections(&self) -> &Sections {
         &self.sections
+    }
+
+    /// A section to be read piece by piece, if there is one, and where it lies.
+    pub(crate) fn section_reader(
+        &self,
+        kind: Kind,
+    ) -> Result<Option<(Box<dyn Read>, SectionAt)>, ImageError> {
+        let Layer { source, footer, .. } = self.layer();
+        let Some(at) = footer.section(kind) else { return Ok(None) };
+        Ok(Some((source.section_reader(at)?, *at)))
+    }
+
+    /// A section as it is stored, if there is one. Its checksum was found right.
+    pub(crate) fn stored_section(
+        &self,
+        kind: Kind,
+    ) -> Result<Option<(SectionAt, Vec<u8>)>, ImageError> {
+        let Layer { source, footer, .. } = self.layer();
+        let Some(at) = footer.section(kind) else { return Ok(None) };
+        Ok(Some((*at, source.read_stored(at)?)))
+    }
+
+    pub(crate) fn section_flaw(&self, at: &SectionAt, problem: String) -> ImageError {
+        self.layer().source.section_flaw(at, problem)
+    }
+
+    /// Where all memory blocks are.
+    pub(crate) fn placements(&self) -> &Placements {
+        &self.index.placements
     }
 
     /// The image's own file in numbers.
     pub fn summary(&self) -> Summary {
         let geometry = self.geometry();
-        let Own { stored_blocks, stored_bytes, zero_blocks } = self.own;
+        let Own { stored_blocks, stored_bytes, zero_blocks } = self.layer().own;
         let footer = &self.layer().footer;
         let unmentioned_blocks = geometry.blocks() - stored_blocks - zero_blocks;
         let builds_on_another = self.layers.len() > 1;
@@ -219,7 +269,8 @@ impl Image {
     pub(crate) fn access_order(&self) -> Result<Option<Vec<AccessGroup>>, ImageError> {
         let Layer { source, footer, .. } = self.layer();
         let Some(at) = footer.section(Kind::AccessOrder) else { return Ok(None) };
-        let bytes = source.read_section(at, at.kind.bytes_max())?;
+        let mut budget = Budget::of_file(source.file_bytes());
+        let bytes = source.read_section(at, at.kind.bytes_max(), &mut budget)?;
         let groups = sections::parse_access_order(&bytes, &self.geometry());
         groups.map(Some).map_err(|flaw| source.flaw(flaw.shifted(at.offset)))
     }
@@ -239,21 +290,30 @@ fn read_sections(
     source: &Source,
     footer: &Footer,
     geometry: &Geometry,
+    budget: &mut Budget,
 ) -> Result<Sections, ImageError> {
     Ok(Sections {
-        meta: source.parse(footer, Kind::Meta, sections::parse_meta)?.unwrap_or_default(),
+        meta: source
+            .parse(footer, Kind::Meta, budget, |bytes, budget| {
+                sections::parse_meta(&bytes, budget)
+            })?
+            .unwrap_or_default(),
         regions: source
-            .parse(footer, Kind::Regions, |bytes| sections::parse_regions(bytes, geometry))?
+            .parse(footer, Kind::Regions, budget, |bytes, budget| {
+                sections::parse_regions(&bytes, geometry, budget)
+            })?
             .ok_or_else(|| source.missing(Kind::Regions))?,
         device_state: source
-            .parse(footer, Kind::DeviceState, |bytes| Ok(bytes.to_vec()))?
+            .parse(footer, Kind::DeviceState, budget, |bytes, _| Ok(bytes))?
             .unwrap_or_default(),
-        aux_blocks: source.parse(footer, Kind::AuxBlocks, sections::parse_aux)?.unwrap_or_default(),
+        aux_blocks: Vec::new(),
         working_set: source
-            .parse(footer, Kind::WorkingSet, |bytes| sections::parse_working_set(bytes, geometry))?
+            .parse(footer, Kind::WorkingSet, budget, |bytes, _| {
+                sections::parse_working_set(&bytes, geometry)
+            })?
             .unwrap_or_default(),
         page_table_roots: source
-            .parse(footer, Kind::PageTableRoots, sections::parse_roots)?
+            .parse(footer, Kind::PageTableRoots, budget, |bytes, _| sections::parse_roots(&bytes))?
             .unwrap_or_default(),
     })
 }

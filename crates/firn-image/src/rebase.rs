@@ -13,11 +13,10 @@ use std::path::Path;
 
 use firn_types::Block;
 
-use crate::arrange::Bitmap;
 use crate::error::ImageError;
-use crate::placement::Placement;
 use crate::reader::Image;
 use crate::reorder::{Reorder, Target, rewrite};
+use crate::runs::Runs;
 use crate::writer::Summary;
 
 /// Writes the checkpoint in `image` to `out` so that it needs no other image. `out` may be the image's own path.
@@ -66,18 +65,16 @@ fn onto(
     rewrite(image, &how, &Target { path: out, parent, identity }, progress)
 }
 
-/// Takes out of two sets what is in the parent as it is in the image, and puts in what is zero only in the image.
-pub(crate) fn leave_to(parent: &Image, image: &Image, stored: &mut Bitmap, zero: &mut Bitmap) {
+/// What an image on a parent has: which of the stored blocks are not there as they are in the parent, and which blocks are
+/// zero that the parent stores.
+pub(crate) fn leave_to(parent: &Image, image: &Image, stored: &Runs) -> (Runs, Runs) {
     let mut compare = Comparison::new(image);
-    for block in (0..image.geometry().blocks()).map(Block) {
-        let is_stored = |image: &Image| matches!(image.lookup(block), Placement::Stored { .. });
-        match (is_stored(image), is_stored(parent)) {
-            (false, true) => zero.insert(block),
-            (false, false) => drop(zero.take(block)),
-            (true, true) if compare.is_same(block, image, parent) => drop(stored.take(block)),
-            (true, _) => {}
-        }
-    }
+    let parents = parent.placements().stored();
+    let zero = parents.without(stored);
+    let differs =
+        |block: &Block| !parents.contains(*block) || !compare.is_same(*block, image, parent);
+    let differing = stored.blocks().filter(differs);
+    (differing.map(|block| block.0..block.0 + 1).collect(), zero)
 }
 
 /// Buffers to compare stored memory blocks with.

@@ -17,16 +17,16 @@ use std::thread;
 
 use firn_types::{Block, BlockSize, PAGE_SIZE, Page};
 
-use crate::arrange::{self, Bitmap, blocks_of};
+use crate::arrange::{self, blocks_of};
 use crate::codec::{Codec, StoredAs};
 use crate::compress::{Compressed, PackedBlock, compress};
 use crate::error::ImageError;
 use crate::geometry::{Geometry, Organization};
 use crate::header::Identity;
 use crate::locality::{FilledBy, LocalityBlockId, Packer};
-use crate::placement::Placement;
 use crate::reader::Image;
 use crate::rebase::leave_to;
+use crate::runs::Runs;
 use crate::sections::{AccessGroup, Sections};
 use crate::writer::{Draft, Summary, Writer};
 use crate::{ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
@@ -125,7 +125,7 @@ pub(crate) fn rewrite(
     let mut writer = target.writer(to, how.by)?;
     let (mut stored, mut zero) = survey(image, to);
     if let Some(parent) = target.parent {
-        leave_to(parent, image, &mut stored, &mut zero);
+        (stored, zero) = leave_to(parent, image, &stored);
     }
     let groups = match (how.by, &access_order) {
         (Organization::Physical, _) => arrange::physical(&stored),
@@ -133,7 +133,8 @@ pub(crate) fn rewrite(
         (Organization::Access, Some(groups)) => arrange::access(&stored, groups),
         (Organization::Access, None) => arrange::access(&stored, &working_set_order(image, to)?),
     };
-    zero.iter().for_each(|block| writer.set_zero(block));
+    writer.set_zeros(zero);
+    writer.set_stored_aux(image)?;
     if how.by != Organization::Access
         && let Some(groups) = access_order
     {
@@ -161,18 +162,17 @@ pub(crate) fn rewrite(
 }
 
 /// Which blocks of the new size have something stored, and which are zero.
-fn survey(image: &Image, to: Geometry) -> (Bitmap, Bitmap) {
+fn survey(image: &Image, to: Geometry) -> (Runs, Runs) {
     let from = image.geometry();
-    let (mut stored, mut zero) = (Bitmap::new(to.blocks()), Bitmap::new(to.blocks()));
-    for block in (0..from.blocks()).map(Block) {
-        let set = match image.lookup(block) {
-            Placement::Untouched => continue,
-            Placement::Stored { .. } => &mut stored,
-            Placement::Zero => &mut zero,
-        };
-        blocks_of(block, from.block_size, to.block_size).for_each(|part| set.insert(Block(part)));
-    }
-    zero.remove_all(&stored);
+    let resize = |run: std::ops::Range<u32>| {
+        let (first, last) = (Block(run.start), Block(run.end - 1));
+        let start = blocks_of(first, from.block_size, to.block_size).start;
+        start..blocks_of(last, from.block_size, to.block_size).end.min(to.blocks())
+    };
+    let placements = image.placements();
+    let stored: Runs = placements.stored().each().map(resize).collect();
+    let zero: Runs = placements.zeros().each().map(resize).collect();
+    let zero = zero.without(&stored);
     (stored, zero)
 }
 

@@ -14,11 +14,12 @@
 
 use firn_types::{Block, GuestPhys, RegionMap};
 
+use crate::auxiliary::{AUX_BLOCKS_MAX, AUX_ID_BYTES_MAX};
+use crate::budget::Budget;
 use crate::bytes::Bytes;
 use crate::error::Flaw;
-use crate::footer::Kind;
+use crate::footer::{JSON_VALUES_MAX, Kind};
 use crate::geometry::Geometry;
-
 use crate::locality::FilledBy;
 use crate::steps::{blocks_of_steps, steps};
 
@@ -42,7 +43,7 @@ pub struct Sections {
 /// A small RAM block beside guest RAM, such as video memory or a ROM.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct AuxBlock {
-    /// The hypervisor's name for it: at most 65,535 bytes.
+    /// The hypervisor's name for it: at most 1024 bytes.
     pub id: String,
     /// What it held.
     pub bytes: Vec<u8>,
@@ -70,11 +71,17 @@ impl Sections {
     }
 }
 
-pub(crate) fn parse_meta(bytes: &[u8]) -> Result<serde_json::Value, Flaw> {
+pub(crate) fn parse_meta(bytes: &[u8], budget: &mut Budget) -> Result<serde_json::Value, Flaw> {
+    charge_values(Kind::Meta, bytes, budget)?;
     serde_json::from_slice(bytes).map_err(|error| not_json(Kind::Meta, &error))
 }
 
-pub(crate) fn parse_regions(bytes: &[u8], geometry: &Geometry) -> Result<RegionMap, Flaw> {
+pub(crate) fn parse_regions(
+    bytes: &[u8],
+    geometry: &Geometry,
+    budget: &mut Budget,
+) -> Result<RegionMap, Flaw> {
+    charge_values(Kind::Regions, bytes, budget)?;
     let flaw = |problem: String| Flaw::new(Kind::Regions.place(), 0, problem);
     let map: RegionMap =
         serde_json::from_slice(bytes).map_err(|error| not_json(Kind::Regions, &error))?;
@@ -89,14 +96,48 @@ pub(crate) fn parse_regions(bytes: &[u8], geometry: &Geometry) -> Result<RegionM
     Ok(map)
 }
 
+/// Bytes of memory for a value of JSON, or a key, at most.
+const VALUE_BYTES: u64 = 256;
+
+fn charge_values(kind: Kind, json: &[u8], budget: &mut Budget) -> Result<(), Flaw> {
+    let flaw = |problem| Flaw::new(kind.place(), 0, problem);
+    match count_values(json) {
+        count if count <= JSON_VALUES_MAX => {
+            budget.charge(count as u64 * VALUE_BYTES).map_err(flaw)
+        }
+        count => Err(flaw(format!("{count} values, at most {JSON_VALUES_MAX} fit"))),
+    }
+}
+
+/// How many values JSON has at most: keys count, too.
+pub(crate) fn count_values(json: &[u8]) -> usize {
+    let (mut count, mut in_string, mut is_escaped) = (1, false, false);
+    for &byte in json {
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = in_string,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' | b',' | b':' if !in_string => count += 1,
+            _ => {}
+        }
+    }
+    count
+}
+
 fn not_json(kind: Kind, error: &serde_json::Error) -> Flaw {
     Flaw::new(kind.place(), 0, format!("not the JSON it should be: {error}"))
 }
 
+/// Bytes of an id that is written at most, so that all of them fit.
+const AUX_ID_BYTES: usize = AUX_ID_BYTES_MAX / AUX_BLOCKS_MAX as usize;
+
 /// What can't be written down, if anything.
 pub(crate) fn unstorable_aux(blocks: &[AuxBlock]) -> Option<String> {
-    let too_long = blocks.iter().find(|aux| aux.id.len() > usize::from(u16::MAX))?;
-    Some(format!("an id has {} bytes, at most {} fit", too_long.id.len(), u16::MAX))
+    if blocks.len() > AUX_BLOCKS_MAX as usize {
+        return Some(format!("{} blocks, at most {AUX_BLOCKS_MAX} fit", blocks.len()));
+    }
+    let too_long = blocks.iter().find(|aux| aux.id.len() > AUX_ID_BYTES)?;
+    Some(format!("an id has {} bytes, at most {AUX_ID_BYTES} fit", too_long.id.len()))
 }
 
 fn encode_aux(blocks: &[AuxBlock]) -> Vec<u8> {
@@ -112,25 +153,6 @@ fn encode_aux(blocks: &[AuxBlock]) -> Vec<u8> {
         out.extend(bytes);
     }
     out
-}
-
-pub(crate) fn parse_aux(bytes: &[u8]) -> Result<Vec<AuxBlock>, Flaw> {
-    if bytes.is_empty() {
-        return Ok(Vec::new());
-    }
-    let mut bytes = Bytes::new(Kind::AuxBlocks.place(), bytes);
-    let count = bytes.u32()?;
-    let blocks = (0..count).map(|_| parse_one_aux(&mut bytes)).collect::<Result<_, _>>()?;
-    bytes.end()?;
-    Ok(blocks)
-}
-
-fn parse_one_aux(bytes: &mut Bytes<'_>) -> Result<AuxBlock, Flaw> {
-    let id_len = bytes.u16()?.into();
-    let id = bytes.take(id_len)?.to_vec();
-    let id = String::from_utf8(id).map_err(|_| bytes.flaw("an id is not UTF-8"))?;
-    let len = usize::try_from(bytes.u64()?).map_err(|_| bytes.flaw("an impossible length"))?;
-    Ok(AuxBlock { id, bytes: bytes.take(len)?.to_vec() })
 }
 
 fn encode_working_set(blocks: &[Block]) -> Vec<u8> {
@@ -196,6 +218,8 @@ pub(crate) fn parse_access_order(
             let blocks = blocks.by_ref().take(count as usize).collect();
             AccessGroup { filled_by, blocks }
         })
+        // Empty ones say nothing, and there may be any number of them.
+        .filter(|group| !group.blocks.is_empty())
         .collect();
     if groups.iter().map(|group| group.blocks.len()).sum::<usize>() != n {
         return Err(bytes.flaw(format!("groups do not add up to {n} memory blocks")));
@@ -210,15 +234,14 @@ mod tests {
     use firn_types::VcpuId;
 
     #[test]
-    fn auxiliary_ram_comes_back() {
-        let vga = AuxBlock { id: "vga.vram".into(), bytes: vec![3; 100] };
-        let blocks = vec![vga, AuxBlock { id: String::new(), bytes: vec![] }];
-        let bytes = encode_aux(&blocks);
-        assert_eq!(parse_aux(&bytes), Ok(blocks));
-        assert_eq!(parse_aux(&[]), Ok(vec![]));
-        for len in 1..bytes.len() {
-            assert!(parse_aux(&bytes[..len]).is_err());
+    fn values_are_counted_outside_of_strings() {
+        for (json, count) in [("7", 1), (r#"{"a":[1,2],"b":{}}"#, 8), (r#"["[,:\\\",", "\\"]"#, 3)]
+        {
+            assert_eq!(count_values(json.as_bytes()), count, "{json}");
         }
+        let many = format!("[{}0]", "0,".repeat(JSON_VALUES_MAX));
+        let flaw = parse_meta(many.as_bytes(), &mut Budget::of_file(1 << 30)).unwrap_err();
+        assert_eq!(flaw.problem, "32770 values, at most 32768 fit");
     }
 
     #[test]
@@ -247,8 +270,8 @@ mod tests {
     fn regions_must_fit_the_header() {
         let map = RegionMap::lay_out([("ram", 8 * 4096)]).unwrap();
         let bytes = serde_json::to_vec(&map).unwrap();
-        assert_eq!(parse_regions(&bytes, &Geometry::new(8)), Ok(map));
-        assert!(parse_regions(&bytes, &Geometry::new(9)).is_err());
-        assert!(parse_regions(b"{}", &Geometry::new(8)).is_err());
+        assert_eq!(parse_regions(&bytes, &Geometry::new(8), &mut Budget::of_file(0)), Ok(map));
+        assert!(parse_regions(&bytes, &Geometry::new(9), &mut Budget::of_file(0)).is_err());
+        assert!(parse_regions(b"{}", &Geometry::new(8), &mut Budget::of_file(0)).is_err());
     }
 }

@@ -1,7 +1,7 @@
 //! The file behind an image, and the parts of it that are read whole.
 
 use std::fs::File;
-use std::io::{self, IoSliceMut};
+use std::io::{self, BufRead, IoSliceMut, Read};
 use std::num::NonZero;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -13,6 +13,7 @@ use rustix::fs::{Advice, OFlags, fadvise, fcntl_setfl, fstatfs};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use twox_hash::XxHash3_64;
 
+use crate::budget::Budget;
 use crate::error::{Flaw, ImageError};
 use crate::footer::{FOOTER_BYTES, Footer, Kind, SectionAt};
 use crate::geometry::{Geometry, HEADER_BYTES};
@@ -21,6 +22,10 @@ use crate::header::Header;
 /// What is read of the end of a file at once when it is opened: its footer, and, if they are not larger than usual for an
 /// increment, its index and what lies before that. Where a disk has to seek this costs as much as the footer alone.
 const TAIL_BYTES: u64 = 64 << 10;
+
+/// A frame whose window is larger than 8 MiB is refused: a decoder allocates a window before it decodes. A window is no
+/// larger than half a mebibyte at the level at which sections are compressed.
+const WINDOW_LOG_MAX: u32 = 23;
 
 /// The file behind an image.
 pub(crate) struct Source {
@@ -189,32 +194,66 @@ impl Source {
         &self,
         footer: &Footer,
         kind: Kind,
-        parse: impl FnOnce(&[u8]) -> Result<T, Flaw>,
+        budget: &mut Budget,
+        parse: impl FnOnce(Vec<u8>, &mut Budget) -> Result<T, Flaw>,
     ) -> Result<Option<T>, ImageError> {
         let Some(at) = footer.section(kind) else { return Ok(None) };
-        let bytes = self.read_section(at, kind.bytes_max())?;
-        parse(&bytes).map(Some).map_err(|flaw| self.flaw(flaw.shifted(at.offset)))
+        let bytes = self.read_section(at, kind.bytes_max(), budget)?;
+        parse(bytes, budget).map(Some).map_err(|flaw| self.flaw(flaw.shifted(at.offset)))
     }
 
-    /// The decoded bytes of a section, after its checksum was found right.
+    /// The decoded bytes of a section, after its checksum was found right, and what it takes was charged.
     pub(crate) fn read_section(
         &self,
         at: &SectionAt,
         decoded_max: u64,
+        budget: &mut Budget,
     ) -> Result<Vec<u8>, ImageError> {
         let stored = self.read_stored(at)?;
-        let flaw = |problem: String| self.flaw(Flaw::new(at.kind.place(), at.offset, problem));
-        if at.decoded_len > decoded_max {
-            return Err(flaw(format!("{} bytes, at most {decoded_max} fit", at.decoded_len)));
-        }
+        self.check_decoded_len(at, decoded_max)?;
+        budget
+            .charge_section(at.kind, at.decoded_len)
+            .map_err(|problem| self.section_flaw(at, problem))?;
         if !at.is_zstd {
             return Ok(stored);
         }
-        inflate(&stored, at.decoded_len)
-            .ok_or_else(|| flaw(format!("it does not make {} bytes", at.decoded_len)))
+        inflate(&stored, at.decoded_len).ok_or_else(|| {
+            self.section_flaw(at, format!("it does not make {} bytes", at.decoded_len))
+        })
     }
 
-    fn read_stored(&self, at: &SectionAt) -> Result<Vec<u8>, ImageError> {
+    /// A section to be read piece by piece. Its checksum was found right.
+    pub(crate) fn section_reader(&self, at: &SectionAt) -> Result<Box<dyn Read>, ImageError> {
+        let stored = io::Cursor::new(self.read_stored(at)?);
+        self.check_decoded_len(at, at.kind.bytes_max())?;
+        if !at.is_zstd {
+            return Ok(Box::new(stored));
+        }
+        match decoder(stored) {
+            Ok(decoder) => Ok(Box::new(decoder)),
+            Err(error) => Err(self.section_flaw(at, error.to_string())),
+        }
+    }
+
+    fn check_decoded_len(&self, at: &SectionAt, max: u64) -> Result<(), ImageError> {
+        match at.decoded_len <= max {
+            true => Ok(()),
+            false => {
+                Err(self.section_flaw(at, format!("{} bytes, at most {max} fit", at.decoded_len)))
+            }
+        }
+    }
+
+    pub(crate) fn section_flaw(&self, at: &SectionAt, problem: String) -> ImageError {
+        self.flaw(Flaw::new(at.kind.place(), at.offset, problem))
+    }
+
+    /// The length of the file.
+    pub(crate) fn file_bytes(&self) -> u64 {
+        self.len
+    }
+
+    pub(crate) fn read_stored(&self, at: &SectionAt) -> Result<Vec<u8>, ImageError> {
         // The footer's own check bounds the length by that of the file.
         let mut stored = vec![0; at.stored_len as usize];
         self.read_exact_at(&mut stored, at.offset)?;
@@ -247,12 +286,16 @@ fn is_in_memory(file: &File) -> bool {
     fstatfs(file).is_ok_and(|it| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(it.f_type as u64)))
 }
 
-/// Decompresses to exactly `len` bytes. Memory grows with what comes out, not with what a damaged length claims.
+/// Decompresses to exactly `len` bytes, which the budget has. The kernel provides memory for what comes out only.
 fn inflate(stored: &[u8], len: u64) -> Option<Vec<u8>> {
-    use io::Read as _;
-    let expected = len.min(stored.len() as u64 * 8 + 4096) as usize;
-    let mut out = Vec::with_capacity(expected + 1);
-    let decoder = zstd::stream::read::Decoder::with_buffer(stored).ok()?;
-    decoder.single_frame().take(len + 1).read_to_end(&mut out).ok()?;
+    // One more, so that reading finds the end without making room for it.
+    let mut out = Vec::with_capacity(usize::try_from(len).ok()?.checked_add(1)?);
+    decoder(stored).ok()?.take(len + 1).read_to_end(&mut out).ok()?;
     (out.len() as u64 == len).then_some(out)
+}
+
+fn decoder<R: BufRead>(stored: R) -> io::Result<zstd::stream::read::Decoder<'static, R>> {
+    let mut decoder = zstd::stream::read::Decoder::with_buffer(stored)?.single_frame();
+    decoder.window_log_max(WINDOW_LOG_MAX)?;
+    Ok(decoder)
 }

@@ -12,8 +12,14 @@ use crate::error::{BlockError, ImageError};
 use crate::locality::LocalityBlockId;
 use crate::reader::Image;
 
+/// Problems of one locality block that are kept at most.
+const PER_LOCALITY_BLOCK_MAX: usize = 256;
+
 /// Threads that verify one image at most.
 const THREADS_MAX: usize = 64;
+
+/// Problems that are listed at most; the others are counted.
+pub const PROBLEMS_MAX: usize = 1000;
 
 /// What verifying an image found.
 #[derive(Debug, Default, Serialize)]
@@ -22,14 +28,16 @@ pub struct VerifyReport {
     pub locality_blocks: u32,
     /// Memory blocks that are as they were written.
     pub good_blocks: u32,
-    /// What is not, in the order of the file.
+    /// What is not, in the order of the file: the first [`PROBLEMS_MAX`].
     pub problems: Vec<Problem>,
+    /// How many problems there are.
+    pub problem_count: usize,
 }
 
 impl VerifyReport {
     /// Whether nothing is wrong.
     pub fn is_clean(&self) -> bool {
-        self.problems.is_empty()
+        self.problem_count == 0
     }
 }
 
@@ -63,6 +71,9 @@ pub enum Problem {
     /// An image that this one builds on has a header that is not its own, or none.
     #[error(transparent)]
     Header(ImageError),
+    /// A section that opening does not take apart is damaged.
+    #[error(transparent)]
+    Section(ImageError),
     /// A locality block can't be read at all.
     #[error("{id} can't be read")]
     Unreadable {
@@ -94,12 +105,25 @@ pub fn verify(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> Ver
         counted.inspect(|(done, _)| progress(*done, total)).map(|(_, checked)| checked).collect()
     });
     checked.sort_by_key(|checked| checked.id);
-    VerifyReport {
+    let mut report = VerifyReport {
         locality_blocks: checked.len() as u32,
         good_blocks: checked.iter().map(|checked| checked.good_blocks).sum(),
-        problems: wrong_headers(image)
-            .chain(checked.into_iter().flat_map(|checked| checked.problems))
-            .collect(),
+        ..VerifyReport::default()
+    };
+    report.add(wrong_headers(image).collect());
+    report.add(image.aux_list().err().map(Problem::Section).into_iter().collect());
+    for found in checked {
+        report.problem_count += found.left_out;
+        report.add(found.problems);
+    }
+    report
+}
+
+impl VerifyReport {
+    fn add(&mut self, problems: Vec<Problem>) {
+        self.problem_count += problems.len();
+        let room = PROBLEMS_MAX - self.problems.len();
+        self.problems.extend(problems.into_iter().take(room));
     }
 }
 
@@ -114,6 +138,18 @@ struct Checked {
     id: LocalityBlockId,
     good_blocks: u32,
     problems: Vec<Problem>,
+    /// How many more there are.
+    left_out: usize,
+}
+
+impl Checked {
+    fn add(&mut self, problem: Problem) {
+        // Those of one locality block are enough.
+        match self.problems.len() < PER_LOCALITY_BLOCK_MAX {
+            true => self.problems.push(problem),
+            false => self.left_out += 1,
+        }
+    }
 }
 
 /// Takes locality blocks until there are no more, or nobody wants to know.
@@ -132,22 +168,26 @@ fn check_some(image: &Image, next: &AtomicU32, results: &Sender<Checked>) {
 }
 
 fn check_one(image: &Image, id: LocalityBlockId, stored: &mut Vec<u8>, out: &mut [u8]) -> Checked {
-    let mut checked = Checked { id, good_blocks: 0, problems: Vec::new() };
+    let mut checked = Checked { id, good_blocks: 0, problems: Vec::new(), left_out: 0 };
     if let Err(source) = image.read_whole_locality_block(id, stored) {
-        checked.problems.push(Problem::Unreadable { id, source });
+        checked.add(Problem::Unreadable { id, source });
         return checked;
     }
     for entry in image.entries(id) {
         let bytes = stored.get(entry.range()).unwrap_or_default();
         match image.decode(entry, bytes, out) {
             Ok(()) => checked.good_blocks += 1,
-            Err(error) => checked.problems.push(Problem::Block(error)),
+            Err(error) => checked.add(Problem::Block(error)),
         }
     }
-    if checked.problems.is_empty() {
-        checked.problems.extend(changed_bytes(image, id, stored));
+    if checked.problems.is_empty()
+        && let Some(problem) = changed_bytes(image, id, stored)
+    {
+        checked.add(problem);
     }
-    checked.problems.extend(dirty_padding(image, id, stored));
+    if let Some(problem) = dirty_padding(image, id, stored) {
+        checked.add(problem);
+    }
     checked
 }
 

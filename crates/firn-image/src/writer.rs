@@ -15,16 +15,18 @@ use firn_types::{Block, RegionMap};
 use serde::Serialize;
 use twox_hash::XxHash3_64;
 
+use crate::budget::explains;
 use crate::chain::{CHAIN_MAX, Parent};
 use crate::error::ImageError;
-use crate::footer::{Footer, Kind, SectionAt};
+use crate::footer::{Footer, JSON_VALUES_MAX, Kind, SectionAt};
 use crate::geometry::{Geometry, HEADER_BYTES, Organization};
 use crate::header::{Header, Identity, VERSION, VERSION_WHOLE};
 use crate::index_builder::{IndexBuilder, Listing, Refusal};
 use crate::locality::{LocalityBlock, LocalityBlockId};
 use crate::partial::Partial;
 use crate::reader::Image;
-use crate::sections::{AccessGroup, Sections, encode_access_order, unstorable_aux};
+use crate::runs::Runs;
+use crate::sections::{AccessGroup, Sections, count_values, encode_access_order, unstorable_aux};
 
 /// The level at which sections and the index are compressed.
 const ZSTD_LEVEL: i32 = 1;
@@ -90,6 +92,8 @@ pub struct Writer {
     parent: Option<(Parent, RegionMap)>,
     index: IndexBuilder,
     access_order: Option<Vec<AccessGroup>>,
+    /// Auxiliary RAM as another image stores it: encoded, compressed or not.
+    stored_aux: Option<(SectionAt, Vec<u8>)>,
     refused: Option<ImageError>,
 }
 
@@ -139,7 +143,15 @@ impl Writer {
         let header = Header { version: draft.version(), geometry, organization, identity };
         partial.write_at("image.write", &header.encode(), 0)?;
         let index = IndexBuilder::new(geometry, draft.listing());
-        Ok(Self { partial, header, parent, index, access_order: None, refused: None })
+        Ok(Self {
+            partial,
+            header,
+            parent,
+            index,
+            access_order: None,
+            stored_aux: None,
+            refused: None,
+        })
     }
 
     /// The random number by which the image will be known, in hexadecimal.
@@ -180,6 +192,18 @@ impl Writer {
         }
     }
 
+    /// Records zero blocks, before anything else is. A mistake is told by [`Self::finish`].
+    pub(crate) fn set_zeros(&mut self, zeros: Runs) {
+        self.index.set_zeros(zeros);
+    }
+
+    /// Adopts the auxiliary RAM of another image as it is stored there, after it was checked.
+    pub(crate) fn set_stored_aux(&mut self, image: &Image) -> Result<(), ImageError> {
+        image.aux_list()?;
+        self.stored_aux = image.stored_section(Kind::AuxBlocks)?;
+        Ok(())
+    }
+
     /// Records how to get back to the access order, in an image that is not organized by it.
     pub(crate) fn set_access_order(&mut self, groups: Vec<AccessGroup>) {
         self.access_order = Some(groups);
@@ -206,6 +230,7 @@ impl Writer {
         let mut summary = self.summary();
         let geometry = self.geometry();
         let mut encoded = self.encode_sections(&sections)?;
+        let stored_aux = self.stored_aux.take();
         encoded.push((Kind::Index, self.index.encode()));
         let mut footer = Footer {
             version: self.header.version,
@@ -213,6 +238,11 @@ impl Writer {
             locality_blocks: summary.locality_blocks,
             sections: Vec::new(),
         };
+        if let Some((at, bytes)) = stored_aux {
+            let offset = footer.end(&geometry);
+            self.partial.write_at("image.index", &bytes, offset)?;
+            footer.sections.push(SectionAt { offset, ..at });
+        }
         for (kind, bytes) in encoded {
             let at = footer.end(&geometry);
             footer.sections.push(write_section(&self.partial, kind, &bytes, at)?);
@@ -259,7 +289,7 @@ impl Writer {
         if let Some(groups) = &self.access_order {
             encoded.push((Kind::AccessOrder, encode_access_order(groups)));
         }
-        encoded.iter().try_for_each(|(kind, bytes)| check_length(*kind, bytes.len()))?;
+        encoded.iter().try_for_each(|(kind, bytes)| check_length(*kind, bytes))?;
         Ok(encoded)
     }
 
@@ -290,12 +320,18 @@ pub(crate) fn overhead_bytes(footer: &Footer, geometry: &Geometry) -> u64 {
 }
 
 /// What a reader would refuse is not written.
-fn check_length(kind: Kind, len: usize) -> Result<(), ImageError> {
-    if len as u64 <= kind.bytes_max() {
-        return Ok(());
+fn check_length(kind: Kind, bytes: &[u8]) -> Result<(), ImageError> {
+    let refused = |problem| Err(ImageError::Section { place: kind.place(), problem });
+    if bytes.len() as u64 > kind.bytes_max() {
+        return refused(format!("{} bytes, at most {} fit", bytes.len(), kind.bytes_max()));
     }
-    let problem = format!("{len} bytes, at most {} fit", kind.bytes_max());
-    Err(ImageError::Section { place: kind.place(), problem })
+    let is_json = matches!(kind, Kind::Meta | Kind::Regions);
+    match is_json.then(|| count_values(bytes)) {
+        Some(count) if count > JSON_VALUES_MAX => {
+            refused(format!("{count} values, at most {JSON_VALUES_MAX} fit"))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn write_section(
@@ -305,7 +341,10 @@ fn write_section(
     offset: u64,
 ) -> Result<SectionAt, ImageError> {
     let compressed = zstd::bulk::compress(decoded, ZSTD_LEVEL).ok();
-    let compressed = compressed.filter(|compressed| compressed.len() < decoded.len());
+    let is_fit = |compressed: &Vec<u8>| {
+        compressed.len() < decoded.len() && explains(kind, compressed.len(), decoded.len())
+    };
+    let compressed = compressed.filter(is_fit);
     let stored = compressed.as_deref().unwrap_or(decoded);
     partial.write_at("image.index", stored, offset)?;
     Ok(SectionAt {

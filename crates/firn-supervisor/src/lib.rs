@@ -21,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+mod auxiliary;
 mod calls;
 mod changes;
 mod client;

@@ -29,6 +29,7 @@ use firn_vmm::{FileIdentity as DiskIdentity, Layout, Vm};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use crate::auxiliary;
 use crate::calls;
 use crate::disks::Own;
 use crate::endpoints;
@@ -376,7 +377,7 @@ impl Load<'_> {
         vm.load_device_state(self.image.device_state())
             .doing("loading the VM's devices")
             .map_err(|failure| start::with_output(failure, self.place.vm))?;
-        write_aux(vm, process, self.image.aux_blocks())
+        auxiliary::write_image_aux(vm, process, &self.image)
     }
 
     /// Why a step failed. Memory that can't be brought back makes everything else fail, and QEMU end.

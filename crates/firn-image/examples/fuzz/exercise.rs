@@ -20,6 +20,7 @@ pub fn exercise(path: &Path) -> Option<Vec<(Block, Vec<u8>)>> {
         }
     }
     let _ = (image.summary(), image.regions().ram_bytes(), image.page_table_roots());
+    let _ = (image.aux_list(), image.chain_files().len());
     let decoded = decode_all(&image);
     assert!(verify(&image, 1, &|_, _| ()).good_blocks as usize >= decoded.len());
     Some(decoded)

@@ -48,7 +48,7 @@ fn version_1_is_readable() {
     assert_eq!(image.meta(), &sections.meta);
     assert_eq!(image.regions(), &sections.regions);
     assert_eq!(image.device_state(), sections.device_state);
-    assert_eq!(image.aux_blocks(), sections.aux_blocks);
+    assert_eq!(image.aux_blocks().unwrap(), sections.aux_blocks);
     assert_eq!(image.working_set(), sections.working_set);
     assert_eq!(image.page_table_roots(), sections.page_table_roots);
 }

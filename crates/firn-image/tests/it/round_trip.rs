@@ -21,7 +21,7 @@ fn an_image_holds_what_was_written() {
     assert_eq!(image.meta(), &model.sections().meta);
     assert_eq!(image.regions(), &model.sections().regions);
     assert_eq!(image.device_state(), model.sections().device_state);
-    assert_eq!(image.aux_blocks(), model.sections().aux_blocks);
+    assert_eq!(image.aux_blocks().unwrap(), model.sections().aux_blocks);
     assert_eq!(image.working_set(), model.sections().working_set);
     assert_eq!(image.page_table_roots(), model.sections().page_table_roots);
     model.check(&image);

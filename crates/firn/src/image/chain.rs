@@ -1,10 +1,11 @@
 //! `firn image chain`
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_image::Image;
+use firn_image::ChainFile;
 use firn_supervisor::Failure;
+use firn_types::printable;
 use serde_json::json;
 
 use crate::output::Output;
@@ -23,48 +24,29 @@ pub struct Args {
     image: PathBuf,
 }
 
-/// One file of a chain.
-struct Link {
-    file: PathBuf,
-    identity: String,
-    file_bytes: u64,
-    changed_bytes: u64,
-}
-
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let image = super::open(&self.image)?;
-        let links = image.chain().map(link).collect::<Result<Vec<_>, _>>()?;
-        let facts = |link: &Link| {
+        let block_bytes = image.geometry().block_size.bytes() as u64;
+        let changed = |file: &ChainFile| u64::from(file.mentioned_blocks) * block_bytes;
+        let facts = |file: ChainFile| {
             json!({
-                "image": link.file.to_string_lossy(),
-                "identity": link.identity,
-                "file_bytes": link.file_bytes,
-                "changed_bytes": link.changed_bytes,
+                "image": file.path.to_string_lossy(),
+                "identity": file.identity,
+                "file_bytes": file.file_bytes,
+                "changed_bytes": changed(&file),
             })
         };
-        let all: Vec<_> = links.iter().map(facts).collect();
-        out.facts(
-            &json!({ "image": self.image.to_string_lossy(), "depth": links.len(), "chain": all }),
-            || links.iter().map(describe).collect(),
-        )
+        let chain: Vec<_> = image.chain_files().map(facts).collect();
+        let path = self.image.to_string_lossy();
+        out.facts(&json!({ "image": path, "depth": chain.len(), "chain": chain }), || {
+            image.chain_files().map(|file| describe(&file, changed(&file))).collect()
+        })
     }
 }
 
-fn link(file: &Path) -> Result<Link, Failure> {
-    let image: Image = super::open(file)?;
-    let summary = image.summary();
-    let blocks = u64::from(summary.stored_blocks) + u64::from(summary.zero_blocks);
-    Ok(Link {
-        file: file.to_owned(),
-        identity: image.identity(),
-        file_bytes: summary.file_bytes,
-        changed_bytes: blocks * summary.geometry.block_size.bytes() as u64,
-    })
-}
-
-fn describe(link: &Link) -> String {
-    let (changed, file) = (units::bytes(link.changed_bytes), units::bytes(link.file_bytes));
-    format!("{}  {changed} of memory in {file}\n", link.file.display())
+fn describe(file: &ChainFile, changed_bytes: u64) -> String {
+    let (changed, bytes) = (units::bytes(changed_bytes), units::bytes(file.file_bytes));
+    format!("{}  {changed} of memory in {bytes}\n", printable(&file.path.to_string_lossy()))
 }

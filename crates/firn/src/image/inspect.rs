@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use firn_image::Image;
+use firn_image::{AuxInfo, Image};
 use firn_supervisor::{Failure, Meta};
 use firn_types::printable;
 use serde_json::json;
@@ -29,14 +29,15 @@ impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let image = super::open(&self.image)?;
-        out.facts(&facts(&image), || describe(&image))
+        let aux = image.aux_list().map_err(|error| super::failure(&error))?;
+        out.facts(&facts(&image, &aux), || describe(&image))
     }
 }
 
-fn facts(image: &Image) -> serde_json::Value {
+fn facts(image: &Image, aux: &[AuxInfo]) -> serde_json::Value {
     let summary = image.summary();
-    let aux = image.aux_blocks().iter();
-    let aux: Vec<_> = aux.map(|aux| json!({ "id": aux.id, "bytes": aux.bytes.len() })).collect();
+    let aux = aux.iter();
+    let aux: Vec<_> = aux.map(|aux| json!({ "id": aux.id, "bytes": aux.bytes })).collect();
     json!({
         "image": summary.path.to_string_lossy(),
         "organization": image.organization(),

@@ -48,10 +48,11 @@ impl Args {
             "clean": report.is_clean(),
             "locality_blocks": report.locality_blocks,
             "good_blocks": report.good_blocks,
+            "problem_count": report.problem_count,
             "problems": problems,
         });
         out.facts(&facts, || self.describe(&report, &problems))?;
-        match problems.len() {
+        match report.problem_count {
             0 => Ok(()),
             count => Err(super::damaged(format!(
                 "{} is damaged: {count} problems",
@@ -65,8 +66,8 @@ impl Args {
         for problem in problems.iter().take(SHOWN_MAX) {
             let _ = writeln!(text, "{problem}");
         }
-        if problems.len() > SHOWN_MAX {
-            let _ = writeln!(text, "... and {} more", problems.len() - SHOWN_MAX);
+        if report.problem_count > SHOWN_MAX {
+            let _ = writeln!(text, "... and {} more", report.problem_count - SHOWN_MAX);
         }
         if problems.is_empty() {
             let blocks = report.good_blocks;

@@ -7,6 +7,7 @@
 
 mod agent;
 mod attribution;
+mod bombs;
 mod calls;
 mod cluster;
 mod completions;
@@ -18,6 +19,7 @@ mod epoch_disks;
 mod failover;
 mod faults;
 mod file_system;
+mod forge;
 mod help;
 mod hypervisor_dies;
 mod incremental;

@@ -1,0 +1,120 @@
+//! How much memory an image may take: no more than the length of its files explains.
+//!
+//! ```text
+//!   memory of an open chain  <=  32 MiB + 32 x bytes of its files        budget: sections and index, decoded and parsed
+//!                              + 16 MiB + 16 x bytes of its files        tables of placements, beyond which they are sparse
+//!                              + 16 MiB                                  directory of placements
+//! ```
+//!
+//! A few kilobytes of Zstandard can stand for a gigabyte, so the length of a section says little about what it takes. Each
+//! kind of section has a factor: bytes of memory for each decoded byte, at most. It is charged before anything is
+//! allocated. A writer stores a section as it is where a reader would refuse it compressed: then the file explains it.
+
+use crate::footer::Kind;
+
+/// What an image of any length may take.
+const FLOOR: u64 = 32 << 20;
+
+/// What each byte of a file adds.
+const PER_FILE_BYTE: u64 = 32;
+
+/// What a writer uses of the floor for one section at most: seven kinds are charged together, and values of JSON besides.
+const FLOOR_PER_SECTION: u64 = FLOOR / 16;
+
+/// The same for tables of placements.
+const TABLES_FLOOR: u64 = 16 << 20;
+const TABLES_PER_FILE_BYTE: u64 = 16;
+
+/// What is left of the memory that an image may take.
+pub(crate) struct Budget {
+    left: u64,
+    file_bytes: u64,
+}
+
+impl Budget {
+    /// The budget of an image whose own file has this length.
+    pub(crate) fn of_file(file_bytes: u64) -> Self {
+        let mut budget = Self { left: FLOOR, file_bytes: 0 };
+        budget.add_file(file_bytes);
+        budget
+    }
+
+    /// Adds a file of the chain.
+    pub(crate) fn add_file(&mut self, file_bytes: u64) {
+        self.file_bytes = self.file_bytes.saturating_add(file_bytes);
+        self.left = self.left.saturating_add(file_bytes.saturating_mul(PER_FILE_BYTE));
+    }
+
+    /// Charges a section before it is decoded.
+    pub(crate) fn charge_section(&mut self, kind: Kind, decoded_len: u64) -> Result<(), String> {
+        self.charge(decoded_len.saturating_mul(memory_factor(kind)))
+    }
+
+    /// Charges memory.
+    pub(crate) fn charge(&mut self, bytes: u64) -> Result<(), String> {
+        match self.left.checked_sub(bytes) {
+            Some(left) => {
+                self.left = left;
+                Ok(())
+            }
+            None => Err(format!(
+                "it would take {bytes} bytes of memory, which {} bytes of file do not explain",
+                self.file_bytes
+            )),
+        }
+    }
+}
+
+/// Bytes of tables of placements that a file of this length may have.
+pub(crate) fn table_bytes_max(file_bytes: u64, is_first: bool) -> u64 {
+    let floor = if is_first { TABLES_FLOOR } else { 0 };
+    file_bytes.saturating_mul(TABLES_PER_FILE_BYTE).saturating_add(floor)
+}
+
+/// Whether a reader of any image accepts a section of this kind with these lengths.
+pub(crate) fn explains(kind: Kind, stored_len: usize, decoded_len: usize) -> bool {
+    let cost = (decoded_len as u64).saturating_mul(memory_factor(kind));
+    cost <= FLOOR_PER_SECTION || cost <= (stored_len as u64).saturating_mul(PER_FILE_BYTE)
+}
+
+/// Bytes of memory for each decoded byte of a section, at most.
+fn memory_factor(kind: Kind) -> u64 {
+    match kind {
+        // Strings, twice, and what is printed of them. Other values are charged by number.
+        Kind::Meta | Kind::Regions => 4,
+        Kind::DeviceState | Kind::Parent => 1,
+        // Read piece by piece, and never kept.
+        Kind::AuxBlocks => 0,
+        Kind::WorkingSet | Kind::PageTableRoots => 2,
+        // An entry has 15 bytes here, and 24 in memory; a run of zeros 8, and 8 and a node of a tree.
+        Kind::Index => 8,
+        // A group of one memory block has 10 bytes, and 64 in memory.
+        Kind::AccessOrder => 8,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_explains_so_much() {
+        let mut budget = Budget::of_file(1 << 20);
+        assert!(budget.charge_section(Kind::WorkingSet, 16 << 20).is_ok());
+        assert!(budget.charge_section(Kind::Index, 4 << 20).is_ok());
+        let problem = budget.charge(1).unwrap_err();
+        assert!(problem.ends_with("which 1048576 bytes of file do not explain"), "{problem}");
+        budget.add_file(1);
+        assert!(budget.charge(PER_FILE_BYTE).is_ok());
+        assert!(budget.charge_section(Kind::Meta, u64::MAX).is_err());
+        assert!(budget.charge_section(Kind::AuxBlocks, u64::MAX).is_ok());
+    }
+
+    #[test]
+    fn what_is_stored_as_it_is_is_always_explained() {
+        for kind in Kind::ALL {
+            assert!(explains(kind, 1 << 30, 1 << 30), "{kind:?}");
+            assert!(kind == Kind::AuxBlocks || !explains(kind, 1000, 1 << 30), "{kind:?}");
+        }
+    }
+}
