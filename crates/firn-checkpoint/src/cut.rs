@@ -64,6 +64,9 @@ impl Ready {
             Self::ToHold => context.vm.prepare_hold()?,
             Self::ToStop | Self::Stopped => context.vm.prepare_save()?,
         }
+        if was_running {
+            context.drives.flush_files();
+        }
         context.steps.about_to_stop().map_err(SaveError::Step)?;
         Ok(ready)
     }
@@ -98,6 +101,7 @@ impl Cut {
             Some(cut) => cut,
             None => Self::by_hand(context, options, ready, fix)?,
         };
+        context.vm.lift_copy_limits(&context.drives.copies)?;
         context.vm.finish_save()?;
         context.steps.resumed().map_err(SaveError::Step)?;
         Ok(cut)

@@ -81,6 +81,9 @@ pub struct SaveReport {
     /// devices end. In milliseconds.
     #[serde(default)]
     pub drained_ms: f64,
+    /// Each of these pauses, in milliseconds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub round_pauses_ms: Vec<f64>,
     /// From the command to the pause, in milliseconds.
     pub arm_ms: f64,
     /// From the command to the finished file, in milliseconds.

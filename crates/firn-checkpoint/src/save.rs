@@ -23,7 +23,7 @@ use firn_memory::{
     TraceError, urgency,
 };
 use firn_types::{Block, GuestPhys, Page, Tid};
-use firn_vmm::{AuxRam, CutError, DeviceStateError, DriveCut, DriveError, QmpError, Vm};
+use firn_vmm::{AuxRam, CopyError, CutError, DeviceStateError, DriveCut, DriveError, QmpError, Vm};
 use thiserror::Error;
 
 use crate::armed::Armed;
@@ -75,6 +75,9 @@ pub enum SaveError {
     /// A disk could not be cloned.
     #[error("the VM's disks could not be kept as they are")]
     Drives(#[from] DriveError),
+    /// A disk could not be copied.
+    #[error("the VM's disks could not be copied")]
+    Copies(#[source] CopyError),
     /// The image could not be written.
     #[error("the image could not be written")]
     Image(#[from] ImageError),
@@ -180,7 +183,7 @@ pub fn save(
 }
 
 fn finish(
-    context: &SaveContext<'_>,
+    context: &mut SaveContext<'_>,
     writer: Result<Writer, ImageError>,
     copied: Result<Copied, SaveError>,
     describe: &Describe<'_>,
@@ -191,12 +194,28 @@ fn finish(
     if context.steps.cancelled() {
         return Err(SaveError::Cancelled);
     }
+    finish_copies(context)?;
     firn_fault::point("save.sections");
     let meta = describe(copied.report.found_late).map_err(SaveError::Step)?;
     let summary = writer.finish(sections(context, meta, &mut copied))?;
     firn_fault::point("save.finished");
     let (image_bytes, blocks_inherited) = (summary.file_bytes, summary.inherited_blocks);
     Ok(SaveReport { image_bytes, blocks_inherited, ..copied.report })
+}
+
+/// The image is whole only when the copies of its disks are.
+fn finish_copies(context: &mut SaveContext<'_>) -> Result<(), SaveError> {
+    let SaveContext { vm, drives, steps, .. } = context;
+    if drives.copies.is_empty() {
+        return Ok(());
+    }
+    firn_fault::point("copies.begun");
+    let finished = vm.finish_copies(&drives.copies, &|| steps.cancelled());
+    firn_fault::point("copies.finished");
+    finished.map_err(|error| match error {
+        CopyError::Cancelled => SaveError::Cancelled,
+        error => SaveError::Copies(error),
+    })
 }
 
 fn writer(

@@ -30,6 +30,9 @@ pub const POINTS: &[&str] = &[
     "pre-copy.drained",
     "pre-copy.round",
     "pre-copy.copied",
+    // Waiting for the jobs that copy disks.
+    "copies.begun",
+    "copies.finished",
     // A system call in a thread of the hypervisor.
     "inject.set",
     "inject.called",

@@ -7,6 +7,8 @@
 //!   restore   "a.qcow2 is ..."  ->  overlay on a.qcow2                   the VM writes to that, and is alone with it
 //! ```
 //!
+//!   copy      drive a.qcow2     ->  image: "copy.qcow2 is"               the VM continues with a.qcow2 (`disk_copies`)
+//!
 //! Overlays that no image stands on are the VM's own: they are in the journal, and `firn stop --discard` removes them. What a
 //! save does about drives is in the journal before it is done, so that a successor finds out from the hypervisor how
 //! far that came:
@@ -24,17 +26,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_vmm::command_line::{self, DriveFile};
 use firn_vmm::{
-    Below, CHAIN_MAX, Drive, DriveCut, FileIdentity, Overlay, Vm, can_clone, create_overlay,
+    Below, CHAIN_MAX, CopyExtent, Disk, Drive, DriveCopy, DriveCut, FileIdentity, Overlay, Vm,
+    create_overlay,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use crate::disk_copies::{self, CopyFile, DiskPolicy};
 use crate::failure::{Context, Failure, FailureKind};
 use crate::journal::{Journal, JournalFile, Phase};
 use crate::meta::{FrozenDrive, Meta};
-use crate::protocol::{RestoreDisks, SaveChoices, SaveDisks};
+use crate::protocol::RestoreDisks;
 
-const KEEPING: &str = "keeping the VM's disks as they are";
+const KEEPING: &str = "policy the VM's disks as they are";
 
 /// What a save does about a drive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,14 +58,15 @@ pub enum Made {
     Overlay(Overlay),
     /// What the image is to refer to.
     Clone(PathBuf),
+    /// The same, copied by a job of the hypervisor.
+    Copy(DriveCopy),
 }
 
 /// What a save does about the VM's drives.
 pub(crate) struct Cutting<'a> {
     /// The hypervisor program.
     program: &'a str,
-    vm_name: &'a str,
-    dir: Option<&'a Path>,
+    policy: DiskPolicy<'a>,
     /// They are only referred to, and stay the VM's own.
     refers: bool,
     then_stop: bool,
@@ -79,6 +84,8 @@ struct Planned {
     before: Option<FileIdentity>,
     /// `None` if nothing has to be done about it: the VM ends, or it is only referred to.
     made: Option<Made>,
+    /// How the file of a copy is made.
+    copy_file: Option<CopyFile>,
 }
 
 impl<'a> Cutting<'a> {
@@ -87,24 +94,24 @@ impl<'a> Cutting<'a> {
     pub(crate) fn plan(
         vm: &mut Vm,
         meta: &'a Meta,
-        choices: &'a SaveChoices,
+        policy: DiskPolicy<'a>,
         then_stop: bool,
     ) -> Result<Self, Failure> {
-        let refers = choices.disks == Some(SaveDisks::Reference);
+        let refers = policy.refers();
         let mut cutting = Self {
             program: meta.qemu.args.first().map_or("", String::as_str),
-            vm_name: &meta.name,
-            dir: choices.disk_dir.as_deref(),
+            policy,
             refers,
             then_stop,
             drives: Vec::new(),
             begun: AtomicBool::default(),
         };
         let goes_on = !then_stop && !refers;
+        let adds_overlays = goes_on && cutting.policy.adds_overlays();
         let mut obstacles = Vec::new();
         for drive in vm.drives().doing("looking at the VM's disks")? {
             let is_as_started = is_as_started(meta, &drive);
-            match keepable(meta, drive, goes_on) {
+            match keepable(meta, drive, adds_overlays) {
                 Ok((named, drive)) => cutting.add(named, drive),
                 Err(_) if !goes_on && is_as_started => {}
                 Err(obstacle) => obstacles.push(obstacle),
@@ -120,7 +127,7 @@ impl<'a> Cutting<'a> {
     fn add(&mut self, named: String, drive: Drive) {
         let is_written = self.refers && !self.then_stop;
         let before = is_written.then(|| FileIdentity::of(drive.file()).ok()).flatten();
-        self.drives.push(Planned { named, drive, before, made: None });
+        self.drives.push(Planned { named, drive, before, made: None, copy_file: None });
     }
 
     /// Why a restore could not put other files in the place of those that the command line names.
@@ -144,7 +151,7 @@ impl<'a> Cutting<'a> {
 
     /// Makes the files, and has the hypervisor open them. On an error nothing is left of them.
     pub(crate) fn prepare(&mut self, vm: &mut Vm, journal: &JournalFile) -> Result<(), Failure> {
-        let prepared = self.choose().and_then(|()| {
+        let prepared = self.choose(vm).and_then(|()| {
             self.write_down(journal)?;
             self.make(vm)
         });
@@ -155,22 +162,14 @@ impl<'a> Cutting<'a> {
         })
     }
 
-    /// Whether each file can be cloned, or else gets an overlay.
-    fn choose(&mut self) -> Result<(), Failure> {
+    /// What is made for each drive.
+    fn choose(&mut self, vm: &mut Vm) -> Result<(), Failure> {
         if self.then_stop || self.refers {
             return Ok(());
         }
-        for Planned { named, drive, made, .. } in &mut self.drives {
-            let (suffix, path) = new_file(self.dir, drive.file(), named, self.vm_name);
-            let dir = path.parent().unwrap_or(Path::new("/"));
-            let can = can_clone(drive.file(), dir).doing("finding out whether it can be cloned");
-            let can = can.map_err(|failure| failure.hint(DISK_DIR))?;
-            // What lies below may be named as seen from where it is.
-            let is_at_home = drive.chain.len() == 1 || drive.file().parent() == Some(dir);
-            *made = Some(match can && is_at_home {
-                true => Made::Clone(path),
-                false => Made::Overlay(Overlay { node: format!("firn-{suffix}"), path }),
-            });
+        for planned in &mut self.drives {
+            let choice = self.policy.choose_method(vm, &planned.drive, &planned.named)?;
+            (planned.made, planned.copy_file) = (Some(choice.made), choice.copy_file);
         }
         Ok(())
     }
@@ -193,7 +192,10 @@ impl<'a> Cutting<'a> {
     }
 
     fn make(&self, vm: &mut Vm) -> Result<(), Failure> {
-        for Planned { drive, made, .. } in &self.drives {
+        for Planned { drive, made, copy_file, .. } in &self.drives {
+            if let (Some(Made::Copy(copy)), Some(copy_file)) = (made, copy_file) {
+                disk_copies::create_copy(vm, self.program, drive, copy, copy_file)?;
+            }
             let Some(Made::Overlay(overlay)) = made else { continue };
             let (file, named) = (drive.file(), &*drive.named);
             let below = Below { file, named, format: &drive.format, bytes: drive.bytes };
@@ -216,8 +218,10 @@ impl<'a> Cutting<'a> {
                 Some(Made::Clone(path)) => {
                     cut.clones.push((drive.file().to_owned(), path.clone()));
                 }
+                Some(Made::Copy(copy)) => cut.copies.push(copy.clone()),
                 None => {}
             }
+            cut.flushed.push(drive.file().to_owned());
             cut.expected.push(drive.expected());
         }
         cut
@@ -241,9 +245,21 @@ impl<'a> Cutting<'a> {
         self.drives.iter().map(Planned::frozen).collect()
     }
 
+    /// The files below those that were made for the image: it needs them unchanged as well.
+    pub(crate) fn find_layers(&self) -> Result<Vec<Disk>, Failure> {
+        let layers = self.drives.iter().map(Planned::find_layers).collect::<io::Result<Vec<_>>>();
+        Ok(layers.doing("reading the files below the copies of disks")?.concat())
+    }
+
+    /// After a failure: ends the copies. The VM may wait for them.
+    pub(crate) fn stop_copies(&self, vm: &mut Vm) {
+        disk_copies::discard_copies(vm, &self.kept());
+    }
+
     /// After a failure: removes what is not in use. `false` says that the image is not there.
     pub(crate) fn undo(&self, vm: &mut Vm, journal: &JournalFile) {
         let begun = self.begun.load(Ordering::Relaxed);
+        self.stop_copies(vm);
         let in_use = unused_removed(&self.kept(), begun, &mut |overlay| vm.close_overlay(overlay));
         adopt(journal, in_use);
     }
@@ -253,28 +269,57 @@ impl<'a> Cutting<'a> {
         let fact = |planned: &Planned| {
             let now = match &planned.made {
                 Some(Made::Overlay(overlay)) => Some(overlay.path.as_path()),
-                Some(Made::Clone(_)) => Some(planned.drive.file()),
+                Some(Made::Clone(_) | Made::Copy(_)) => Some(planned.drive.file()),
                 None => None,
             };
-            json!({ "drive": planned.drive.name, "kept": planned.file(), "goes_on_with": now })
+            json!({
+                "drive": planned.drive.name,
+                "kept": planned.file(),
+                "goes_on_with": now,
+                "how": planned.name_method(),
+            })
         };
         self.drives.iter().filter(|_| !self.refers).map(fact).collect()
     }
 }
 
-const DISK_DIR: &str = "--disk-dir DIR says where files for disks are made";
+pub(crate) const DISK_DIR: &str = "--disk-dir DIR says where files for disks are made";
 
 impl Planned {
     /// The file that stays as it is.
     fn file(&self) -> &Path {
         match &self.made {
-            Some(Made::Clone(path)) => path,
+            Some(Made::Clone(path) | Made::Copy(DriveCopy { path, .. })) => path,
             _ => self.drive.file(),
         }
     }
 
+    /// Whether the image has a file of its own.
+    fn has_own_file(&self) -> bool {
+        matches!(self.made, Some(Made::Clone(_) | Made::Copy(_)))
+    }
+
+    /// In a word.
+    fn name_method(&self) -> &'static str {
+        match &self.made {
+            Some(Made::Overlay(_)) => "overlay",
+            Some(Made::Clone(_)) => "clone",
+            Some(Made::Copy(DriveCopy { extent: CopyExtent::Changes(_), .. })) => "copy of changes",
+            Some(Made::Copy(_)) => "copy",
+            None => "file",
+        }
+    }
+
+    fn find_layers(&self) -> io::Result<Vec<Disk>> {
+        let copy = match &self.made {
+            Some(Made::Copy(copy)) => Some(copy),
+            _ => None,
+        };
+        disk_copies::find_layers(copy.into_iter(), self.drive.bytes)
+    }
+
     fn kept(&self) -> Kept {
-        let skip = usize::from(matches!(self.made, Some(Made::Clone(_))));
+        let skip = usize::from(self.has_own_file());
         let chain = self.drive.chain.iter().skip(skip).cloned().collect();
         Kept { chain, made: self.made.clone() }
     }
@@ -282,6 +327,9 @@ impl Planned {
     /// Whoever finds the image after a power failure finds its disks too.
     fn frozen(&self) -> io::Result<FrozenDrive> {
         let file = self.file();
+        if let Some(Made::Copy(copy)) = &self.made {
+            copy.trim()?;
+        }
         sync(file)?;
         let identity = match self.before {
             Some(before) => before,
@@ -292,10 +340,13 @@ impl Planned {
         Ok(FrozenDrive {
             named: self.named.clone(),
             file: file.to_owned(),
-            format: self.drive.format.clone(),
+            format: match &self.made {
+                Some(Made::Copy(_)) => "qcow2".to_owned(),
+                _ => self.drive.format.clone(),
+            },
             bytes: self.drive.bytes,
             identity,
-            is_clone: matches!(self.made, Some(Made::Clone(_))),
+            is_clone: self.has_own_file(),
         })
     }
 }
@@ -310,11 +361,11 @@ fn sync(file: &Path) -> io::Result<()> {
 }
 
 /// The file of the command line that a drive stands for; or why it can't be kept.
-fn keepable(meta: &Meta, drive: Drive, goes_on: bool) -> Result<(String, Drive), String> {
+fn keepable(meta: &Meta, drive: Drive, adds_overlay: bool) -> Result<(String, Drive), String> {
     if let Some(obstacle) = &drive.obstacle {
         return Err(format!("{}: {obstacle}", drive.name));
     }
-    if goes_on && drive.chain.len() >= CHAIN_MAX {
+    if adds_overlay && drive.chain.len() >= CHAIN_MAX {
         let depth = drive.chain.len();
         let text = "images lie upon each other already; merge some (qemu-img commit)";
         return Err(format!("{}: {depth} {text}", drive.name));
@@ -365,7 +416,12 @@ fn refused(obstacles: Vec<String>, goes_on: bool) -> Failure {
 }
 
 /// A name for a file that belongs to `vm` and stands for `named`: its random part, and the path, beside `file` or in `dir`.
-fn new_file(dir: Option<&Path>, file: &Path, named: &str, vm: &str) -> (String, PathBuf) {
+pub(crate) fn new_file(
+    dir: Option<&Path>,
+    file: &Path,
+    named: &str,
+    vm: &str,
+) -> (String, PathBuf) {
     let random = RandomState::new().build_hasher().finish();
     let suffix = format!("{:012x}", random >> 16);
     let stem = Path::new(named).file_name().or(file.file_name()).unwrap_or_default();
@@ -385,7 +441,7 @@ fn unused_removed<E: std::fmt::Display>(
     let mut in_use = Vec::new();
     for made in drives.iter().filter_map(|kept| kept.made.as_ref()) {
         match made {
-            Made::Clone(path) => remove(path),
+            Made::Clone(path) | Made::Copy(DriveCopy { path, .. }) => remove(path),
             Made::Overlay(overlay) => {
                 let path = &overlay.path;
                 let closed = close(overlay).unwrap_or_else(|error| {
@@ -413,11 +469,16 @@ pub(crate) fn hand_over(journal: &mut Journal) {
         journal.overlays.retain(|path| !chain.contains(path) && Some(path) != made);
         journal.overlays.extend(made.cloned());
     }
+    disk_copies::record_copies(&mut journal.copies, drives);
 }
 
 /// A save came to nothing, whose thread or supervisor is dead. `vm` is `None` if the hypervisor is, too.
 pub(crate) fn give_up(journal: &JournalFile, vm: Option<&mut Vm>) {
     let Phase::Saving { drives, .. } = journal.read().phase else { return };
+    let mut vm = vm;
+    if let Some(vm) = &mut vm {
+        disk_copies::discard_copies(vm, &drives);
+    }
     let in_use = match vm {
         Some(vm) => unused_removed(&drives, true, &mut |overlay| vm.close_overlay(overlay)),
         None => unused_removed(&drives, true, &mut |_| Ok::<_, io::Error>(false)),
@@ -449,7 +510,7 @@ pub(crate) fn settle(journal: &mut Journal) {
         return hand_over(journal);
     }
     for kept in drives {
-        if let Some(Made::Clone(path)) = &kept.made {
+        if let Some(Made::Clone(path) | Made::Copy(DriveCopy { path, .. })) = &kept.made {
             remove(path);
         }
     }
@@ -460,8 +521,8 @@ pub(crate) fn settle(journal: &mut Journal) {
 /// Whether a save has made anything that may have to be given up, and whether the hypervisor knows of any of it.
 pub(crate) fn has_made(journal: &Journal) -> (bool, bool) {
     let Phase::Saving { drives, .. } = &journal.phase else { return (false, false) };
-    let is_overlay = |kept: &Kept| matches!(kept.made, Some(Made::Overlay(_)));
-    (drives.iter().any(|kept| kept.made.is_some()), drives.iter().any(is_overlay))
+    let is_known = |kept: &Kept| matches!(kept.made, Some(Made::Overlay(_) | Made::Copy(_)));
+    (drives.iter().any(|kept| kept.made.is_some()), drives.iter().any(is_known))
 }
 
 /// Removes the overlays that are the VM's own.
@@ -476,7 +537,7 @@ pub(crate) fn left_behind(journal: &Journal) -> Vec<PathBuf> {
         let made = drives.iter().filter_map(|kept| kept.made.as_ref());
         all.extend(made.filter_map(|made| match made {
             Made::Overlay(overlay) => Some(overlay.path.clone()),
-            Made::Clone(_) => None,
+            Made::Clone(_) | Made::Copy(_) => None,
         }));
     }
     all

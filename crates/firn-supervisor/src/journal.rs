@@ -30,6 +30,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use firn_epochs::primary_end::PrimaryEnd;
 use firn_restore::Mode;
 use firn_types::{HostVirt, RegionMap, Tid};
+use firn_vmm::DriveCopy;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -100,6 +101,9 @@ pub struct Journal {
     /// They are to go with the VM.
     #[serde(default)]
     pub discard: bool,
+    /// The last copies of its drives that an image has: the hypervisor notes in dirty bitmaps what was written since.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies: Vec<DriveCopy>,
     /// Its network cards let nothing out until it is released: a standby may run.
     #[serde(default)]
     pub shut: bool,
@@ -294,6 +298,7 @@ impl Journal {
             recoveries: 0,
             overlays: Vec::new(),
             discard: false,
+            copies: Vec::new(),
             shut: false,
             lease: None,
             protection_end: None,

@@ -27,6 +27,7 @@ mod changes;
 mod client;
 mod cpu;
 mod decisions;
+mod disk_copies;
 mod disks;
 mod endpoints;
 mod failure;

@@ -82,7 +82,7 @@ pub struct FrozenDrive {
     pub bytes: u64,
     /// Which file it is, and its contents.
     pub identity: FileIdentity,
-    /// Whether it was made for this image, as a clone of the file that the VM went on with.
+    /// Whether it was made for this image, as a clone or a copy of the file that the VM went on with.
     #[serde(default)]
     pub is_clone: bool,
 }
@@ -136,6 +136,17 @@ impl Meta {
     /// The same with these drives.
     pub(crate) fn with(self, drives: Vec<FrozenDrive>) -> Self {
         Self { drives, ..self }.versioned()
+    }
+
+    /// Adds disks, each file once.
+    pub(crate) fn add_disks(&mut self, disks: Vec<Disk>) {
+        let which = |disk: &Disk| disk.identity.map(|it| (it.dev, it.inode));
+        for disk in disks {
+            let is_known = |it: &Disk| which(it).is_some() && which(it) == which(&disk);
+            if !self.disks.iter().any(is_known) {
+                self.disks.push(disk);
+            }
+        }
     }
 
     /// The same of a VM whose network cards let nothing out, or do.

@@ -17,6 +17,7 @@ use serde_json::json;
 
 use crate::calls::Calls;
 use crate::changes::{self, Changes};
+use crate::disk_copies::{self, DiskPolicy};
 use crate::disks::{self, Cutting};
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
@@ -71,16 +72,19 @@ impl Operations for Qemu {
         let meta = machine.meta.clone().held(held).paused(paused);
         let machine = Machine { meta: meta.marked_unrestorable(unrestorable), ..machine };
         let meta = machine.meta.clone();
-        let mut cutting =
-            Cutting::plan(&mut vm, &meta, &request.choices, then_stop).map_err(explain)?;
+        let policy = DiskPolicy::new(&machine, &self.journal.read(), request, parent.as_deref());
+        let mut cutting = Cutting::plan(&mut vm, &meta, policy, then_stop).map_err(explain)?;
         // One descriptor at a time can have the guest's memory.
         let scanned = self.usage.finish();
         self.begin(request, then_stop, was_running, &mut vm, &layout).map_err(explain)?;
         firn_fault::point("save.journaled");
         let save =
             Save { operations: self, request, then_stop, was_running, cancel, scanned, parent };
-        let report = save.run(&mut vm, machine.meta, &layout, memory, &mut cutting, progress);
+        let report = save.run(&mut vm, meta.clone(), &layout, memory, &mut cutting, progress);
         let report = report.map_err(|failure| {
+            if !self.journal.image_whole() {
+                cutting.stop_copies(&mut vm);
+            }
             let failure = self.wind_up(failure, &mut vm, was_running);
             // What fails after the image has its name does not take its files.
             if !self.journal.image_whole() {
@@ -92,6 +96,7 @@ impl Operations for Qemu {
             close_descriptors(&mut vm);
         }
         self.ended(request, then_stop, &report)?;
+        disk_copies::remove_old_bitmaps(&mut vm, &self.journal.read());
         report.map(|report| facts(request, &report, &cutting, &meta.unrestorable))
     }
 
@@ -209,6 +214,7 @@ impl Operations for Qemu {
     }
 
     fn leave(&self) {
+        disk_copies::remove_all_bitmaps(&self.journal);
         self.calls.finish();
         self.usage.finish();
         self.changes.finish();
@@ -455,10 +461,12 @@ impl Save<'_> {
         let mut disks = vm.disks().doing("looking at the VM's disks")?;
         disks.retain(|disk| !cutting.covers(disk.identity));
         let firn = env!("CARGO_PKG_VERSION").to_owned();
-        let meta = Meta { created: now(), firn, disks, drives: Vec::new(), ..meta };
+        let mut meta = Meta { created: now(), firn, disks, drives: Vec::new(), ..meta };
         firn_fault::point("save.disks");
         let journal = &self.operations.journal;
         cutting.prepare(vm, journal)?;
+        let layers = cutting.find_layers()?;
+        meta.add_disks(layers);
         let cutting = &*cutting;
         let was_running = self.was_running;
         let describe = |found_late: Option<f64>| {
@@ -568,7 +576,11 @@ fn save_failure(error: &SaveError) -> Failure {
         SaveError::Attach(_) => FailureKind::Host,
         _ => FailureKind::Other,
     };
-    Failure::from_error(kind, error)
+    let failure = Failure::from_error(kind, error);
+    match error {
+        SaveError::Copies(_) => failure.hint(disks::DISK_DIR),
+        _ => failure,
+    }
 }
 
 /// What QEMU could not migrate can't be saved either, even if saving it seems to work.

@@ -190,10 +190,11 @@ pub struct SaveChoices {
     /// The image that the new one is to build on; absolute.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<PathBuf>,
-    /// What becomes of its disks; by default they are kept as they are.
+    /// What becomes of its disks; by default clones are made where the file system has them, and else overlays for a VM that
+    /// Firn started, and copies for another.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disks: Option<SaveDisks>,
-    /// Where files for its disks are made, absolute; by default beside them.
+    /// Where files for its disks are made, absolute; by default beside them, and copies beside the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_dir: Option<PathBuf>,
     /// How its working set is found.
@@ -211,8 +212,12 @@ pub struct SaveChoices {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SaveDisks {
-    /// Their contents are kept as they are at the cut; the VM goes on with files of its own.
-    Cut,
+    /// They are copied by jobs of the hypervisor; the VM keeps its files.
+    Copy,
+    /// Their files are cloned, which the file system must be able to do; the VM keeps its files.
+    Clone,
+    /// The VM writes to overlays on them from the cut on.
+    Overlay,
     /// They are only named: a restore finds out whether they have changed.
     Reference,
 }

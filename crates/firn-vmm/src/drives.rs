@@ -29,8 +29,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
+use crate::backup::{self, DriveCopy};
 use crate::device_state::DeviceStateError;
 use crate::disks::{FileIdentity, FileView, plain_file};
+use crate::flush;
 use crate::qcow2;
 use crate::qmp::{Qmp, QmpError};
 
@@ -91,6 +93,10 @@ pub struct DriveCut {
     pub overlays: Vec<(String, Overlay)>,
     /// A file, and the one to become a clone of it.
     pub clones: Vec<(PathBuf, PathBuf)>,
+    /// The copies to begin.
+    pub copies: Vec<DriveCopy>,
+    /// Files to be flushed before the pause, which would wait for that otherwise.
+    pub flushed: Vec<PathBuf>,
     /// What all of this was decided for.
     pub expected: Vec<Expected>,
 }
@@ -131,6 +137,17 @@ pub enum DriveError {
         path: PathBuf,
         /// What the tool said.
         said: String,
+    },
+    /// The file system has too little room for a copy.
+    #[error("cannot reserve {bytes} bytes for {path}", path = .path.display())]
+    Room {
+        /// How many.
+        bytes: u64,
+        /// The copy.
+        path: PathBuf,
+        /// The error of the kernel.
+        #[source]
+        source: io::Error,
     },
     /// A file could not be cloned, or given to its owner.
     #[error("cannot {doing} {path}", path = .path.display())]
@@ -201,14 +218,16 @@ pub(crate) fn find(qmp: &mut Qmp, view: &FileView) -> Result<Vec<Drive>, QmpErro
     let shared = shared(&devices, view);
     for drive in &mut drives {
         let is_shared = drive.chain.first().is_some_and(|top| shared.contains(&which(top)));
-        let also = match jobs.first() {
-            // Which images a job changes can't be told from outside.
+        drive.obstacle = match jobs.first() {
+            // Which images a job changes can't be seen from outside. Some jobs hide the drive below a node of their own.
             Some(Job { device, kind }) => {
                 Some(format!("a block job is at work ({kind}, {device})"))
             }
-            None => is_shared.then(|| "another device has the same file".to_owned()),
+            None => drive
+                .obstacle
+                .take()
+                .or_else(|| is_shared.then(|| "another device has the same file".to_owned())),
         };
-        drive.obstacle = drive.obstacle.take().or(also);
     }
     Ok(drives)
 }
@@ -357,11 +376,24 @@ impl Below<'_> {
 /// Makes the file of an overlay, with the owner and the mode of what lies below. `program` is the hypervisor, whose own tool
 /// is preferred.
 pub fn create_overlay(program: &str, below: &Below<'_>, path: &Path) -> Result<(), DriveError> {
+    create(program, Some(below), path, below.bytes)?;
+    like(below.file, path).map_err(io_error("give the owner of its disk to", path))
+}
+
+/// Makes a qcow2 file for a drive of so many bytes.
+pub(crate) fn create(
+    program: &str,
+    below: Option<&Below<'_>>,
+    path: &Path,
+    bytes: u64,
+) -> Result<(), DriveError> {
     let mut command = Command::new(tool(program));
-    // Unsafe only in that it does not look at what is below, which the hypervisor has locked.
-    command.args(["create", "-q", "-f", "qcow2", "-u", "-F", below.format, "-b"]);
-    let output = command.arg(below.name(path)).arg(path).arg(below.bytes.to_string()).output();
-    let output = output.map_err(DriveError::Tool)?;
+    command.args(["create", "-q", "-f", "qcow2"]);
+    if let Some(below) = below {
+        // Unsafe only in that it does not look at what is below, which the hypervisor has locked.
+        command.args(["-u", "-F", below.format, "-b"]).arg(below.name(path));
+    }
+    let output = command.arg(path).arg(bytes.to_string()).output().map_err(DriveError::Tool)?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
         // It begins with its own name and the file's.
@@ -369,7 +401,7 @@ pub fn create_overlay(program: &str, below: &Below<'_>, path: &Path) -> Result<(
             said.trim().trim_start_matches(&format!("{TOOL}: {}: ", path.display())).to_owned();
         return Err(DriveError::Create { path: path.to_owned(), said });
     }
-    like(below.file, path).map_err(io_error("give the owner of its disk to", path))
+    Ok(())
 }
 
 fn tool(program: &str) -> PathBuf {
@@ -379,7 +411,7 @@ fn tool(program: &str) -> PathBuf {
 
 /// Gives a file the owner and the mode of another. Who may not give it away keeps it, and runs the hypervisor then; if it is
 /// not of the same group either it is for nobody else.
-fn like(other: &Path, file: &Path) -> io::Result<()> {
+pub(crate) fn like(other: &Path, file: &Path) -> io::Result<()> {
     let metadata = other.metadata()?;
     let mine = file.metadata()?;
     if (mine.uid(), mine.gid()) != (metadata.uid(), metadata.gid()) {
@@ -470,10 +502,12 @@ fn is_known(qmp: &mut Qmp, node: &str) -> Result<bool, QmpError> {
 }
 
 impl DriveCut {
-    /// The transaction that puts overlays on drives; `None` if there is nothing to put.
-    pub(crate) fn transaction(&self) -> Option<Value> {
+    /// The transaction that puts overlays on drives and begins copies; `None` if there is nothing to do. `fails_alone` if
+    /// this QEMU can let a copy fail instead of a guest's write.
+    pub(crate) fn transaction(&self, fails_alone: bool) -> Option<Value> {
         let action = |(node, overlay): &(String, Overlay)| json!({ "type": "blockdev-snapshot", "data": { "node": node, "overlay": overlay.node } });
-        let actions: Vec<_> = self.overlays.iter().map(action).collect();
+        let copies = backup::build_actions(&self.copies, fails_alone);
+        let actions: Vec<_> = self.overlays.iter().map(action).chain(copies).collect();
         (!actions.is_empty()).then(|| json!({ "actions": actions }))
     }
 
@@ -481,12 +515,20 @@ impl DriveCut {
     pub fn clone_files(&self) -> Result<(), DriveError> {
         self.clones.iter().try_for_each(|(from, to)| clone_file(from, to))
     }
+
+    /// Writes back what the page cache has of the files, while the VM runs.
+    pub fn flush_files(&self) {
+        flush::flush_files(&self.flushed);
+    }
 }
 
 impl DriveCut {
     /// Whether there is anything to be done.
     pub fn is_empty(&self) -> bool {
-        self.overlays.is_empty() && self.clones.is_empty() && self.expected.is_empty()
+        self.overlays.is_empty()
+            && self.clones.is_empty()
+            && self.copies.is_empty()
+            && self.expected.is_empty()
     }
 
     /// Why drives are not as they were expected to be, by what `query-block` and `query-block-jobs` say.
@@ -633,9 +675,9 @@ mod tests {
     #[test]
     fn all_overlays_are_put_on_at_once() {
         let overlay = |name: &str| Overlay { node: name.to_owned(), path: "/o".into() };
-        assert_eq!(DriveCut::default().transaction(), None);
+        assert_eq!(DriveCut::default().transaction(false), None);
         let overlays = vec![("a".into(), overlay("x")), ("b".into(), overlay("y"))];
-        let actions = DriveCut { overlays, ..DriveCut::default() }.transaction().unwrap();
+        let actions = DriveCut { overlays, ..DriveCut::default() }.transaction(false).unwrap();
         assert_eq!(actions["actions"].as_array().unwrap().len(), 2);
         assert_eq!(actions["actions"][1]["data"], json!({ "node": "b", "overlay": "y" }));
     }

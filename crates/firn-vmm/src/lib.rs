@@ -12,6 +12,8 @@
 //!   devices        the devices that a user gave it, and when
 //!   drives         which of them the guest writes to, and how they are kept as they are
 //!   restorable     whether the command line still describes the VM, so that it can be restored
+//!   backup         copies of their contents at one instant, by jobs of the hypervisor
+//!   flush          writing their files back before a pause
 //!   vm             all of it as one VM
 //! ```
 //!
@@ -20,11 +22,13 @@
 
 #![forbid(unsafe_code)]
 
+mod backup;
 pub mod command_line;
 mod device_state;
 mod devices;
 mod disks;
 mod drives;
+mod flush;
 pub mod hmp;
 mod hold;
 mod launch;
@@ -37,6 +41,9 @@ mod version;
 mod vm;
 mod wait;
 
+pub use backup::{
+    BaseFile, COPIES_MAX, CopyError, CopyExtent, DriveCopy, allocated_bytes, files_below,
+};
 pub use device_state::{DeviceStateError, STATE_BYTES_MAX};
 pub use devices::DevicePath;
 pub use disks::{Disk, FileIdentity};

@@ -8,6 +8,7 @@ use firn_types::{GuestPhys, Tid, VcpuId};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::backup::{self, CopyError, DriveCopy};
 use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::devices::{self, DevicePath};
 use crate::disks::{self, Disk, FileView};
@@ -230,6 +231,40 @@ impl Vm {
         drives::close_overlay(&mut self.qmp, overlay)
     }
 
+    /// Opens the file of a copy of a drive. The VM may run.
+    pub fn open_copy(&mut self, copy: &DriveCopy) -> Result<(), QmpError> {
+        backup::open_copy(&mut self.qmp, copy)
+    }
+
+    /// Removes the limit of speed that copies have in the pause in which they begin.
+    pub fn lift_copy_limits(&mut self, copies: &[DriveCopy]) -> Result<(), QmpError> {
+        backup::lift_limits(&mut self.qmp, copies)
+    }
+
+    /// Waits until copies that were begun are complete, and closes their files.
+    pub fn finish_copies(
+        &mut self,
+        copies: &[DriveCopy],
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), CopyError> {
+        backup::finish_copies(&mut self.qmp, copies, is_cancelled)
+    }
+
+    /// Ends copies, complete or not, closes their files and removes their dirty bitmaps. Returns whether any was not complete.
+    pub fn discard_copies(&mut self, copies: &[DriveCopy]) -> Result<bool, QmpError> {
+        backup::discard_copies(&mut self.qmp, copies)
+    }
+
+    /// How many bytes the guest has written since a copy, about. `None` if QEMU does not know.
+    pub fn changed_bytes(&mut self, copy: &DriveCopy) -> Result<Option<u64>, QmpError> {
+        backup::changed_bytes(&mut self.qmp, copy)
+    }
+
+    /// Removes the dirty bitmaps that Firn added, except those that began with these copies.
+    pub fn remove_bitmaps(&mut self, keep: &[DriveCopy]) -> Result<(), QmpError> {
+        backup::remove_bitmaps(&mut self.qmp, keep)
+    }
+
     /// Why QEMU would not migrate this VM: devices whose state it cannot carry, CPU features it must not. What is
     /// named here cannot be checkpointed either, whether or not saving device state succeeds.
     pub fn blockers(&mut self) -> Result<Vec<String>, QmpError> {
@@ -328,8 +363,10 @@ impl Vm {
         })
     }
 
-    /// [`Self::stop`], the overlays of `drives`, and [`Self::save_device_state`], in one round trip. On an error the VM may
-    /// be stopped, and the overlays may have been put on.
+    /// [`Self::stop`], [`Self::save_device_state`], and the overlays and copies of `drives`, in one round trip. On an error
+    /// the VM may be stopped, the overlays may have been put on, and the copies begun.
+    ///
+    /// Saving devices flushes disks once more, so the copies begin after it.
     ///
     /// What the drives are is looked at once more when nothing can change it any longer.
     pub fn cut(&mut self, drives: &DriveCut) -> Result<Vec<u8>, CutError> {
@@ -337,22 +374,24 @@ impl Vm {
             return Ok(self.stop_and_save_device_state()?);
         }
         let mut problem = Ok(());
+        let fails_alone = self.version.at_least(10, 1);
         let saved = self.with_state_file(|qmp, file| {
             let stop = qmp.send("stop", Value::Null)?;
             let look = qmp.send("query-block", Value::Null)?;
             let jobs = qmp.send("query-block-jobs", Value::Null)?;
-            let put = drives.transaction().map(|actions| qmp.send("transaction", actions));
-            let put = put.transpose()?;
             let save = file.ask(qmp)?;
+            let put = drives.transaction(fails_alone).map(|all| qmp.send("transaction", all));
+            let put = put.transpose()?;
             qmp.answer(stop)?;
             let (look, jobs) = (qmp.answer(look), qmp.answer(jobs));
+            let save = qmp.answer(save);
             let put = put.map(|put| qmp.answer(put)).transpose();
             problem = look
                 .and_then(|look| Ok((look, jobs?)))
                 .map_err(CutError::Drives)
                 .and_then(|(look, jobs)| drives.check(look, jobs))
                 .and(put.map(drop).map_err(CutError::Drives));
-            qmp.answer(save)?;
+            save?;
             file.read()
         });
         problem?;

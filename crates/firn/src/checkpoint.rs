@@ -41,9 +41,11 @@ use crate::working_set::estimator;
 /// web-000001.firn and so on. Each can be restored. Of those that are more than --keep asks for, the oldest that stays is
 /// made whole and the others go, now and then.
 ///
-/// The disks that the guest writes to are kept as they are at the same moment: from then on nobody writes to their files, and
-/// the VM goes on with overlays upon them (qcow2), or, where the file system can share blocks, with the files as before
-/// while clones of them are kept. A disk that can't be kept is named before anything is done.
+/// The contents of disks that the guest writes to are kept as they are at the same moment (--disks). Where the file system can
+/// share blocks, their files are cloned. Else a VM that Firn started writes to overlays upon them (qcow2) from then on, and
+/// the files below stay as they are. The disks of a VM that Firn did not start are copied beside the image, and the VM keeps its
+/// files: with --parent or --every only what was written since the parent is copied. A disk that can't be kept is named
+/// before anything is done.
 ///
 /// A VM is inspected first. If it has devices that its command line does not describe (hot-plugged ones, or ones with open
 /// descriptors), or devices that write to memory unseen (VFIO, vhost-user), no restore could succeed: the checkpoint is refused with
@@ -117,11 +119,13 @@ pub struct ImageArgs {
     /// Size of a locality block: a power of two from 16K to 1M.
     #[arg(long, value_name = "SIZE", value_parser = locality_block)]
     locality_block: Option<u32>,
-    /// What becomes of disks that the guest writes to: `cut`, they are kept as they are (the default), or `reference`, they are
-    /// only named: a restore works as long as they have not changed.
+    /// How the contents of disks that the guest writes to are kept: `copy`, QEMU copies them while the guest runs; `clone`, their
+    /// files are cloned; `overlay`, the VM writes to overlays on them from now on; `reference`, they are only named: a restore
+    /// works as long as they have not changed. By default they are cloned where the file system can do that; else a VM that
+    /// `firn run` or `firn restore` started gets overlays, and the disks of another are copied.
     #[arg(long, value_name = "HOW", value_parser = disks)]
     disks: Option<SaveDisks>,
-    /// Where files for disks are made; by default beside the disks.
+    /// Where files for disks are made; by default beside the disks, and copies beside the image.
     #[arg(long, value_name = "DIR")]
     disk_dir: Option<PathBuf>,
     /// Save only what changed since this image was made, and build on it. It must stay where it is.
@@ -147,9 +151,11 @@ fn interval(text: &str) -> Result<Duration, String> {
 
 fn disks(text: &str) -> Result<SaveDisks, String> {
     match text {
-        "cut" => Ok(SaveDisks::Cut),
+        "copy" => Ok(SaveDisks::Copy),
+        "clone" => Ok(SaveDisks::Clone),
+        "overlay" => Ok(SaveDisks::Overlay),
         "reference" => Ok(SaveDisks::Reference),
-        other => Err(format!("{other:?} is neither cut nor reference")),
+        other => Err(format!("{other:?} is none of copy, clone, overlay and reference")),
     }
 }
 
@@ -246,11 +252,12 @@ pub fn describe(facts: &serde_json::Value) -> String {
     let drives: String =
         facts["drives"].as_array().into_iter().flatten().map(describe_drive).collect();
     format!(
-        "{}: {}{what} in {}, pause {}\n{drives}",
+        "{}: {}{what} in {}, pause {}{}\n{drives}",
         facts["image"].as_str().unwrap_or("?"),
         units::bytes(report["image_bytes"].as_u64().unwrap_or(0)),
         units::ms(number(&report["total_ms"])),
         units::ms(number(&report["pause"]["downtime_ms"])),
+        describe_round_pauses(report),
     ) + &describe_obstacles(facts)
 }
 
@@ -260,8 +267,22 @@ fn describe_obstacles(facts: &serde_json::Value) -> String {
     reasons.map(|reason| format!("cannot be restored: {reason}\n")).collect()
 }
 
+/// The pauses of pre-copy's rounds, if there were any.
+fn describe_round_pauses(report: &serde_json::Value) -> String {
+    let pauses = report["round_pauses_ms"].as_array().into_iter().flatten();
+    let pauses: Vec<f64> = pauses.filter_map(serde_json::Value::as_f64).collect();
+    match pauses.iter().copied().reduce(f64::max) {
+        Some(longest) => format!(", {} before it of up to {}", pauses.len(), units::ms(longest)),
+        None => String::new(),
+    }
+}
+
 fn describe_drive(drive: &serde_json::Value) -> String {
     let text = |key: &str| drive[key].as_str().unwrap_or("?");
+    if text("how").starts_with("copy") {
+        let (name, kept, file) = (text("drive"), text("kept"), text("goes_on_with"));
+        return format!("disk {name}: {kept} is a {} of {file}\n", text("how"));
+    }
     format!(
         "disk {}: {} is kept as it is; the VM goes on with {}\n",
         text("drive"),

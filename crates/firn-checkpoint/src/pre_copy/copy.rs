@@ -107,14 +107,14 @@ impl PreCopy<'_, '_> {
         self.open_window_for(&written)?;
         let mut rounds = Rounds::new(!self.context.vm.reads_past_page_cache()?);
         let is_running = self.context.vm.status()?.running;
-        let mut drained = Duration::ZERO;
+        let mut drained = Vec::new();
         let mut next = |written: usize, done: &Done| match rounds.next(written) {
             Step::Keep if done.kept.len() + written > done.room => Step::Cut,
             step => step,
         };
         let mut step = if is_running { next(written.len(), &done) } else { Step::Cut };
         while step != Step::Cut {
-            drained += self.let_requests_end()?;
+            drained.extend(self.let_requests_end()?);
             match step {
                 Step::Copy => self.copy_all(&written, &mut done)?,
                 _ => self.keep_all(&written, &mut done)?,
@@ -146,7 +146,8 @@ impl PreCopy<'_, '_> {
         self.report(&done);
         let report = SaveReport {
             rounds: rounds.done(),
-            drained_ms: ms(drained),
+            drained_ms: ms(drained.iter().sum()),
+            round_pauses_ms: drained.into_iter().map(ms).collect(),
             arm_ms,
             pause: cut.pause,
             blocks_total: blocks,
@@ -181,14 +182,15 @@ impl PreCopy<'_, '_> {
 
     /// Has the device models complete what they have begun, where that matters (see the module's documentation). Gives how long the
     /// VM stood still for that.
-    fn let_requests_end(&mut self) -> Result<Duration, SaveError> {
+    fn let_requests_end(&mut self) -> Result<Option<Duration>, SaveError> {
         if !self.context.vm.reads_past_page_cache()? {
-            return Ok(Duration::ZERO);
+            return Ok(None);
         }
         if !self.context.vm.status()?.running {
             // By its user, meanwhile. Then nothing is under way.
-            return Ok(Duration::ZERO);
+            return Ok(None);
         }
+        self.context.drives.flush_files();
         self.context.steps.about_to_stop().map_err(SaveError::Step)?;
         let since = Instant::now();
         let stopped = self.context.vm.stop();
@@ -198,7 +200,7 @@ impl PreCopy<'_, '_> {
         continued?;
         let drained = since.elapsed();
         self.context.steps.resumed().map_err(SaveError::Step)?;
-        Ok(drained)
+        Ok(Some(drained))
     }
 
     fn copy_all(&self, blocks: &[Block], done: &mut Done) -> Result<(), SaveError> {

@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod agent;
+mod attached_disks;
 mod attribution;
 mod bombs;
 mod calls;

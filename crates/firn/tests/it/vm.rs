@@ -72,20 +72,35 @@ impl Vm {
 
     fn booted_with_disks(self) -> Self {
         let mut vm = self;
-        for (name, format) in [("disk0.raw", "raw"), ("disk1.qcow2", "qcow2")] {
-            let path = vm.session.path(name);
-            qemu_img(&["create", "-q", "-f", format, text(&path), "16M"]);
-            vm.disks.push((path, format));
-        }
+        vm.create_disks("16M");
         let vm = vm.booted(&["--mib", "48", "--rate", "2000"]);
-        let mut control = vm.control();
+        vm.write_to_disks();
+        vm
+    }
+
+    /// Makes disks for a guest that is booted later.
+    pub fn create_disks(&mut self, size: &str) {
+        for (name, format) in [("disk0.raw", "raw"), ("disk1.qcow2", "qcow2")] {
+            let path = self.session.path(name);
+            qemu_img(&["create", "-q", "-f", format, text(&path), size]);
+            self.disks.push((path, format));
+        }
+    }
+
+    /// Has a guest that runs write to its memory.
+    pub fn with_load(self) -> Self {
+        self.writing(&["--mib", "48", "--rate", "2000"])
+    }
+
+    /// Has the guest write to the first 16 MiB of its disks, and check them.
+    pub fn write_to_disks(&self) {
+        let mut control = self.control();
         for (number, device) in ["/dev/vda", "/dev/vdb"].iter().enumerate() {
             let write = ["firn-guest", "disk-dma", "write", "--rate", "120", "--device", device];
             let job = format!("disk{number}");
             control.spawn(&job, &write).unwrap();
             control.wait_output(&job, "progress", PATIENCE).unwrap();
         }
-        vm
     }
 
     /// Boots a guest that has a disk with an empty file system.

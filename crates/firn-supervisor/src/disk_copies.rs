@@ -1,0 +1,314 @@
+//! How a save keeps each drive: a clone, an overlay or a copy. Here are the choice, and all that copies need.
+//!
+//! | `--disks` | Firn started the VM | another started it |
+//! |---|---|---|
+//! | (not given) | clone, or else overlay | clone, or else copy |
+//! | `copy`, `clone`, `overlay` | as asked | as asked |
+//!
+//! An overlay changes the block graph: the VM writes to another file than its command line names. Of a VM that Firn did not
+//! start the graph stays as it is: its user starts it again by that command line.
+//!
+//! A copy of an image with a parent holds what changed since the parent's copy, if three things agree: the parent image names
+//! a file, the journal names the dirty bitmap that began with this file, and QEMU has that bitmap. Else all is copied.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use firn_image::Image;
+use firn_vmm::{
+    BaseFile, COPIES_MAX, CopyExtent, Disk, Drive, DriveCopy, FileIdentity, Overlay, Vm,
+    allocated_bytes, can_clone, files_below,
+};
+
+use crate::disks::{DISK_DIR, Kept, Made, new_file};
+use crate::failure::{Context, Failure, FailureKind};
+use crate::journal::{Journal, JournalFile, Machine};
+use crate::meta::{FrozenDrive, Meta};
+use crate::protocol::{SaveDisks, SaveRequest};
+use crate::qemu;
+
+/// How drives are kept, and what is known of their copies.
+pub(crate) struct DiskPolicy<'a> {
+    how: Option<SaveDisks>,
+    is_launched: bool,
+    vm_name: &'a str,
+    disk_dir: Option<&'a Path>,
+    image_dir: &'a Path,
+    /// The drives of the image that the new one builds on.
+    parents: Vec<FrozenDrive>,
+    /// The copies with which dirty bitmaps began.
+    known: Vec<DriveCopy>,
+}
+
+/// What is made for a drive.
+pub(crate) struct DiskChoice {
+    pub(crate) made: Made,
+    /// For a copy.
+    pub(crate) copy_file: Option<CopyFile>,
+}
+
+/// How the file of a copy is made.
+#[derive(Default)]
+pub(crate) struct CopyFile {
+    /// The file below it, and its format.
+    base: Option<(PathBuf, String)>,
+    /// How many bytes it will hold, about.
+    bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DiskMethod {
+    Clone,
+    Overlay,
+    Copy,
+}
+
+impl<'a> DiskPolicy<'a> {
+    pub(crate) fn new(
+        machine: &'a Machine,
+        journal: &Journal,
+        request: &'a SaveRequest,
+        parent: Option<&Image>,
+    ) -> Self {
+        let parent = parent.and_then(|it| serde_json::from_value::<Meta>(it.meta().clone()).ok());
+        Self {
+            how: request.choices.disks,
+            is_launched: machine.launched,
+            vm_name: &machine.meta.name,
+            disk_dir: request.choices.disk_dir.as_deref(),
+            image_dir: request.image.parent().unwrap_or(Path::new("/")),
+            parents: parent.map(|meta| meta.drives).unwrap_or_default(),
+            known: journal.copies.clone(),
+        }
+    }
+
+    /// Whether drives are only named.
+    pub(crate) fn refers(&self) -> bool {
+        self.how == Some(SaveDisks::Reference)
+    }
+
+    /// Whether a drive may get one more overlay.
+    pub(crate) fn adds_overlays(&self) -> bool {
+        match self.how {
+            None => self.is_launched,
+            how => how == Some(SaveDisks::Overlay),
+        }
+    }
+
+    /// Decides what is made for a drive.
+    pub(crate) fn choose_method(
+        &self,
+        vm: &mut Vm,
+        drive: &Drive,
+        named: &str,
+    ) -> Result<DiskChoice, Failure> {
+        let (suffix, path) = new_file(self.disk_dir, drive.file(), named, self.vm_name);
+        let name = format!("firn-{suffix}");
+        let made = match self.check_method(self.can_clone(drive, &path)?, drive)? {
+            DiskMethod::Clone => Made::Clone(path),
+            DiskMethod::Overlay => Made::Overlay(Overlay { node: name, path }),
+            DiskMethod::Copy => return self.plan_copy(vm, drive, named, name),
+        };
+        Ok(DiskChoice { made, copy_file: None })
+    }
+
+    fn can_clone(&self, drive: &Drive, path: &Path) -> Result<bool, Failure> {
+        if matches!(self.how, Some(SaveDisks::Copy | SaveDisks::Overlay)) {
+            return Ok(false);
+        }
+        let dir = path.parent().unwrap_or(Path::new("/"));
+        // What lies below may be named as seen from where it is.
+        let is_at_home = drive.chain.len() == 1 || drive.file().parent() == Some(dir);
+        let can = can_clone(drive.file(), dir).doing("finding out whether it can be cloned");
+        match can.map(|can| can && is_at_home) {
+            // A copy may be made in another directory.
+            Err(_) if self.how.is_none() && !self.is_launched => Ok(false),
+            can => can.map_err(|failure| failure.hint(DISK_DIR)),
+        }
+    }
+
+    fn check_method(&self, can_clone: bool, drive: &Drive) -> Result<DiskMethod, Failure> {
+        match (choose_method(self.how, self.is_launched, can_clone), drive.file().display()) {
+            (Some(method), _) => Ok(method),
+            (None, file) => {
+                let text = format!("{}: the file system of {file} can't clone it", drive.name);
+                let failure = Failure::new(FailureKind::Refused, text);
+                Err(failure.hint("--disks copy copies it"))
+            }
+        }
+    }
+
+    fn plan_copy(
+        &self,
+        vm: &mut Vm,
+        drive: &Drive,
+        named: &str,
+        name: String,
+    ) -> Result<DiskChoice, Failure> {
+        let dir = self.disk_dir.unwrap_or(self.image_dir);
+        let (_, path) = new_file(Some(dir), drive.file(), named, self.vm_name);
+        let (extent, copy_file) = match self.plan_changes(vm, drive, named)? {
+            Some(changes) => changes,
+            None => plan_full_copy(drive).doing("reading the files of the VM's disks")?,
+        };
+        let copy = DriveCopy { source: drive.node.clone(), name, path, extent };
+        Ok(DiskChoice { made: Made::Copy(copy), copy_file: Some(copy_file) })
+    }
+
+    /// What changed since the parent's copy; `None` if that is not known.
+    fn plan_changes(
+        &self,
+        vm: &mut Vm,
+        drive: &Drive,
+        named: &str,
+    ) -> Result<Option<(CopyExtent, CopyFile)>, Failure> {
+        let Some((parent, copy)) = self.find_parent(drive, named) else { return Ok(None) };
+        let is_short = files_below(&parent.file).is_ok_and(|below| below.len() + 1 < COPIES_MAX);
+        if !is_short || !is_unchanged(parent) {
+            return Ok(None);
+        }
+        let bytes = vm.changed_bytes(copy).doing("reading dirty bitmaps")?;
+        Ok(bytes.map(|bytes| {
+            let base = Some((parent.file.clone(), parent.format.clone()));
+            (CopyExtent::Changes(copy.name.clone()), CopyFile { base, bytes })
+        }))
+    }
+
+    fn find_parent(&self, drive: &Drive, named: &str) -> Option<(&FrozenDrive, &DriveCopy)> {
+        let is_parent = |it: &&FrozenDrive| it.named == named && it.bytes == drive.bytes;
+        let parent = self.parents.iter().find(is_parent)?;
+        let began = |it: &&DriveCopy| it.path == parent.file && it.source == drive.node;
+        Some((parent, self.known.iter().find(began)?))
+    }
+}
+
+/// `None` if a clone was asked for and can't be had.
+fn choose_method(how: Option<SaveDisks>, is_launched: bool, can_clone: bool) -> Option<DiskMethod> {
+    match (how, can_clone) {
+        (Some(SaveDisks::Copy), _) => Some(DiskMethod::Copy),
+        (Some(SaveDisks::Overlay), _) => Some(DiskMethod::Overlay),
+        (_, true) => Some(DiskMethod::Clone),
+        (None, false) if is_launched => Some(DiskMethod::Overlay),
+        (None, false) => Some(DiskMethod::Copy),
+        (Some(_), false) => None,
+    }
+}
+
+/// All of a drive, or all of its topmost image.
+fn plan_full_copy(drive: &Drive) -> io::Result<(CopyExtent, CopyFile)> {
+    let bytes = allocated_bytes(drive.file())?;
+    let base = files_below(drive.file())?.into_iter().next().filter(|_| drive.chain.len() > 1);
+    let extent = if base.is_some() { CopyExtent::Top } else { CopyExtent::All };
+    Ok((extent, CopyFile { base, bytes }))
+}
+
+fn is_unchanged(drive: &FrozenDrive) -> bool {
+    FileIdentity::of(&drive.file)
+        .is_ok_and(|now| (now.size, now.mtime_ns) == (drive.identity.size, drive.identity.mtime_ns))
+}
+
+/// Makes the file of a copy, and has the hypervisor open it.
+pub(crate) fn create_copy(
+    vm: &mut Vm,
+    program: &str,
+    drive: &Drive,
+    copy: &DriveCopy,
+    copy_file: &CopyFile,
+) -> Result<(), Failure> {
+    let base = copy_file.base.as_ref().map(|(file, format)| BaseFile { file, format });
+    copy.create(program, drive, base, copy_file.bytes)
+        .doing("making a file for the copy of a disk")
+        .map_err(|failure| failure.hint(DISK_DIR))?;
+    vm.open_copy(copy).doing("opening a file for the copy of a disk")
+}
+
+/// The files below copies: an image needs them unchanged.
+pub(crate) fn find_layers<'c>(
+    copies: impl Iterator<Item = &'c DriveCopy>,
+    bytes: u64,
+) -> io::Result<Vec<Disk>> {
+    let mut layers = Vec::new();
+    for copy in copies {
+        for (file, format) in files_below(&copy.path)? {
+            let identity = FileIdentity::of(&file).ok();
+            let file = file.to_string_lossy().into_owned();
+            let node = String::new();
+            layers.push(Disk { node, file, format, read_only: true, size: bytes, identity });
+        }
+    }
+    Ok(layers)
+}
+
+fn list_copies(drives: &[Kept]) -> Vec<DriveCopy> {
+    let copy = |kept: &Kept| match &kept.made {
+        Some(Made::Copy(copy)) => Some(copy.clone()),
+        _ => None,
+    };
+    drives.iter().filter_map(copy).collect()
+}
+
+/// Ends the jobs of copies that come to nothing, and closes their files. A VM that stopped because such a file was full runs on.
+pub(crate) fn discard_copies(vm: &mut Vm, drives: &[Kept]) {
+    let copies = list_copies(drives);
+    if copies.is_empty() {
+        return;
+    }
+    let discarded = vm.discard_copies(&copies).and_then(|was_unfinished| {
+        let is_stuck = was_unfinished && vm.status()?.status == "io-error";
+        if is_stuck { vm.cont() } else { Ok(()) }
+    });
+    if let Err(error) = discarded {
+        let failure = Failure::from_error(FailureKind::Other, &error);
+        tracing::warn!("{}", failure.while_doing("ending the copies of the VM's disks"));
+    }
+}
+
+/// The image is whole: its copies are what the next ones build on.
+pub(crate) fn record_copies(known: &mut Vec<DriveCopy>, drives: &[Kept]) {
+    let new = list_copies(drives);
+    known.retain(|copy| new.iter().all(|it| it.source != copy.source));
+    known.extend(new);
+}
+
+/// Removes the dirty bitmaps that no copy needs any more.
+pub(crate) fn remove_old_bitmaps(vm: &mut Vm, journal: &Journal) {
+    if journal.copies.is_empty() {
+        return;
+    }
+    if let Err(error) = vm.remove_bitmaps(&journal.copies) {
+        // Else the worst is that QEMU notes what is never read.
+        tracing::warn!("{}", Failure::from_error(FailureKind::Other, &error));
+    }
+}
+
+/// Firn leaves the VM: none of its dirty bitmaps stays.
+pub(crate) fn remove_all_bitmaps(journal: &JournalFile) {
+    let Journal { machine, copies, .. } = journal.read();
+    let Some(machine) = machine.filter(|_| !copies.is_empty()) else { return };
+    const LEAVING: &str = "removing dirty bitmaps from the VM's disks";
+    let left = qemu::connect(&machine.qmp)
+        .and_then(|mut vm| vm.remove_bitmaps(&[]).doing(LEAVING))
+        .and_then(|()| {
+            journal.update(|journal| journal.copies.clear()).doing("writing the journal")
+        });
+    if let Err(failure) = left {
+        tracing::warn!("{failure}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overlays_are_the_default_only_of_vms_that_firn_started() {
+        use SaveDisks::{Clone, Copy, Overlay};
+        assert_eq!(choose_method(None, true, false), Some(DiskMethod::Overlay));
+        assert_eq!(choose_method(None, false, false), Some(DiskMethod::Copy));
+        assert_eq!(choose_method(None, false, true), Some(DiskMethod::Clone));
+        assert_eq!(choose_method(Some(Copy), true, true), Some(DiskMethod::Copy));
+        assert_eq!(choose_method(Some(Overlay), false, true), Some(DiskMethod::Overlay));
+        assert_eq!(choose_method(Some(Clone), true, true), Some(DiskMethod::Clone));
+        assert_eq!(choose_method(Some(Clone), true, false), None);
+    }
+}

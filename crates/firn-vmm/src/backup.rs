@@ -1,0 +1,485 @@
+//! Point-in-time copies of drives, made by jobs of the hypervisor. The block graph is afterwards what it was before.
+//!
+//! ```text
+//!   before the pause            in the pause, one transaction            afterwards
+//!   target file, opened,        block-dirty-bitmap-add                   the job copies; what the guest overwrites
+//!   not attached to anything    blockdev-backup to the target            is copied first (copy-before-write)
+//!                                                                        the job ends, the target is closed
+//! ```
+//!
+//! The dirty bitmap notes what the guest writes from the copy on. The next copy reads only that, and has this copy
+//! below it:
+//!
+//! ```text
+//!   copy 1 (all)  <---  copy 2 (changes since 1)  <---  copy 3 (changes since 2)        qcow2 backing files
+//! ```
+//!
+//! Until version 10.1 QEMU fails a guest's write if the old contents can't be copied first. So the file of a copy has its
+//! room reserved before the pause, and the job that runs out of room all the same ends at once, which removes
+//! that condition.
+//!
+//! Source: QEMU `docs/interop/live-block-operations.rst`, `docs/interop/bitmaps.rst`, `qapi/block-core.json`.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use thiserror::Error;
+
+use crate::drives::{Below, Drive, DriveError, create, create_overlay, like};
+use crate::qcow2;
+use crate::qmp::{Qmp, QmpError};
+
+/// The beginning of the names that Firn gives in QEMU's block layer.
+const PREFIX: &str = "firn-";
+/// The most files that a copy may consist of: above that all of a drive is copied again.
+pub const COPIES_MAX: usize = 32;
+/// What a job copies at once at least, in bytes.
+const CLUSTER_BYTES: u64 = 64 << 10;
+/// The limit of a job that begins in a pause, in bytes per second: it copies one cluster. Without it QEMU would be busy with
+/// copying, and resume the VM late.
+const PAUSED_SPEED: u64 = 1;
+/// How long to wait for news of a job before its state is read again.
+const POLL: Duration = Duration::from_millis(100);
+
+/// A copy of a drive's contents at one instant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DriveCopy {
+    /// QEMU's name for the drive's topmost node.
+    pub source: String,
+    /// QEMU's name for the copy's node, for the job that fills it, and for the dirty bitmap that begins with it.
+    pub name: String,
+    /// The copy's file, absolute: qcow2.
+    pub path: PathBuf,
+    /// What is copied.
+    pub extent: CopyExtent,
+}
+
+/// What a copy holds itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CopyExtent {
+    /// The whole drive.
+    All,
+    /// The drive's topmost image. The copy has the same file below it.
+    Top,
+    /// What a dirty bitmap of this name has noted. The copy has the one below it with which that bitmap began.
+    Changes(String),
+}
+
+/// Why there is no copy of a drive.
+#[derive(Debug, Error)]
+pub enum CopyError {
+    /// QEMU refused a command.
+    #[error("the copies of the VM's disks could not be followed")]
+    Qmp(#[from] QmpError),
+    /// The job failed.
+    #[error("the copy of a disk to {path} failed: {reason}", path = .path.display())]
+    Failed {
+        /// The copy's file.
+        path: PathBuf,
+        /// QEMU's own words.
+        reason: String,
+    },
+    /// Another client of the monitor removed the job.
+    #[error("the job that copied a disk to {path} is gone", path = .path.display())]
+    Gone {
+        /// The copy's file.
+        path: PathBuf,
+    },
+    /// The caller gave it up.
+    #[error("the copies of the VM's disks were cancelled")]
+    Cancelled,
+}
+
+/// What is below the file of a copy.
+#[derive(Clone, Copy, Debug)]
+pub struct BaseFile<'a> {
+    /// The file, absolute.
+    pub file: &'a Path,
+    /// Its format: `qcow2` or `raw`.
+    pub format: &'a str,
+}
+
+#[derive(Debug, Deserialize)]
+struct BlockJob {
+    id: String,
+    status: String,
+    error: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct BlockNode {
+    #[serde(rename = "node-name", default)]
+    name: String,
+    #[serde(rename = "dirty-bitmaps", default)]
+    bitmaps: Vec<DirtyBitmap>,
+}
+
+#[derive(Debug, Deserialize)]
+struct DirtyBitmap {
+    #[serde(default)]
+    name: String,
+    #[serde(default)]
+    count: u64,
+    #[serde(default)]
+    granularity: u64,
+    #[serde(default)]
+    recording: bool,
+    #[serde(default)]
+    busy: bool,
+    #[serde(default)]
+    inconsistent: bool,
+}
+
+impl DriveCopy {
+    /// Makes the file, with the owner and the mode of the drive's own, and reserves room for `bytes` of contents.
+    pub fn create(
+        &self,
+        program: &str,
+        drive: &Drive,
+        base: Option<BaseFile<'_>>,
+        bytes: u64,
+    ) -> Result<(), DriveError> {
+        match base {
+            Some(BaseFile { file, format }) => {
+                let below = Below { file, named: "", format, bytes: drive.bytes };
+                create_overlay(program, &below, &self.path)?;
+            }
+            None => create(program, None, &self.path, drive.bytes)?,
+        }
+        like(drive.file(), &self.path)
+            .map_err(|source| self.io_error("give its owner to", source))?;
+        self.reserve(add_metadata(bytes.min(drive.bytes)))
+    }
+
+    /// A file system that can't reserve room does without.
+    fn reserve(&self, bytes: u64) -> Result<(), DriveError> {
+        let room = |source| DriveError::Room { bytes, path: self.path.clone(), source };
+        let file = OpenOptions::new().write(true).open(&self.path).map_err(room)?;
+        match rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, bytes) {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(errno) => Err(room(errno.into())),
+        }
+    }
+
+    /// Gives back what was reserved beyond the end of the file, which is closed.
+    pub fn trim(&self) -> io::Result<()> {
+        let file = OpenOptions::new().write(true).open(&self.path)?;
+        file.set_len(file.metadata()?.len())
+    }
+
+    fn io_error(&self, doing: &'static str, source: io::Error) -> DriveError {
+        DriveError::Io { doing, path: self.path.clone(), source }
+    }
+
+    /// The commands of a transaction that begin it.
+    fn build_actions(&self, fails_alone: bool) -> [Value; 2] {
+        let Self { source, name, .. } = self;
+        let bitmap = json!({ "node": source, "name": name });
+        let mut job = json!({
+            "job-id": name,
+            "device": source,
+            "target": name,
+            "auto-dismiss": false,
+            "speed": PAUSED_SPEED,
+        });
+        match &self.extent {
+            CopyExtent::All => job["sync"] = "full".into(),
+            CopyExtent::Top => job["sync"] = "top".into(),
+            CopyExtent::Changes(since) => {
+                job["sync"] = "bitmap".into();
+                job["bitmap"] = since.clone().into();
+                // The image that the copy is for may still fail: then the next copy needs these changes too.
+                job["bitmap-mode"] = "never".into();
+            }
+        }
+        if fails_alone {
+            job["on-cbw-error"] = "break-snapshot".into();
+        }
+        [
+            json!({ "type": "block-dirty-bitmap-add", "data": bitmap }),
+            json!({ "type": "blockdev-backup", "data": job }),
+        ]
+    }
+}
+
+/// The actions that begin all copies. `fails_alone` if this QEMU can let a copy fail instead of a guest's write.
+pub(crate) fn build_actions(copies: &[DriveCopy], fails_alone: bool) -> Vec<Value> {
+    copies.iter().flat_map(|copy| copy.build_actions(fails_alone)).collect()
+}
+
+/// Room for contents and for the tables of a qcow2 file, and for what the guest allocates until the pause.
+fn add_metadata(bytes: u64) -> u64 {
+    bytes + bytes / 512 + (1 << 20)
+}
+
+/// How many bytes of its file system a file takes.
+pub fn allocated_bytes(file: &Path) -> io::Result<u64> {
+    Ok(file.metadata()?.blocks() * 512)
+}
+
+/// The files below a qcow2 file, by what each says of itself, the nearest first; with their formats.
+pub fn files_below(file: &Path) -> io::Result<Vec<(PathBuf, String)>> {
+    let mut below = Vec::new();
+    let mut next = qcow2::head(file)?;
+    while let Some(path) = next.as_ref().and_then(|head| head.below.clone()) {
+        if below.len() >= 2 * crate::CHAIN_MAX {
+            return Err(io::Error::other("the files below it have no end"));
+        }
+        let head = qcow2::head(&path)?;
+        let named = next.and_then(|head| head.below_format);
+        let found = if head.is_some() { "qcow2" } else { "raw" };
+        let format = named.unwrap_or_else(|| found.to_owned());
+        next = head.filter(|_| format == "qcow2");
+        below.push((path, format));
+    }
+    Ok(below)
+}
+
+/// Opens the file of a copy. The VM may run.
+pub(crate) fn open_copy(qmp: &mut Qmp, copy: &DriveCopy) -> Result<(), QmpError> {
+    // The file is synced when it is closed: a flush of the VM's disks need not wait for it.
+    let cache = json!({ "direct": false, "no-flush": true });
+    let arguments = json!({
+        "driver": "qcow2",
+        "node-name": copy.name,
+        "backing": null,
+        "cache": cache,
+        "file": { "driver": "file", "filename": copy.path, "cache": cache },
+    });
+    qmp.execute("blockdev-add", arguments).map(drop)
+}
+
+/// Removes the limit of the jobs' speed: the VM runs again.
+pub(crate) fn lift_limits(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<(), QmpError> {
+    for copy in copies {
+        let unlimited = json!({ "device": copy.name, "speed": 0 });
+        // A job that has failed already has no speed.
+        ignore_refusal(qmp.execute("block-job-set-speed", unlimited).map(drop))?;
+    }
+    Ok(())
+}
+
+/// Waits until all copies are complete, and closes them.
+pub(crate) fn finish_copies(
+    qmp: &mut Qmp,
+    copies: &[DriveCopy],
+    is_cancelled: &dyn Fn() -> bool,
+) -> Result<(), CopyError> {
+    while !are_complete(qmp, copies)? {
+        if is_cancelled() {
+            return Err(CopyError::Cancelled);
+        }
+        qmp.wait_event("JOB_STATUS_CHANGE", POLL, |_| true)?;
+    }
+    for copy in copies {
+        qmp.execute("job-dismiss", json!({ "id": copy.name }))?;
+        qmp.execute("blockdev-del", json!({ "node-name": copy.name }))?;
+    }
+    Ok(())
+}
+
+fn are_complete(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<bool, CopyError> {
+    if copies.is_empty() {
+        return Ok(true);
+    }
+    let jobs: Vec<BlockJob> = qmp.query("query-jobs")?;
+    check_jobs(&jobs, copies)
+}
+
+fn check_jobs(jobs: &[BlockJob], copies: &[DriveCopy]) -> Result<bool, CopyError> {
+    let mut are_complete = true;
+    for copy in copies {
+        let path = || copy.path.clone();
+        let job = jobs.iter().find(|job| job.id == copy.name);
+        match job.ok_or_else(|| CopyError::Gone { path: path() })? {
+            BlockJob { error: Some(reason), .. } => {
+                return Err(CopyError::Failed { path: path(), reason: reason.clone() });
+            }
+            job => are_complete &= job.is_over(),
+        }
+    }
+    Ok(are_complete)
+}
+
+impl BlockJob {
+    fn is_over(&self) -> bool {
+        self.status == "concluded"
+    }
+}
+
+/// Cancels the jobs, closes the targets and removes the dirty bitmaps of copies, as far as they are there. Returns whether
+/// there was a job that had not succeeded.
+pub(crate) fn discard_copies(qmp: &mut Qmp, copies: &[DriveCopy]) -> Result<bool, QmpError> {
+    let mut was_unfinished = false;
+    for copy in copies {
+        was_unfinished |= end_job(qmp, &copy.name)?;
+    }
+    for copy in copies {
+        if query_nodes(qmp)?.iter().any(|node| node.name == copy.name) {
+            qmp.execute("blockdev-del", json!({ "node-name": copy.name }))?;
+        }
+        remove_bitmap(qmp, &copy.source, &copy.name)?;
+    }
+    Ok(was_unfinished)
+}
+
+fn end_job(qmp: &mut Qmp, id: &str) -> Result<bool, QmpError> {
+    let deadline = Instant::now() + qmp.timeout();
+    let mut is_asked = false;
+    loop {
+        let jobs: Vec<BlockJob> = qmp.query("query-jobs")?;
+        let Some(job) = jobs.into_iter().find(|job| job.id == id) else { return Ok(false) };
+        if job.is_over() {
+            qmp.execute("job-dismiss", json!({ "id": id }))?;
+            return Ok(is_asked || job.error.is_some());
+        }
+        if !is_asked {
+            is_asked = true;
+            // It may have ended just now.
+            ignore_refusal(qmp.execute("job-cancel", json!({ "id": id })).map(drop))?;
+        }
+        if Instant::now() >= deadline {
+            let waited_ms = qmp.timeout().as_millis();
+            return Err(QmpError::TimedOut { command: "job-cancel".to_owned(), waited_ms });
+        }
+        qmp.wait_event("JOB_STATUS_CHANGE", POLL, |_| true)?;
+    }
+}
+
+fn ignore_refusal(done: Result<(), QmpError>) -> Result<(), QmpError> {
+    match done {
+        Err(QmpError::Refused { .. }) => Ok(()),
+        done => done,
+    }
+}
+
+fn query_nodes(qmp: &mut Qmp) -> Result<Vec<BlockNode>, QmpError> {
+    qmp.query("query-named-block-nodes")
+}
+
+fn remove_bitmap(qmp: &mut Qmp, node: &str, name: &str) -> Result<(), QmpError> {
+    let of_node = |it: &BlockNode| it.name == node && it.bitmaps.iter().any(|it| it.name == name);
+    match query_nodes(qmp)?.iter().any(of_node) {
+        true => {
+            let arguments = json!({ "node": node, "name": name });
+            qmp.execute("block-dirty-bitmap-remove", arguments).map(drop)
+        }
+        false => Ok(()),
+    }
+}
+
+/// Removes the dirty bitmaps that Firn added, except those of these copies.
+pub(crate) fn remove_bitmaps(qmp: &mut Qmp, keep: &[DriveCopy]) -> Result<(), QmpError> {
+    for (node, bitmap) in list_unneeded(&query_nodes(qmp)?, keep) {
+        let arguments = json!({ "node": node, "name": bitmap });
+        qmp.execute("block-dirty-bitmap-remove", arguments)?;
+    }
+    Ok(())
+}
+
+fn list_unneeded<'n>(nodes: &'n [BlockNode], keep: &[DriveCopy]) -> Vec<(&'n str, &'n str)> {
+    let is_kept = |node: &BlockNode, bitmap: &DirtyBitmap| {
+        keep.iter().any(|copy| copy.source == node.name && copy.name == bitmap.name)
+    };
+    let of_node = |node: &'n BlockNode| {
+        let ours = node.bitmaps.iter().filter(|it| it.name.starts_with(PREFIX) && !it.busy);
+        let surplus = ours.filter(move |it| !is_kept(node, it));
+        surplus.map(|bitmap| (&*node.name, &*bitmap.name))
+    };
+    nodes.iter().flat_map(of_node).collect()
+}
+
+/// How many bytes a copy of what was written since this one will take. `None` if that was not noted.
+pub(crate) fn changed_bytes(qmp: &mut Qmp, copy: &DriveCopy) -> Result<Option<u64>, QmpError> {
+    Ok(noted_bytes(&query_nodes(qmp)?, copy))
+}
+
+fn noted_bytes(nodes: &[BlockNode], copy: &DriveCopy) -> Option<u64> {
+    let node = nodes.iter().find(|node| node.name == copy.source)?;
+    let bitmap = node.bitmaps.iter().find(|bitmap| bitmap.name == copy.name)?;
+    let is_sound = bitmap.recording && !bitmap.busy && !bitmap.inconsistent;
+    // A job copies whole clusters of its target.
+    let times = CLUSTER_BYTES / bitmap.granularity.clamp(1, CLUSTER_BYTES);
+    is_sound.then(|| bitmap.count.saturating_mul(times))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(source: &str, name: &str, extent: CopyExtent) -> DriveCopy {
+        DriveCopy { source: source.into(), name: name.into(), path: "/c".into(), extent }
+    }
+
+    fn nodes(json: Value) -> Vec<BlockNode> {
+        serde_json::from_value(json).unwrap()
+    }
+
+    #[test]
+    fn a_copy_begins_with_its_bitmap() {
+        let all = copy("n", "firn-1", CopyExtent::All);
+        let changes = copy("n", "firn-2", CopyExtent::Changes("firn-1".into()));
+        let actions = build_actions(&[all, changes], false);
+        assert_eq!(actions.len(), 4);
+        assert_eq!(actions[0]["type"], "block-dirty-bitmap-add");
+        assert_eq!(actions[0]["data"], json!({ "node": "n", "name": "firn-1" }));
+        assert_eq!(
+            actions[3]["data"],
+            json!({ "job-id": "firn-2", "device": "n", "target": "firn-2", "auto-dismiss": false,
+                "speed": 1, "sync": "bitmap", "bitmap": "firn-1", "bitmap-mode": "never" })
+        );
+        let top = build_actions(&[copy("n", "firn-3", CopyExtent::Top)], true);
+        assert_eq!(top[1]["data"]["on-cbw-error"], "break-snapshot");
+    }
+
+    #[test]
+    fn a_job_that_failed_or_is_gone_is_an_error() {
+        let copies = [copy("n", "firn-1", CopyExtent::All), copy("m", "firn-2", CopyExtent::All)];
+        let job = |id: &str, status: &str, error: Option<&str>| BlockJob {
+            id: id.into(),
+            status: status.into(),
+            error: error.map(str::to_owned),
+        };
+        let over = |id| job(id, "concluded", None);
+        assert!(check_jobs(&[over("firn-1"), over("firn-2")], &copies).unwrap());
+        assert!(!check_jobs(&[over("firn-1"), job("firn-2", "running", None)], &copies).unwrap());
+        assert!(matches!(check_jobs(&[over("firn-1")], &copies), Err(CopyError::Gone { .. })));
+        let failed = [over("firn-1"), job("firn-2", "concluded", Some("no room"))];
+        let error = check_jobs(&failed, &copies).unwrap_err();
+        assert_eq!(error.to_string(), "the copy of a disk to /c failed: no room");
+    }
+
+    #[test]
+    fn only_bitmaps_of_firn_that_no_copy_needs_are_removed() {
+        let bitmap = |name: &str, busy: bool| json!({ "name": name, "busy": busy });
+        let all = nodes(json!([
+            { "node-name": "n", "dirty-bitmaps":
+                [bitmap("firn-1", false), bitmap("firn-2", false), bitmap("user", false)] },
+            { "node-name": "m", "dirty-bitmaps": [bitmap("firn-1", false), bitmap("firn-3", true)] },
+            { "node-name": "o" },
+        ]));
+        let keep = [copy("n", "firn-1", CopyExtent::All)];
+        assert_eq!(list_unneeded(&all, &keep), [("n", "firn-2"), ("m", "firn-1")]);
+    }
+
+    #[test]
+    fn what_was_written_is_known_by_a_sound_bitmap_only() {
+        let with = |granularity: u64, recording: bool| {
+            nodes(json!([{ "node-name": "n", "dirty-bitmaps": [{ "name": "firn-1",
+                "count": 8192, "granularity": granularity, "recording": recording, "busy": false }] }]))
+        };
+        let since = copy("n", "firn-1", CopyExtent::All);
+        assert_eq!(noted_bytes(&with(65536, true), &since), Some(8192));
+        assert_eq!(noted_bytes(&with(4096, true), &since), Some(8192 * 16));
+        assert_eq!(noted_bytes(&with(65536, false), &since), None);
+        assert_eq!(noted_bytes(&with(65536, true), &copy("m", "firn-1", CopyExtent::All)), None);
+    }
+}

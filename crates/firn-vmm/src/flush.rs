@@ -1,0 +1,79 @@
+//! Writing back what the page cache has of files, before a pause that would wait for it.
+//!
+//! A hypervisor that stops a VM flushes its disks. What the guest has written since the last flush may be gigabytes, and
+//! the pause lasts until they are on storage. So they are written back from outside, while the guest runs:
+//!
+//! ```text
+//!   round 1   all there is        seconds, maybe
+//!   round 2   what came meanwhile
+//!   ...       until a round is short, or no longer gets shorter
+//!   pause     what came since
+//! ```
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Rounds at most.
+const ROUNDS_MAX: u32 = 4;
+/// A round that took no longer is the last.
+const SHORT: Duration = Duration::from_millis(3);
+
+/// Flushes files. One that can't be flushed is left to the hypervisor.
+pub fn flush_files(files: &[PathBuf]) {
+    let mut last = Duration::MAX;
+    for _ in 0..ROUNDS_MAX {
+        let since = Instant::now();
+        flush_all(files);
+        let took = since.elapsed();
+        if !is_worth_another(took, last) {
+            break;
+        }
+        last = took;
+    }
+}
+
+fn is_worth_another(took: Duration, last: Duration) -> bool {
+    took > SHORT && took < last
+}
+
+/// All at once: while one is being flushed, the guest writes to the others.
+fn flush_all(files: &[PathBuf]) {
+    thread::scope(|scope| {
+        let Some((first, rest)) = files.split_first() else { return };
+        for file in rest {
+            scope.spawn(|| flush(file));
+        }
+        flush(first);
+    });
+}
+
+fn flush(file: &Path) {
+    if let Err(error) = File::open(file).and_then(|file| file.sync_data()) {
+        tracing::debug!("{} is not flushed before the pause: {error}", file.display());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounds_end_when_one_is_short_or_none_the_shorter() {
+        let ms = Duration::from_millis;
+        assert!(is_worth_another(ms(900), Duration::MAX));
+        assert!(is_worth_another(ms(50), ms(900)));
+        assert!(!is_worth_another(ms(60), ms(50)));
+        assert!(!is_worth_another(ms(2), ms(50)));
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let there = dir.path().join("a");
+        std::fs::write(&there, "contents").unwrap();
+        flush_files(&[there.clone(), dir.path().join("b")]);
+        assert_eq!(std::fs::read(&there).unwrap(), b"contents");
+    }
+}
