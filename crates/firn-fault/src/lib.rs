@@ -9,6 +9,7 @@
 //!   FIRN_FAULT=save.armed@3           ... the third time
 //!   FIRN_FAULT=image.write=ENOSPC     the I/O step fails with that error (ENOSPC, EIO), as if the disk had said so
 //!   FIRN_FAULT=image.write@5=EIO      ... from the fifth time on
+//!   FIRN_FAULT=image.read=EIO:/a/file ... as long as that file exists: a test breaks storage, and repairs it
 //!   FIRN_FAULT=save.retraced=HOLD     the thread that gets there stays for HOLD_FOR: a test can look at what is half done
 //!   FIRN_FAULT=save.armed=WAIT:/a/file  the thread that gets there makes that file, and goes on when it is gone: a test
 //!                                     can break something else just then (kill the hypervisor), however slow it all is
@@ -44,6 +45,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 enum Action {
     Kill,
     Fail(rustix::io::Errno),
+    FailWhile(rustix::io::Errno, PathBuf),
     Hold,
     Wait(PathBuf),
 }
@@ -62,7 +64,7 @@ static PASSES: AtomicU32 = AtomicU32::new(0);
 pub fn point(name: &'static str) {
     match hit(name) {
         Some(Action::Kill) => die(),
-        Some(Action::Fail(_)) | None => {}
+        Some(Action::Fail(_) | Action::FailWhile(..)) | None => {}
         Some(action) => stay(action),
     }
 }
@@ -72,6 +74,7 @@ pub fn io(name: &'static str) -> io::Result<()> {
     match hit(name) {
         Some(Action::Kill) => die(),
         Some(Action::Fail(errno)) => Err((*errno).into()),
+        Some(Action::FailWhile(errno, file)) if file.exists() => Err((*errno).into()),
         Some(action) => {
             stay(action);
             Ok(())
@@ -84,7 +87,7 @@ fn stay(action: &Action) {
     match action {
         Action::Hold => std::thread::sleep(HOLD_FOR),
         Action::Wait(file) => wait_for_removal(file),
-        Action::Kill | Action::Fail(_) => {}
+        Action::Kill | Action::Fail(_) | Action::FailWhile(..) => {}
     }
 }
 
@@ -131,6 +134,7 @@ fn parse(text: &str) -> Option<Armed> {
 fn action_named(text: &str) -> Option<Action> {
     match text.split_once(':') {
         Some(("WAIT", file)) => Some(Action::Wait(file.into())),
+        Some((errno, file)) => Some(Action::FailWhile(errno_named(errno)?, file.into())),
         _ if text == "HOLD" => Some(Action::Hold),
         _ => errno_named(text).map(Action::Fail),
     }
@@ -167,6 +171,9 @@ mod tests {
         );
         let fail = Action::Fail(rustix::io::Errno::IO);
         assert_eq!(parse("save.armed@5=EIO"), Some(Armed { name: name(), from: 5, action: fail }));
+        let fail = Action::FailWhile(rustix::io::Errno::NOSPC, "/a/file".into());
+        let while_there = parse("restore.copy=ENOSPC:/a/file");
+        assert_eq!(while_there, Some(Armed { name: "restore.copy".into(), from: 1, action: fail }));
         let hold = Armed { name: name(), from: 1, action: Action::Hold };
         assert_eq!(parse("save.armed=HOLD"), Some(hold));
         let wait = Armed { name: name(), from: 2, action: Action::Wait("/a/file".into()) };

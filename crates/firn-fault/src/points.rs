@@ -66,6 +66,8 @@ pub const POINTS: &[&str] = &[
     "restore.resumed",
     "restore.fault",
     "restore.install",
+    // The host has no memory for a page, if this fails.
+    "restore.copy",
     "restore.fill",
     "restore.filled",
     "restore.unregistered",

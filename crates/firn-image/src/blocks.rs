@@ -208,9 +208,6 @@ impl Image {
             ReadOrder::Random => rustix::fs::Advice::Random,
             ReadOrder::Sequential => rustix::fs::Advice::Sequential,
         };
-        // Advice that a file system does not take is no loss.
-        for layer in self.layers() {
-            let _ = rustix::fs::fadvise(&layer.source.file, 0, None, advice);
-        }
+        self.layers().iter().for_each(|layer| layer.source.advise(advice));
     }
 }

@@ -17,6 +17,9 @@
 //! every image of the chain. [`Layer::check_header`] is for who wants to know that it is all right as well.
 
 use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -94,13 +97,27 @@ impl Parent {
 
 impl Layer {
     fn open(path: &Path) -> Result<(Self, Header), ImageError> {
-        let mut source = Source::open(path)?;
+        Self::read(Source::open(path)?)
+    }
+
+    fn read(mut source: Source) -> Result<(Self, Header), ImageError> {
         let header = source.read_header()?;
         source.read_tail();
         let geometry = header.geometry;
         let footer = source.read_footer(&geometry)?;
         source.check_pair(&header, &footer)?;
         Ok((Self { source, geometry, footer, first: 0, start: 0, own: Own::default() }, header))
+    }
+
+    /// Opens the file again by its name, and reads it by that from now on. It has to be the same image.
+    pub(crate) fn reopen(&self) -> Result<(), ImageError> {
+        let (again, _) = Self::open(self.path())?;
+        if again.footer != self.footer {
+            let problem = "it is another image than the one that was opened";
+            return Err(self.source.flaw(Flaw::new("footer", 0, problem)));
+        }
+        self.source.replace_with(&again.source);
+        Ok(())
     }
 
     /// Opens a file that is known to have blocks of these sizes.
@@ -216,15 +233,50 @@ impl Own {
 }
 
 impl Chain {
-    /// Opens an image and all it builds on. Its parent is at `moved`, if that is given, or else where the image says.
-    pub(crate) fn open(path: &Path, moved: Option<&Path>) -> Result<Self, ImageError> {
-        let (mut layer, header) = Layer::open(path)?;
+    /// Opens an image and all it builds on from descriptors of their files, whatever has their names now.
+    pub(crate) fn open_from(path: &Path, files: &[File]) -> Result<Self, ImageError> {
+        let by_descriptor =
+            |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let missing = || ImageError::Io {
+            step: "open",
+            path: path.to_owned(),
+            source: io::ErrorKind::NotFound.into(),
+        };
+        let mut files = files.iter().map(by_descriptor);
+        let first = files.next().ok_or_else(missing)?;
+        let (layer, header) = Layer::read(Source::open_from(path, &first)?)?;
+        let mut chain = Self::begin(layer, &header)?;
+        while let Some(parent) = chain.next_parent()? {
+            let Some(oldest) = chain.layers.last() else { break };
+            let (path, from) = (parent.seen_from(oldest.path()), files.next().ok_or_else(missing)?);
+            let (layer, _) = Layer::read(Source::open_from(&path, &from)?)?;
+            if let Some(problem) = other_identity(layer.footer.identity, &parent) {
+                return Err(layer.source.flaw(Flaw::new("header", 0, problem)));
+            }
+            chain.add(layer)?;
+        }
+        Ok(chain)
+    }
+
+    fn begin(mut layer: Layer, header: &Header) -> Result<Self, ImageError> {
         let mut budget = Budget::of_file(layer.source.file_bytes());
         let mut index = layer.index(&mut budget, true)?;
         layer.own = Own::of(&index);
         index.forget_zeros();
         let organization = header.organization;
-        let mut chain = Self { layers: vec![layer], index, organization, budget };
+        Ok(Self { layers: vec![layer], index, organization, budget })
+    }
+
+    /// The parent of the oldest image so far.
+    fn next_parent(&mut self) -> Result<Option<Parent>, ImageError> {
+        let Some(oldest) = self.layers.last() else { return Ok(None) };
+        oldest.parent(&mut self.budget)
+    }
+
+    /// Opens an image and all it builds on. Its parent is at `moved`, if that is given, or else where the image says.
+    pub(crate) fn open(path: &Path, moved: Option<&Path>) -> Result<Self, ImageError> {
+        let (layer, header) = Layer::open(path)?;
+        let mut chain = Self::begin(layer, &header)?;
         let mut at = moved;
         while chain.add_parent(at.take())? {}
         Ok(chain)
@@ -240,7 +292,14 @@ impl Chain {
         if self.layers.len() >= CHAIN_MAX {
             return Err(ImageError::ChainTooLong { path: self.layers[0].path().to_owned() });
         }
-        let mut layer = oldest.open_parent(&parent)?;
+        let layer = oldest.open_parent(&parent)?;
+        self.add(layer)?;
+        Ok(true)
+    }
+
+    /// Adds the parent of the oldest image so far.
+    fn add(&mut self, mut layer: Layer) -> Result<(), ImageError> {
+        let Some(oldest) = self.layers.last() else { return Ok(()) };
         if self.layers.iter().any(|it| it.footer.identity == layer.footer.identity) {
             return Err(ImageError::WrongParent {
                 path: oldest.path().to_owned(),
@@ -264,7 +323,7 @@ impl Chain {
             newer.source.forget_tail();
         }
         self.layers.push(layer);
-        Ok(true)
+        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@
 //! An incremental image is opened with all that it builds on, and read as if it were one file: its locality blocks come
 //! first, then its parent's, and so on (see `chain`).
 
+use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -59,6 +60,33 @@ impl Image {
     /// Opens an image whose parent is not where it was: at `parent`, where the very same image is.
     pub fn open_with_parent(path: &Path, parent: &Path) -> Result<Self, ImageError> {
         Self::of(Chain::open(path, Some(parent))?)
+    }
+
+    /// Opens an image from descriptors of its file and of those it builds on, the newest first, as [`Self::try_clone_files`] gives
+    /// them: whatever has their names now.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_from(path: &Path, files: &[File]) -> Result<Self, ImageError> {
+        Self::of(Chain::open_from(path, files)?)
+    }
+
+    /// Descriptors of its file and of those it builds on, the newest first.
+    ///
+    /// # Errors
+    /// If the process can have no more descriptors.
+    pub fn try_clone_files(&self) -> Result<Vec<File>, ImageError> {
+        self.layers.iter().map(|layer| layer.source.try_clone()).collect()
+    }
+
+    /// Opens its files again by their names, and reads them by that from now on, if they are the same image. A descriptor may be
+    /// of no use after its storage was away, and the file may have been taken away and put back.
+    ///
+    /// # Errors
+    /// The first file that can't be opened again; it is read as before.
+    pub fn reopen(&self) -> Result<(), ImageError> {
+        let reopened: Vec<_> = self.layers.iter().map(Layer::reopen).collect();
+        reopened.into_iter().collect()
     }
 
     fn of(chain: Chain) -> Result<Self, ImageError> {

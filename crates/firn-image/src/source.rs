@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use firn_files::NotRegular;
 use rustix::fs::{Advice, OFlags, fadvise, fcntl_setfl, fstatfs};
@@ -29,23 +29,34 @@ const WINDOW_LOG_MAX: u32 = 23;
 
 /// The file behind an image.
 pub(crate) struct Source {
-    pub(crate) file: File,
+    /// Replaced when the file is opened again.
+    open_file: RwLock<Arc<OpenFile>>,
     /// The end of the file, while it is being opened.
     tail: Vec<u8>,
+    pub(crate) path: PathBuf,
+    len: u64,
+}
+
+/// The descriptors of a file.
+struct OpenFile {
+    file: File,
     /// The same file for who reads from front to back: the kernel keeps its readahead with the descriptor.
     in_order: OnceLock<File>,
-    pub(crate) path: PathBuf,
     /// Device and inode: which file it is, whatever its name.
     id: (u64, u64),
-    len: u64,
     is_in_memory: bool,
 }
 
 impl Source {
     pub(crate) fn open(path: &Path) -> Result<Self, ImageError> {
+        Self::open_from(path, path)
+    }
+
+    /// Opens the image that is called `path` by another path: that of a descriptor.
+    pub(crate) fn open_from(path: &Path, from: &Path) -> Result<Self, ImageError> {
         let failed = |source| ImageError::Io { step: "open", path: path.to_owned(), source };
         firn_fault::io("image.open").map_err(failed)?;
-        let file = open_for_reading(path).map_err(|error| match NotRegular::find_in(&error) {
+        let file = open_for_reading(from).map_err(|error| match NotRegular::find_in(&error) {
             Some(source) => ImageError::NotRegular { path: path.to_owned(), source },
             None => failed(error),
         })?;
@@ -55,8 +66,29 @@ impl Source {
         let is_in_memory = is_in_memory(&file);
         let id = (metadata.dev(), metadata.ino());
         let in_order = OnceLock::new();
+        let open_file = OpenFile { file, in_order, id, is_in_memory };
         let (path, len, tail) = (path.to_owned(), metadata.len(), Vec::new());
-        Ok(Self { file, tail, in_order, path, id, len, is_in_memory })
+        Ok(Self { open_file: RwLock::new(Arc::new(open_file)), tail, path, len })
+    }
+
+    fn open_file(&self) -> Arc<OpenFile> {
+        Arc::clone(&self.open_file.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Reads through the descriptors of another opening of the same image from now on.
+    pub(crate) fn replace_with(&self, other: &Self) {
+        *self.open_file.write().unwrap_or_else(PoisonError::into_inner) = other.open_file();
+    }
+
+    /// Another descriptor of the file.
+    pub(crate) fn try_clone(&self) -> Result<File, ImageError> {
+        let failed = |source| ImageError::Io { step: "duplicate", path: self.path.clone(), source };
+        self.open_file().file.try_clone().map_err(failed)
+    }
+
+    /// Advises the kernel how the file is going to be read. That a file system takes no advice is no loss.
+    pub(crate) fn advise(&self, advice: Advice) {
+        let _ = fadvise(&self.open_file().file, 0, None, advice);
     }
 
     /// Reads the end of the file ahead, until [`Self::forget_tail`]. What can't be read so may not be needed: who needs it is
@@ -81,7 +113,7 @@ impl Source {
     }
 
     pub(crate) fn is_same_file(&self, other: &Self) -> bool {
-        self.id == other.id
+        self.open_file().id == other.open_file().id
     }
 
     pub(crate) fn flaw(&self, flaw: Flaw) -> ImageError {
@@ -98,7 +130,7 @@ impl Source {
             bytes.copy_from_slice(ahead);
             return Ok(());
         }
-        self.read_exact_of(&self.file, bytes, offset)
+        self.read_exact_of(&self.open_file().file, bytes, offset)
     }
 
     /// The same, and what follows is wanted too: the kernel reads ahead.
@@ -107,19 +139,7 @@ impl Source {
         bytes: &mut [u8],
         offset: u64,
     ) -> Result<(), ImageError> {
-        self.read_exact_of(self.in_order(), bytes, offset)
-    }
-
-    fn in_order(&self) -> &File {
-        if let Some(file) = self.in_order.get() {
-            return file;
-        }
-        // By its descriptor: another file may have the name by now (proc_pid_fd(5)).
-        let again = PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()));
-        match open_for_reading(&again) {
-            Ok(file) => self.in_order.get_or_init(|| file),
-            Err(_) => &self.file,
-        }
+        self.read_exact_of(self.open_file().in_order(), bytes, offset)
     }
 
     fn read_exact_of(&self, file: &File, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
@@ -140,17 +160,19 @@ impl Source {
         bytes: &mut [u8],
         offset: u64,
     ) -> Result<bool, ImageError> {
-        if self.is_in_memory {
+        let open_file = self.open_file();
+        if open_file.is_in_memory {
             return self.read_exact_at(bytes, offset).map(|()| true);
         }
         let len = bytes.len();
         let failed = |source| ImageError::Read { path: self.path.clone(), offset, len, source };
         firn_fault::io("image.read").map_err(failed)?;
         let mut vector = [IoSliceMut::new(bytes)];
-        match preadv2(&self.file, &mut vector, offset, ReadWriteFlags::NOWAIT) {
+        match preadv2(&open_file.file, &mut vector, offset, ReadWriteFlags::NOWAIT) {
             Ok(read) if read == len => Ok(true),
             Ok(_) | Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::INTR) => {
-                let _ = fadvise(&self.file, offset, NonZero::new(len as u64), Advice::WillNeed);
+                let _ =
+                    fadvise(&open_file.file, offset, NonZero::new(len as u64), Advice::WillNeed);
                 Ok(false)
             }
             Err(error) => Err(failed(error.into())),
@@ -268,6 +290,20 @@ impl Source {
     /// Checks a section that is not needed yet, if there is one.
     pub(crate) fn check_section(&self, footer: &Footer, kind: Kind) -> Result<(), ImageError> {
         footer.section(kind).map_or(Ok(()), |at| self.read_stored(at).map(drop))
+    }
+}
+
+impl OpenFile {
+    fn in_order(&self) -> &File {
+        if let Some(file) = self.in_order.get() {
+            return file;
+        }
+        // By its descriptor: another file may have the name by now (proc_pid_fd(5)).
+        let again = PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()));
+        match open_for_reading(&again) {
+            Ok(file) => self.in_order.get_or_init(|| file),
+            Err(_) => &self.file,
+        }
     }
 }
 

@@ -19,10 +19,9 @@ impl Crew {
     pub(crate) fn start(shared: Arc<Shared>) -> Result<Self, RestoreError> {
         let (readers, workers) = (shared.options.readers.max(2), shared.options.workers.max(1));
         let mut crew = Self { shared, threads: Vec::new() };
-        crew.spawn("firn-faults", |shared| {
-            if let Err(error) = Handler::new(shared).run() {
-                shared.fail(error);
-            }
+        crew.spawn("firn-faults", |shared| match Handler::new(shared).run() {
+            Ok(()) | Err(RestoreError::Stopped) => {}
+            Err(error) => shared.fail(error),
         })?;
         crew.spawn("firn-fill", |shared| pool::read(shared, Waiter::Filler))?;
         for _ in 1..readers {

@@ -86,6 +86,20 @@ pub enum RestoreError {
 }
 
 impl RestoreError {
+    /// Whether it may pass: storage may come back, a file be repaired, memory be freed. Everything else ends the restore.
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::Image(_) | Self::Block(_) | Self::NoEntry { .. } | Self::Presence { .. } => true,
+            Self::PageFaults(_) => !self.is_hypervisor_gone(),
+            _ => false,
+        }
+    }
+
+    /// Whether the host has no memory for the guest's pages.
+    pub fn is_no_memory(&self) -> bool {
+        matches!(self, Self::PageFaults(PageFaultError::NoMemory { .. }))
+    }
+
     /// Whether it only says that the hypervisor has ended: there is no memory any more to be brought back.
     pub fn is_hypervisor_gone(&self) -> bool {
         let process = match self {

@@ -99,9 +99,16 @@ impl<'a> Handler<'a> {
             Answer::Install(install) => self.install(fault, &install),
             Answer::Fetch(install) => self.fetch(fault, &install),
             Answer::Ask(install) => self.ask(fault, |server| server.missed(&install)),
-            Answer::Wait => {}
+            Answer::Wait => self.wait(),
         }
         Ok(())
+    }
+
+    /// Whoever brings the page in does so by itself; if that has failed, it is tried again sooner now.
+    fn wait(&self) {
+        let inner = self.shared.lock();
+        let demand = inner.server.has_failed();
+        self.shared.act(inner, Stir { demand, ..Stir::default() });
     }
 
     /// Lets a thread go on that waits for something else than a missing page. Nothing is registered for that, so this

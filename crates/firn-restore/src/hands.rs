@@ -16,7 +16,7 @@ use crate::bytes::Bytes;
 use crate::error::RestoreError;
 use crate::inbox::Inbox;
 use crate::record::Answered;
-use crate::server::{Install, Source, Work};
+use crate::server::{Install, Source, Stir, Work};
 use crate::shared::Shared;
 
 /// The buffers of one thread.
@@ -26,6 +26,8 @@ pub(crate) struct Hands<'a> {
     raw: Vec<u8>,
     role: Role<'a>,
     answered: Duration,
+    /// The last attempt found no memory.
+    is_short: bool,
 }
 
 /// Whose hands these are.
@@ -39,6 +41,9 @@ pub(crate) enum Role<'a> {
 /// Pause of a helper before it tries again.
 const PAUSE: Duration = Duration::from_micros(20);
 
+/// Pause before a page is tried again for which the host had no memory.
+const MEMORY_PAUSE: Duration = Duration::from_millis(50);
+
 /// Where the stored bytes of a block are in the image.
 pub(crate) type Place = (LocalityBlockId, Entry);
 
@@ -46,7 +51,8 @@ impl<'a> Hands<'a> {
     pub(crate) fn new(shared: &'a Shared, role: Role<'a>) -> Self {
         let bytes = shared.storage.image().geometry().block_size.bytes();
         // A block is never stored in more bytes than it has.
-        Self { shared, stored: vec![0; bytes], raw: vec![0; bytes], role, answered: Duration::ZERO }
+        let (stored, raw) = (vec![0; bytes], vec![0; bytes]);
+        Self { shared, stored, raw, role, answered: Duration::ZERO, is_short: false }
     }
 
     /// Installs a block from its unit's bytes.
@@ -101,14 +107,48 @@ impl<'a> Hands<'a> {
     /// would run first, and fault on its neighbour.
     fn install_raw<B>(&mut self, install: &Install<B>) -> Result<(), RestoreError> {
         point("restore.install");
-        while self.copy(install)? == Attempt::Busy {
-            self.make_way()?;
+        loop {
+            match self.copy(install) {
+                Ok(Attempt::Busy) => self.make_way()?,
+                Ok(_) => break,
+                Err(error) => self.wait_for_memory(error, install.wanted)?,
+            }
         }
+        self.has_memory();
         self.answered = self.shared.now();
         Ok(())
     }
 
+    /// After the host had no memory for a page: returns when it is to be tried again. A guest that gives pages back is
+    /// attended to meanwhile, since that frees memory.
+    fn wait_for_memory(
+        &mut self,
+        error: RestoreError,
+        requested: Option<Page>,
+    ) -> Result<(), RestoreError> {
+        if !error.is_no_memory() || !self.shared.retries(&error) {
+            return Err(error);
+        }
+        if self.shared.is_over() {
+            return Err(RestoreError::Stopped);
+        }
+        self.is_short = true;
+        self.shared.lock().failures.memory(error, requested);
+        std::thread::sleep(MEMORY_PAUSE);
+        match &mut self.role {
+            Role::Handler(inbox) => inbox.read(),
+            Role::Helper => Ok(()),
+        }
+    }
+
+    fn has_memory(&mut self) {
+        if std::mem::take(&mut self.is_short) {
+            self.shared.lock().failures.has_memory();
+        }
+    }
+
     fn copy<B>(&mut self, install: &Install<B>) -> Result<Attempt, RestoreError> {
+        firn_fault::io("restore.copy").map_err(|source| no_memory(install, &source))?;
         let _inside = match self.role {
             Role::Handler(_) => None,
             Role::Helper => Some(self.shared.gate.enter()),
@@ -136,9 +176,14 @@ impl<'a> Hands<'a> {
 
     /// Answers with zeros; pages that are present stay as they are.
     pub(crate) fn zero(&mut self, pages: Range<Page>) -> Result<(), RestoreError> {
-        while self.check(self.shared.faults.try_zero(pages.clone()))? == Attempt::Busy {
-            self.make_way()?;
+        loop {
+            match self.check(self.shared.faults.try_zero(pages.clone())) {
+                Ok(Attempt::Busy) => self.make_way()?,
+                Ok(_) => break,
+                Err(error) => self.wait_for_memory(error, Some(pages.start))?,
+            }
         }
+        self.has_memory();
         self.answered = self.shared.now();
         Ok(())
     }
@@ -212,10 +257,25 @@ impl<'a> Hands<'a> {
             return;
         }
         let mut inner = self.shared.lock();
-        let stir = inner.server.damaged(install);
-        self.shared.act(inner, stir);
-        self.shared.fail(error);
+        let stir = inner.server.set_aside(self.shared.now(), install);
+        if !self.shared.retries(&error) {
+            self.shared.act(inner, stir);
+            return self.shared.fail(error);
+        }
+        inner.failures.block(install.block, error);
+        // A reader has to see when its time comes.
+        self.shared.act(inner, Stir { background: true, ..stir });
+        if matches!(self.role, Role::Helper) {
+            self.shared.storage.reopen();
+        }
     }
+}
+
+/// What a fault point makes of an install.
+fn no_memory<B>(install: &Install<B>, source: &std::io::Error) -> RestoreError {
+    let (first, pages) = (install.wanted.unwrap_or(Page(0)), install.pages.count() as usize);
+    let source = rustix::io::Errno::from_io_error(source).unwrap_or(rustix::io::Errno::NOMEM);
+    RestoreError::PageFaults(PageFaultError::NoMemory { what: "installing", first, pages, source })
 }
 
 impl Answered {

@@ -24,13 +24,15 @@
 //! | `storage`, `bytes` | the image, read unit by read unit |
 //! | [`fill_all`] | an eager restore where there is no userfaultfd |
 //! | [`Presence`] | what a successor must know if Firn is killed |
+//! | `failures` | why memory is late: errors of what is tried again |
 //! | [`RunRecord`] | what happened |
 //! | [`Learned`] | what earlier restores of the image had to ask for |
 //! | [`Restore`] | all of it together |
 //!
 //! What holds at any moment: a page that is in the RAM file is whole and right; a page that is not is missing, and a
-//! guest that touches it waits. Damage in the image, or storage that fails, leaves the guest waiting and is told through
-//! [`OnFatal`]; it is never a wrong page.
+//! guest that touches it waits. Damage in the image, or storage that fails, is never a wrong page: it leaves the guest waiting.
+//! What failed is tried again until it succeeds, and [`Restore::outage`] reports it meanwhile; where that is not wanted
+//! ([`OnError::Kill`]), and before the guest may run, [`OnFatal`] is called after a few attempts.
 
 #![forbid(unsafe_code)]
 
@@ -38,6 +40,7 @@ mod bytes;
 mod crew;
 mod eager;
 mod error;
+mod failures;
 mod gate;
 mod handler;
 mod hands;
@@ -56,8 +59,9 @@ mod storage_reads;
 
 pub use eager::fill_all;
 pub use error::RestoreError;
+pub use failures::Outage;
 pub use learned::{LEARNED_MAX, Learned};
-pub use options::{Fill, Mode, ModeError, RestoreOptions};
+pub use options::{Fill, Mode, ModeError, OnError, OnErrorError, RestoreOptions};
 pub use prefill::{Prefill, Prefilled};
 pub use presence::Presence;
 pub use record::{

@@ -77,6 +77,43 @@ pub enum Fill {
     Off,
 }
 
+/// What becomes of a VM whose guest needs a page that can't be read or installed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnError {
+    /// It waits: the page is tried again until it is there.
+    #[default]
+    Stop,
+    /// The restore fails after a few attempts.
+    Kill,
+}
+
+impl OnError {
+    const NAMES: [(Self, &'static str); 2] = [(Self::Stop, "stop"), (Self::Kill, "kill")];
+}
+
+impl fmt::Display for OnError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name =
+            Self::NAMES.iter().find(|(choice, _)| choice == self).map_or("", |(_, name)| name);
+        f.write_str(name)
+    }
+}
+
+/// A word that is no [`OnError`].
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("{0:?} is neither stop nor kill")]
+pub struct OnErrorError(String);
+
+impl FromStr for OnError {
+    type Err = OnErrorError;
+
+    fn from_str(word: &str) -> Result<Self, OnErrorError> {
+        let found = Self::NAMES.iter().find(|(_, name)| *name == word);
+        found.map(|(choice, _)| *choice).ok_or_else(|| OnErrorError(word.to_owned()))
+    }
+}
+
 /// The most that a guest waits for, of storage that is near: one or two seconds' worth.
 const AWAITED_BYTES_MAX: u64 = 256 << 20;
 
@@ -85,6 +122,8 @@ const AWAITED_BYTES_MAX: u64 = 256 << 20;
 pub struct RestoreOptions {
     /// In which order memory comes back.
     pub mode: Mode,
+    /// What becomes of a VM whose guest may run and whose memory can't be read. Before that, a restore fails.
+    pub on_error: OnError,
     /// Memory blocks that are expected to be used beside the working set of the image; see [`crate::Learned`].
     pub also_expected: Vec<Block>,
     /// Threads that decode and install what the guest does not wait for; at least one.
@@ -113,6 +152,7 @@ impl Default for RestoreOptions {
     fn default() -> Self {
         Self {
             mode: Mode::default(),
+            on_error: OnError::default(),
             also_expected: Vec::new(),
             workers: 2,
             readers: 4,

@@ -17,7 +17,8 @@ use crate::server::{Read, Source, Stir, Take, Unit, Why};
 use crate::shared::{Shared, Waiter};
 use crate::storage_reads::StorageReads;
 
-/// How often a read that fails is tried again, and after which pause: storage over a network may come back.
+/// How often a read that fails is tried again before the guest may run, or where it is to be ended, and after which pause: storage
+/// over a network may come back. Afterwards the page server says when.
 const RETRIES: u32 = 3;
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
@@ -75,6 +76,12 @@ pub(crate) fn read(shared: &Shared, who: Waiter) {
     let mut inner = shared.lock();
     while !shared.is_over() {
         let now = shared.now();
+        if let Some(work) = inner.server.take_retry(now) {
+            drop(inner);
+            reader.hands.work(work);
+            inner = shared.lock();
+            continue;
+        }
         let take = inner.server.take_read(now, who == Waiter::Filler);
         if inner.server.has_installs() && take == Take::Idle {
             shared.act(inner, Stir { workers: true, ..Stir::default() });
@@ -133,6 +140,7 @@ impl<'a> Reader<'a> {
         let mut tried = 0;
         loop {
             match self.shared.storage.read(&read.units, read.in_order) {
+                Err(error) if self.shared.retries(&error) => return Err(error),
                 Err(_) if tried < RETRIES && read.units.len() == 1 && !self.shared.is_over() => {
                     tried += 1;
                     std::thread::sleep(RETRY_PAUSE);
@@ -174,10 +182,19 @@ impl<'a> Reader<'a> {
     }
 
     fn failed(&self, read: &Read, error: RestoreError) {
-        let matters = self.shared.lock().server.failed(Unit(read.units.start), read.why);
-        if matters {
-            self.shared.fail(error);
+        let (unit, now) = (Unit(read.units.start), self.shared.now());
+        let mut inner = self.shared.lock();
+        if !inner.server.failed(now, unit, read.why) {
+            return;
         }
+        if !self.shared.retries(&error) {
+            drop(inner);
+            return self.shared.fail(error);
+        }
+        inner.failures.unit(unit, error);
+        // Another reader has to see when its time comes.
+        self.shared.act(inner, Stir { background: true, ..Stir::default() });
+        self.shared.storage.reopen();
     }
 
     /// Installs what the guest has been waiting for. The rest is for workers.
@@ -211,8 +228,11 @@ impl<'a> Reader<'a> {
         if inner.server.settled().has_changed() && now >= self.written + PRESENCE_EVERY {
             drop(inner);
             self.written = now;
-            if let Err(error) = shared.write_presence() {
-                shared.fail(error);
+            match shared.write_presence() {
+                // What it lacks can be found in the RAM file, and is written the next time.
+                Err(error) if shared.retries(&error) => tracing::debug!("{error}, tried again"),
+                Err(error) => shared.fail(error),
+                Ok(()) => {}
             }
             inner = shared.lock();
         }

@@ -27,6 +27,9 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+
 use crate::error::RestoreError;
 use crate::server::Settled;
 
@@ -61,7 +64,13 @@ impl Presence {
         let file = options.open(path).map_err(failed)?;
         let mut header = MAGIC.to_vec();
         header.extend(u64::from(pages).to_le_bytes());
-        file.set_len(HEADER_BYTES + words_for(pages) as u64 * 8).map_err(failed)?;
+        let bytes = HEADER_BYTES + words_for(pages) as u64 * 8;
+        file.set_len(bytes).map_err(failed)?;
+        // What is written later must not fail for want of room.
+        match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes) {
+            Ok(()) | Err(Errno::OPNOTSUPP) => {}
+            Err(errno) => return Err(failed(errno.into())),
+        }
         file.write_all_at(&header, 0).map_err(failed)?;
         Ok(Self::with(path, file, pages, Vec::new()))
     }
@@ -108,7 +117,7 @@ impl Presence {
         // Held while writing: words must reach the file in the order in which they changed.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let Scratch { changed, bytes } = &mut *scratch;
-        changed.clear();
+        // Of an attempt that failed some may be left: what was taken since comes after it.
         take(changed);
         for run in changed.chunk_by(|(a, _), (b, _)| a + 1 == *b) {
             bytes.clear();
@@ -117,6 +126,7 @@ impl Presence {
             let written = self.file.write_all_at(bytes, offset);
             written.map_err(|source| failed("write", &self.path, source))?;
         }
+        changed.clear();
         Ok(())
     }
 

@@ -10,6 +10,7 @@ use firn_types::{Page, RegionMap};
 
 use crate::crew::Crew;
 use crate::error::RestoreError;
+use crate::failures::Outage;
 use crate::options::{Fill, Mode, RestoreOptions};
 use crate::prefill::Prefilled;
 use crate::presence::Presence;
@@ -149,7 +150,9 @@ impl Restore {
             Page::each(run).for_each(|page| settled.insert(page));
         }
         let before = Before { settled, prefilled: &Prefilled::default(), kept: 0 };
-        Self::start(image, &memory, faults, options, presence, before, on_fatal)
+        let restore = Self::start(image, &memory, faults, options, presence, before, on_fatal)?;
+        restore.guest_may_run();
+        Ok(restore)
     }
 
     fn start(
@@ -206,6 +209,16 @@ impl Restore {
         self.shared.lock().recorder.prefilled(self.shared.now());
         self.fill(self.shared.options.fill);
         Ok(())
+    }
+
+    /// The vCPUs are about to run: from now on a failure makes the guest wait, unless the options say otherwise.
+    pub fn guest_may_run(&self) {
+        self.shared.guest_may_run();
+    }
+
+    /// What can't be read or installed at present, and is tried again.
+    pub fn outage(&self) -> Option<Outage> {
+        self.shared.outage()
     }
 
     /// The vCPUs run, since just now.

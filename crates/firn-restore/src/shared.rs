@@ -19,12 +19,16 @@ use firn_types::{Block, Page};
 
 use crate::bytes::Bytes;
 use crate::error::RestoreError;
+use crate::failures::{Failures, Outage};
 use crate::gate::Gate;
-use crate::options::RestoreOptions;
+use crate::options::{OnError, RestoreOptions};
 use crate::presence::Presence;
 use crate::record::{FaultRecord, Recorder};
 use crate::server::{Install, PageMask, Server, Source, Stir};
 use crate::storage::Storage;
+
+/// The pause before a presence file that can't be written is tried again.
+const PRESENCE_PAUSE: Duration = Duration::from_millis(100);
 
 /// Called once, from a thread of its own, when memory can't be brought back: stop the VM.
 pub type OnFatal = Box<dyn Fn(&RestoreError) + Send + Sync>;
@@ -43,6 +47,8 @@ pub(crate) struct Shared {
     version: AtomicU32,
     stop: AtomicBool,
     finishing: AtomicBool,
+    /// The guest may run: what fails is tried again, unless the options say otherwise.
+    may_run: AtomicBool,
     fatal: OnceLock<Arc<RestoreError>>,
     on_fatal: Arc<OnFatal>,
 }
@@ -51,6 +57,7 @@ pub(crate) struct Shared {
 pub(crate) struct Inner {
     pub(crate) server: Server<Bytes>,
     pub(crate) recorder: Recorder,
+    pub(crate) failures: Failures,
     pub(crate) ended: bool,
     idle_workers: u32,
     idle_readers: u32,
@@ -86,7 +93,9 @@ impl Shared {
         on_fatal: OnFatal,
     ) -> Self {
         let recorder = Recorder::new(options.vcpus.iter().map(|&(tid, _)| tid).collect());
-        let inner = Inner { server, recorder, ended: false, idle_workers: 0, idle_readers: 0 };
+        let failures = Failures::default();
+        let inner =
+            Inner { server, recorder, failures, ended: false, idle_workers: 0, idle_readers: 0 };
         Self {
             storage,
             faults,
@@ -101,6 +110,7 @@ impl Shared {
             version: AtomicU32::new(0),
             stop: AtomicBool::new(false),
             finishing: AtomicBool::new(false),
+            may_run: AtomicBool::new(false),
             fatal: OnceLock::new(),
             on_fatal: Arc::new(on_fatal),
         }
@@ -186,7 +196,7 @@ impl Shared {
             return;
         }
         point("restore.filled");
-        let let_go = self.write_presence().and_then(|()| Ok(self.faults.unregister()?));
+        let let_go = self.write_presence_in_time().and_then(|()| Ok(self.faults.unregister()?));
         match let_go {
             Err(error) => self.fail(error),
             Ok(()) => {
@@ -204,6 +214,23 @@ impl Shared {
     /// Whether all memory is present and nothing is registered, or is about to be.
     pub(crate) fn is_finishing(&self) -> bool {
         self.finishing.load(Ordering::Acquire)
+    }
+
+    /// From now on the guest may run.
+    pub(crate) fn guest_may_run(&self) {
+        self.may_run.store(true, Ordering::Release);
+    }
+
+    /// Whether what failed is tried again, for as long as it takes.
+    pub(crate) fn retries(&self, error: &RestoreError) -> bool {
+        let waits = self.options.on_error == OnError::Stop;
+        waits && self.may_run.load(Ordering::Acquire) && error.may_pass()
+    }
+
+    /// What can't be read or installed at present.
+    pub(crate) fn outage(&self) -> Option<Outage> {
+        let inner = &mut *self.lock();
+        inner.failures.outage(&inner.server)
     }
 
     /// Memory can't be brought back. The first error counts; the guest keeps waiting for what is missing.
@@ -265,7 +292,7 @@ impl Shared {
         self.version.store(inner.server.version(), Ordering::Release);
         inner.settle_waiting(self.now());
         drop(inner);
-        self.write_presence()?;
+        self.write_presence_in_time()?;
         self.act(self.lock(), stir);
         Ok(())
     }
@@ -337,6 +364,19 @@ impl Shared {
             return install.pages;
         }
         install.pages.and(self.lock().server.missing(install.block))
+    }
+
+    /// Writes down which pages are settled, before anything else happens: however long a full disk delays that.
+    fn write_presence_in_time(&self) -> Result<(), RestoreError> {
+        loop {
+            match self.write_presence() {
+                Err(error) if self.retries(&error) && !self.is_over() => {
+                    tracing::debug!("{error}, tried again");
+                    std::thread::sleep(PRESENCE_PAUSE);
+                }
+                written => return written,
+            }
+        }
     }
 
     /// Writes down which pages are settled.

@@ -41,6 +41,14 @@ impl Storage {
         &self.image
     }
 
+    /// Opens the image's files again where they can be opened and are the same image: after a failure of the network, a
+    /// descriptor may be of no use any more; and a file that was taken away may be back.
+    pub(crate) fn reopen(&self) {
+        if let Err(error) = self.image.reopen() {
+            tracing::debug!(error = &error as &dyn std::error::Error, "not opened again");
+        }
+    }
+
     /// Which memory blocks come with which read unit.
     pub(crate) fn plan(&self) -> Plan {
         let mut plan = Plan::new(self.image.geometry().blocks());

@@ -15,14 +15,14 @@
 //!      |                 +-----------------------|----------------------|--|---------------->|  | settled
 //!      |                                         +----------------------|--|-----------------+  v
 //!      +----------------------------------------------------------------+  v                   Done
-//!               taken: read ahead, background fill                      Failed
+//!               taken: read ahead, background fill                      Failed ---> Reading, after a pause
 //! ```
 //!
 //! *Trying*: the fault handler looks whether the page cache has the unit; it never waits for storage itself. *Asked*,
 //! *Reading*: a reader thread will, or does. Nothing is read twice: a fault on a unit that is being read waits for that
-//! read, a fault on one in memory is answered from there, and reading ahead takes only *Stored* ones. *Failed*: its pages
-//! are never installed, a guest that touches one waits until somebody stops it. So it is with a single memory block
-//! whose stored bytes turn out to be damaged.
+//! read, a fault on one in memory is answered from there, and reading ahead takes only *Stored* ones. *Failed*: it is read
+//! again after a pause, and a vCPU that touches one of its pages waits for that. So it is with a single memory block whose stored
+//! bytes turn out to be damaged: the file may be repaired (`retries`).
 //!
 //! # A memory block
 //!
@@ -67,6 +67,7 @@ mod plan;
 mod progress;
 mod reading;
 mod rest;
+mod retries;
 mod sequence;
 mod settled;
 #[cfg(test)]
@@ -86,6 +87,7 @@ use ahead::Ahead;
 use divergence::Divergence;
 use pace::Pace;
 use rest::Rest;
+use retries::Retries;
 use units::{State, Units};
 
 /// Zero pages installed by one fault at most: neighbours in an aligned run of this many pages.
@@ -117,7 +119,7 @@ pub struct Server<B> {
     urgent: VecDeque<Waiting>,
     ready: VecDeque<Unit>,
     spared: Vec<Unit>,
-    damaged: Vec<Block>,
+    retries: Retries,
     /// Memory blocks that were read ahead and are in place, once or more.
     prefetched: Vec<Block>,
     ahead: Ahead,
@@ -163,7 +165,7 @@ impl<B: Clone> Server<B> {
             urgent: VecDeque::with_capacity(64),
             ready: VecDeque::with_capacity(1024),
             spared: Vec::new(),
-            damaged: Vec::new(),
+            retries: Retries::default(),
             prefetched: Vec::new(),
             ahead: Ahead::nothing(now),
             divergence: Divergence::default(),
@@ -258,7 +260,7 @@ impl<B: Clone> Server<B> {
             return Answer::Late(page);
         }
         let block = self.block_size.block_of(page);
-        if self.damaged.contains(&block) {
+        if self.retries.request(block, page) {
             return Answer::Wait;
         }
         let Some(unit) = self.plan.unit_of(block) else {
@@ -280,13 +282,13 @@ impl<B: Clone> Server<B> {
                 self.rest.late(now);
                 Answer::Install(self.install(unit, block, page, source))
             }
-            State::Trying | State::Asked | State::Reading => {
+            State::Trying | State::Asked | State::Reading | State::Failed => {
                 self.counts.joined_faults += 1;
                 self.waiting.push(Waiting { unit, block, page });
                 Answer::Wait
             }
             // A unit that is done has no page that is not settled.
-            State::Failed | State::Done => Answer::Wait,
+            State::Done => Answer::Wait,
         }
     }
 

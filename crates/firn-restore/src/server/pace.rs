@@ -42,6 +42,12 @@ pub struct Rules {
     pub may_read_all: bool,
     /// Install nothing but the very page that faulted, so that each first touch of a prefetched page is seen.
     pub account_use: bool,
+    /// The pause after the first failure of a read or install.
+    pub retry_min: Duration,
+    /// The longest pause before something is tried again that a vCPU waits for; and between background reads that fail.
+    pub retry_requested_max: Duration,
+    /// The longest pause before something is tried again that no vCPU waits for.
+    pub retry_max: Duration,
 }
 
 impl Default for Rules {
@@ -59,6 +65,9 @@ impl Default for Rules {
             guest_runs: false,
             may_read_all: false,
             account_use: false,
+            retry_min: Duration::from_millis(100),
+            retry_requested_max: Duration::from_secs(1),
+            retry_max: Duration::from_secs(10),
         }
     }
 }

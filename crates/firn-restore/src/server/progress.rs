@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use firn_types::{Block, Page};
 
-use super::actions::{Install, Source, Stir, Why, Work};
+use super::actions::{Install, Stir, Why, Work};
 use super::plan::Unit;
 use super::units::State;
 use super::{PageMask, Server, Waiting};
@@ -19,15 +19,19 @@ impl<B: Clone> Server<B> {
                 let _ = self.go_back_to(waiting.unit);
                 return Some(Work::Late(waiting.page));
             }
+            if self.retries.request(waiting.block, waiting.page) {
+                continue;
+            }
             match self.units.state(waiting.unit) {
-                _ if self.damaged.contains(&waiting.block) => {}
                 State::Memory { source, .. } => {
                     let (source, Waiting { unit, block, page }) = (source.clone(), waiting);
                     return Some(Work::Install(self.install(unit, block, page, source)));
                 }
                 // The page cache lost it, and it is being read again.
-                State::Trying | State::Asked | State::Reading => self.waiting.push(waiting),
-                State::Stored | State::Done | State::Failed => {}
+                State::Trying | State::Asked | State::Reading | State::Failed => {
+                    self.waiting.push(waiting);
+                }
+                State::Stored | State::Done => {}
             }
         }
         None
@@ -84,23 +88,13 @@ impl<B: Clone> Server<B> {
     pub fn installed<S>(&mut self, install: &Install<S>) -> Stir {
         let block = install.block;
         self.let_go(block);
+        self.retries.block_installed(block);
         let new = self.settled.missing(block).and(install.pages);
         self.count_installed(install.unit, new, install.wanted.is_some());
         let stir = self.settle(block, new);
         match self.settled.missing(block).is_empty() {
             true => stir,
             false => stir.or(self.go_back_to(install.unit)),
-        }
-    }
-
-    /// The stored bytes of a block are damaged: it is never installed.
-    pub fn damaged<S>(&mut self, install: &Install<S>) -> Stir {
-        // Taken for ever, so that workers pass it.
-        self.take(install.block);
-        self.damaged.push(install.block);
-        match self.units.state(install.unit) {
-            State::Trying => self.enter_memory(install.unit, Source::PageCache, Why::Demand, 1),
-            _ => Stir::default(),
         }
     }
 
@@ -162,6 +156,8 @@ impl<B: Clone> Server<B> {
             stir = stir.or(self.settle(block, new));
         }
         self.answer_waiting_for(&pages);
+        let requested = self.retries.take_requested(&pages).into_iter();
+        self.urgent.extend(requested.map(|(unit, block, page)| Waiting { unit, block, page }));
         stir.or(Stir { workers: !self.urgent.is_empty(), ..Stir::default() })
     }
 

@@ -32,9 +32,17 @@ impl<B: Clone> Server<B> {
     /// What a reader thread reads next. Only one thread at a time should ask with `may_fill`, so that a demand read
     /// never finds all of them busy in the background.
     pub fn take_read(&mut self, now: Duration, may_fill: bool) -> Take {
-        if let Some(read) = self.take_asked() {
+        if let Some(read) = self.take_asked().or_else(|| self.take_failed(now, may_fill)) {
             return Take::Read(read);
         }
+        let take = match self.background_waits(now) {
+            Some(then) => Take::At(then),
+            None => self.take_background(now, may_fill),
+        };
+        self.until_retry(take, may_fill)
+    }
+
+    fn take_background(&mut self, now: Duration, may_fill: bool) -> Take {
         if self.units.held() >= self.rules.held_max {
             self.wants_room = true;
             return Take::Idle;
@@ -228,6 +236,7 @@ impl<B: Clone> Server<B> {
     /// A unit was read. It may be one that only lay between others.
     pub fn arrived(&mut self, now: Duration, unit: Unit, source: Source<B>, why: Why) -> Stir {
         self.pace.read(now);
+        self.retries.unit_arrived(unit);
         let is_wanted = self.is_wanted(unit);
         if is_wanted || why == Why::Demand {
             self.count_read(why);
@@ -308,18 +317,5 @@ impl<B: Clone> Server<B> {
     pub fn is_sparse(&self, units: &Range<u32>) -> bool {
         let wanted = units.clone().filter(|&unit| self.is_wanted(Unit(unit))).count();
         wanted * 2 < units.len()
-    }
-
-    /// A unit can't be read: its pages are never installed. Whether that matters.
-    #[must_use]
-    pub fn failed(&mut self, unit: Unit, why: Why) -> bool {
-        if why == Why::Demand {
-            self.reads_on_demand = self.reads_on_demand.saturating_sub(1);
-        }
-        let is_wanted = self.is_wanted(unit);
-        if is_wanted {
-            self.units.set(unit, State::Failed);
-        }
-        is_wanted
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Guest threads touch pages and give pages back; a fault handler, readers and workers act one step at a time, in an
 //! order drawn from the seed; the page cache forgets at random. Checked all along: what a guest thread sees is what it
-//! must see, nothing is read twice while it is in memory or being read, memory held stays bounded. At the end: nobody
-//! waits, nothing is missing.
+//! must see, nothing is read twice while it is in memory or being read, memory held stays bounded. In some runs storage fails for
+//! a while, and memory blocks are damaged for a while. At the end: nobody waits, nothing is missing.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -20,6 +20,8 @@ type Bytes = Rc<Unit>;
 
 const READERS: usize = 3;
 const WORKERS: usize = 2;
+/// After so many steps storage is in order, and stays so.
+const REPAIRED: u32 = 20_000;
 
 /// A small generator: the same seed gives the same run.
 struct Dice(u64);
@@ -90,6 +92,12 @@ struct World {
     bytes: Vec<Weak<Unit>>,
     pages: u32,
     finished: bool,
+    /// Whether storage fails now and then.
+    is_flaky: bool,
+    /// Every read fails.
+    is_down: bool,
+    /// The memory blocks whose stored bytes are damaged.
+    damaged: Vec<Block>,
 }
 
 fn plan_of(dice: &mut Dice, blocks: u32, lazy: bool) -> Plan {
@@ -127,6 +135,9 @@ impl World {
             may_read_all: dice.roll(2) == 0,
             held_max: 1 + dice.roll(6),
             account_use: dice.chance(25),
+            retry_min: Duration::from_millis(1),
+            retry_requested_max: Duration::from_millis(4),
+            retry_max: Duration::from_millis(8),
             ..Rules::default()
         };
         let units = plan.units() as usize;
@@ -156,6 +167,9 @@ impl World {
             now: Duration::ZERO,
             pages,
             finished: false,
+            is_flaky: false,
+            is_down: false,
+            damaged: Vec::new(),
         }
     }
 
@@ -174,6 +188,23 @@ impl World {
             _ => self.forget(),
         }
         self.check_memory();
+        if self.is_flaky {
+            self.break_or_repair();
+        }
+    }
+
+    fn break_or_repair(&mut self) {
+        match self.dice.roll(600) {
+            0 => self.is_down = !self.is_down,
+            1 => self.damaged.push(Block(self.dice.roll(self.server.plan.blocks()))),
+            2 => self.damaged.clear(),
+            _ => {}
+        }
+    }
+
+    fn repair(&mut self) {
+        (self.is_flaky, self.is_down) = (false, false);
+        self.damaged.clear();
     }
 
     fn forget(&mut self) {
@@ -289,6 +320,10 @@ impl World {
             let stir = self.server.missed(install);
             return self.note(stir);
         }
+        if self.damaged.contains(&install.block) {
+            let stir = self.server.set_aside(self.now, install);
+            return self.note(stir);
+        }
         let source = match self.dice.chance(50) && !self.rules.account_use {
             true => Source::Held(self.bytes_of(install.unit)),
             false => Source::PageCache,
@@ -305,6 +340,10 @@ impl World {
     }
 
     fn put<S>(&mut self, install: &Install<S>) {
+        if self.damaged.contains(&install.block) {
+            let stir = self.server.set_aside(self.now, install);
+            return self.note(stir);
+        }
         let mut pages = install.pages;
         if install.version != self.server.version() {
             pages = pages.and(self.server.missing(install.block));
@@ -347,6 +386,10 @@ impl World {
     }
 
     fn take_read(&mut self, may_fill: bool) -> Reader {
+        if let Some(work) = self.server.take_retry(self.now) {
+            self.work(work);
+            return Reader::Serves;
+        }
         let is_open =
             |unit| matches!(self.server.units.state(Unit(unit)), State::Stored | State::Asked);
         let open: Vec<bool> = (0..self.server.plan.units()).map(is_open).collect();
@@ -363,14 +406,27 @@ impl World {
                 Reader::Reads(read, self.now + takes)
             }
             Take::At(then) => {
-                assert!(then <= self.now + self.rules.patience);
+                assert!(then <= self.now + self.rules.patience.max(self.rules.retry_max));
                 Reader::Idle
             }
             Take::Idle => Reader::Idle,
         }
     }
 
+    fn fail(&mut self, read: &Read) -> Reader {
+        self.server.read_done(read.why);
+        for (unit, why) in read.each() {
+            if self.server.failed(self.now, unit, why) {
+                self.may_read[unit.index()] = true;
+            }
+        }
+        Reader::Serves
+    }
+
     fn arrive(&mut self, read: Read) -> Reader {
+        if self.is_down {
+            return self.fail(&read);
+        }
         let began = self.now.saturating_sub(Duration::from_micros(u64::from(self.dice.roll(8000))));
         if self.dice.chance(50) {
             self.server.went_to_storage();
@@ -417,6 +473,7 @@ impl World {
 
     fn check_end(&mut self) {
         assert!(self.server.is_finished());
+        assert_eq!(self.server.requested_in_vain(), None);
         for (page, (present, must)) in self.present.iter().zip(&self.must_hold).enumerate() {
             // What is a hole now reads as zeros once the range is unregistered.
             assert_eq!(present.unwrap_or(Content::Zero), *must, "page {page} at the end");
@@ -447,11 +504,15 @@ fn run(seed: u64) {
     if world.dice.chance(30) {
         seem_far(&mut world.server);
     }
+    world.is_flaky = world.dice.chance(50);
     world.finished |= world.server.is_finished();
     let mut steps = 0u32;
     while !world.is_over() {
         world.step();
         steps += 1;
+        if steps == REPAIRED {
+            world.repair();
+        }
         assert!(steps < 1_000_000, "no end: {:?}", world.server);
     }
     world.check_end();
@@ -635,4 +696,63 @@ fn the_rest_of_far_storage_waits_for_the_guest_but_not_for_ever() {
         }
     };
     assert!(all.in_order && (10..60).contains(&asked), "{asked}");
+}
+
+#[test]
+fn a_unit_that_fails_is_read_again_sooner_if_a_vcpu_waits_for_it() {
+    let ram = RegionMap::lay_out([("ram", 4096 * 8)]).unwrap();
+    let block_size = BlockSize::default();
+    let mut plan = Plan::new(4);
+    plan.push([Block(1)]);
+    let settled = Settled::new(&ram, block_size);
+    let mut server: Server<()> =
+        Server::new(block_size, plan, settled, Rules::default(), Duration::ZERO);
+    let mut now = Duration::from_secs(1);
+    for _ in 0..10 {
+        now += Duration::from_secs(20);
+        let Take::Read(read) = server.take_read(now, true) else { panic!("{server:?}") };
+        server.read_done(read.why);
+        for (unit, why) in read.each() {
+            assert!(server.failed(now, unit, why));
+        }
+    }
+    assert!(server.has_failed() && server.requested_in_vain().is_none());
+    // The background waits: other readers have nothing to do.
+    assert_eq!(server.take_read(now, false), Take::Idle);
+    assert_eq!(server.fault(now, Page(2)), Answer::Wait);
+    let (_, block, page) = server.requested_in_vain().unwrap();
+    assert_eq!((block, page), (Block(1), Page(2)));
+    let soon = now + Duration::from_secs(1);
+    let Take::At(then) = server.take_read(now, false) else { panic!() };
+    assert_eq!(then, soon);
+    let again = Read { units: 0..1, why: Why::Demand, in_order: false };
+    assert_eq!(server.take_read(soon, false), Take::Read(again));
+    assert!(server.requested_in_vain().is_some(), "until it is there");
+    let _ = server.arrived(soon, Unit(0), Source::PageCache, Why::Demand);
+    assert!(server.requested_in_vain().is_none());
+}
+
+#[test]
+fn a_damaged_block_is_installed_once_it_is_repaired_and_keeps_nothing_else() {
+    let ram = RegionMap::lay_out([("ram", 4096 * 8)]).unwrap();
+    let block_size = BlockSize::default();
+    let mut plan = Plan::new(4);
+    plan.push([Block(0), Block(1)]);
+    let settled = Settled::new(&ram, block_size);
+    let mut server: Server<()> =
+        Server::new(block_size, plan, settled, Rules::default(), Duration::ZERO);
+    let now = Duration::from_secs(1);
+    let Answer::Fetch(fetch) = server.fault(now, Page(1)) else { panic!() };
+    assert!(server.set_aside(now, &fetch).workers);
+    assert_eq!(server.fault(now, Page(0)), Answer::Wait);
+    let Some(Work::Install(other)) = server.take_install(now) else { panic!() };
+    assert_eq!(other.block, Block(1));
+    let _ = server.installed(&other);
+    assert_eq!((server.take_install(now), server.take_retry(now)), (None, None));
+    let soon = now + Duration::from_millis(100);
+    let Some(Work::Install(again)) = server.take_retry(soon) else { panic!() };
+    assert_eq!((again.block, again.pages, again.wanted), (Block(0), PageMask(0b11), Some(Page(1))));
+    assert_eq!(server.take_retry(soon), None, "one thread at a time");
+    assert!(server.installed(&again).finished);
+    assert!(!server.has_failed());
 }

@@ -1,14 +1,14 @@
 //! Damaged images and storage that fails: the guest waits, the error says where, and nothing is ever wrong.
 
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_image::{Codec, HEADER_BYTES};
-use firn_restore::{Fill, Mode, Prefill, RestoreOptions};
-use firn_types::Block;
+use firn_restore::{Fill, Mode, Prefill, Restore, RestoreOptions};
+use firn_types::{Block, Page};
 
 use crate::driver::PATIENCE;
-use crate::scene::Scene;
+use crate::scene::{Scene, chain};
 
 /// Flips one bit in the stored bytes of a block. Gives where.
 fn flip(scene: &Scene, block: Block) -> u64 {
@@ -109,4 +109,54 @@ fn an_image_cut_short_while_it_is_used() {
     assert!(told.contains("cannot read") && told.contains("69632"), "{told}");
     assert_eq!(scene.guest.result_within(0, Duration::from_millis(100)), None);
     drop(restore);
+}
+
+/// Waits until the guest waits for this page in vain; gives the error.
+fn outage_at(restore: &Restore, page: u32) -> String {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        match restore.outage() {
+            Some(outage) if outage.page == Some(Page(page)) => return chain(&*outage.error),
+            outage => assert!(Instant::now() < until, "{outage:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_guest_that_runs_waits_until_a_damaged_block_is_repaired() {
+    let mut scene = Scene::new(&[1024], 2, Codec::Lz4);
+    flip(&scene, Block(33));
+    let restore = scene.begin(nothing_in_the_background(Mode::Locality));
+    restore.guest_may_run();
+    scene.guest.send(0, "sum 67 68");
+    let told = outage_at(&restore, 67);
+    assert!(told.contains("memory block 33") && told.contains("image.firn"), "{told}");
+    // Everything else comes as ever.
+    scene.check(1, 700..720);
+    assert_eq!(scene.guest.result_within(0, Duration::from_millis(200)), None);
+    flip(&scene, Block(33));
+    assert_eq!(scene.guest.result(0), scene.model.sum(67..68).to_string());
+    assert!(restore.outage().is_none());
+    assert_eq!(scene.fatal_within(Duration::ZERO), None);
+    restore.fill(Fill::Quiet);
+    scene.finish(restore);
+}
+
+#[test]
+fn a_guest_that_runs_waits_until_an_image_is_put_back() {
+    let mut scene = Scene::new(&[1024], 2, Codec::None);
+    let whole = std::fs::read(scene.image_path()).unwrap();
+    let file = std::fs::File::options().write(true).open(scene.image_path()).unwrap();
+    let restore = scene.begin(nothing_in_the_background(Mode::Lazy));
+    restore.guest_may_run();
+    file.set_len(HEADER_BYTES).unwrap();
+    std::fs::remove_file(scene.image_path()).unwrap();
+    scene.guest.send(0, "sum 67 68");
+    let told = outage_at(&restore, 67);
+    assert!(told.contains("cannot read"), "{told}");
+    std::fs::write(scene.image_path(), whole).unwrap();
+    assert_eq!(scene.guest.result(0), scene.model.sum(67..68).to_string());
+    restore.fill(Fill::Quiet);
+    scene.finish(restore);
 }

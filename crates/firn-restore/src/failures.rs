@@ -1,0 +1,101 @@
+//! Why memory is late: the errors of reads and installs that are tried again, for reports.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use firn_types::{Block, Page};
+
+use crate::error::RestoreError;
+use crate::server::{Server, Unit};
+
+/// Memory that can't be read or installed at present.
+#[derive(Clone, Debug)]
+pub struct Outage {
+    /// Why, by the last attempt.
+    pub error: Arc<RestoreError>,
+    /// When the first attempt failed.
+    pub since: SystemTime,
+    /// A page that the guest waits for, if it does; otherwise only the background fill is concerned.
+    pub page: Option<Page>,
+}
+
+/// What failed, and when first.
+#[derive(Clone, Debug)]
+struct Failure {
+    error: Arc<RestoreError>,
+    since: SystemTime,
+}
+
+impl Failure {
+    /// Logged; what follows of the same is not, for it may follow for hours.
+    fn first(error: RestoreError) -> Self {
+        let cause = &error as &dyn std::error::Error;
+        tracing::warn!(error = cause, "memory is late: this is tried again until it succeeds");
+        Self { error: Arc::new(error), since: SystemTime::now() }
+    }
+
+    fn note(entry: Entry<'_, u32, Self>, error: RestoreError) {
+        match entry {
+            Entry::Occupied(mut before) => before.get_mut().error = Arc::new(error),
+            Entry::Vacant(new) => {
+                new.insert(Self::first(error));
+            }
+        }
+    }
+}
+
+/// The errors of everything that failed and was not done since.
+#[derive(Debug, Default)]
+pub(crate) struct Failures {
+    units: BTreeMap<u32, Failure>,
+    blocks: BTreeMap<u32, Failure>,
+    /// The host has no memory for pages; with the page that the guest waits for.
+    memory: Option<(Failure, Option<Page>)>,
+}
+
+impl Failures {
+    /// A unit could not be read.
+    pub(crate) fn unit(&mut self, unit: Unit, error: RestoreError) {
+        Failure::note(self.units.entry(unit.0), error);
+    }
+
+    /// A block could not be installed.
+    pub(crate) fn block(&mut self, block: Block, error: RestoreError) {
+        Failure::note(self.blocks.entry(block.0), error);
+    }
+
+    /// The host had no memory for a page.
+    pub(crate) fn memory(&mut self, error: RestoreError, requested: Option<Page>) {
+        match &mut self.memory {
+            Some((failure, page)) => {
+                failure.error = Arc::new(error);
+                *page = page.or(requested);
+            }
+            none => *none = Some((Failure::first(error), requested)),
+        }
+    }
+
+    /// The host has memory again.
+    pub(crate) fn has_memory(&mut self) {
+        self.memory = None;
+    }
+
+    /// What there is to report, given what the page server still tries.
+    pub(crate) fn outage<B: Clone>(&mut self, server: &Server<B>) -> Option<Outage> {
+        if !server.has_failed() {
+            self.units.clear();
+            self.blocks.clear();
+        }
+        let requested = server.requested_in_vain();
+        let of_page = requested.and_then(|(unit, block, page)| {
+            let failure = self.blocks.get(&block.0).or_else(|| self.units.get(&unit.0))?;
+            Some((failure, Some(page)))
+        });
+        let memory = self.memory.as_ref().map(|(failure, page)| (failure, *page));
+        let any = || self.units.values().chain(self.blocks.values()).next();
+        let (failure, page) = of_page.or(memory).or_else(|| Some((any()?, None)))?;
+        Some(Outage { error: Arc::clone(&failure.error), since: failure.since, page })
+    }
+}
