@@ -1,7 +1,9 @@
 //! The verbs of supervisors and guards that this program starts: they run the very program that started them.
 
 use clap::Args;
-use firn_supervisor::{Context as _, Failure, RuntimeDir, VmName, guard, recover, supervise};
+use firn_supervisor::{
+    Context as _, Failure, RuntimeDir, VmName, guard, recover, supervise, watcher,
+};
 
 /// Looks after a VM.
 #[derive(Debug, Args)]
@@ -18,6 +20,9 @@ pub struct Supervise {
 pub struct Guard {
     /// The VM.
     name: VmName,
+    /// Act only where the guard does not.
+    #[arg(long)]
+    watcher: bool,
 }
 
 impl Supervise {
@@ -36,6 +41,10 @@ impl Guard {
     /// Runs the verb.
     pub fn run(&self) -> Result<(), Failure> {
         let base = RuntimeDir::from_env().doing("guarding the supervisor")?;
-        guard(&base, &self.name).doing("guarding the supervisor")
+        let done = match self.watcher {
+            true => watcher(&base, &self.name),
+            false => guard(&base, &self.name),
+        };
+        done.doing("guarding the supervisor")
     }
 }

@@ -10,11 +10,12 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use firn_agent::{Config, Identity, Place, Ready, Supervised, Times};
-use firn_supervisor::{Context as _, Failure, FailureKind, RuntimeDir};
+use firn_supervisor::{Context as _, Failure, FailureKind, RuntimeDir, revive};
 use firn_types::printable;
 use rustix::process::{WaitOptions, wait};
 use tokio::signal::unix::{SignalKind, signal};
@@ -27,6 +28,9 @@ const LOG: &str = "FIRN_LOG";
 
 /// How much, if that does not say it. Raft has ten lines a second to say of a server that is lost; what matters of it is told here.
 const LOG_DEFAULT: &str = "info,openraft=off";
+
+/// How often it is looked whether a VM has lost its supervisor and all of its guards.
+const REVIVE_EVERY: Duration = Duration::from_secs(2);
 
 /// Watch other hosts, and carry the epochs of protected VMs to them and from them.
 ///
@@ -193,7 +197,8 @@ async fn serve(config: Config, base: RuntimeDir) -> Result<(), Failure> {
     };
     let children = signal(SignalKind::child()).doing("waiting for children")?;
     let vms = Arc::new(Supervised(base.clone()));
-    let ready = Ready::new(config, Place::new(base), vms, Times::default()).await?;
+    let ready = Ready::new(config, Place::new(base.clone()), vms, Times::default()).await?;
+    revive_for_ever(base)?;
     let agent = ready.agent();
     // For whoever started it with port 0.
     say(&format!("host {} listens at {}\n", agent.config.name, agent.listen))?;
@@ -203,6 +208,18 @@ async fn serve(config: Config, base: RuntimeDir) -> Result<(), Failure> {
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
     }
+}
+
+/// Starts supervisors for VMs of this host whose supervisor and guards have all died.
+fn revive_for_ever(base: RuntimeDir) -> Result<(), Failure> {
+    let thread = std::thread::Builder::new().name("revive".into());
+    let revived = thread.spawn(move || {
+        loop {
+            std::thread::sleep(REVIVE_EVERY);
+            revive(&base);
+        }
+    });
+    revived.map(drop).doing_or(FailureKind::Host, "starting threads")
 }
 
 /// Supervisors are children that nobody waits for.

@@ -15,6 +15,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket
 
 use crate::failure::{Context, Failure, FailureKind};
 use crate::guard;
+use crate::identity::is_stopped;
 use crate::journal::{Journal, Note, Phase};
 use crate::lock::{self, Role};
 use crate::name::VmName;
@@ -22,6 +23,7 @@ use crate::protocol::{self, LINE_BYTES_MAX, Plan, Progress, Reply, Request};
 use crate::runtime::{RuntimeDir, VmDir};
 use crate::spawn;
 use crate::status::Status;
+use crate::survey;
 
 /// How long a supervisor that has just been started may take to open its control socket. Recovery takes some
 /// milliseconds; a machine that is out of memory or disk may take longer.
@@ -178,6 +180,7 @@ pub fn ask(
 ) -> Result<serde_json::Value, Failure> {
     let vm = base.vm(name);
     let before = load(&vm)?.and_then(|journal| journal.last);
+    refuse_mute(base, &vm)?;
     for _ in 0..TRIES {
         let answer = ask_once(base, &vm, request, on_progress);
         if let Some(result) = answer.map_err(|failure| what_ended(&vm, request, failure))? {
@@ -207,6 +210,15 @@ pub fn ask(
         .hint("its log says why"))
 }
 
+/// A supervisor that is stopped by a signal would not answer for ever.
+fn refuse_mute(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
+    let holder = lock::holder(vm.path(), Role::Supervisor).doing("looking for the supervisor")?;
+    match holder.filter(|&pid| is_stopped(pid)) {
+        Some(_) => survey::examine(base, vm)?.refusal().map_or(Ok(()), Err),
+        None => Ok(()),
+    }
+}
+
 fn died_while_asked() -> Result<serde_json::Value, Failure> {
     let died = Failure::new(FailureKind::Interrupted, "the supervisor died");
     Err(died.hint("`firn status` says what became of the VM"))
@@ -227,12 +239,21 @@ fn ask_once(
     on_progress: OnProgress<'_>,
 ) -> Result<Option<Result<serde_json::Value, Failure>>, Failure> {
     let stream = connect(base, vm)?;
+    // When `firn stop` returns, the VM's disks and its name are free.
+    let supervisor = match request {
+        Request::Stop(_) => guard::running(vm).doing("looking for the supervisor")?,
+        _ => None,
+    };
     let quick = matches!(request, Request::Status | Request::Detach | Request::Member(_));
     stream.set_read_timeout(quick.then_some(ANSWER_WAIT)).doing("preparing to wait")?;
     if protocol::write(&mut &stream, request).is_err() {
         return Ok(None);
     }
-    read_replies(&mut BufReader::new(&stream), on_progress)
+    let replied = read_replies(&mut BufReader::new(&stream), on_progress)?;
+    if let (Some(supervisor), Some(Ok(_))) = (supervisor, &replied) {
+        supervisor.wait_gone(SOCKET_WAIT).doing("waiting for the supervisor to exit")?;
+    }
+    Ok(replied)
 }
 
 fn is_detached(vm: &VmDir) -> Result<bool, Failure> {
@@ -289,8 +310,13 @@ pub fn glances(vms: &[VmDir]) -> Vec<Status> {
 }
 
 fn told_at_once(vm: &VmDir) -> Option<Status> {
+    told_within(vm, GLANCE_WAIT)
+}
+
+/// What a supervisor says of its VM, if it does so within this time.
+pub(crate) fn told_within(vm: &VmDir, time: Duration) -> Option<Status> {
     let stream = connect_at_once(&vm.control()).ok()?;
-    stream.set_read_timeout(Some(GLANCE_WAIT)).ok()?;
+    stream.set_read_timeout(Some(time)).ok()?;
     protocol::write(&mut &stream, &Request::Status).ok()?;
     let facts = read_replies(&mut BufReader::new(&stream), &mut |_| ()).ok()??.ok()?;
     serde_json::from_value(facts).ok()
@@ -309,14 +335,12 @@ fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
 /// Forgets a VM that is over.
 pub fn forget(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
     let vm = base.vm(name);
-    look_after(base, &vm)?;
-    let journal = load(&vm)?;
-    if journal.as_ref().is_some_and(needs_supervisor) {
-        let busy = format!("VM {name} runs");
-        return Err(Failure::new(FailureKind::Busy, busy).hint("stop it first: `firn stop`"));
-    }
-    if !vm.exists() {
-        return Err(no_such_vm(&vm));
+    let sight = survey::examine(base, &vm)?;
+    if sight.journal.as_ref().is_none_or(needs_supervisor) {
+        return Err(sight.refusal().unwrap_or_else(|| {
+            let hint = format!("stop it first: `firn stop {name}`");
+            Failure::new(FailureKind::Busy, format!("VM {name} runs")).hint(hint)
+        }));
     }
     vm.remove().doing("forgetting the VM")
 }
@@ -332,7 +356,7 @@ pub fn look_after(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
     if !needs_supervisor(&journal) || holder(vm)?.is_some() {
         return Ok(());
     }
-    match spawn::successor(base, vm) {
+    match spawn::successor(base, vm, &[]) {
         Ok(mut child) => wait_for_socket(vm, &mut || matches!(child.try_wait(), Ok(None))),
         // Somebody else was faster, and found that nothing was left to look after.
         Err(_) if !exists(vm) => Err(no_such_vm(vm)),
@@ -367,7 +391,8 @@ fn connect(base: &RuntimeDir, vm: &VmDir) -> Result<UnixStream, Failure> {
         is_coming(vm)?;
         if Instant::now() >= deadline {
             let silent = format!("the supervisor of {} does not open its socket", vm.name());
-            return Err(Failure::new(FailureKind::Other, silent).hint("its log says why"));
+            let hint = format!("its log says why; `firn stop --force {}` ends the VM", vm.name());
+            return Err(Failure::new(FailureKind::Other, silent).hint(hint));
         }
         thread::sleep(RETRY);
     }
@@ -396,13 +421,14 @@ fn is_over(vm: &VmDir, phase: &Phase) -> Failure {
         }
         Phase::Ended { exit, .. } => {
             let text = format!("VM {} does not run: {exit}", vm.name());
-            Failure::new(FailureKind::NoSuchVm, text).hint("`firn ls` shows which VMs run")
+            let hint = format!("`firn rm {}` forgets it", vm.name());
+            Failure::new(FailureKind::NoSuchVm, text).hint(hint)
         }
         _ => no_such_vm(vm),
     }
 }
 
-fn no_such_vm(vm: &VmDir) -> Failure {
+pub(crate) fn no_such_vm(vm: &VmDir) -> Failure {
     let text = format!("there is no VM called {}", vm.name());
     Failure::new(FailureKind::NoSuchVm, text).hint("`firn ls` shows which VMs there are")
 }
@@ -434,7 +460,7 @@ fn read_replies(
             Ok(None) => return Ok(None),
             Err(protocol::MessageError::Io(error)) if is_timeout(&error) => {
                 let silent = Failure::new(FailureKind::Other, "the supervisor does not answer");
-                return Err(silent.hint("the VM's log may say what it is doing"));
+                return Err(silent.hint("`firn ls` says what helps"));
             }
             Err(protocol::MessageError::Io(_)) => return Ok(None),
             Err(error) => return Err(error.into()),

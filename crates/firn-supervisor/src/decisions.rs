@@ -22,6 +22,7 @@ use std::collections::BTreeSet;
 
 use crate::failure::{Failure, FailureKind};
 use crate::journal::Exit;
+use crate::lock::Role;
 use crate::protocol::{
     FailoverRequest, MemberRequest, Progress, ProtectRequest, Reply, Request, SaveRequest,
     StopRequest,
@@ -58,8 +59,10 @@ pub enum Event {
     HypervisorGone(Exit),
     /// A save or restore that lost its hypervisor had time enough to end.
     GraceOver,
-    /// The guard process is gone.
-    GuardGone,
+    /// One of the guards is gone.
+    GuardGone(Role),
+    /// A guard that keeps dying may be started again.
+    GuardDue(Role),
     /// SIGTERM.
     Terminate,
 }
@@ -103,8 +106,12 @@ pub enum Action {
     },
     /// Report [`Event::GraceOver`] in a while.
     StartGrace,
-    /// Start a new guard.
-    RestartGuard,
+    /// Start a new guard, at once or after a pause.
+    RestartGuard(Role),
+    /// Start a new guard now.
+    StartGuard(Role),
+    /// Exit, and leave the VM as it is to a successor: this process can't serve it.
+    Resign(Failure),
     /// Let go of the VM, and exit.
     LetGo,
     /// Write down how the VM ended, and exit.
@@ -161,6 +168,8 @@ pub struct Core {
     is_member: bool,
     /// Why the hypervisor is being killed.
     reason: Option<Failure>,
+    /// A restore that can't go on here does not end the VM.
+    keeps_vm: bool,
 }
 
 impl Core {
@@ -186,7 +195,13 @@ impl Core {
             serves: false,
             is_member: false,
             reason: None,
+            keeps_vm: false,
         }
+    }
+
+    /// The same, of a restore that does not end the VM where it can't go on.
+    pub fn keeping_vm(self, keeps_vm: bool) -> Self {
+        Self { keeps_vm, ..self }
     }
 
     /// The same, that serves the VM's disks, or not.
@@ -225,7 +240,8 @@ impl Core {
             Event::StopFailed(failure) => self.stop_failed(failure),
             Event::HypervisorGone(exit) => self.hypervisor_gone(exit),
             Event::GraceOver => self.grace_over(),
-            Event::GuardGone => vec![Action::RestartGuard],
+            Event::GuardGone(role) => vec![Action::RestartGuard(role)],
+            Event::GuardDue(role) => vec![Action::StartGuard(role)],
             Event::Terminate => self.terminate(),
         }
     }
@@ -486,7 +502,8 @@ impl Core {
         let waiting = self.listeners().into_iter().map(|client| (client, facts.clone()));
         self.stopping.get_or_insert_default().extend(waiting);
         self.idle();
-        vec![Action::EndHypervisor(StopRequest::default())]
+        // It is paused, its disks are flushed, and the image has the rest: killing it loses nothing.
+        vec![Action::EndHypervisor(StopRequest { force: true, ..StopRequest::default() })]
     }
 
     fn restore_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
@@ -497,6 +514,9 @@ impl Core {
             Ok(facts) => self.over(Ok(facts)),
             Err(failure) if failure.kind.is_cut_short() => self.failed(failure),
             Err(failure) => {
+                if self.gone.is_none() && self.keeps_vm {
+                    return vec![Action::Resign(failure)];
+                }
                 self.reason = Some(failure.clone());
                 if self.gone.is_some() {
                     return self.over(Err(failure));

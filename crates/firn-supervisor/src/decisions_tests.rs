@@ -381,7 +381,8 @@ fn any_event() -> impl Strategy<Value = Event> {
         1 => Just(Event::ProtectionEnded(Err(fail()))),
         1 => Just(Event::ProtectionEnded(Err(ended()))),
         1 => Just(Event::StopFailed(fail())),
-        1 => Just(Event::GuardGone),
+        1 => Just(Event::GuardGone(Role::Guard)),
+        1 => Just(Event::GuardDue(Role::Watcher)),
         1 => Just(Event::Terminate),
     ]
 }

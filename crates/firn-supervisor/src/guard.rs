@@ -1,73 +1,118 @@
-//! The guard: a process that does nothing but wait for the supervisor to die, and start another.
+//! The guards: two processes that do nothing but wait for the supervisor to die, and start another.
 //!
 //! ```text
-//!      supervisor  <--- pidfd ---  guard          each waits on the other's pidfd,
-//!          |        --- pidfd --->   |            and starts the other anew when it dies
-//!          '-- dies: guard runs  `firn __supervise NAME --recover`
-//!                          '-- dies: supervisor runs `firn __guard NAME`
+//!      supervisor  <--- pidfd ---  guard          the supervisor waits for either of them, each of them for it;
+//!          |  |     --- pidfd --->   |            one that dies is started anew
+//!          |  |    <--- pidfd --- watcher
+//!          |  '---- --- pidfd --->   |
+//!          '-- dies: the guard runs  `firn __supervise NAME --recover`; if that is gone, or too slow, the watcher does
+//!              either dies: the supervisor runs `firn __guard NAME [--watcher]`
 //! ```
 //!
-//! Both at once: the next `firn` command that looks at the VM finds that nobody holds the supervisor's role and starts
-//! a successor itself. A supervisor that has nothing left to look after writes so into its journal before it goes.
+//! So any two of the three may die at the same instant. If all three do, the next `firn` command that needs the VM starts a
+//! supervisor, or the host's agent. A supervisor that has nothing left to manage writes so into its journal before it exits.
 
-use std::collections::VecDeque;
 use std::io;
 use std::process::Child;
+use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::held::Held;
 use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::Journal;
 use crate::lock::{self, Role, RoleLock};
 use crate::name::VmName;
+use crate::restarts::Restarts;
 use crate::runtime::{RuntimeDir, VmDir};
 use crate::spawn;
 
-/// A supervisor that dies this often within [`RESTART_WINDOW`] dies of something that a restart does not cure.
-const RESTARTS_MAX: usize = 5;
+/// How long a watcher leaves it to a guard that lives to start a supervisor.
+const YIELD_FOR: Duration = Duration::from_secs(1);
 
-/// The time over which restarts are counted.
-const RESTART_WINDOW: Duration = Duration::from_secs(10);
+/// How often it is looked meanwhile whether there is a supervisor.
+const STEP: Duration = Duration::from_millis(10);
 
-/// The guard of one VM; returns when there is nothing left to guard.
+/// One guard of one VM; returns when there is nothing left to guard.
 pub fn guard(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
+    hold_post(base, name, Role::Guard)
+}
+
+/// The other one, which acts where the guard does not.
+pub fn watcher(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
+    hold_post(base, name, Role::Watcher)
+}
+
+fn hold_post(base: &RuntimeDir, name: &VmName, role: Role) -> io::Result<()> {
     spawn::detach_session();
     let vm = base.vm(name);
     if !vm.exists() {
         return Ok(());
     }
-    let Some(_role) = RoleLock::try_take(vm.path(), Role::Guard)? else { return Ok(()) };
+    let Some(_role) = RoleLock::try_take(vm.path(), role)? else { return Ok(()) };
     crate::log::open(&vm)?;
-    let mut restarts = Restarts::default();
-    while let Some(handle) = watched(base, &vm, &mut restarts)? {
+    let held = Held::from_stdin(&vm);
+    let mut post = Post { base, vm: &vm, role, held, restarts: Restarts::default() };
+    while let Some(handle) = post.watched()? {
         handle.wait_gone_forever()?;
         handle.exit();
     }
     Ok(())
 }
 
-/// The supervisor to watch: the one there is, or a new one; `None` when none is needed.
-fn watched(
-    base: &RuntimeDir,
-    vm: &VmDir,
-    restarts: &mut Restarts,
-) -> io::Result<Option<ProcessHandle>> {
-    while needed(vm) {
-        if let Some(supervisor) = running(vm)? {
-            return Ok(Some(supervisor));
-        }
-        if !restarts.allow(Instant::now()) {
-            tracing::error!("the supervisor died {RESTARTS_MAX} times in a row: giving up");
-            return Ok(None);
-        }
-        tracing::warn!("the supervisor has died: starting another");
-        if let Some(child) = handle_of(&spawn::successor(base, vm)?)? {
-            return Ok(Some(child));
-        }
-    }
-    Ok(None)
+struct Post<'a> {
+    base: &'a RuntimeDir,
+    vm: &'a VmDir,
+    role: Role,
+    held: Held,
+    restarts: Restarts,
 }
 
-/// Whether the journal names something to look after.
+impl Post<'_> {
+    /// The supervisor to watch: the one there is, or a new one; `None` when none is needed.
+    fn watched(&mut self) -> io::Result<Option<ProcessHandle>> {
+        let since = Instant::now();
+        while needed(self.vm) {
+            if let Some(supervisor) = running(self.vm)? {
+                return Ok(Some(supervisor));
+            }
+            if self.yields(since.elapsed())? {
+                thread::sleep(STEP);
+                continue;
+            }
+            let pause = self.restarts.pause(Instant::now());
+            if self.is_resolved_within(pause)? {
+                continue;
+            }
+            tracing::warn!("the supervisor has died: starting another");
+            let child = spawn::successor(self.base, self.vm, &self.held.files())?;
+            if let Some(child) = handle_of(&child)? {
+                return Ok(Some(child));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether the other guard is about to do it.
+    fn yields(&self, waited: Duration) -> io::Result<bool> {
+        Ok(self.role == Role::Watcher
+            && waited < YIELD_FOR
+            && lock::holder(self.vm.path(), Role::Guard)?.is_some())
+    }
+
+    /// Whether another process has started a supervisor meanwhile, or none is needed any more.
+    fn is_resolved_within(&self, pause: Duration) -> io::Result<bool> {
+        let until = Instant::now() + pause;
+        while Instant::now() < until {
+            thread::sleep(STEP.max(pause / 100));
+            if !needed(self.vm) || running(self.vm)?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// Whether the journal names something to manage.
 fn needed(vm: &VmDir) -> bool {
     match Journal::load(&vm.journal()) {
         Ok(Some(journal)) => !journal.phase.is_over(),
@@ -81,7 +126,7 @@ pub(crate) fn running(vm: &VmDir) -> io::Result<Option<ProcessHandle>> {
     holder(vm, Role::Supervisor)
 }
 
-/// A handle on the process that holds a role. The role is looked at again once the handle is open, so that it can't be
+/// A handle on the process that holds a role. The role is checked again once the handle is open, so that it can't be
 /// a later process with the same pid.
 pub(crate) fn holder(vm: &VmDir, role: Role) -> io::Result<Option<ProcessHandle>> {
     let Some(pid) = lock::holder(vm.path(), role)? else { return Ok(None) };
@@ -99,35 +144,9 @@ pub(crate) fn handle_of(child: &Child) -> io::Result<Option<ProcessHandle>> {
     }
 }
 
-/// Counts restarts, so that a process that can't live isn't started for ever.
-#[derive(Debug, Default)]
-pub(crate) struct Restarts {
-    recent: VecDeque<Instant>,
-}
-
-impl Restarts {
-    pub(crate) fn allow(&mut self, now: Instant) -> bool {
-        self.recent.retain(|&then| now.saturating_duration_since(then) < RESTART_WINDOW);
-        if self.recent.len() >= RESTARTS_MAX {
-            return false;
-        }
-        self.recent.push_back(now);
-        true
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn restarts_are_limited_over_a_window() {
-        let mut restarts = Restarts::default();
-        let start = Instant::now();
-        assert!((0..RESTARTS_MAX).all(|_| restarts.allow(start)));
-        assert!(!restarts.allow(start));
-        assert!(restarts.allow(start + RESTART_WINDOW));
-    }
 
     #[test]
     fn a_vm_without_a_journal_needs_no_supervisor() {

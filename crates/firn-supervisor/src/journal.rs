@@ -28,7 +28,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use firn_epochs::primary_end::PrimaryEnd;
-use firn_restore::Mode;
+use firn_restore::{Mode, OnError};
 use firn_types::{HostVirt, RegionMap, Tid};
 use firn_vmm::DriveCopy;
 use serde::{Deserialize, Serialize};
@@ -194,6 +194,12 @@ pub enum Phase {
         /// The guest was paused when it was saved, and is to stay so.
         #[serde(default)]
         stays_paused: bool,
+        /// What becomes of the VM where its memory can't be read.
+        #[serde(default)]
+        on_error: OnError,
+        /// The guest waits for storage, and Firn has paused it by a command, or is about to.
+        #[serde(default)]
+        paused_by_us: bool,
     },
     /// The VM's epochs go to a backup; it may be held for a moment, which ends by itself whoever dies.
     Protecting {
@@ -264,6 +270,19 @@ impl FileIdentity {
 }
 
 impl Phase {
+    /// Whether a restore that can't go on leaves the VM to a successor, rather than end it.
+    pub fn keeps_vm(&self) -> bool {
+        matches!(self, Self::Restoring { on_error: OnError::Stop, .. })
+    }
+
+    /// Whether the VM has not run yet, and its supervisor may not answer until it does.
+    pub fn is_starting(&self) -> bool {
+        matches!(
+            self,
+            Self::Starting { .. } | Self::Restoring { started: false, .. } | Self::Standby { .. }
+        )
+    }
+
     /// Whether there is nothing left to look after.
     pub fn is_over(&self) -> bool {
         matches!(self, Self::Ended { .. } | Self::Detached)
@@ -467,6 +486,8 @@ mod tests {
                 mode: Mode::Lazy,
                 started: true,
                 stays_paused: false,
+                on_error: OnError::Kill,
+                paused_by_us: true,
             },
             Phase::Ended { exit: Exit::Signal(9), at: 12 },
         ];

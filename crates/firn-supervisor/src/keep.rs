@@ -9,6 +9,8 @@
 //! ```
 
 use std::cell::Cell;
+use std::collections::HashMap;
+use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +23,8 @@ use firn_epochs::primary::Ending;
 use crate::decisions::{Action, ClientId, Core, Event};
 use crate::disks;
 use crate::failure::{Failure, FailureKind};
-use crate::guard::{self, Restarts};
+use crate::guard;
+use crate::held;
 use crate::identity::ProcessHandle;
 use crate::journal::{Exit, Journal, JournalFile, Phase, now};
 use crate::lock::{self, Role};
@@ -30,6 +33,7 @@ use crate::protection::Protection;
 use crate::protocol::{
     FailoverRequest, MemberRequest, Progress, ProtectRequest, Reply, SaveRequest, StopRequest,
 };
+use crate::restarts::Restarts;
 use crate::runtime::{RuntimeDir, VmDir};
 use crate::server::{self, Clients};
 use crate::spawn;
@@ -106,10 +110,12 @@ pub(crate) struct Keeper {
     pub(crate) hypervisor: Arc<ProcessHandle>,
     pub(crate) operations: Arc<dyn Operations>,
     pub(crate) restoring: Option<Restoring>,
+    /// The open files of the image that is being restored.
+    pub(crate) files: Vec<File>,
     /// How a standby is made to run.
     pub(crate) standby: Option<Arc<Takeover>>,
-    /// The guard, if one has been started already.
-    pub(crate) guard: Option<ProcessHandle>,
+    /// The guards that have been started already.
+    pub(crate) guards: Vec<(Role, ProcessHandle)>,
 }
 
 /// The loop around the state machine.
@@ -121,7 +127,7 @@ struct Loop {
     events: Receiver<Event>,
     cancel: Arc<AtomicBool>,
     ending: Arc<Ending>,
-    guards: Restarts,
+    restarts: HashMap<Role, Restarts>,
     resting: bool,
 }
 
@@ -131,24 +137,30 @@ impl Keeper {
         let (sender, events) = crossbeam_channel::unbounded();
         watch::hypervisor(Arc::clone(&self.hypervisor), sender.clone())?;
         watch::signals(sender.clone())?;
-        match self.guard.take() {
-            Some(guard) => watch::guard(guard, sender.clone())?,
-            None => watch_guard(&self.base, &self.vm, &sender)?,
+        for role in [Role::Guard, Role::Watcher] {
+            match self.guards.iter().position(|(it, _)| *it == role) {
+                Some(at) => watch::guard(self.guards.swap_remove(at).1, role, sender.clone())?,
+                None => watch_guard(&self.base, &self.vm, role, &self.files, &sender)?,
+            }
         }
         let core = match &self.standby {
             Some(_) => Core::standby(),
             None => Core::new(self.restoring.is_some()),
         };
         let machine = self.journal.read().machine;
-        let core = core.serving(machine.is_some_and(|machine| !machine.served.is_empty()));
+        let keeps_vm = self.journal.read().phase.keeps_vm();
+        let core = core
+            .keeping_vm(keeps_vm)
+            .serving(machine.is_some_and(|machine| !machine.served.is_empty()));
         if let Some(restoring) = self.restoring.take() {
             start_restoring(restoring, sender.clone())?;
         }
         let clients = server::listen(&self.vm.control(), sender.clone())?;
         ready();
-        let (cancel, ending, guards) = (Arc::default(), Arc::default(), Restarts::default());
+        let (cancel, ending, restarts) = (Arc::default(), Arc::default(), HashMap::default());
         let resting = false;
-        Loop { keeper: self, core, clients, sender, events, cancel, ending, guards, resting }.run()
+        Loop { keeper: self, core, clients, sender, events, cancel, ending, restarts, resting }
+            .run()
     }
 }
 
@@ -175,6 +187,10 @@ impl Loop {
     /// Each time nothing is going on any more.
     fn rest(&mut self) {
         let was_resting = std::mem::replace(&mut self.resting, self.core.is_idle());
+        if self.resting {
+            // The guards close theirs when they see that the restore is over.
+            self.keeper.files.clear();
+        }
         if self.resting && !was_resting {
             self.keeper.operations.rest();
         }
@@ -196,7 +212,9 @@ impl Loop {
             Action::EndHypervisor(request) => self.end_hypervisor(request)?,
             Action::KillHypervisor { discard } => self.kill(discard)?,
             Action::StartGrace => watch::grace(self.sender.clone())?,
-            Action::RestartGuard => self.restart_guard()?,
+            Action::RestartGuard(role) => self.restart_guard(role)?,
+            Action::StartGuard(role) => self.start_guard(role)?,
+            Action::Resign(failure) => return Err(self.resign(&failure)),
             Action::LetGo => self.let_go()?,
             Action::RecordEnd { exit, reason } => self.record_end(exit, reason)?,
         }
@@ -209,25 +227,39 @@ impl Loop {
         self.ending.leave();
     }
 
-    fn restart_guard(&mut self) -> io::Result<()> {
-        if !self.guards.allow(Instant::now()) {
-            tracing::error!("the guard dies again and again: going on without");
-            return Ok(());
+    fn restart_guard(&mut self, role: Role) -> io::Result<()> {
+        let pause = self.restarts.entry(role).or_default().pause(Instant::now());
+        tracing::warn!("the {role:?} has died: starting another after {pause:?}");
+        match pause {
+            Duration::ZERO => self.start_guard(role),
+            pause => watch::guard_pause(role, pause, self.sender.clone()),
         }
-        tracing::warn!("the guard has died: starting another");
-        watch_guard(&self.keeper.base, &self.keeper.vm, &self.sender)
+    }
+
+    fn start_guard(&self, role: Role) -> io::Result<()> {
+        let Keeper { base, vm, files, .. } = &self.keeper;
+        watch_guard(base, vm, role, files, &self.sender)
+    }
+
+    /// The VM stays as it is: its memory is missing, not wrong, and a successor tries again.
+    fn resign(&self, failure: &Failure) -> io::Error {
+        tracing::error!("{failure}: a successor tries again");
+        let text = format!("the supervisor could not go on with the restore: {failure}");
+        let _ = self.keeper.journal.update(|journal| journal.note_failure(text));
+        io::Error::other(failure.to_string())
     }
 
     /// On a thread of its own: QEMU may take its time to answer.
     fn reply_status(&self, client: ClientId) -> io::Result<()> {
-        let mut status = Status::of(&self.keeper.journal.read());
-        status.progress = self.core.progress().cloned();
+        let status = Status::of(&self.keeper.journal.read());
+        let mut status = status.with_progress(self.core.progress().cloned());
         status.supervisor_pid = Some(std::process::id() as i32);
         status.protection = self.keeper.operations.protection();
         status.network = self.keeper.operations.network();
         let standby = self.keeper.standby.as_ref().filter(|_| status.state == "standby");
         status.standby = standby.map(|standby| standby.now());
         status.guard_pid = lock::holder(self.keeper.vm.path(), Role::Guard)?;
+        status.watcher_pid = lock::holder(self.keeper.vm.path(), Role::Watcher)?;
         let (operations, clients) = (Arc::clone(&self.keeper.operations), self.clients.clone());
         watch::spawn("status", move || {
             if status.state == "running" && operations.is_hung() {
@@ -440,14 +472,25 @@ fn catch<T>(what: &str, run: impl FnOnce() -> Result<T, Failure>) -> Result<T, F
     })
 }
 
-/// Watches the guard, after starting one if there is none.
-pub(crate) fn watch_guard(base: &RuntimeDir, vm: &VmDir, sender: &Sender<Event>) -> io::Result<()> {
-    let guard = match guard::holder(vm, Role::Guard)? {
+/// Watches one of the guards, after starting it if there is none.
+fn watch_guard(
+    base: &RuntimeDir,
+    vm: &VmDir,
+    role: Role,
+    files: &[File],
+    sender: &Sender<Event>,
+) -> io::Result<()> {
+    let guard = match guard::holder(vm, role)? {
         Some(guard) => Some(guard),
-        None => guard::handle_of(&spawn::guard(base, vm)?)?,
+        None => {
+            let (child, to) = spawn::guard(base, vm, role)?;
+            // A guard that has died already is started again.
+            let _ = held::send(&to, files);
+            guard::handle_of(&child)?
+        }
     };
     match guard {
-        Some(guard) => watch::guard(guard, sender.clone()),
-        None => sender.send(Event::GuardGone).map_err(io::Error::other),
+        Some(guard) => watch::guard(guard, role, sender.clone()),
+        None => sender.send(Event::GuardGone(role)).map_err(io::Error::other),
     }
 }

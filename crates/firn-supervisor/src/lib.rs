@@ -1,10 +1,10 @@
-//! One small process per VM, and another that watches it.
+//! One small process per VM, and two that restart it.
 //!
 //! ```text
 //!    firn checkpoint web -o web.firn                     firn ls, firn status, firn stop, ...
 //!          |  control.sock (JSON lines)                        |
 //!          v                                                   v
-//!    supervisor "web" <----- pidfd, restart -----> guard "web"           no central daemon
+//!    supervisor "web" <----- pidfd, restart -----> guard, watcher        no central daemon
 //!          |  journal.json                               |  reads journal.json
 //!          |  QMP, userfaultfd, pidfd                     '- runs `firn __supervise web --recover`
 //!          v
@@ -31,7 +31,9 @@ mod disk_copies;
 mod disks;
 mod endpoints;
 mod failure;
+mod force;
 mod guard;
+mod held;
 mod host_check;
 mod identity;
 mod inspection;
@@ -45,6 +47,7 @@ mod monitor;
 mod name;
 mod network;
 mod operations;
+mod outage;
 mod ownership;
 mod percentiles;
 mod processes;
@@ -56,10 +59,12 @@ mod qemu;
 mod recover;
 mod recovery;
 mod relocation;
+mod restarts;
 mod restore;
 mod runtime;
 mod served;
 mod server;
+mod serving;
 mod spawn;
 mod standby;
 mod start;
@@ -67,11 +72,13 @@ mod status;
 mod storage;
 mod stores;
 mod supervise;
+mod survey;
 #[cfg(test)]
 mod testing;
 mod unix_sockets;
 mod usage;
 mod watch;
+mod ways;
 
 pub use client::{
     OnProgress, Starting, absolute, ask, forget, glance, glances, look_after, start, status,
@@ -80,7 +87,8 @@ pub use cpu::CpuFacts;
 pub use failure::{Context, Failure, FailureKind, image_failure};
 pub use firn_epochs::primary_end::PrimaryEnd;
 pub use firn_vmm::command_line::Overrides;
-pub use guard::guard;
+pub use force::stop_by_force;
+pub use guard::{guard, watcher};
 pub use host_check::{HostCheck, check_host};
 pub use identity::{ProcessHandle, ProcessIdentity};
 pub use journal::{Exit, Journal, JournalError, Note, Phase};
@@ -92,10 +100,13 @@ pub use protection::Protection;
 pub use protocol::{
     FailoverMember, FailoverRequest, MemberCard, MemberRequest, Plan, Progress, ProtectRequest,
     Reply, Request, RestoreDisks, RestoreNow, SaveChoices, SaveDisks, SaveRequest, StopRequest,
+    Waiting,
 };
 pub use restore::Timings;
 pub use runtime::{RuntimeDir, RuntimeError, VmDir, make_private};
-pub use spawn::{GUARD, RECOVER, SUPERVISE};
+pub use spawn::{GUARD, RECOVER, SUPERVISE, WATCHER};
 pub use standby::Readiness;
-pub use status::Status;
+pub use status::{Status, Unattended};
 pub use supervise::{recover, supervise};
+pub use survey::{inspect, revive, survey};
+pub use ways::{Command, Remnant, Supervision, way_out, way_out_after};

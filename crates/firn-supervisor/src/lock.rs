@@ -1,4 +1,4 @@
-//! Who is the supervisor of a VM, and who its guard: whoever holds the lock file.
+//! Who is the supervisor of a VM, and who its guards: whoever holds the lock file.
 //!
 //! POSIX record locks (`F_SETLK`, fcntl(2)) suit this better than flock(2): they are dropped by the kernel when their
 //! process dies however it dies, a forked child does not share them, and `F_GETLK` names the holder, so that no pid
@@ -13,13 +13,15 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::process::{Flock, FlockType, fcntl_getlk};
 
-/// One of the two processes that look after a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// One of the three processes that manage a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Serves requests and page faults.
     Supervisor,
     /// Restarts the supervisor.
     Guard,
+    /// Restarts the supervisor where the guard does not.
+    Watcher,
 }
 
 impl Role {
@@ -27,6 +29,7 @@ impl Role {
         dir.join(match self {
             Self::Supervisor => "supervisor.lock",
             Self::Guard => "guard.lock",
+            Self::Watcher => "watcher.lock",
         })
     }
 }

@@ -22,7 +22,7 @@ use firn_cluster::switch::Mac;
 use firn_cluster::{Epoch, Generation, RequestNumber};
 use firn_epochs::endpoint::Endpoint;
 use firn_image::Codec;
-use firn_restore::Mode;
+use firn_restore::{Mode, OnError};
 use firn_types::BlockSize;
 use firn_vmm::command_line::Overrides;
 use serde::de::DeserializeOwned;
@@ -281,6 +281,9 @@ pub enum Plan {
         image: PathBuf,
         /// How memory comes back.
         mode: Mode,
+        /// What becomes of the VM where its memory can't be read.
+        #[serde(default)]
+        on_error: OnError,
         /// Go on where QEMU's version or a disk differs.
         force: bool,
         /// Count which prefetched pages the guest uses, at its expense.
@@ -375,6 +378,9 @@ pub struct Progress {
     pub done: u64,
     /// How much there is.
     pub total: u64,
+    /// Of a restore: what can't be read or installed at present.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<Waiting>,
     /// Of a restore: what the guest had of it so far.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore: Option<RestoreNow>,
@@ -383,8 +389,24 @@ pub struct Progress {
 impl Progress {
     /// Of something that is no restore.
     pub fn new(stage: &str, done: u64, total: u64) -> Self {
-        Self { stage: stage.to_owned(), done, total, restore: None }
+        Self { stage: stage.to_owned(), done, total, waiting: None, restore: None }
     }
+}
+
+/// Memory that can't be read or installed at present: Firn tries again until it succeeds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Waiting {
+    /// Why, from what was tried down to the cause.
+    pub error: String,
+    /// The image that it comes from.
+    pub path: PathBuf,
+    /// When that began, in seconds since 1970.
+    pub since: u64,
+    /// The guest-physical address that the guest waits for, in hexadecimal; none if only the background fill waits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
+    /// Whether the guest waits.
+    pub guest_waits: bool,
 }
 
 /// What a guest has had of its restore so far.

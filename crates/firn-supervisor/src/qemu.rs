@@ -34,7 +34,7 @@ pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(2);
 const HUNG_LOOK: Duration = Duration::from_millis(200);
 
 /// How long a QEMU that was told to quit may take to do so: it flushes its disks.
-const QUIT_WAIT: Duration = Duration::from_secs(10);
+const QUIT_WAIT: Duration = Duration::from_secs(20);
 
 /// How often a monitor that is not there yet is tried.
 const RETRY: Duration = Duration::from_millis(1);
@@ -206,7 +206,7 @@ pub(crate) fn describe(
     })
 }
 
-/// Ends a QEMU. One that does not quit when told to is killed; one whose guest ignores its power button is not.
+/// Ends a QEMU. One that does not quit when asked to is killed only by force; one whose guest ignores its power button is not.
 pub(crate) fn end(
     machine: &Machine,
     hypervisor: &ProcessHandle,
@@ -214,7 +214,7 @@ pub(crate) fn end(
 ) -> Result<(), Failure> {
     match request.powerdown_s {
         Some(seconds) => power_down(machine, hypervisor, Duration::from_secs(seconds)),
-        None => quit(machine, hypervisor),
+        None => quit(machine, hypervisor, request.force),
     }
 }
 
@@ -239,20 +239,37 @@ pub(crate) fn wait_powerdown(hypervisor: &ProcessHandle, wait: Duration) -> Resu
     Err(failure.hint("`firn stop` without --powerdown pulls the plug"))
 }
 
-fn quit(machine: &Machine, hypervisor: &ProcessHandle) -> Result<(), Failure> {
-    let asked = connect_within(machine, SHORT_WAIT)
+fn quit(machine: &Machine, hypervisor: &ProcessHandle, force: bool) -> Result<(), Failure> {
+    let wait = if force { SHORT_WAIT } else { QUIT_WAIT };
+    let asked = connect_within(machine, wait)
         .and_then(|mut vm| vm.quit().doing("telling QEMU to quit"));
-    let quits = match asked {
+    let quits = match &asked {
         Ok(()) => hypervisor.wait_gone(QUIT_WAIT).doing("waiting for QEMU to end")?,
+        // It may have ended already.
         Err(failure) => {
             tracing::warn!("{failure}");
-            false
+            hypervisor.wait_gone(Duration::ZERO).doing("waiting for QEMU to end")?
         }
     };
-    match quits {
-        true => Ok(()),
-        false => hypervisor.kill().doing("killing QEMU"),
+    match (quits, asked) {
+        (true, _) => Ok(()),
+        (false, _) if force => hypervisor.kill().doing("killing QEMU"),
+        (false, Ok(())) => Err(goes_on(machine, "did not end")),
+        (false, Err(failure)) => Err(Failure {
+            chain: [goes_on(machine, "can't be asked to end").chain, failure.chain].concat(),
+            ..goes_on(machine, "")
+        }),
     }
+}
+
+/// The process stays as it is: what it has not written to its disks would be lost.
+fn goes_on(machine: &Machine, how: &str) -> Failure {
+    let text = format!("QEMU (process {}) {how}", machine.process.pid);
+    let hint = format!(
+        "ask again, or `firn stop --force {}` kills it: what it has not written to its disks is lost",
+        machine.meta.name
+    );
+    Failure::new(FailureKind::Interrupted, text).hint(hint)
 }
 
 /// Whether vCPUs stand still; `None` if QEMU does not say so at once.
@@ -263,7 +280,7 @@ pub(crate) fn is_paused(machine: &Machine) -> Option<bool> {
 
 /// Whether a QEMU that did not answer before does so now.
 pub(crate) fn answers(machine: &Machine) -> bool {
-    connect_within(&machine.qmp, HUNG_LOOK).is_ok()
+    connect_within(machine, HUNG_LOOK).is_ok()
 }
 
 /// The command line and working directory of a process: what a VM was started with that Firn attached to.

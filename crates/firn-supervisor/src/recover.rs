@@ -1,11 +1,11 @@
 //! Putting right what a dead supervisor left: the deeds that [`crate::recovery`] decides on.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use firn_memory::{PageFaults, Tracee};
-use firn_restore::Mode;
 use serde_json::json;
 
 use crate::disks;
@@ -15,10 +15,11 @@ use crate::journal::{Exit, Journal, JournalFile, Machine, Phase, now};
 use crate::keep;
 use crate::network::HELD;
 use crate::ownership::Ownership;
+use crate::protocol::StopRequest;
 use crate::qemu;
 use crate::recovery::{Recovery, Remains, decide};
-use crate::restore;
 use crate::runtime::VmDir;
+use crate::serving::TakenOver;
 use crate::standby::announce;
 use crate::start::Started;
 
@@ -26,7 +27,11 @@ use crate::start::Started;
 type Found = Option<(Arc<JournalFile>, Started)>;
 
 /// Takes up where the journal ends.
-pub(crate) fn take_over(vm: &VmDir, mut journal: Journal) -> Result<Found, Failure> {
+pub(crate) fn take_over(
+    vm: &VmDir,
+    mut journal: Journal,
+    files: Vec<File>,
+) -> Result<Found, Failure> {
     let hypervisor = hypervisor(&journal)?;
     if let (Some(hypervisor), Some(machine)) = (&hypervisor, &journal.machine) {
         let owned = Ownership::take_again(&machine.process)?;
@@ -41,7 +46,8 @@ pub(crate) fn take_over(vm: &VmDir, mut journal: Journal) -> Result<Found, Failu
     journal.discard &= hypervisor.is_none();
     let journal = JournalFile::create(vm.journal(), journal).doing("writing the journal")?;
     let since = Instant::now();
-    let found = Recoverer { vm, journal: Arc::new(journal) }.perform(recovery, hypervisor)?;
+    let recoverer = Recoverer { vm, journal: Arc::new(journal), files };
+    let found = recoverer.perform(recovery, hypervisor)?;
     tracing::info!("taken over within {:?}", since.elapsed());
     Ok(found)
 }
@@ -61,6 +67,8 @@ fn hypervisor(journal: &Journal) -> Result<Option<ProcessHandle>, Failure> {
 struct Recoverer<'a> {
     vm: &'a VmDir,
     journal: Arc<JournalFile>,
+    /// The open files of the image that is being restored.
+    files: Vec<File>,
 }
 
 impl Recoverer<'_> {
@@ -95,8 +103,8 @@ impl Recoverer<'_> {
             (Recovery::FinishSave { image, .. }, Some(hypervisor)) => {
                 self.finish_suspend(&image, &hypervisor)
             }
-            (Recovery::ServeOn { image, identity, mode, cont }, Some(hypervisor)) => {
-                self.serve_on(hypervisor, (image.as_path(), &identity, mode), cont)
+            (serve_on @ Recovery::ServeOn { .. }, Some(hypervisor)) => {
+                self.serve_on(hypervisor, serve_on)
             }
         }
     }
@@ -154,31 +162,49 @@ impl Recoverer<'_> {
             let_go_of_memory(&machine)?;
         }
         let hypervisor = Arc::new(hypervisor);
-        let (restoring, standby, network, served, guard) = (None, None, None, None, None);
+        let (restoring, standby, network, served) = (None, None, None, None);
+        let (guards, files) = Default::default();
         let facts = json!(null);
-        let started = Started { hypervisor, restoring, standby, network, served, facts, guard };
+        let started =
+            Started { hypervisor, restoring, standby, network, served, facts, guards, files };
         Ok(Some((self.journal, started)))
     }
 
-    /// Serves first: a hypervisor whose main thread waits for a page answers nothing.
-    fn serve_on(
-        self,
-        hypervisor: ProcessHandle,
-        what: (&Path, &str, Mode),
-        cont: bool,
-    ) -> Result<Found, Failure> {
+    /// Serves first: a hypervisor whose main thread waits for a page answers nothing. A VM that Firn paused runs on as soon as it
+    /// waits for nothing; one that was paused when it was saved stays so.
+    fn serve_on(self, hypervisor: ProcessHandle, serve_on: Recovery) -> Result<Found, Failure> {
         let machine = self.machine()?;
         let hypervisor = Arc::new(hypervisor);
-        let restoring = restore::resume(&machine, &self.journal, self.vm, &hypervisor, what)?;
-        resume(&machine, cont)?;
-        if restoring.is_none() {
+        let Recovery::ServeOn { image, identity, mode, on_error, cont } = serve_on else {
+            return Ok(None);
+        };
+        let taken_over = TakenOver {
+            machine: machine.clone(),
+            journal: Arc::clone(&self.journal),
+            vm: self.vm.clone(),
+            hypervisor: Arc::clone(&hypervisor),
+            image,
+            identity,
+            files: self.files,
+            mode,
+            on_error,
+            cont,
+        };
+        let resumed = taken_over.resume()?;
+        if resumed.is_none() {
+            resume(&machine, cont)?;
             self.journal
                 .update(|journal| journal.phase = Phase::Running)
                 .doing("writing the journal")?;
         }
-        let (standby, network, served, guard) = (None, None, None, None);
-        let facts = json!(null);
-        let started = Started { hypervisor, restoring, standby, network, served, facts, guard };
+        let (standby, network, served) = (None, None, None);
+        let (restoring, files) = match resumed {
+            Some(resumed) => (Some(resumed.restoring), resumed.files),
+            None => (None, Vec::new()),
+        };
+        let (guards, facts) = (Vec::new(), json!(null));
+        let started =
+            Started { hypervisor, restoring, standby, network, served, facts, guards, files };
         Ok(Some((self.journal, started)))
     }
 
@@ -250,7 +276,9 @@ impl Recoverer<'_> {
     fn finish_suspend(self, image: &Path, hypervisor: &ProcessHandle) -> Result<Found, Failure> {
         let machine = self.machine()?;
         let_go_of_memory(&machine)?;
-        qemu::end(&machine, hypervisor, Default::default())?;
+        // It is paused, its disks are flushed, and the image has the rest: killing it loses nothing.
+        let by_force = StopRequest { force: true, ..StopRequest::default() };
+        qemu::end(&machine, hypervisor, by_force)?;
         let text = format!("suspended to {}", image.display());
         let change = |journal: &mut Journal| {
             disks::hand_over(journal);

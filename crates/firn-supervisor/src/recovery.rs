@@ -23,7 +23,7 @@
 
 use std::path::{Path, PathBuf};
 
-use firn_restore::Mode;
+use firn_restore::{Mode, OnError};
 
 use crate::journal::{Journal, Phase};
 
@@ -88,6 +88,8 @@ pub enum Recovery {
         mode: Mode,
         /// The guest is to run: it was not paused when it was saved.
         cont: bool,
+        /// What becomes of the VM where its memory can't be read.
+        on_error: OnError,
     },
 }
 
@@ -117,9 +119,14 @@ pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
         Phase::Saving { image, paused_by_us, then_stop, .. } => {
             recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
         }
-        Phase::Restoring { image, identity, mode, started: true, stays_paused } => {
-            let (image, identity) = (image.clone(), identity.clone());
-            Recovery::ServeOn { image, identity, mode: *mode, cont: !stays_paused }
+        Phase::Restoring { image, identity, mode, started: true, on_error, stays_paused, .. } => {
+            Recovery::ServeOn {
+                image: image.clone(),
+                identity: identity.clone(),
+                mode: *mode,
+                on_error: *on_error,
+                cont: !stays_paused,
+            }
         }
     }
 }
@@ -161,9 +168,15 @@ mod tests {
     }
 
     fn restoring(started: bool) -> Journal {
-        let (mode, stays_paused) = (Mode::Locality, false);
-        let (image, identity) = ("/i".into(), IMAGE.into());
-        journal(Phase::Restoring { image, identity, mode, started, stays_paused })
+        journal(Phase::Restoring {
+            image: "/i".into(),
+            identity: IMAGE.into(),
+            mode: Mode::Locality,
+            started,
+            stays_paused: false,
+            on_error: OnError::Kill,
+            paused_by_us: false,
+        })
     }
 
     #[test]
@@ -254,8 +267,8 @@ mod tests {
     #[test]
     fn a_started_restore_is_served_on() {
         let mode = Mode::Locality;
-        let (image, identity) = ("/i".into(), IMAGE.into());
-        let serve = Recovery::ServeOn { image, identity, mode, cont: true };
+        let (image, identity, on_error) = ("/i".into(), IMAGE.into(), OnError::Kill);
+        let serve = Recovery::ServeOn { image, identity, mode, on_error, cont: true };
         assert_eq!(decide(&restoring(true), LIVES), serve);
         assert_eq!(decide(&restoring(true), GONE), Recovery::RecordEnd { unfinished: None });
     }

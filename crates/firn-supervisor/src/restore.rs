@@ -12,7 +12,7 @@
 //! have. From then on it goes on serving.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use firn_image::{AuxBlock, Image};
 use firn_memory::{GuestMemory, PageFaults, Process, Trace, Tracee, process_memory};
 use firn_restore::{
-    Mode, OnFatal, Prefill, Prefilled, Presence, Restore, RestoreError, RestoreOptions, RunCounts,
+    Mode, OnError, OnFatal, Prefill, Prefilled, Presence, Restore, RestoreError, RestoreOptions,
 };
 use firn_types::{PAGE_SIZE, RamRegion, Tid, VcpuId};
 use firn_vmm::command_line::{self, Beside, Endpoint, Overrides, Plan, RamPlan};
@@ -36,25 +36,19 @@ use crate::endpoints;
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
 use crate::journal::{Journal, JournalFile, Machine, Phase};
-use crate::keep::Restoring;
-use crate::learned::{self, Learning};
+use crate::learned::Learning;
 use crate::meta::{self, Meta, Mismatch};
 use crate::network::{HELD, Sockets};
+use crate::outage::Pauser;
 use crate::programs;
 use crate::protocol::{Progress, RestoreDisks, RestoreNow};
 use crate::qemu::{self, Known, Memory};
-use crate::runtime::VmDir;
+use crate::serving::{PROGRESS_EVERY, Work, progress};
 use crate::start::{self, Child, Place, Started};
 use crate::storage::Storage;
 
-/// How often progress is told.
-const PROGRESS_EVERY: Duration = Duration::from_millis(100);
-
-/// When a run record is first written while memory is still coming.
-const FIRST_RECORD: Duration = Duration::from_secs(1);
-
 /// What fails when memory can't be brought back.
-const RESTORING: &str = "bringing memory back";
+pub(crate) const RESTORING: &str = "bringing memory back";
 
 /// What to try where page faults cannot be followed.
 const NEEDS_NO_USERFAULTFD: &str = "`firn restore --mode eager` needs no userfaultfd; `firn doctor` names what is missing for the other modes";
@@ -63,6 +57,8 @@ const NEEDS_NO_USERFAULTFD: &str = "`firn restore --mode eager` needs no userfau
 pub(crate) struct Wanted<'a> {
     pub(crate) image: &'a Path,
     pub(crate) mode: Mode,
+    /// What becomes of the VM where its memory can't be read.
+    pub(crate) on_error: OnError,
     /// Go on where QEMU's version or a disk differs.
     pub(crate) force: bool,
     /// Count which prefetched pages the guest uses.
@@ -145,6 +141,7 @@ pub(crate) fn restore(
     let storage = place.vm.path().parent().and_then(|runtime| Storage::of(image.chain(), runtime));
     let options = RestoreOptions {
         mode: wanted.mode,
+        on_error: wanted.on_error,
         way: storage.as_ref().and_then(Storage::way),
         found_late: meta.found_late,
         also_expected: learning.as_ref().map(Learning::expected).unwrap_or_default(),
@@ -161,8 +158,21 @@ pub(crate) fn restore(
     let (child, args, early) = launch(place, &meta, &image, &options, &plan)?;
     firn_fault::point("restore.spawned");
     timings.spawn = watch.lap();
-    let load =
-        Load { place, wanted, image, meta, child: &child, options, learning, storage, notes };
+    let files = image.try_clone_files().map_err(|error| image_failure(&error))?;
+    let lives = Arc::new(AtomicBool::new(false));
+    let child_ref = &child;
+    let load = Load {
+        place,
+        wanted,
+        image,
+        meta,
+        child: child_ref,
+        options,
+        learning,
+        storage,
+        notes,
+        lives,
+    };
     let loaded = load.run(args, early, mismatches, (&mut watch, &mut timings), tell);
     let (restoring, mut facts) = loaded?;
     facts["timings_ms"] = json!(timings);
@@ -170,8 +180,9 @@ pub(crate) fn restore(
     let restoring = Some(restoring);
     let hypervisor = child.keep()?;
     own.keep();
-    let (standby, network, served, guard) = (None, None, None, None);
-    Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
+    let (standby, network, served) = (None, None, None);
+    let guards = Vec::new();
+    Ok(Started { hypervisor, restoring, standby, network, served, facts, guards, files })
 }
 
 /// Whether the VM is paused after the restore, as it was when it was saved.
@@ -227,6 +238,8 @@ struct Load<'a> {
     storage: Option<Storage>,
     /// What was changed about the command line.
     notes: Vec<String>,
+    /// The guest may run, and is not ended by what fails.
+    lives: Arc<AtomicBool>,
 }
 
 impl Load<'_> {
@@ -264,6 +277,11 @@ impl Load<'_> {
         timings.device_state = watch.lap();
         prefill(&restore, tell).map_err(why)?;
         timings.prefill = watch.lap();
+        self.mark_started()?;
+        self.lives.store(wanted.on_error == OnError::Stop, Ordering::Release);
+        restore.guest_may_run();
+        // What failed before ends it all the same: the guest has not run.
+        restore.wait_timeout(Duration::ZERO).map_err(|error| restore_failure(&error))?;
         self.start_vcpus(&mut vm).map_err(why)?;
         restore.resumed();
         self.note_start((watch, timings));
@@ -271,9 +289,22 @@ impl Load<'_> {
         let facts = self.facts(&machine, notes);
         let (hypervisor, journal) = (Arc::clone(child.handle()?), place.journal_handle());
         let (vcpus, run_record) = (machine.vcpus, place.vm.run_record());
-        let (learning, storage) = (self.learning, self.storage);
-        let work =
-            Work { restore, process, vcpus, journal, hypervisor, run_record, learning, storage };
+        let (learning, storage, map) = (self.learning, self.storage, machine.map);
+        let image = wanted.image.to_owned();
+        let pauser = Pauser::new(Arc::clone(&journal), Arc::clone(&hypervisor));
+        let work = Work {
+            restore,
+            process,
+            vcpus,
+            journal,
+            hypervisor,
+            run_record,
+            learning,
+            storage,
+            image,
+            map,
+            pauser,
+        };
         Ok((work.boxed(), facts))
     }
 
@@ -291,6 +322,7 @@ impl Load<'_> {
         timings.prefill = watch.lap();
         self.devices(vm, &memory.process)?;
         timings.device_state = watch.lap();
+        self.mark_started()?;
         self.start_vcpus(vm)?;
         self.note_start((watch, timings));
         let mut notes = warnings(&mismatches);
@@ -306,9 +338,12 @@ impl Load<'_> {
     }
 
     /// From here on a successor lets the VM run.
-    fn start_vcpus(&self, vm: &mut Vm) -> Result<(), Failure> {
+    fn mark_started(&self) -> Result<(), Failure> {
         firn_fault::point("restore.device-state");
-        journal(self.place.journal, started)?;
+        journal(self.place.journal, started)
+    }
+
+    fn start_vcpus(&self, vm: &mut Vm) -> Result<(), Failure> {
         match stays_paused(&self.meta, self.wanted) {
             true => Ok(()),
             false => vm.cont().doing("letting the VM run"),
@@ -350,6 +385,8 @@ impl Load<'_> {
             mode: self.wanted.mode,
             started: false,
             stays_paused: stays_paused(&self.meta, self.wanted),
+            on_error: self.wanted.on_error,
+            paused_by_us: false,
         }
     }
 
@@ -367,7 +404,8 @@ impl Load<'_> {
         let presence =
             Presence::create(&place.vm.presence(), pages).doing("making the presence file")?;
         firn_fault::point("restore.attached");
-        let on_fatal = on_fatal(place.journal_handle(), child.handle()?);
+        let lives = Arc::clone(&self.lives);
+        let on_fatal = on_fatal(place.journal_handle(), child.handle()?, lives);
         let (image, guest) = (Arc::clone(&self.image), memory.guest);
         Restore::begin_prefilled(image, guest, faults, options, presence, prefilled, on_fatal)
             .map_err(|error| restore_failure(&error))
@@ -389,7 +427,7 @@ impl Load<'_> {
     }
 }
 
-fn restore_failure(error: &RestoreError) -> Failure {
+pub(crate) fn restore_failure(error: &RestoreError) -> Failure {
     let kind = match error {
         error if error.is_hypervisor_gone() => FailureKind::Ended,
         RestoreError::Image(error) => image_failure(error).kind,
@@ -400,9 +438,13 @@ fn restore_failure(error: &RestoreError) -> Failure {
     Failure::from_error(kind, error).while_doing(RESTORING)
 }
 
-fn open(path: &Path) -> Result<(Arc<Image>, Meta), Failure> {
+pub(crate) fn open(path: &Path) -> Result<(Arc<Image>, Meta), Failure> {
     let opening = format!("opening {}", path.display());
     let image = Image::open(path).map_err(|error| image_failure(&error).while_doing(&*opening))?;
+    with_meta(image)
+}
+
+pub(crate) fn with_meta(image: Image) -> Result<(Arc<Image>, Meta), Failure> {
     let meta: Meta = serde_json::from_value(image.meta().clone())
         .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
     match meta.version {
@@ -517,7 +559,7 @@ fn describe(
     qemu::describe(vm, known, layout, place.vm.name().as_str())
 }
 
-fn vcpus(machine: &Machine) -> Vec<(Tid, VcpuId)> {
+pub(crate) fn vcpus(machine: &Machine) -> Vec<(Tid, VcpuId)> {
     machine.vcpus.iter().zip(0..).map(|(&tid, id)| (tid, VcpuId(id))).collect()
 }
 
@@ -534,11 +576,16 @@ fn attach(
         .map_err(|failure| failure.hint("`firn doctor` says what this host and user lack"))
 }
 
-/// A page that can't be brought back leaves QEMU waiting for ever: it has to end, and why has to be known.
-fn on_fatal(journal: Arc<JournalFile>, hypervisor: &Arc<ProcessHandle>) -> OnFatal {
+/// A page that can't be brought back leaves QEMU waiting for ever. A VM that has not run, or is to be ended by that, ends, and why
+/// has to be known. Of one that `lives` the supervisor exits instead, and its successor tries again.
+pub(crate) fn on_fatal(
+    journal: Arc<JournalFile>,
+    hypervisor: &Arc<ProcessHandle>,
+    lives: Arc<AtomicBool>,
+) -> OnFatal {
     let hypervisor = Arc::clone(hypervisor);
     Box::new(move |error| {
-        if error.is_hypervisor_gone() {
+        if error.is_hypervisor_gone() || lives.load(Ordering::Acquire) {
             return;
         }
         let failure = restore_failure(error);
@@ -585,7 +632,7 @@ fn prefill(restore: &Restore, tell: &mut dyn FnMut(Progress)) -> Result<(), Fail
             thread::park_timeout(Duration::from_millis(1));
             if told.elapsed() >= PROGRESS_EVERY {
                 told = Instant::now();
-                tell(progress(restore));
+                tell(progress(restore, None));
             }
         }
         filling.join()
@@ -629,146 +676,9 @@ fn started(journal: &mut Journal) {
     }
 }
 
-fn journal(file: &JournalFile, change: impl FnOnce(&mut Journal)) -> Result<(), Failure> {
+pub(crate) fn journal(
+    file: &JournalFile,
+    change: impl FnOnce(&mut Journal),
+) -> Result<(), Failure> {
     file.update(change).doing("writing the journal")
-}
-
-fn progress(restore: &Restore) -> Progress {
-    let now = restore.progress();
-    Progress {
-        stage: "restoring".to_owned(),
-        done: now.present * PAGE_SIZE as u64,
-        total: now.total * PAGE_SIZE as u64,
-        restore: Some(RestoreNow {
-            vcpus: restore.vcpus(),
-            waited_us: now.waited.as_micros() as u64,
-            faults: now.demand_faults,
-            demand_reads: now.disk_reads,
-            prefetched_pages: now.prefetched,
-        }),
-    }
-}
-
-/// Goes on where another supervisor died. `None` if its restore was over but for writing that down.
-pub(crate) fn resume(
-    machine: &Machine,
-    journal: &Arc<JournalFile>,
-    vm: &VmDir,
-    hypervisor: &Arc<ProcessHandle>,
-    (path, identity, mode): (&Path, &str, Mode),
-) -> Result<Option<Restoring>, Failure> {
-    const RESUMING: &str = "taking the guest's memory over";
-    let (process, memory) = qemu::open_journaled(machine)?;
-    let Some(faults) = PageFaults::adopt(&process, Arc::clone(&memory)).doing(RESUMING)? else {
-        return Ok(None);
-    };
-    // Another file may be the same image: one that was made whole meanwhile.
-    let (image, _) = open(path)?;
-    if image.identity() != identity {
-        let text = format!("{} is not the image it was when the restore began", path.display());
-        return Err(Failure::new(FailureKind::Refused, text));
-    }
-    let presence = Presence::open(&vm.presence(), memory.map().total_pages())
-        .doing("reading the presence file")?;
-    let options = RestoreOptions { mode, vcpus: vcpus(machine), ..RestoreOptions::default() };
-    let on_fatal = on_fatal(Arc::clone(journal), hypervisor);
-    let restore =
-        Restore::resume(image, memory, faults, options, presence, on_fatal).doing(RESUMING)?;
-    let journal = Arc::clone(journal);
-    let (vcpus, hypervisor) = (machine.vcpus.clone(), Arc::clone(hypervisor));
-    let run_record = vm.run_record();
-    let (learning, storage) = (None, None);
-    let work = Work { restore, process, vcpus, journal, hypervisor, run_record, learning, storage };
-    Ok(Some(work.boxed()))
-}
-
-/// Writes a file that a reader finds whole, before or after.
-fn replace(path: &Path, content: &[u8]) -> std::io::Result<()> {
-    let new = path.with_extension("new");
-    std::fs::write(&new, content)?;
-    std::fs::rename(&new, path)
-}
-
-/// A restore whose guest runs.
-struct Work {
-    restore: Restore,
-    process: Arc<Process>,
-    vcpus: Vec<Tid>,
-    journal: Arc<JournalFile>,
-    hypervisor: Arc<ProcessHandle>,
-    run_record: PathBuf,
-    /// What is to be told what the guest waited for.
-    learning: Option<Learning>,
-    /// What is to be told how far storage is.
-    storage: Option<Storage>,
-}
-
-impl Work {
-    fn boxed(self) -> Restoring {
-        Box::new(move |tell| self.finish(tell))
-    }
-
-    /// Waits until all memory is there, then leaves the VM as if it had never been restored.
-    fn finish(mut self, tell: &dyn Fn(Progress)) -> Result<serde_json::Value, Failure> {
-        self.wait(tell).map_err(|error| restore_failure(&error))?;
-        let (hypervisor, journal_file) = (Arc::clone(&self.hypervisor), Arc::clone(&self.journal));
-        self.learn();
-        let counts = self.keep_record();
-        self.let_go().map_err(|failure| match hypervisor.wait_gone(qemu::SHORT_WAIT) {
-            Ok(true) => Failure { kind: FailureKind::Ended, ..failure },
-            _ => failure,
-        })?;
-        firn_fault::point("restore.finished");
-        journal(&journal_file, |journal| journal.phase = Phase::Running)?;
-        Ok(json!({ "restored": counts }))
-    }
-
-    /// Writes down what happened so far. The guest does not depend on it.
-    fn keep_record(&self) -> RunCounts {
-        let record = self.restore.record();
-        let written = serde_json::to_vec(&record)
-            .map_err(std::io::Error::from)
-            .and_then(|json| replace(&self.run_record, &json));
-        if let Err(error) = written {
-            tracing::warn!("no run record in {}: {error}", self.run_record.display());
-        }
-        record.counts
-    }
-
-    /// Keeps what there is to be learned, once.
-    fn learn(&mut self) {
-        if let Some(learning) = self.learning.take() {
-            if !self.restore.has_read_all() {
-                learning.keep(&self.restore.record());
-            }
-        }
-        if let Some(storage) = self.storage.take() {
-            storage.keep(self.restore.way(), self.restore.adapts());
-        }
-    }
-
-    /// Meanwhile the run record is kept up to date at growing intervals, so that a long restore can be looked at and its
-    /// record costs no more than twice what it costs in the end.
-    fn wait(&mut self, tell: &dyn Fn(Progress)) -> Result<(), Arc<RestoreError>> {
-        let since = Instant::now();
-        let mut record_at = FIRST_RECORD;
-        tell(progress(&self.restore));
-        while !self.restore.wait_timeout(PROGRESS_EVERY)? {
-            tell(progress(&self.restore));
-            if since.elapsed() >= record_at {
-                self.keep_record();
-                record_at *= 2;
-            }
-            if since.elapsed() >= learned::WINDOW {
-                self.learn();
-            }
-        }
-        Ok(())
-    }
-
-    fn let_go(self) -> Result<(), Failure> {
-        let stopped = self.restore.stop().doing(RESTORING)?;
-        let mut tracee = Tracee::seize(&self.process, &self.vcpus).doing(RESTORING)?;
-        stopped.faults.close(&mut tracee).doing(RESTORING)
-    }
 }

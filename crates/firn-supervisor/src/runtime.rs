@@ -8,6 +8,7 @@
 //!     web/                     0700   one VM
 //!       supervisor.lock               who serves it   (lock.rs)
 //!       guard.lock                    who restarts that one
+//!       watcher.lock                  who does so where the guard does not
 //!       journal.json                  what is going on, in case everybody dies (journal.rs)
 //!       control.sock                  requests of `firn` commands (protocol.rs)
 //!       qmp.sock                      QEMU's monitor, for Firn alone; only of VMs that Firn started

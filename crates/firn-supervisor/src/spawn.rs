@@ -6,11 +6,15 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use crate::held;
+use crate::lock::Role;
 use crate::runtime::{self, RuntimeDir, VmDir};
 
 /// The hidden verb of a supervisor.
@@ -18,6 +22,9 @@ pub const SUPERVISE: &str = "__supervise";
 
 /// The hidden verb of a guard.
 pub const GUARD: &str = "__guard";
+
+/// The option of [`GUARD`] that makes it the watcher.
+pub const WATCHER: &str = "--watcher";
 
 /// The option of [`SUPERVISE`] that takes over from a dead supervisor.
 pub const RECOVER: &str = "--recover";
@@ -30,18 +37,28 @@ pub(crate) fn supervisor(base: &RuntimeDir, vm: &VmDir) -> io::Result<Child> {
     command.spawn()
 }
 
-/// Starts a successor.
-pub(crate) fn successor(base: &RuntimeDir, vm: &VmDir) -> io::Result<Child> {
+/// Starts a successor, which gets these open files of the image.
+pub(crate) fn successor(base: &RuntimeDir, vm: &VmDir, files: &[File]) -> io::Result<Child> {
     let mut command = firn(base, SUPERVISE, vm);
     command.arg(RECOVER).env_remove(firn_fault::VARIABLE);
-    in_background(&mut command, &vm.log())
+    if files.is_empty() {
+        return in_background(&mut command, Stdio::null(), &vm.log());
+    }
+    let (to, from) = UnixStream::pair()?;
+    held::send(&to, files)?;
+    in_background(&mut command, OwnedFd::from(from).into(), &vm.log())
 }
 
-/// Starts a guard.
-pub(crate) fn guard(base: &RuntimeDir, vm: &VmDir) -> io::Result<Child> {
+/// Starts one of the guards. It keeps open files that it is sent by the socket ([`held::send`]).
+pub(crate) fn guard(base: &RuntimeDir, vm: &VmDir, role: Role) -> io::Result<(Child, UnixStream)> {
     let mut command = firn(base, GUARD, vm);
     command.env_remove(firn_fault::VARIABLE);
-    in_background(&mut command, &vm.log())
+    if role == Role::Watcher {
+        command.arg(WATCHER);
+    }
+    let (to, from) = UnixStream::pair()?;
+    let child = in_background(&mut command, OwnedFd::from(from).into(), &vm.log())?;
+    Ok((child, to))
 }
 
 fn firn(base: &RuntimeDir, verb: &str, vm: &VmDir) -> Command {
@@ -50,9 +67,9 @@ fn firn(base: &RuntimeDir, verb: &str, vm: &VmDir) -> Command {
     command
 }
 
-fn in_background(command: &mut Command, log: &Path) -> io::Result<Child> {
+fn in_background(command: &mut Command, stdin: Stdio, log: &Path) -> io::Result<Child> {
     let log = append(log)?;
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).current_dir("/").spawn()
+    command.stdin(stdin).stdout(Stdio::null()).stderr(log).current_dir("/").spawn()
 }
 
 /// Opens a log for appending; for its owner alone.

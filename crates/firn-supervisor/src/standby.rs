@@ -185,8 +185,8 @@ impl Prepared {
         let hypervisor = self.child.keep()?;
         let standby = Some(takeover);
         let (network, served) = (Some(self.network), Some(Arc::new(self.served)));
-        let (facts, guard) = (self.facts, None);
-        Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
+        let (facts, guards, files) = (self.facts, Vec::new(), Vec::new());
+        Ok(Started { hypervisor, restoring, standby, network, served, facts, guards, files })
     }
 }
 

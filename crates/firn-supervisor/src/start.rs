@@ -18,6 +18,7 @@ use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, Journal, JournalFile, Machine, Phase};
 use crate::keep::Restoring;
+use crate::lock::Role;
 use crate::meta::Meta;
 use crate::monitor;
 use crate::network::{Card, Network, Sockets};
@@ -62,8 +63,10 @@ pub(crate) struct Started {
     pub(crate) served: Option<Arc<Served>>,
     /// What there is to say about it.
     pub(crate) facts: serde_json::Value,
-    /// Its guard, if that was started with it.
-    pub(crate) guard: Option<ProcessHandle>,
+    /// Its guards, if they were started with it.
+    pub(crate) guards: Vec<(Role, ProcessHandle)>,
+    /// The open files of the image that is being restored.
+    pub(crate) files: Vec<File>,
 }
 
 /// A hypervisor that Firn has started. Killed when dropped, unless it was kept.
@@ -145,9 +148,10 @@ pub(crate) fn run(
     let network = Network::open(pid, &child.cards, connections, true)
         .map_err(|failure| child.explain(failure, place.vm))?;
     let (network, served) = (Some(Arc::new(network)), Some(Arc::new(served)));
-    let (restoring, standby, guard) = (None, None, None);
+    let (restoring, standby) = (None, None);
+    let (guards, files) = Default::default();
     let hypervisor = child.keep()?;
-    Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
+    Ok(Started { hypervisor, restoring, standby, network, served, facts, guards, files })
 }
 
 fn get_to_know(
@@ -222,8 +226,9 @@ pub(crate) fn attach(
     let facts = facts(&machine, &[]);
     running(place.journal, machine)?;
     let hypervisor = Arc::new(hypervisor);
-    let (restoring, standby, network, served, guard) = (None, None, None, None, None);
-    Ok(Started { hypervisor, restoring, standby, network, served, facts, guard })
+    let (restoring, standby, network, served) = (None, None, None, None);
+    let (guards, files) = Default::default();
+    Ok(Started { hypervisor, restoring, standby, network, served, facts, guards, files })
 }
 
 /// Refuses a process that another VM of this runtime directory has already: it may have no supervisor at the moment.

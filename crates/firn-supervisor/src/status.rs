@@ -10,7 +10,7 @@ use crate::journal::{Exit, Journal, Note, Phase};
 use crate::name::VmName;
 use crate::network::CardStatus;
 use crate::protection::Protection;
-use crate::protocol::Progress;
+use crate::protocol::{Progress, Waiting};
 use crate::standby::Readiness;
 
 /// A VM, as a user sees it.
@@ -18,8 +18,8 @@ use crate::standby::Readiness;
 pub struct Status {
     /// Its name.
     pub name: VmName,
-    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `protected`, `standby`, `hung`,
-    /// `ended` or `detached`.
+    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `waiting`, `protected`, `standby`, `hung`, `ended`, `detached` or,
+    /// if its journal can't be read, `unknown`.
     pub state: String,
     /// How it ended, if it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -71,15 +71,52 @@ pub struct Status {
     /// Its network cards whose frames pass through Firn.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub network: Vec<CardStatus>,
-    /// Process ids of the supervisor and the guard.
+    /// What can't be read or installed at present, of a VM that is being restored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<Waiting>,
+    /// Why nobody answers for it, and what helps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unattended: Option<Unattended>,
+    /// Process ids of the supervisor and the guards.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub supervisor_pid: Option<i32>,
     /// The guard's process id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guard_pid: Option<i32>,
+    /// The watcher's process id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub watcher_pid: Option<i32>,
+}
+
+/// A VM whose supervisor is gone or does not answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Unattended {
+    /// What is wrong.
+    pub why: String,
+    /// Which command helps.
+    pub hint: String,
+    /// The supervisor, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub supervisor_pid: Option<i32>,
 }
 
 impl Status {
+    /// Of a VM whose journal can't be read.
+    pub(crate) fn unknown(name: VmName) -> Self {
+        let status = Self::of(&Journal::new(name, None));
+        Self { state: "unknown".to_owned(), ..status }
+    }
+
+    /// The same, of a VM that has come so far with what is going on.
+    pub(crate) fn with_progress(mut self, progress: Option<Progress>) -> Self {
+        self.waiting = progress.as_ref().and_then(|progress| progress.waiting.clone());
+        if self.waiting.as_ref().is_some_and(|waiting| waiting.guest_waits) {
+            self.state = "waiting".to_owned();
+        }
+        self.progress = progress;
+        self
+    }
+
     /// What the journal alone tells.
     pub fn of(journal: &Journal) -> Self {
         let machine = journal.machine.as_ref();
@@ -113,8 +150,11 @@ impl Status {
             protection_end: journal.protection_end.clone(),
             lease: journal.lease,
             network: Vec::new(),
+            waiting: None,
+            unattended: None,
             supervisor_pid: None,
             guard_pid: None,
+            watcher_pid: None,
         }
     }
 }

@@ -9,6 +9,7 @@
 
 use std::fs::File;
 use std::io::{self, BufReader};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,6 +17,8 @@ use std::time::{Duration, Instant};
 use crate::client::Starter;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::guard;
+use crate::held;
+use crate::identity::ProcessHandle;
 use crate::journal::{Journal, JournalFile, Machine, Phase};
 use crate::keep::Keeper;
 use crate::lock::{Role, RoleLock};
@@ -127,9 +130,8 @@ impl Begun {
         let place = Place { vm: &self.vm, journal: &self.journal, directory, stores };
         // Of an earlier VM of this name.
         let _ = std::fs::remove_file(self.vm.run_record());
-        // The guard is started while QEMU is: it does not have to wait for anything.
-        let guard = spawn::guard(base, &self.vm).doing("starting the guard")?;
-        let guard = guard::handle_of(&guard).doing("starting the guard")?;
+        // They are started while QEMU is: they do not have to wait for anything.
+        let guards = self.start_guards(base).doing("starting the guards")?;
         let mut tell = |progress| starter.tell(&Reply::Progress(progress));
         let started = match plan {
             Plan::Standby { listen, uplinks, disks } => {
@@ -144,6 +146,7 @@ impl Begun {
             Plan::Restore {
                 image,
                 mode,
+                on_error,
                 force,
                 account_use,
                 learn,
@@ -154,12 +157,13 @@ impl Begun {
                 ..
             } => {
                 let (mode, force, account_use, learn) = (*mode, *force, *account_use, *learn);
-                let run = *run;
+                let (on_error, run) = (*on_error, *run);
                 let (disks, disk_dir) = (*disks, disk_dir.as_deref());
                 let calls = plan.calls();
                 let wanted = Wanted {
                     image,
                     mode,
+                    on_error,
                     force,
                     account_use,
                     learn,
@@ -173,7 +177,26 @@ impl Begun {
             }
         };
         self.note_wishes(plan)?;
-        Ok(Started { guard, ..started? })
+        let started = started?;
+        let mut handles = Vec::new();
+        for (role, handle, to) in guards {
+            // One that has died already is started again.
+            let _ = held::send(&to, &started.files);
+            handles.extend(handle.map(|handle| (role, handle)));
+        }
+        Ok(Started { guards: handles, ..started })
+    }
+
+    /// Each with the socket by which it gets open files.
+    fn start_guards(
+        &self,
+        base: &RuntimeDir,
+    ) -> io::Result<Vec<(Role, Option<ProcessHandle>, UnixStream)>> {
+        let start = |role| {
+            let (child, to) = spawn::guard(base, &self.vm, role)?;
+            Ok((role, guard::handle_of(&child)?, to))
+        };
+        [Role::Guard, Role::Watcher].into_iter().map(start).collect()
     }
 
     /// Writes down what is to be done while nothing else goes on, before it is.
@@ -271,7 +294,8 @@ fn keep(
         operations,
         restoring: started.restoring,
         standby: started.standby,
-        guard: started.guard,
+        guards: started.guards,
+        files: started.files,
     };
     keeper.keep(ready)
 }
@@ -318,12 +342,13 @@ pub fn recover(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     }
     let Some(_role) = RoleLock::try_take(vm.path(), Role::Supervisor)? else { return Ok(()) };
     crate::log::open(&vm)?;
+    let files = held::given();
     let Some(journal) = Journal::load(&vm.journal()).map_err(io::Error::other)? else {
         return Ok(());
     };
     // First: a hypervisor that waits for its disks answers nothing.
     let served = served_of(&vm, &journal);
-    match take_over(&vm, journal) {
+    match take_over(&vm, journal, files) {
         Ok(Some((journal, started))) => {
             let (served, why) = match served {
                 Ok(served) => (Some(Arc::new(served)), None),

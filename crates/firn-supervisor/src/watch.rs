@@ -11,6 +11,7 @@ use signal_hook::iterator::Signals;
 
 use crate::decisions::Event;
 use crate::identity::ProcessHandle;
+use crate::lock::Role;
 
 /// How long a save or restore that has lost its hypervisor may take to wind up.
 const GRACE: Duration = Duration::from_secs(2);
@@ -24,13 +25,21 @@ pub(crate) fn hypervisor(handle: Arc<ProcessHandle>, events: Sender<Event>) -> i
     })
 }
 
-/// Reports when the guard is gone.
-pub(crate) fn guard(handle: ProcessHandle, events: Sender<Event>) -> io::Result<()> {
+/// Reports when one of the guards is gone.
+pub(crate) fn guard(handle: ProcessHandle, role: Role, events: Sender<Event>) -> io::Result<()> {
     spawn("guard", move || {
         if handle.wait_gone_forever().is_ok() {
             handle.exit();
-            let _ = events.send(Event::GuardGone);
+            let _ = events.send(Event::GuardGone(role));
         }
+    })
+}
+
+/// Reports that a guard that keeps dying may be started again.
+pub(crate) fn guard_pause(role: Role, pause: Duration, events: Sender<Event>) -> io::Result<()> {
+    spawn("guard", move || {
+        thread::sleep(pause);
+        let _ = events.send(Event::GuardDue(role));
     })
 }
 

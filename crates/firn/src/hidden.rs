@@ -2,7 +2,7 @@
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{
-    Context, Failure, FailureKind, RuntimeDir, VmName, guard, recover, supervise,
+    Context, Failure, FailureKind, RuntimeDir, VmName, guard, recover, supervise, watcher,
 };
 
 /// Looks after a VM.
@@ -20,6 +20,9 @@ pub struct Supervise {
 pub struct Guard {
     /// The VM.
     name: VmName,
+    /// Act only where the guard does not.
+    #[arg(long)]
+    watcher: bool,
 }
 
 impl Supervise {
@@ -37,7 +40,12 @@ impl Supervise {
 impl Guard {
     /// Runs the verb.
     pub fn run(&self) -> Result<(), Failure> {
-        guard(&runtime_dir()?, &self.name).doing("guarding the supervisor")
+        let base = runtime_dir()?;
+        let done = match self.watcher {
+            true => watcher(&base, &self.name),
+            false => guard(&base, &self.name),
+        };
+        done.doing("guarding the supervisor")
     }
 }
 

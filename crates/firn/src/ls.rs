@@ -3,14 +3,15 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Context, Failure, RuntimeDir, Status, status};
+use firn_supervisor::{Failure, Status, Waiting, survey};
 
 use crate::output::{Output, table};
 use crate::units;
 
 /// List the VMs that Firn looks after.
 ///
-/// VMs that have ended by themselves are shown, with how they ended, until `firn rm` or until their name is used again.
+/// VMs that have ended by themselves are shown, with how they ended, until `firn rm` or until their name is used again. For one whose
+/// supervisor does not answer, and for one that waits for storage, the list shows why, and which command helps.
 ///
 /// Examples:
 ///   firn ls
@@ -22,15 +23,9 @@ pub struct Args {}
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
-        let statuses = statuses(&crate::hidden::runtime_dir()?)?;
+        let statuses = survey(&crate::hidden::runtime_dir()?)?;
         out.facts(&statuses, || describe(&statuses))
     }
-}
-
-/// A VM that went away while it was being looked at is left out.
-fn statuses(base: &RuntimeDir) -> Result<Vec<Status>, Failure> {
-    let vms = base.vms().doing("looking for VMs")?;
-    Ok(vms.iter().filter_map(|vm| status(base, vm).ok()).collect())
 }
 
 fn describe(statuses: &[Status]) -> String {
@@ -40,7 +35,7 @@ fn describe(statuses: &[Status]) -> String {
     let heading = ["NAME", "STATE", "PID", "MEMORY", "VCPUS", "ACCEL", "SINCE"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     rows.extend(statuses.iter().map(row));
-    table(&rows)
+    table(&rows) + &statuses.iter().filter_map(remark).collect::<String>()
 }
 
 fn row(status: &Status) -> Vec<String> {
@@ -51,12 +46,38 @@ fn row(status: &Status) -> Vec<String> {
         units::bytes(status.memory_bytes),
         status.vcpus.to_string(),
         status.accel.clone(),
-        units::seconds(age(status.since)),
+        since(status.since),
     ]
+}
+
+/// What is wrong with a VM, and what helps.
+fn remark(status: &Status) -> Option<String> {
+    if let Some(unattended) = &status.unattended {
+        return Some(format!("{}: {}\n  try: {}\n", status.name, unattended.why, unattended.hint));
+    }
+    let waiting = status.waiting.as_ref()?;
+    Some(format!("{}: {}\n", status.name, outage(waiting)))
+}
+
+/// What memory that can't be read means for the guest.
+pub fn outage(waiting: &Waiting) -> String {
+    let who = match (&waiting.address, waiting.guest_waits) {
+        (Some(address), _) => format!("the guest waits for memory at {address}"),
+        (None, true) => "the guest waits for memory".to_owned(),
+        (None, false) => "the guest runs, but some of its memory is missing".to_owned(),
+    };
+    let since = units::seconds(age(waiting.since));
+    format!("{who} since {since}: {} (tried again until it succeeds)", waiting.error)
 }
 
 /// What a VM is doing, in a few words.
 pub fn state(status: &Status) -> String {
+    if status.unattended.is_some() {
+        return format!("{}, not answering", status.state);
+    }
+    if status.waiting.as_ref().is_some_and(|waiting| waiting.guest_waits) {
+        return "waiting for storage".to_owned();
+    }
     match (&status.exit, &status.progress) {
         (Some(exit), _) => format!("ended: {exit}"),
         (None, Some(progress)) if progress.total > 0 => {
@@ -75,6 +96,11 @@ fn detail(status: &Status) -> Option<String> {
     let trouble = status.protection.as_ref().and_then(|protection| protection.trouble);
     let of_primary = end.map(|end| format!("its VM {}", end.word()));
     of_primary.or_else(|| trouble.map(|trouble| trouble.word().to_owned()))
+}
+
+/// How long ago something was; a dash if it is not known.
+fn since(time: u64) -> String {
+    if time == 0 { "-".to_owned() } else { units::seconds(age(time)) }
 }
 
 /// Seconds since a time.

@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-use firn_supervisor::{RuntimeDir, VmName, status};
+use firn_supervisor::{RuntimeDir, VmName, inspect};
 
 /// Those of a VM, as far as anything is known of it.
 pub fn of(base: &RuntimeDir, name: &VmName) -> Vec<PathBuf> {
-    status(base, &base.vm(name)).map(|status| status.overlays).unwrap_or_default()
+    inspect(base, &base.vm(name)).map(|status| status.overlays).unwrap_or_default()
 }
 
 /// Those that are there still.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 use firn_report::Run;
-use firn_restore::Mode;
+use firn_restore::{Mode, OnError};
 use firn_supervisor::{
     Failure, FailureKind, Meta, Plan, Request, RestoreDisks, RuntimeDir, VmName, absolute, ask,
     start,
@@ -69,6 +69,10 @@ pub struct Args {
     /// Where overlays are made; by default beside the disks of the image.
     #[arg(long, value_name = "DIR")]
     disk_dir: Option<PathBuf>,
+    /// What becomes of the VM where a page that it needs can't be read: `stop`, it waits until storage is back (the default;
+    /// `firn status` says why), or `kill`, it is ended.
+    #[arg(long, value_name = "HOW", default_value_t)]
+    on_error: OnError,
     #[command(flatten)]
     working_set: WorkingSetArgs,
     #[command(flatten)]
@@ -116,6 +120,7 @@ impl Args {
         let plan = Plan::Restore {
             image,
             mode: self.mode,
+            on_error: self.on_error,
             force: self.force,
             account_use: self.account_use,
             learn: !self.no_learn,

@@ -5,12 +5,12 @@ use std::fmt::Write;
 use clap::Args as ClapArgs;
 use firn_supervisor::{
     CardStatus, Failure, Percentiles, Protection, Readiness, Request, RuntimeDir, Status, VmName,
-    ask, status,
+    ask, inspect, status,
 };
 use firn_types::printable;
 
 use crate::bar::Bar;
-use crate::ls::{age, state};
+use crate::ls::{age, outage, state};
 use crate::output::Output;
 use crate::units;
 
@@ -37,7 +37,7 @@ impl Args {
             watch(&base, &self.name)?;
         }
         let vm = base.vm(&self.name);
-        let status = status(&base, &vm)?;
+        let status = inspect(&base, &vm)?;
         out.facts(&status, || describe(&status, &vm.qemu_log().display().to_string()))
     }
 }
@@ -91,6 +91,13 @@ fn describe(status: &Status, qemu_log: &str) -> String {
     };
     line("name", status.name.to_string());
     line("state", state(status));
+    if let Some(unattended) = &status.unattended {
+        line("trouble", unattended.why.clone());
+        line("try", unattended.hint.clone());
+    }
+    if let Some(waiting) = &status.waiting {
+        line("storage", outage(waiting));
+    }
     if let Some(image) = &status.image {
         line("image", image.display().to_string());
     }

@@ -1,14 +1,17 @@
 //! `firn stop`
 
 use clap::Args as ClapArgs;
-use firn_supervisor::{Failure, Request, StopRequest, VmName, ask};
+use firn_supervisor::{
+    Failure, FailureKind, Request, RuntimeDir, StopRequest, VmName, ask, inspect, stop_by_force,
+};
 
 use crate::output::Output;
 use crate::overlays;
 
 /// End a VM.
 ///
-/// Without options this is pulling the plug: QEMU flushes its disks and ends, the guest is not asked.
+/// Without options this is pulling the plug: QEMU flushes its disks and ends, the guest is not asked. A QEMU that does not end by that
+/// is left as it is: only --force kills it.
 ///
 /// Examples:
 ///   firn stop web
@@ -29,7 +32,8 @@ pub struct Args {
         default_missing_value = "60"
     )]
     powerdown: Option<u64>,
-    /// End it even while a checkpoint is being written, which is then lost.
+    /// End it in any case: while a checkpoint is being written (which is lost), if QEMU does not end when it is asked to (what it
+    /// has not written to its disks is lost), and if its supervisor is gone or does not answer.
     #[arg(long)]
     force: bool,
     /// Remove the overlays that it writes to: what it wrote since it was last saved or restored is lost.
@@ -46,12 +50,23 @@ impl Args {
         let base = crate::hidden::runtime_dir()?;
         // Nobody can be asked afterwards.
         let overlays = overlays::of(&base, &self.name);
-        let (powerdown_s, force, discard) = (self.powerdown, self.force, self.discard);
-        let request = StopRequest { powerdown_s, force, discard };
-        ask(&base, &self.name, &Request::Stop(request), &mut |_| ())
+        self.stop(&base)
             .map_err(|failure| failure.while_doing(format!("can't stop {}", self.name)))?;
         let overlays = overlays::left(overlays);
         let facts = serde_json::json!({ "name": self.name, "stopped": true, "overlays": overlays });
         out.facts(&facts, || format!("{} has ended\n{}", self.name, overlays::lines(&overlays)))
+    }
+
+    fn stop(&self, base: &RuntimeDir) -> Result<(), Failure> {
+        let (powerdown_s, force, discard) = (self.powerdown, self.force, self.discard);
+        let request = StopRequest { powerdown_s, force, discard };
+        if force {
+            return stop_by_force(base, &self.name, request);
+        }
+        // One that does not answer would be waited for without end.
+        if let Some(silent) = inspect(base, &base.vm(&self.name))?.unattended {
+            return Err(Failure::new(FailureKind::Busy, silent.why).hint(silent.hint));
+        }
+        ask(base, &self.name, &Request::Stop(request), &mut |_| ()).map(drop)
     }
 }

@@ -404,7 +404,11 @@ fn most_memory(statuses: &[Value], is_over: &AtomicBool) -> Result<f64> {
     let bytes = f64::from(MIB) * f64::from(1 << 20);
     loop {
         for status in statuses {
-            let own = [pid(status, "supervisor_pid")?, pid(status, "guard_pid")?];
+            let own = [
+                pid(status, "supervisor_pid")?,
+                pid(status, "guard_pid")?,
+                pid(status, "watcher_pid")?,
+            ];
             let own = own.map(own_memory).into_iter().collect::<Result<Vec<u64>>>()?;
             most = f64::max(most, own.iter().sum::<u64>() as f64 / bytes);
         }

@@ -187,7 +187,7 @@ fn found(session: &Session) {
 /// All processes of a VM.
 fn kill_vm(session: &Session, vm: &str) {
     let status = session.status(vm);
-    for pid in ["guard_pid", "supervisor_pid", "pid"] {
+    for pid in ["guard_pid", "watcher_pid", "supervisor_pid", "pid"] {
         kill(status[pid].as_i64().unwrap());
     }
 }

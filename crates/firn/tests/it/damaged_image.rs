@@ -31,7 +31,7 @@ fn copied(vm: &Vm) -> File {
 }
 
 fn restore(vm: &Vm, mode: &str) -> Answer {
-    vm.session.firn(&["restore", "bad.firn", "--mode", mode, "--wait"])
+    vm.session.firn(&["restore", "bad.firn", "--mode", mode, "--wait", "--on-error", "kill"])
 }
 
 /// A stored memory block that the guest touched early, and where its bytes are.
@@ -126,7 +126,7 @@ fn a_truncated_image_is_refused() {
     }
 }
 
-/// The file shrinks while its VM runs from it: the VM ends, and it is known why.
+/// The file shrinks while its VM runs from it, which is to end by that: it does, and it is known why.
 #[test]
 fn an_image_that_is_truncated_while_it_is_restored() {
     let mut vm = base();
@@ -134,7 +134,8 @@ fn an_image_that_is_truncated_while_it_is_restored() {
         let file = copied(&vm);
         let stop = vm.session.path("stop");
         vm.session.arm(Some(&format!("restore.resumed=WAIT:{}", stop.display())));
-        let mut restore = vm.session.command(&["restore", "bad.firn", "--mode", mode, "--wait"]);
+        let restore = ["restore", "bad.firn", "--mode", mode, "--wait", "--on-error", "kill"];
+        let mut restore = vm.session.command(&restore);
         vm.session.arm(None);
         let restore = restore.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         eventually("the guest runs", PATIENCE, || stop.exists());

@@ -186,8 +186,9 @@ impl Hosts {
     /// All processes of host `a`.
     fn processes(&self) -> Vec<i64> {
         let status = self.vm.session.status("web");
-        let of_vm = ["guard_pid", "supervisor_pid", "pid"].map(|it| status[it].as_i64().unwrap());
-        [of_vm[0], of_vm[1], of_vm[2], self.agents[0].pid()].into()
+        let of_vm = ["guard_pid", "watcher_pid", "supervisor_pid", "pid"]
+            .map(|it| status[it].as_i64().unwrap());
+        of_vm.into_iter().chain([self.agents[0].pid()]).collect()
     }
 
     /// The VM runs at `b`, without anybody having said so, and is heard.
@@ -403,7 +404,7 @@ fn a_vm_whose_backup_is_lost_is_protected_by_another_host() {
     hosts.protect();
     let b = &hosts.others[0];
     let standby = b.status("web");
-    for pid in ["guard_pid", "supervisor_pid", "pid"] {
+    for pid in ["guard_pid", "watcher_pid", "supervisor_pid", "pid"] {
         signal(standby[pid].as_i64().unwrap(), Signal::KILL);
     }
     hosts.agents[1].kill();

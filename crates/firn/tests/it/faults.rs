@@ -149,7 +149,7 @@ fn killed_together_with_its_guard_at_any_moment() {
 
 fn kill_both(vm: &Vm) {
     let status = vm.session.status("web");
-    for role in ["guard_pid", "supervisor_pid"] {
+    for role in ["guard_pid", "watcher_pid", "supervisor_pid"] {
         if let Some(pid) = status[role].as_i64() {
             kill(pid);
         }

@@ -95,7 +95,7 @@ fn log(vm: &Vm) -> String {
 }
 
 #[track_caller]
-fn nobody_is_left(vm: &Vm, point: &str) {
+pub fn nobody_is_left(vm: &Vm, point: &str) {
     eventually(&format!("{point}: no process left"), PATIENCE, || processes(vm).is_empty());
 }
 

@@ -35,6 +35,8 @@ mod pause;
 mod protect;
 mod restorable;
 mod session;
+mod storage;
 mod switch;
 mod vm;
+mod ways_out;
 mod working_set;

@@ -88,7 +88,7 @@ impl Plan {
         match self.kind {
             Kind::Vm => signal(&pids(site, self.which, &["pid"])?, Signal::SIGKILL),
             Kind::Supervisor => {
-                let pids = pids(site, self.which, &["guard_pid", "supervisor_pid"])?;
+                let pids = pids(site, self.which, &["guard_pid", "watcher_pid", "supervisor_pid"])?;
                 signal(&pids, Signal::SIGKILL)
             }
             Kind::Agent => signal(&agents(site, self.which)?, Signal::SIGKILL),

@@ -1,0 +1,155 @@
+//! The image's open files, kept by the guards of a restore for the supervisor's successor.
+//!
+//! ```text
+//!   supervisor -- socket, standard input of a guard: descriptors --> guard, watcher
+//!        '- dies: its successor gets them the same way, and can read an image whose name is gone
+//! ```
+//!
+//! A guard closes them once the journal says that the restore is over, so that they keep no storage busy longer.
+
+use std::fs::File;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+use crate::journal::{Journal, Phase};
+use crate::runtime::VmDir;
+
+/// Descriptors in one message; the kernel takes at most 253 (unix(7)).
+const AT_ONCE: usize = 64;
+
+/// How often a guard looks whether the restore is over.
+const CHECK_EVERY: Duration = Duration::from_secs(1);
+
+/// Sends descriptors, in order.
+pub(crate) fn send(to: &UnixStream, files: &[File]) -> io::Result<()> {
+    for files in files.chunks(AT_ONCE) {
+        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        sendmsg(to, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)?;
+    }
+    Ok(())
+}
+
+/// Receives descriptors until the other end is closed.
+pub(crate) fn receive(from: impl AsFd) -> io::Result<Vec<File>> {
+    let mut files = Vec::new();
+    while let Some(more) = receive_once(&from)? {
+        files.extend(more.into_iter().map(File::from));
+    }
+    Ok(files)
+}
+
+fn receive_once(from: &impl AsFd) -> io::Result<Option<Vec<OwnedFd>>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let mut room = [IoSliceMut::new(&mut byte)];
+    let received = recvmsg(from, &mut room, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    if received.bytes == 0 {
+        return Ok(None);
+    }
+    let fds = |message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => fds.collect(),
+        _ => Vec::new(),
+    };
+    Ok(Some(control.drain().flat_map(fds).collect()))
+}
+
+/// The files that a guard keeps.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Held {
+    files: Arc<Mutex<Vec<File>>>,
+}
+
+impl Held {
+    /// Keeps what comes by standard input, until the restore is over.
+    pub(crate) fn from_stdin(vm: &VmDir) -> Self {
+        let held = Self::default();
+        let (keeping, vm) = (held.clone(), vm.clone());
+        let thread = thread::Builder::new().name("held".into());
+        // Without it a successor can only open the image by its name.
+        let _ = thread.spawn(move || keeping.keep(&vm));
+        held
+    }
+
+    fn keep(&self, vm: &VmDir) {
+        while let Ok(Some(fds)) = receive_once(&rustix::stdio::stdin()) {
+            self.lock().extend(fds.into_iter().map(File::from));
+        }
+        while !self.lock().is_empty() {
+            thread::sleep(CHECK_EVERY);
+            if !is_restoring(vm) {
+                self.lock().clear();
+            }
+        }
+    }
+
+    /// The files, for a successor.
+    pub(crate) fn files(&self) -> Vec<File> {
+        self.lock().iter().filter_map(|file| file.try_clone().ok()).collect()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<File>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A journal that can't be read says nothing: the files stay.
+fn is_restoring(vm: &VmDir) -> bool {
+    match Journal::load(&vm.journal()) {
+        Ok(journal) => journal
+            .is_some_and(|it| matches!(it.phase, Phase::Starting { .. } | Phase::Restoring { .. })),
+        Err(_) => vm.exists(),
+    }
+}
+
+/// What a supervisor was given by the guard that started it: nothing, if its standard input is no socket.
+pub(crate) fn given() -> Vec<File> {
+    let files = receive(rustix::stdio::stdin()).unwrap_or_default();
+    // It must not keep them open by accident.
+    if let Ok(null) = File::open("/dev/null") {
+        let _ = rustix::stdio::dup2_stdin(&null);
+    }
+    files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write as _;
+
+    #[test]
+    fn files_arrive_in_order_however_many_there_are() {
+        let (to, from) = UnixStream::pair().unwrap();
+        let files: Vec<File> = (0..150)
+            .map(|number| {
+                let mut file = tempfile::tempfile().unwrap();
+                write!(file, "{number}").unwrap();
+                file
+            })
+            .collect();
+        send(&to, &files).unwrap();
+        drop((to, files));
+        let received = receive(&from).unwrap();
+        assert_eq!(received.len(), 150);
+        for (number, file) in received.iter().enumerate() {
+            let mut text = [0; 3];
+            let len = std::os::unix::fs::FileExt::read_at(file, &mut text, 0).unwrap();
+            assert_eq!(text[..len], *number.to_string().as_bytes());
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! Every state has a way out: `firn ls` shows a VM whatever has died, and at most two commands, each named by the one before,
+//! end it or bring it back.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::faults::base;
+use crate::hypervisor_dies::nobody_is_left;
+use crate::session::{Answer, eventually, kill, signal};
+use crate::vm::Vm;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn pid(status: &Value, role: &str) -> i64 {
+    status[role].as_i64().unwrap()
+}
+
+/// Any two of the three may die at the same instant: the guest continues without a command.
+#[test]
+fn two_of_three_killed_together_in_a_lazy_restore() {
+    let vm = base();
+    let runs = std::env::var("FIRN_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(3);
+    let pairs = [
+        ["guard_pid", "supervisor_pid"],
+        ["watcher_pid", "supervisor_pid"],
+        ["supervisor_pid", "guard_pid"],
+    ];
+    for run in 0..runs {
+        vm.session.firn(&["restore", "base.firn", "--mode", "lazy"]).succeeds();
+        let before = vm.session.status("web");
+        pairs[run % 3].iter().for_each(|role| kill(pid(&before, role)));
+        // Only the guest is asked.
+        vm.is_well();
+        vm.session.firn(&["status", "web", "--watch"]).succeeds();
+        let after = vm.session.status("web");
+        assert!(after["recoveries"].as_u64().unwrap() >= 1, "{after}");
+        eventually("both guards", PATIENCE, || {
+            let status = vm.session.status("web");
+            status["guard_pid"].is_i64() && status["watcher_pid"].is_i64()
+        });
+        vm.session.firn(&["stop", "web"]).succeeds();
+    }
+}
+
+/// What a failed command names.
+fn named(answer: &Answer) -> Vec<String> {
+    let mut quoted = answer.err.split('`').skip(1).step_by(2);
+    let line = quoted.find(|line| line.starts_with("firn ")).unwrap_or_else(|| {
+        unreachable!("no command is named: {}", answer.err);
+    });
+    line.split(' ').skip(1).map(str::to_owned).collect()
+}
+
+fn run(vm: &Vm, words: &[String]) -> Answer {
+    vm.session.firn(&words.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+/// Follows what `firn ls` names, and what that names; nothing is left of the VM then.
+#[track_caller]
+fn goes_in_two_commands(vm: &Vm, status: &Value, what: &str) {
+    let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    let hint = status["unattended"]["hint"].as_str().unwrap_or_default();
+    let first = match status["state"].as_str().unwrap() {
+        _ if hint.contains("firn stop --force web") => words("stop --force web"),
+        "ended" => words("rm web"),
+        _ => words("stop web"),
+    };
+    let answer = run(vm, &first);
+    if answer.code != 0 {
+        let second = named(&answer);
+        eprintln!("{what}: {first:?} failed: {}; then {second:?}", answer.err.trim());
+        run(vm, &second).succeeds();
+    }
+    eventually("no VM", PATIENCE, || vm.session.ls().is_empty());
+    nobody_is_left(vm, what);
+}
+
+fn listed(vm: &Vm) -> Value {
+    let vms = vm.session.json(&["ls"]);
+    vms.as_array().unwrap().iter().find(|vm| vm["name"] == "web").cloned().unwrap_or(Value::Null)
+}
+
+#[test]
+fn a_supervisor_that_does_not_answer_hides_nothing() {
+    let vm = base();
+    let session = &vm.session;
+    session.firn(&["restore", "base.firn", "--wait"]).succeeds();
+    let supervisor = pid(&session.status("web"), "supervisor_pid");
+    signal(supervisor, Signal::STOP);
+    let ls = session.firn(&["ls"]).succeeds().out;
+    assert!(ls.contains("running, not answering"), "{ls}");
+    assert!(ls.contains("is stopped by a signal") && ls.contains("firn stop --force web"), "{ls}");
+    let status = session.firn(&["status", "web"]).succeeds().out;
+    assert!(status.contains(&format!("kill -CONT {supervisor}")), "{status}");
+    session.firn(&["stop", "web"]).fails(4, "is stopped by a signal");
+    session.firn(&["rm", "web"]).fails(4, "is stopped by a signal");
+    session.firn(&["checkpoint", "web", "-o", "new.firn"]).fails(4, "is stopped by a signal");
+    vm.is_well();
+    session.firn(&["stop", "--force", "web"]).succeeds();
+    assert_eq!(session.ls(), []);
+    nobody_is_left(&vm, "a mute supervisor");
+
+    // A journal that can't be read.
+    session.firn(&["restore", "base.firn", "--wait"]).succeeds();
+    std::fs::write(session.runtime_dir().join("web/journal.json"), "{").unwrap();
+    let status = session.status("web");
+    ["guard_pid", "watcher_pid", "supervisor_pid"].iter().for_each(|it| kill(pid(&status, it)));
+    let ls = session.firn(&["ls"]).succeeds().out;
+    assert!(ls.contains("unknown") && ls.contains("journal.json"), "{ls}");
+    session.firn(&["stop", "--force", "web"]).succeeds();
+    assert_eq!(session.ls(), []);
+    nobody_is_left(&vm, "no journal");
+
+    // A QEMU that does not quit is not killed in silence.
+    session.firn(&["restore", "base.firn", "--wait"]).succeeds();
+    let qemu = vm.pid();
+    signal(qemu, Signal::STOP);
+    let stopped = session.firn(&["stop", "web"]).fails(8, "can't be asked to end");
+    assert!(stopped.err.contains("firn stop --force web"), "{}", stopped.err);
+    signal(qemu, Signal::CONT);
+    vm.is_well();
+    session.firn(&["stop", "web"]).succeeds();
+    nobody_is_left(&vm, "stopped");
+}
+
+/// A small generator: the same seed gives the same run.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 33) % sides
+    }
+}
+
+const VICTIMS: [&str; 4] = ["supervisor_pid", "guard_pid", "watcher_pid", "pid"];
+
+/// Supervisor, guards, QEMU and image, killed at random.
+#[test]
+fn two_commands_after_random_kills() {
+    let vm = base();
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let (runs, seed) = (number("FIRN_RUNS").unwrap_or(3), number("FIRN_SEED").unwrap_or(1));
+    for seed in seed..seed + runs {
+        let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        for _ in 0..8 {
+            dice.roll(2);
+        }
+        std::fs::copy(vm.image("base.firn"), vm.image("web.firn")).unwrap();
+        let mode = ["lazy", "locality", "auto"][dice.roll(3) as usize];
+        vm.session.firn(&["restore", "web.firn", "--name", "web", "--mode", mode]).succeeds();
+        let status = vm.session.status("web");
+        let killed = 1 + dice.roll(15);
+        let victims: Vec<&str> =
+            (0..4).filter(|bit| killed >> bit & 1 == 1).map(|bit| VICTIMS[bit]).collect();
+        let is_deleted = dice.roll(3) == 0;
+        std::thread::sleep(Duration::from_millis(dice.roll(300)));
+        if is_deleted {
+            std::fs::remove_file(vm.image("web.firn")).unwrap();
+        }
+        victims.iter().for_each(|victim| kill(pid(&status, victim)));
+        let what = format!("seed {seed}: {mode}, {victims:?}, image deleted: {is_deleted}");
+        let status = listed(&vm);
+        assert_ne!(status, Value::Null, "{what}: it is not listed");
+        eprintln!("{what}: {} {}", status["state"], status["unattended"]["why"]);
+        goes_in_two_commands(&vm, &status, &what);
+    }
+}
