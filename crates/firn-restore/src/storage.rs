@@ -11,7 +11,8 @@
 //! kernel reading it.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use firn_image::{Entry, Image, LocalityBlockId, Placement, ReadOrder};
 use firn_types::Block;
@@ -28,13 +29,18 @@ pub(crate) struct Storage {
     /// In a lazy restore, the memory block that is each unit.
     singles: Option<Vec<Block>>,
     pool: Arc<Pool>,
+    /// When the image's files were last opened again.
+    reopened: Mutex<Option<Instant>>,
 }
+
+/// The least time between two attempts to open the image's files again.
+const REOPEN_PAUSE: Duration = Duration::from_millis(500);
 
 impl Storage {
     pub(crate) fn new(image: Arc<Image>, mode: Mode) -> Self {
         image.advise(ReadOrder::Random);
         let singles = (mode == Mode::Lazy).then(|| stored_blocks(&image).collect());
-        Self { image, singles, pool: Arc::default() }
+        Self { image, singles, pool: Arc::default(), reopened: Mutex::default() }
     }
 
     pub(crate) fn image(&self) -> &Image {
@@ -44,6 +50,13 @@ impl Storage {
     /// Opens the image's files again where they can be opened and are the same image: after a failure of the network, a
     /// descriptor may be of no use any more; and a file that was taken away may be back.
     pub(crate) fn reopen(&self) {
+        let now = Instant::now();
+        let mut reopened = self.reopened.lock().unwrap_or_else(PoisonError::into_inner);
+        if reopened.is_some_and(|before| now - before < REOPEN_PAUSE) {
+            return;
+        }
+        *reopened = Some(now);
+        drop(reopened);
         if let Err(error) = self.image.reopen() {
             tracing::debug!(error = &error as &dyn std::error::Error, "not opened again");
         }
