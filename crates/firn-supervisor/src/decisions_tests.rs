@@ -213,7 +213,7 @@ fn a_suspend_ends_the_vm_and_answers_when_it_has_ended() {
     let mut core = Core::new(false);
     let begun = core.on(Event::Request(A, Request::Suspend(request(false))));
     assert!(matches!(begun[..], [Action::BeginSave { then_stop: true, .. }]));
-    let quit = Action::EndHypervisor(StopRequest::default());
+    let quit = Action::EndHypervisor(StopRequest { force: true, ..StopRequest::default() });
     assert_eq!(core.on(Event::SaveEnded(Ok(json!(7)))), [quit]);
     let record = Action::RecordEnd { exit: Exit::Stopped, reason: None };
     assert_eq!(core.on(Event::HypervisorGone(Exit::Code(0))), [record, done(A, json!(7))]);
@@ -480,4 +480,13 @@ fn a_member_is_released_with_its_cluster_only() {
     assert!(matches!(core.on(Event::Request(B, leave))[..], [Action::Member(B, _)]));
     // Its backup is lost: whoever says so is believed.
     assert_eq!(core.on(Event::Request(B, Request::Release)), [Action::LetOut(Some(B))]);
+}
+
+#[test]
+fn a_restore_that_fails_here_leaves_the_vm_to_a_successor_unless_it_is_to_be_ended() {
+    let mut core = Core::new(true).keeping_vm(true);
+    assert_eq!(core.on(Event::RestoreEnded(Err(fail()))), [Action::Resign(fail())]);
+    let mut core = Core::new(true).keeping_vm(false);
+    let kill = Action::KillHypervisor { discard: false };
+    assert_eq!(core.on(Event::RestoreEnded(Err(fail()))), [kill]);
 }
