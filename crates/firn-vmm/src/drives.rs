@@ -52,6 +52,8 @@ pub struct Drive {
     /// The images that it consists of, the topmost first: the only one that is written to. Absolute paths, except of what
     /// is no file.
     pub chain: Vec<PathBuf>,
+    /// The formats of these images.
+    pub formats: Vec<String>,
     /// How QEMU names the topmost.
     pub named: String,
     /// Its format: `qcow2` or `raw`, or another that can't be cut.
@@ -256,6 +258,7 @@ fn drive(device: &Device, view: &FileView) -> Option<Drive> {
         name: name.clone(),
         node: inserted.node.clone(),
         obstacle: obstacle(inserted, &chain, view).err(),
+        formats: formats(&inserted.image),
         chain,
         named: inserted.file.clone(),
         format: inserted.drv.clone(),
@@ -270,6 +273,11 @@ fn chain(inserted: &Inserted, view: &FileView) -> Vec<PathBuf> {
         std::iter::successors(inserted.image.backing.as_deref(), |layer| layer.backing.as_deref());
     let names = std::iter::once(&inserted.file).chain(lower.map(|layer| &layer.filename));
     names.map(|name| plain_file(name)).map(|name| view.absolute(&name)).collect()
+}
+
+fn formats(image: &Layer) -> Vec<String> {
+    let layers = std::iter::successors(Some(image), |layer| layer.backing.as_deref());
+    layers.map(|layer| plain_format(&layer.format).to_owned()).collect()
 }
 
 /// Says why a drive's contents can't be kept, if so.
@@ -362,7 +370,7 @@ pub struct Below<'a> {
 impl Below<'_> {
     /// What the overlay calls it: as the hypervisor does if that means the same file to the overlay. Else the hypervisor
     /// takes it for another one, and writes out all that lies below in the name of each overlay that follows.
-    fn name(&self, path: &Path) -> PathBuf {
+    pub(crate) fn name(&self, path: &Path) -> PathBuf {
         let is_beside = path.parent() == self.file.parent();
         // With a colon it would be a protocol.
         let is_plain = !self.named.contains(':');

@@ -14,6 +14,7 @@
 //!   restorable     whether the command line still describes the VM, so that it can be restored
 //!   backup         copies of their contents at one instant, by jobs of the hypervisor
 //!   flush          writing their files back before a pause
+//!   commit         layers of drives merged into those below them
 //!   vm             all of it as one VM
 //! ```
 //!
@@ -24,6 +25,7 @@
 
 mod backup;
 pub mod command_line;
+mod commit;
 mod device_state;
 mod devices;
 mod disks;
@@ -44,6 +46,7 @@ mod wait;
 pub use backup::{
     BaseFile, COPIES_MAX, CopyError, CopyExtent, DriveCopy, allocated_bytes, files_below,
 };
+pub use commit::{Commit, JOB_PREFIX, JobState};
 pub use device_state::{DeviceStateError, STATE_BYTES_MAX};
 pub use devices::DevicePath;
 pub use disks::{Disk, FileIdentity};
@@ -54,6 +57,7 @@ pub use drives::{
 pub use hold::{Held, Look, Released};
 pub use launch::{LaunchError, Launched, find_program, launch, log_tail};
 pub use layout::{AuxRam, Layout, LayoutError, Location};
+pub use qcow2::file_below;
 pub use qmp::{Qmp, QmpError};
 pub use version::{Number, Version};
 pub use vm::{Accel, Balloon, PageTableRoot, RunState, TIMEOUT, Vcpu, Vm};

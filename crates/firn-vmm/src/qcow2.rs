@@ -118,6 +118,11 @@ fn u64_at(bytes: &[u8; HEAD_BYTES], at: usize) -> u64 {
     u64::from(u32_at(bytes, at)) << 32 | u64::from(u32_at(bytes, at + 4))
 }
 
+/// The file that a qcow2 file says lies below it; `None` if it says none, or is no qcow2 file.
+pub fn file_below(path: &Path) -> io::Result<Option<PathBuf>> {
+    Ok(head(path)?.and_then(|head| head.below))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,7 +1,7 @@
 //! One VM, controlled over its monitor.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_types::{GuestPhys, Tid, VcpuId};
@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::backup::{self, CopyError, DriveCopy};
+use crate::commit::{self, Commit, JobState};
 use crate::device_state::{self, DeviceStateError, StateFile};
 use crate::devices::{self, DevicePath};
 use crate::disks::{self, Disk, FileView};
@@ -263,6 +264,38 @@ impl Vm {
     /// Removes the dirty bitmaps that Firn added, except those that began with these copies.
     pub fn remove_bitmaps(&mut self, keep: &[DriveCopy]) -> Result<(), QmpError> {
         backup::remove_bitmaps(&mut self.qmp, keep)
+    }
+
+    /// Starts to merge layers of a drive; that is a job, which ends as `concluded`. The VM may run.
+    pub fn begin_commit(&mut self, drive: &Drive, commit: &Commit) -> Result<(), QmpError> {
+        let process = FileView::of(self.pid()?);
+        commit::begin(&mut self.qmp, &process, drive, commit)
+    }
+
+    /// The merges that have begun and are not dismissed.
+    pub fn commit_jobs(&mut self) -> Result<Vec<JobState>, QmpError> {
+        commit::jobs(&mut self.qmp)
+    }
+
+    /// Has a merge that is `ready` change the drive to its lower file.
+    pub fn complete_commit(&mut self, job: &str) -> Result<(), QmpError> {
+        commit::complete(&mut self.qmp, job)
+    }
+
+    /// Ends a merge early.
+    pub fn cancel_commit(&mut self, job: &str) -> Result<(), QmpError> {
+        commit::cancel(&mut self.qmp, job)
+    }
+
+    /// Has QEMU forget a merge that is `concluded`.
+    pub fn dismiss_commit(&mut self, job: &str) -> Result<(), QmpError> {
+        commit::dismiss(&mut self.qmp, job)
+    }
+
+    /// Closes layers that have been merged, the topmost first.
+    pub fn close_layers(&mut self, files: &[PathBuf]) -> Result<(), QmpError> {
+        let process = FileView::of(self.pid()?);
+        commit::close(&mut self.qmp, &process, files)
     }
 
     /// Why QEMU would not migrate this VM: devices whose state it cannot carry, CPU features it must not. What is

@@ -277,6 +277,11 @@ impl Plan {
         drives::files(&self.arguments)
     }
 
+    /// The command line as it is now, the program first.
+    pub fn words(&self) -> Vec<String> {
+        [vec![self.program.clone()], arguments::join(&self.arguments)].concat()
+    }
+
     /// The same command line with other files for its disks.
     pub fn with_drives(mut self, drives: &[DriveFile]) -> Result<Self, CommandLineError> {
         for drive in drives {

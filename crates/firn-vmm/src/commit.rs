@@ -1,0 +1,150 @@
+//! Layers of a drive merged into the ones below them, while the guest runs.
+//!
+//! ```text
+//!   device -> c -> b -> a      block-commit, top b, base a        device -> c -> a      what b had is in a now
+//!   device -> c -> a           block-commit, top c, base a        device -> a           after `complete`
+//! ```
+//!
+//! Reads through the upper file are right at each instant: until the job has ended the upper file covers what has been copied
+//! already, and then the file above it names the lower one. A job that ends early, by whatever, leaves the chain as it was; only
+//! the lower file alone is worth nothing then. Source: QEMU `docs/interop/live-block-operations.rst`, `qapi/job.json`.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::disks::{FileView, plain_file};
+use crate::drives::{Below, Drive};
+use crate::qmp::{Qmp, QmpError};
+
+/// The beginning of the ids of jobs that Firn starts.
+pub const JOB_PREFIX: &str = "firn-merge-";
+
+/// The beginning of the names of nodes that Firn adds.
+const NODE_PREFIX: &str = "firn-";
+
+/// A merge of layers of one drive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Commit {
+    /// The id of its job.
+    pub job: String,
+    /// The topmost file that is merged.
+    pub top: PathBuf,
+    /// The file that gets the contents.
+    pub base: PathBuf,
+    /// The file above the topmost; `None` if the guest writes to the topmost.
+    pub above: Option<PathBuf>,
+}
+
+/// How a job is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobState {
+    /// Its id.
+    pub id: String,
+    /// QEMU's word for it, such as `running`, `ready` or `concluded`.
+    pub status: String,
+    /// Bytes that are done.
+    pub done: u64,
+    /// Bytes that there are to do.
+    pub total: u64,
+    /// Why it has failed, if it has.
+    pub error: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Job {
+    id: String,
+    status: String,
+    #[serde(rename = "current-progress", default)]
+    done: u64,
+    #[serde(rename = "total-progress", default)]
+    total: u64,
+    #[serde(default)]
+    error: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Node {
+    #[serde(rename = "node-name", default)]
+    name: String,
+    file: String,
+    drv: String,
+}
+
+/// Starts a merge. It runs by itself.
+pub(crate) fn begin(
+    qmp: &mut Qmp,
+    view: &FileView,
+    drive: &Drive,
+    commit: &Commit,
+) -> Result<(), QmpError> {
+    let nodes: Vec<Node> = qmp.query("query-named-block-nodes")?;
+    let node = |file: &Path| {
+        let is_it =
+            |node: &&Node| is_format(node) && view.absolute(&plain_file(&node.file)) == file;
+        let none = || QmpError::unexpected("query-named-block-nodes", file.display().to_string());
+        nodes.iter().find(is_it).ok_or_else(none)
+    };
+    let base = node(&commit.base)?;
+    let mut arguments = json!({
+        "job-id": commit.job,
+        "device": drive.node,
+        "base-node": base.name,
+        "auto-dismiss": false,
+    });
+    if let Some(above) = &commit.above {
+        let (file, named, format, bytes) = (&*commit.base, &*base.file, "", 0);
+        let name = Below { file, named, format, bytes }.name(above);
+        arguments["top-node"] = json!(node(&commit.top)?.name);
+        arguments["backing-file"] = json!(name);
+    }
+    qmp.execute("block-commit", arguments).map(drop)
+}
+
+fn is_format(node: &Node) -> bool {
+    matches!(&*node.drv, "qcow2" | "raw")
+}
+
+/// The jobs that Firn has started and not dismissed.
+pub(crate) fn jobs(qmp: &mut Qmp) -> Result<Vec<JobState>, QmpError> {
+    let jobs: Vec<Job> = qmp.query("query-jobs")?;
+    let ours = jobs.into_iter().filter(|job| job.id.starts_with(JOB_PREFIX));
+    let state =
+        |Job { id, status, done, total, error }| JobState { id, status, done, total, error };
+    Ok(ours.map(state).collect())
+}
+
+/// Has a job that is `ready` change the drive to its lower file.
+pub(crate) fn complete(qmp: &mut Qmp, job: &str) -> Result<(), QmpError> {
+    qmp.execute("job-complete", json!({ "id": job })).map(drop)
+}
+
+/// Ends a job early.
+pub(crate) fn cancel(qmp: &mut Qmp, job: &str) -> Result<(), QmpError> {
+    qmp.execute("job-cancel", json!({ "id": job })).map(drop)
+}
+
+/// Has QEMU forget a job that is `concluded`.
+pub(crate) fn dismiss(qmp: &mut Qmp, job: &str) -> Result<(), QmpError> {
+    qmp.execute("job-dismiss", json!({ "id": job })).map(drop)
+}
+
+/// Closes nodes of these files that Firn had added and nothing uses any more, the topmost first.
+pub(crate) fn close(qmp: &mut Qmp, view: &FileView, files: &[PathBuf]) -> Result<(), QmpError> {
+    for file in files {
+        let nodes: Vec<Node> = qmp.query("query-named-block-nodes")?;
+        let is_it = |node: &&Node| {
+            node.name.starts_with(NODE_PREFIX)
+                && is_format(node)
+                && view.absolute(&plain_file(&node.file)) == *file
+        };
+        for node in nodes.iter().filter(is_it) {
+            match qmp.execute("blockdev-del", json!({ "node-name": node.name })) {
+                Ok(Value::Null) | Ok(_) | Err(QmpError::Refused { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    Ok(())
+}
