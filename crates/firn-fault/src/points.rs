@@ -11,6 +11,7 @@ pub const POINTS: &[&str] = &[
     "save.armed",
     "save.rounds",
     "save.disks",
+    "save.layers-noted",
     "save.drives-ready",
     "save.drives-cut",
     "save.stopped",
@@ -33,6 +34,19 @@ pub const POINTS: &[&str] = &[
     // Waiting for the jobs that copy disks.
     "copies.begun",
     "copies.finished",
+    // Merging layers of disks.
+    "merge.noted",
+    "merge.begun",
+    "merge.ended",
+    "merge.settled",
+    "commit.noted",
+    "commit.ready",
+    "commit.paused",
+    "commit.completed",
+    "commit.settled",
+    // Removing an image.
+    "image-rm.noted",
+    "image-rm.removed",
     // A system call in a thread of the hypervisor.
     "inject.set",
     "inject.called",

@@ -188,13 +188,14 @@ pub fn ask(
         }
         settle(&vm);
         match request {
-            Request::Status | Request::Watch => {}
+            Request::Status | Request::Watch | Request::CommandLine => {}
             Request::Protect(_)
             | Request::Release
             | Request::ReleaseMember
             | Request::Member(_)
             | Request::Fence { .. } => return died_while_asked(),
-            Request::GoOn => {}
+            // A successor has ended the merge; what is left of it can be done.
+            Request::GoOn | Request::MergeDisks | Request::CommitDisks => {}
             Request::Failover(_) => return after_failover(base, &vm),
             Request::Detach if !is_detached(&vm)? => {}
             Request::Detach => return Ok(serde_json::Value::Null),
@@ -244,7 +245,10 @@ fn ask_once(
         Request::Stop(_) => guard::running(vm).doing("looking for the supervisor")?,
         _ => None,
     };
-    let quick = matches!(request, Request::Status | Request::Detach | Request::Member(_));
+    let quick = matches!(
+        request,
+        Request::Status | Request::CommandLine | Request::Detach | Request::Member(_)
+    );
     stream.set_read_timeout(quick.then_some(ANSWER_WAIT)).doing("preparing to wait")?;
     if protocol::write(&mut &stream, request).is_err() {
         return Ok(None);

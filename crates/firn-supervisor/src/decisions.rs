@@ -8,6 +8,8 @@
 //!             |     goes on to stop)             | cancel           |
 //!             +----------------------------------+------------------+  restore ended
 //!
+//!     merging: from idle, until the layers are merged, or a stop ends it.
+//!
 //!     protecting: from idle, by `protect`, until `release`, a stop or its connection ends it. Standby: started as one, until a
 //!     failover makes it idle.
 //!
@@ -43,6 +45,8 @@ pub enum Event {
     ClientGone(ClientId),
     /// A save or restore has come further.
     Progress(Progress),
+    /// A merge of disk layers has ended.
+    MergeEnded(Result<serde_json::Value, Failure>),
     /// A save has ended; with its report, if there is an image.
     SaveEnded(Result<serde_json::Value, Failure>),
     /// A restore has ended: all memory is there, or it never will be.
@@ -74,6 +78,8 @@ pub enum Action {
     Reply(ClientId, Reply),
     /// Answer a command with the VM's status.
     ReplyStatus(ClientId),
+    /// Answer a command with the command line of the VM as it is now.
+    CommandLine(ClientId),
     /// Start a save; it reports by [`Event::Progress`] and [`Event::SaveEnded`].
     BeginSave {
         /// What was asked.
@@ -81,7 +87,12 @@ pub enum Action {
         /// Leave the VM stopped.
         then_stop: bool,
     },
-    /// Tell the running save, or the protection, to end.
+    /// Merge layers of the VM's disks; reports by [`Event::Progress`] and [`Event::MergeEnded`].
+    BeginMerge {
+        /// All of them, into the files that the command line names.
+        all: bool,
+    },
+    /// Tell the running save, merge, or the protection, to end.
     CancelSave,
     /// Have the protection end once the backup has agreed never to run the VM.
     Release,
@@ -131,6 +142,11 @@ enum Activity {
         client: ClientId,
         cancel_with_client: bool,
         then_stop: bool,
+    },
+    /// Layers of disks are being merged; then the VM may be to end.
+    Merging {
+        client: ClientId,
+        then_stop: Option<StopRequest>,
     },
     Restoring,
     /// `asked` is told when the first epoch is committed, `releasing` when it is over; then the VM may be to end. `alone`: what was
@@ -233,6 +249,7 @@ impl Core {
             Event::ClientGone(client) => self.client_gone(client),
             Event::Progress(progress) => self.progressed(progress),
             Event::SaveEnded(result) => self.save_ended(result),
+            Event::MergeEnded(result) => self.merge_ended(result),
             Event::RestoreEnded(result) => self.restore_ended(result),
             Event::TakeUpRefused(client, failure) => self.take_up_refused(client, failure),
             Event::Protected(facts) => self.protected(facts),
@@ -250,8 +267,12 @@ impl Core {
         match request {
             Request::Status => vec![Action::ReplyStatus(client)],
             Request::Watch => self.watch(client),
+            Request::CommandLine if self.is_idle() => vec![Action::CommandLine(client)],
+            Request::CommandLine => vec![done(client, serde_json::Value::Null)],
             Request::Checkpoint(request) => self.save(client, request, false),
             Request::Suspend(request) => self.save(client, request, true),
+            Request::MergeDisks => self.merge(client, false),
+            Request::CommitDisks => self.merge(client, true),
             Request::Stop(request) => self.stop(client, request),
             Request::Detach => self.detach(client),
             Request::Protect(request) => self.protect(client, request),
@@ -284,6 +305,27 @@ impl Core {
         vec![Action::BeginSave { request, then_stop }]
     }
 
+    fn merge(&mut self, client: ClientId, all: bool) -> Vec<Action> {
+        if let Some(busy) = self.busy() {
+            return vec![failed(client, busy)];
+        }
+        self.activity = Activity::Merging { client, then_stop: None };
+        vec![Action::BeginMerge { all }]
+    }
+
+    fn merge_ended(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
+        let Activity::Merging { then_stop, .. } = &mut self.activity else { return Vec::new() };
+        let then_stop = then_stop.take();
+        let mut actions = match result {
+            Err(failure) => self.failed(failure),
+            result => self.over(result),
+        };
+        if self.gone.is_none() {
+            actions.extend(then_stop.map(Action::EndHypervisor));
+        }
+        actions
+    }
+
     /// Why nothing new can be started, if so.
     fn busy(&self) -> Option<Failure> {
         let busy = |what, hint| Some(Failure::new(FailureKind::Busy, what).hint(hint));
@@ -292,6 +334,10 @@ impl Core {
             (Activity::Saving { .. }, _) => {
                 busy("a checkpoint is being written", "wait for it: `firn status --watch` shows it")
             }
+            (Activity::Merging { .. }, _) => busy(
+                "layers of the VM's disks are being merged",
+                "wait for it: `firn status --watch` shows it",
+            ),
             (Activity::Restoring, _) => busy(
                 "the VM is still being restored: part of its memory is only in the image",
                 "wait for it: `firn status --watch` shows it",
@@ -327,6 +373,11 @@ impl Core {
             }
             *then_stop = Some(request);
             return vec![Action::StopProtection];
+        }
+        // The monitor answers the merge until that has ended.
+        if let Activity::Merging { then_stop, .. } = &mut self.activity {
+            *then_stop = Some(request);
+            return vec![Action::CancelSave];
         }
         let kill = Action::KillHypervisor { discard: request.discard };
         match self.activity {
@@ -478,7 +529,9 @@ impl Core {
     fn listeners(&self) -> BTreeSet<ClientId> {
         let mut listeners = self.watchers.clone();
         match &self.activity {
-            Activity::Saving { client, .. } => drop(listeners.insert(*client)),
+            Activity::Saving { client, .. } | Activity::Merging { client, .. } => {
+                listeners.insert(*client);
+            }
             Activity::Protecting { asked, releasing, .. } => {
                 listeners.extend(asked.iter().chain(releasing));
             }
@@ -603,6 +656,7 @@ impl Core {
     fn verb(&self) -> &'static str {
         match self.activity {
             Activity::Restoring => "restored",
+            Activity::Merging { .. } => "merged",
             Activity::Protecting { .. } => "protected",
             Activity::Standby { .. } => "kept ready",
             _ => "saved",
@@ -636,7 +690,9 @@ impl Core {
         self.leaving = true;
         match self.activity {
             Activity::Idle => vec![Action::LetGo],
-            Activity::Saving { .. } | Activity::Protecting { .. } => vec![Action::CancelSave],
+            Activity::Saving { .. } | Activity::Merging { .. } | Activity::Protecting { .. } => {
+                vec![Action::CancelSave]
+            }
             Activity::Restoring | Activity::Standby { taken_up: true } => Vec::new(),
             Activity::Standby { taken_up: false } => {
                 vec![Action::KillHypervisor { discard: false }]

@@ -352,6 +352,20 @@ fn sigterm_cancels_a_save_and_leaves() {
     assert_eq!(core.on(Event::SaveEnded(Err(fail()))), [failed(A, fail()), Action::LetGo]);
 }
 
+#[test]
+fn a_merge_ends_before_the_vm_is_stopped() {
+    let mut core = Core::new(false);
+    let begun = core.on(Event::Request(A, Request::CommitDisks));
+    assert_eq!(begun, [Action::BeginMerge { all: true }]);
+    let refused = core.on(Event::Request(B, Request::Checkpoint(request(false))));
+    assert_eq!(kinds(&refused), [Some(FailureKind::Busy)]);
+    assert_eq!(core.on(Event::Request(B, stop(false))), [Action::CancelSave]);
+    let cancelled = Failure::new(FailureKind::Interrupted, "cancelled");
+    let ended = core.on(Event::MergeEnded(Err(cancelled.clone())));
+    let end = Action::EndHypervisor(StopRequest::default());
+    assert_eq!(ended, [failed(A, cancelled), end]);
+}
+
 /// Who asks is filled in later: each request comes from a client of its own.
 fn any_event() -> impl Strategy<Value = Event> {
     let nobody = ClientId(0);
@@ -362,6 +376,9 @@ fn any_event() -> impl Strategy<Value = Event> {
         any::<bool>().prop_map(stop),
         Just(protect()),
         Just(Request::Release),
+        Just(Request::MergeDisks),
+        Just(Request::CommitDisks),
+        Just(Request::CommandLine),
         Just(Request::Failover(HOW)),
         Just(Request::ReleaseMember),
         Just(Request::Member(crate::protocol::MemberRequest::Leave)),
@@ -373,6 +390,9 @@ fn any_event() -> impl Strategy<Value = Event> {
         1 => Just(Event::SaveEnded(Ok(json!(1)))),
         1 => Just(Event::SaveEnded(Err(fail()))),
         1 => Just(Event::SaveEnded(Err(ended()))),
+        1 => Just(Event::MergeEnded(Ok(json!(1)))),
+        1 => Just(Event::MergeEnded(Err(fail()))),
+        1 => Just(Event::MergeEnded(Err(ended()))),
         1 => Just(Event::RestoreEnded(Ok(json!(1)))),
         1 => Just(Event::RestoreEnded(Err(fail()))),
         1 => Just(Event::RestoreEnded(Err(ended()))),
@@ -447,7 +467,9 @@ proptest! {
                         prop_assert!(waiting.remove(&client), "{client:?} was not waiting");
                     }
                     Action::LetOut(Some(client)) => prop_assert!(waiting.remove(&client)),
-                    Action::ReplyStatus(client) | Action::Member(client, _) => {
+                    Action::ReplyStatus(client)
+                    | Action::CommandLine(client)
+                    | Action::Member(client, _) => {
                         prop_assert!(waiting.remove(&client));
                     }
                     Action::LetGo | Action::RecordEnd { .. } => over = true,

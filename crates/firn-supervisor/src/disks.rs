@@ -33,6 +33,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::disk_copies::{self, CopyFile, DiskPolicy};
+use crate::disk_layers::{self, Held};
 use crate::failure::{Context, Failure, FailureKind};
 use crate::journal::{Journal, JournalFile, Phase};
 use crate::meta::{FrozenDrive, Meta};
@@ -153,7 +154,8 @@ impl<'a> Cutting<'a> {
     pub(crate) fn prepare(&mut self, vm: &mut Vm, journal: &JournalFile) -> Result<(), Failure> {
         let prepared = self.choose(vm).and_then(|()| {
             self.write_down(journal)?;
-            self.make(vm)
+            self.make(vm)?;
+            self.note_layers(journal)
         });
         firn_fault::point("save.drives-ready");
         prepared.map_err(|failure| {
@@ -182,6 +184,14 @@ impl<'a> Cutting<'a> {
             }
         };
         journal.update(change).doing("writing the journal")
+    }
+
+    /// Before the VM uses a layer, and before there is an image that needs one.
+    fn note_layers(&self, journal: &JournalFile) -> Result<(), Failure> {
+        let Phase::Saving { image, .. } = journal.read().phase else { return Ok(()) };
+        let noted = disk_layers::note_save(self.vm_name, &image, &self.kept());
+        firn_fault::point("save.layers-noted");
+        noted
     }
 
     fn kept(&self) -> Vec<Kept> {
@@ -260,7 +270,9 @@ impl<'a> Cutting<'a> {
     pub(crate) fn undo(&self, vm: &mut Vm, journal: &JournalFile) {
         let begun = self.begun.load(Ordering::Relaxed);
         self.stop_copies(vm);
-        let in_use = unused_removed(&self.kept(), begun, &mut |overlay| vm.close_overlay(overlay));
+        let kept = self.kept();
+        let in_use = unused_removed(&kept, begun, &mut |overlay| vm.close_overlay(overlay));
+        forget_layers(&journal.read(), &kept);
         adopt(journal, in_use);
     }
 
@@ -367,8 +379,8 @@ fn keepable(meta: &Meta, drive: Drive, adds_overlay: bool) -> Result<(String, Dr
     }
     if adds_overlay && drive.chain.len() >= CHAIN_MAX {
         let depth = drive.chain.len();
-        let text = "images lie upon each other already; merge some (qemu-img commit)";
-        return Err(format!("{}: {depth} {text}", drive.name));
+        let needed = disk_layers::needed_by(&drive.chain);
+        return Err(format!("{}: {depth} layers lie on each other already{needed}", drive.name));
     }
     match named(meta, &drive) {
         Some(named) => Ok((named, drive)),
@@ -377,7 +389,7 @@ fn keepable(meta: &Meta, drive: Drive, adds_overlay: bool) -> Result<(String, Dr
 }
 
 /// The image of its chain, from the top, that the command line names, or that took the place of one that is.
-fn named(meta: &Meta, drive: &Drive) -> Option<String> {
+pub(crate) fn named(meta: &Meta, drive: &Drive) -> Option<String> {
     let files = disk_files(meta);
     drive.chain.iter().find_map(|layer| {
         let kept = meta.drives.iter().find(|it| it.file == *layer);
@@ -407,7 +419,7 @@ fn refused(obstacles: Vec<String>, goes_on: bool) -> Failure {
     let failure = Failure { kind: FailureKind::Refused, chain: obstacles, hint: None };
     match goes_on {
         true => failure.while_doing("the VM's disks can't be kept as they are at the checkpoint").hint(
-            "suspend the VM, or save it without its disks: with --disks reference a restore works only while they are unchanged",
+            "remove images that are not wanted (`firn image rm`, also those whose files are gone), so that their layers are merged; or suspend the VM, or save it without its disks: with --disks reference a restore works only while they are unchanged",
         ),
         false => failure
             .while_doing("a restore would give the VM other disks than it has")
@@ -474,16 +486,25 @@ pub(crate) fn hand_over(journal: &mut Journal) {
 
 /// A save came to nothing, whose thread or supervisor is dead. `vm` is `None` if the hypervisor is, too.
 pub(crate) fn give_up(journal: &JournalFile, vm: Option<&mut Vm>) {
-    let Phase::Saving { drives, .. } = journal.read().phase else { return };
+    let read = journal.read();
+    let Phase::Saving { drives, .. } = &read.phase else { return };
     let mut vm = vm;
     if let Some(vm) = &mut vm {
-        disk_copies::discard_copies(vm, &drives);
+        disk_copies::discard_copies(vm, drives);
     }
     let in_use = match vm {
-        Some(vm) => unused_removed(&drives, true, &mut |overlay| vm.close_overlay(overlay)),
-        None => unused_removed(&drives, true, &mut |_| Ok::<_, io::Error>(false)),
+        Some(vm) => unused_removed(drives, true, &mut |overlay| vm.close_overlay(overlay)),
+        None => unused_removed(drives, true, &mut |_| Ok::<_, io::Error>(false)),
     };
+    forget_layers(&read, drives);
     adopt(journal, in_use);
+}
+
+/// The image of a save that came to nothing needs no layers.
+fn forget_layers(journal: &Journal, drives: &[Kept]) {
+    if let Phase::Saving { image, .. } = &journal.phase {
+        disk_layers::forget_save(image, drives);
+    }
 }
 
 /// Overlays become the VM's own.
@@ -514,6 +535,7 @@ pub(crate) fn settle(journal: &mut Journal) {
             remove(path);
         }
     }
+    forget_layers(journal, drives);
     let all = left_behind(journal);
     add(journal, all);
 }
@@ -566,6 +588,7 @@ impl Own {
         vm_name: &str,
         (disks, dir): (RestoreDisks, Option<&Path>),
         journal: &JournalFile,
+        held: Held,
     ) -> Result<Self, Failure> {
         let mut own = Self::default();
         for drive in &meta.drives {
@@ -583,6 +606,9 @@ impl Own {
         let made = own.made.clone();
         journal.update(|journal| journal.overlays = made).doing("writing the journal")?;
         own.create(meta)?;
+        let layers = meta.drives.iter().zip(&own.made);
+        let layers: Vec<_> = layers.map(|(drive, made)| (&**made, &*drive.file)).collect();
+        held.note(vm_name, &layers)?;
         firn_fault::point("restore.drives");
         Ok(own)
     }

@@ -181,6 +181,11 @@ pub enum Phase {
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         drives: Vec<Kept>,
     },
+    /// Layers of the VM's disks are being merged.
+    Merging {
+        /// The guest is paused by Firn, or is about to be.
+        paused_by_us: bool,
+    },
     /// The guest runs, or is about to, and misses pages that the image holds.
     Restoring {
         /// The file they come from.
@@ -295,6 +300,7 @@ impl Phase {
             Self::Running => "running",
             Self::Saving { then_stop: false, .. } => "saving",
             Self::Saving { then_stop: true, .. } => "suspending",
+            Self::Merging { .. } => "merging",
             Self::Restoring { .. } => "restoring",
             Self::Protecting { .. } => "protected",
             Self::Standby { .. } => "standby",

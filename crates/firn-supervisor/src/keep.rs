@@ -55,6 +55,14 @@ pub(crate) trait Operations: Send + Sync + 'static {
         progress: &dyn Fn(Progress),
     ) -> Result<serde_json::Value, Failure>;
 
+    /// Merges layers of the VM's disks: those that no image needs, or all.
+    fn merge(
+        &self,
+        all: bool,
+        cancel: &AtomicBool,
+        progress: &dyn Fn(Progress),
+    ) -> Result<serde_json::Value, Failure>;
+
     /// Sends the VM's epochs to a backup until `ending` says so; `begun` hears when there is something to fail over to.
     fn protect(
         &self,
@@ -93,6 +101,9 @@ pub(crate) trait Operations: Send + Sync + 'static {
 
     /// Whether the hypervisor did not answer when it was last asked, and does not answer now.
     fn is_hung(&self) -> bool;
+
+    /// The command line that starts the VM on the disks it has now.
+    fn command_line(&self) -> Result<serde_json::Value, Failure>;
 
     /// Whether vCPUs run, as far as the hypervisor says so without delay.
     fn is_paused(&self) -> Option<bool>;
@@ -201,10 +212,16 @@ impl Loop {
             Action::Reply(client, reply) => self.clients.send(client, &reply),
             Action::ReplyStatus(client) => self.reply_status(client)?,
             Action::BeginSave { request, then_stop } => self.begin_save(request, then_stop)?,
+            Action::BeginMerge { all } => self.begin_merge(all)?,
             Action::BeginProtection(request) => self.begin_protection(request)?,
             Action::TakeUp(client, how) => self.take_up(client, how),
             Action::GoOn(client) => self.go_on(client),
-            Action::Member(client, request) => self.member(client, request)?,
+            Action::Member(client, request) => {
+                self.answer(client, move |operations| operations.member(&request))?;
+            }
+            Action::CommandLine(client) => {
+                self.answer(client, |operations| operations.command_line())?;
+            }
             Action::LetOut(client) => self.let_out(client),
             Action::CancelSave => self.cancel(),
             Action::Release => self.ending.release(),
@@ -285,6 +302,18 @@ impl Loop {
         })
     }
 
+    fn begin_merge(&mut self, all: bool) -> io::Result<()> {
+        self.cancel = Arc::default();
+        let (operations, cancel) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.cancel));
+        let sender = self.sender.clone();
+        watch::spawn("merge", move || {
+            let pace = Pace::default();
+            let progress = |now| pace.pass(|| drop(sender.send(Event::Progress(now))));
+            let merged = catch("the merge", || operations.merge(all, &cancel, &progress));
+            let _ = sender.send(Event::MergeEnded(merged));
+        })
+    }
+
     fn begin_protection(&mut self, request: ProtectRequest) -> io::Result<()> {
         self.ending = Arc::default();
         let (operations, ending) = (Arc::clone(&self.keeper.operations), Arc::clone(&self.ending));
@@ -303,10 +332,14 @@ impl Loop {
     }
 
     /// On a thread of its own: QEMU may be asked.
-    fn member(&self, client: ClientId, request: MemberRequest) -> io::Result<()> {
+    fn answer(
+        &self,
+        client: ClientId,
+        ask: impl FnOnce(&dyn Operations) -> Result<serde_json::Value, Failure> + Send + 'static,
+    ) -> io::Result<()> {
         let (operations, clients) = (Arc::clone(&self.keeper.operations), self.clients.clone());
-        watch::spawn("member", move || {
-            let reply = match operations.member(&request) {
+        watch::spawn("answer", move || {
+            let reply = match ask(&*operations) {
                 Ok(facts) => Reply::Done { facts },
                 Err(failure) => Reply::Failed(failure),
             };

@@ -28,6 +28,7 @@ mod client;
 mod cpu;
 mod decisions;
 mod disk_copies;
+mod disk_layers;
 mod disks;
 mod endpoints;
 mod failure;
@@ -84,6 +85,7 @@ pub use client::{
     OnProgress, Starting, absolute, ask, forget, glance, glances, look_after, start, status,
 };
 pub use cpu::CpuFacts;
+pub use disk_layers::{Removed, disks_now, remove_images};
 pub use failure::{Context, Failure, FailureKind, image_failure};
 pub use firn_epochs::primary_end::PrimaryEnd;
 pub use firn_vmm::command_line::Overrides;

@@ -18,6 +18,7 @@ use serde_json::json;
 use crate::calls::Calls;
 use crate::changes::{self, Changes};
 use crate::disk_copies::{self, DiskPolicy};
+use crate::disk_layers::{self, Merging};
 use crate::disks::{self, Cutting};
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
@@ -34,6 +35,9 @@ use crate::qemu::{self, Memory};
 use crate::runtime::VmDir;
 use crate::served::Served;
 use crate::usage::{self, Pages, Usage};
+
+/// From so many layers on those that no image needs are merged before a save.
+const LAYERS_MANY: usize = 16;
 
 /// A QEMU.
 pub(crate) struct Qemu {
@@ -59,6 +63,7 @@ impl Operations for Qemu {
         firn_fault::point("save.asked");
         let machine = self.machine()?;
         refuse_served(&machine)?;
+        self.shorten_chains(&machine, cancel, progress)?;
         let explain = |failure: Failure| match failure.kind {
             FailureKind::Refused | FailureKind::Interrupted => failure,
             _ => self.unless_ended(failure),
@@ -98,6 +103,23 @@ impl Operations for Qemu {
         self.ended(request, then_stop, &report)?;
         disk_copies::remove_old_bitmaps(&mut vm, &self.journal.read());
         report.map(|report| facts(request, &report, &cutting, &meta.unrestorable))
+    }
+
+    fn merge(
+        &self,
+        all: bool,
+        cancel: &AtomicBool,
+        progress: &dyn Fn(Progress),
+    ) -> Result<serde_json::Value, Failure> {
+        let machine = self.machine()?;
+        let mut vm = qemu::connect(&machine)?;
+        let (vm, machine, journal) = (&mut vm, &machine, &*self.journal);
+        let mut merging = Merging { vm, machine, journal, cancel, progress };
+        let merged = match all {
+            true => merging.commit_all(),
+            false => merging.merge_unneeded().map(|layers| json!({ "merged": layers })),
+        };
+        merged.map_err(|failure| self.unless_gone(failure, "its disk layers were merged"))
     }
 
     fn protect(
@@ -238,6 +260,12 @@ impl Operations for Qemu {
         }
     }
 
+    fn command_line(&self) -> Result<serde_json::Value, Failure> {
+        let machine = self.machine()?;
+        let mut vm = qemu::connect_within(&machine.qmp, qemu::SHORT_WAIT)?;
+        disk_layers::command_line(&mut vm, &machine.meta)
+    }
+
     fn is_paused(&self) -> Option<bool> {
         qemu::is_paused(&self.machine().ok()?)
     }
@@ -273,6 +301,23 @@ impl Qemu {
     /// Whether neither a lease nor a cluster decides what leaves the VM.
     fn is_alone(&self) -> bool {
         self.journal.read().lease.is_none() && !self.is_member()
+    }
+
+    /// Before a drive has more layers than a save accepts.
+    fn shorten_chains(
+        &self,
+        machine: &Machine,
+        cancel: &AtomicBool,
+        progress: &dyn Fn(Progress),
+    ) -> Result<(), Failure> {
+        let mut vm = qemu::connect(machine).map_err(|failure| self.unless_ended(failure))?;
+        let drives = vm.drives().doing("looking at the VM's disks")?;
+        if drives.iter().all(|drive| drive.chain.len() < LAYERS_MANY) {
+            return Ok(());
+        }
+        let (vm, journal) = (&mut vm, &*self.journal);
+        let merged = Merging { vm, machine, journal, cancel, progress }.merge_unneeded();
+        merged.map(drop).map_err(|failure| self.unless_ended(failure))
     }
 
     /// What the VM sends leaves only while that lease is held. Written down first: a successor may have to know.
@@ -338,8 +383,15 @@ impl Qemu {
 
     /// What fails because the VM has ended says only that.
     fn unless_ended(&self, failure: Failure) -> Failure {
+        self.unless_gone(failure, "it was being saved")
+    }
+
+    fn unless_gone(&self, failure: Failure, what: &str) -> Failure {
+        if failure.kind == FailureKind::Refused {
+            return failure;
+        }
         match self.hypervisor.wait_gone(qemu::SHORT_WAIT) {
-            Ok(true) => Failure::new(FailureKind::Ended, "the VM ended while it was being saved"),
+            Ok(true) => Failure::new(FailureKind::Ended, format!("the VM ended while {what}")),
             _ => failure,
         }
     }

@@ -52,6 +52,12 @@ pub enum Request {
     Suspend(SaveRequest),
     /// End the VM.
     Stop(StopRequest),
+    /// The command line that starts the VM on the disks it has now; nothing if the VM is busy.
+    CommandLine,
+    /// Merge the layers of its disks that no image needs.
+    MergeDisks,
+    /// Merge all layers of its disks into the files that its command line names.
+    CommitDisks,
     /// Let go of the VM; it goes on without Firn.
     Detach,
     /// Report progress until nothing is going on.
@@ -264,6 +270,9 @@ pub enum Plan {
         /// Note stores of its applications, by this plugin of QEMU; absolute.
         #[serde(default)]
         stores: Option<PathBuf>,
+        /// Use disks whose files are old states of them.
+        #[serde(default)]
+        old_disk: bool,
     },
     /// Look after one that runs.
     Attach {
@@ -274,6 +283,9 @@ pub enum Plan {
         /// As with `Run`.
         #[serde(default)]
         access_bits: Option<u64>,
+        /// As with `Run`.
+        #[serde(default)]
+        old_disk: bool,
     },
     /// Start a hypervisor and give it the state of an image.
     Restore {

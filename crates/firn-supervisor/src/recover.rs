@@ -8,6 +8,7 @@ use std::time::Instant;
 use firn_memory::{PageFaults, Tracee};
 use serde_json::json;
 
+use crate::disk_layers;
 use crate::disks;
 use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{self, ProcessHandle, ProcessIdentity};
@@ -90,6 +91,10 @@ impl Recoverer<'_> {
             }
             (Recovery::EndProtection { cont }, Some(hypervisor)) => {
                 self.end_protection(cont)?;
+                self.go_on(hypervisor)
+            }
+            (Recovery::EndMerge { cont }, Some(hypervisor)) => {
+                self.end_merge(cont)?;
                 self.go_on(hypervisor)
             }
             (Recovery::FinishFailover, Some(hypervisor)) => {
@@ -237,6 +242,18 @@ impl Recoverer<'_> {
         self.running(|journal| {
             journal.shut |= is_shut;
             journal.note_failure(text);
+        })
+    }
+
+    /// What the record says is settled before the guest runs again.
+    fn end_merge(&self, cont: bool) -> Result<(), Failure> {
+        let machine = self.machine()?;
+        disk_layers::end_merges(&mut qemu::connect(&machine)?, &machine)?;
+        resume(&machine, cont)?;
+        self.running(|journal| {
+            journal.overlays.retain(|path| path.exists());
+            journal
+                .note_failure("a merge of disk layers was ended: the supervisor died; the VM runs");
         })
     }
 

@@ -10,6 +10,7 @@
 //!                                image, note that it was aborted
 //!   saving, image whole          let go of its memory; `cont`, or for a  record that it ended
 //!                                suspend: end it, as was asked
+//!   merging                      end that, `cont` if it was paused by us  record that it ended
 //!   restoring, not started       kill it, forget the VM                  forget the VM
 //!   restoring, started           take its memory over, go on serving     record that it ended
 //!   protecting                   let go of its memory, `cont` if it was  record that it ended
@@ -71,6 +72,11 @@ pub enum Recovery {
         /// The image.
         image: PathBuf,
     },
+    /// End a merge of layers.
+    EndMerge {
+        /// The guest is paused by Firn and has to run.
+        cont: bool,
+    },
     /// The VM is protected no longer. It runs on.
     EndProtection {
         /// The guest stands still by our doing and has to run on.
@@ -114,6 +120,7 @@ pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
         }
         _ if !lives => Recovery::RecordEnd { unfinished: None },
         Phase::Running => Recovery::GoOn,
+        Phase::Merging { paused_by_us: cont } => Recovery::EndMerge { cont: *cont },
         Phase::Protecting { paused_by_us: cont } => Recovery::EndProtection { cont: *cont },
         Phase::Standby { started: true } => Recovery::FinishFailover,
         Phase::Saving { image, paused_by_us, then_stop, .. } => {
@@ -239,6 +246,15 @@ mod tests {
         assert_eq!(decide(&standby(false), LIVES), Recovery::Forget { kill: true });
         assert_eq!(decide(&standby(true), LIVES), Recovery::FinishFailover);
         assert_eq!(decide(&standby(true), GONE), ended);
+    }
+
+    #[test]
+    fn a_merge_ends_and_the_guest_runs_if_it_ran() {
+        for cont in [false, true] {
+            let merging = journal(Phase::Merging { paused_by_us: cont });
+            assert_eq!(decide(&merging, LIVES), Recovery::EndMerge { cont });
+            assert_eq!(decide(&merging, GONE), Recovery::RecordEnd { unfinished: None });
+        }
     }
 
     #[test]

@@ -31,6 +31,7 @@ use serde_json::json;
 
 use crate::auxiliary;
 use crate::calls;
+use crate::disk_layers::Held;
 use crate::disks::Own;
 use crate::endpoints;
 use crate::failure::{Context, Failure, FailureKind, image_failure};
@@ -128,6 +129,8 @@ pub(crate) fn restore(
     refuse_unrestorable(&meta, wanted.force)?;
     let meta = meta.with_overrides(wanted.overrides)?;
     let program = program(&meta, wanted.overrides)?;
+    let held = Held::lock(&meta)?;
+    let meta = held.resolve(meta);
     wanted.calls.map(|policy| check_calls(&meta, policy)).transpose()?;
     place.stores.map(|_| start::check_stores(&meta)).transpose()?;
     let mismatches = meta.file_mismatches();
@@ -150,7 +153,7 @@ pub(crate) fn restore(
         ..RestoreOptions::default()
     };
     let disks = (wanted.disks, wanted.disk_dir);
-    let own = Own::make(&meta, place.vm.name().as_str(), disks, place.journal)?;
+    let own = Own::make(&meta, place.vm.name().as_str(), disks, place.journal, held)?;
     let plan = command_line::plan(&meta.qemu.user_args)
         .and_then(|plan| plan.with_program(&program).with_drives(own.files()))
         .map_err(start::refused)?;

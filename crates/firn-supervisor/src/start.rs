@@ -9,11 +9,12 @@ use std::time::Duration;
 
 use firn_types::PAGE_SIZE;
 use firn_vmm::command_line::{self, Augmented, CommandLineError, Paths, Plugin, RamPlan};
-use firn_vmm::{Launched, Vm, log_tail};
+use firn_vmm::{Drive, Launched, Vm, log_tail};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::json;
 
 use crate::calls;
+use crate::disk_layers::{self, Wanted};
 use crate::failure::{Context, Failure, FailureKind};
 use crate::identity::{ProcessHandle, ProcessIdentity};
 use crate::journal::{Exit, Journal, JournalFile, Machine, Phase};
@@ -124,6 +125,7 @@ pub(crate) fn run(
     place: &Place<'_>,
     args: &[String],
     calls: Option<&Path>,
+    old_disk: bool,
 ) -> Result<Started, Failure> {
     calls.map(calls::policy).transpose()?;
     let args = match calls {
@@ -131,6 +133,9 @@ pub(crate) fn run(
         None => args,
     };
     let plan = command_line::plan(args).map_err(refused)?;
+    let wanted = plan.disk_files().into_iter();
+    let wanted = wanted.map(|named| Wanted { file: place.directory.join(&named), named });
+    let notes = disk_layers::check(&wanted.collect::<Vec<_>>(), old_disk)?;
     let served = Served::open(plan.disks(), &place.directory, &place.vm.disks())?;
     let plan = plan.with_disks(&place.vm.disks());
     let ram = ram_files(plan.ram()).doing("making the VM's memory")?;
@@ -142,7 +147,7 @@ pub(crate) fn run(
     let mut vm = child.connect(place.vm).map_err(qemu_log)?;
     let machine = get_to_know(place, args, &augmented, &child, &served, &mut vm)
         .map_err(|failure| child.explain(failure, place.vm))?;
-    let facts = facts(&machine, &augmented.notes);
+    let facts = facts(&machine, &[notes, augmented.notes].concat());
     running(place.journal, machine)?;
     let (pid, connections) = (child.identity.pid, sockets.connections());
     let network = Network::open(pid, &child.cards, connections, true)
@@ -196,6 +201,7 @@ pub(crate) fn attach(
     pid: i32,
     qmp: &Path,
     before: Option<&Machine>,
+    old_disk: bool,
 ) -> Result<Started, Failure> {
     let no_process = || {
         let text = format!("there is no process {pid}");
@@ -206,6 +212,10 @@ pub(crate) fn attach(
     refuse_known(place, &process)?;
     hypervisor.keep_ownership(Ownership::take(&process)?);
     let mut vm = monitor::connect(pid, qmp, qemu::ANSWER_WAIT)?;
+    let drives = vm.drives().doing("asking for the VM's disks")?;
+    let wanted =
+        |drive: &Drive| Wanted { named: drive.name.clone(), file: drive.file().to_owned() };
+    let notes = disk_layers::check(&drives.iter().map(wanted).collect::<Vec<_>>(), old_disk)?;
     let (args, directory) = qemu::command_line(pid).doing("reading QEMU's command line")?;
     let user_args = before.map_or_else(|| args.clone(), |it| it.meta.qemu.user_args.clone());
     let layout = qemu::layout(&mut vm, &user_args)?;
@@ -223,7 +233,7 @@ pub(crate) fn attach(
         served: Vec::new(),
     };
     let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
-    let facts = facts(&machine, &[]);
+    let facts = facts(&machine, &notes);
     running(place.journal, machine)?;
     let hypervisor = Arc::new(hypervisor);
     let (restoring, standby, network, served) = (None, None, None, None);

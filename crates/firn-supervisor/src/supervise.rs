@@ -138,10 +138,10 @@ impl Begun {
                 let here = standby::Here { uplinks, disks };
                 standby::standby(&place, listen, &here, &mut tell)
             }
-            Plan::Run { args, .. } => start::run(&place, args, plan.calls()),
-            Plan::Attach { pid, qmp, .. } => {
+            Plan::Run { args, old_disk, .. } => start::run(&place, args, plan.calls(), *old_disk),
+            Plan::Attach { pid, qmp, old_disk, .. } => {
                 let before = self.before.as_ref().and_then(|journal| journal.machine.as_ref());
-                start::attach(&place, *pid, qmp, before)
+                start::attach(&place, *pid, qmp, before, *old_disk)
             }
             Plan::Restore {
                 image,

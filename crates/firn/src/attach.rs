@@ -6,7 +6,7 @@ use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, FailureKind, Plan, RuntimeDir, VmName, absolute, start, status};
 
 use crate::output::Output;
-use crate::run::summary;
+use crate::run::{notes, summary};
 use crate::working_set::WorkingSetArgs;
 
 /// Look after a VM that runs already.
@@ -29,6 +29,9 @@ pub struct Args {
     name: VmName,
     #[command(flatten)]
     working_set: WorkingSetArgs,
+    /// Attach although the VM runs on a disk file that is an old state of the disk: see `firn run --old-disk`.
+    #[arg(long)]
+    old_disk: bool,
     /// QEMU's process id.
     #[arg(long, requires = "qmp")]
     pid: Option<i32>,
@@ -42,10 +45,14 @@ impl Args {
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         let (pid, qmp) = self.target(&base)?;
-        let plan = Plan::Attach { pid, qmp, access_bits: self.working_set.access_bits() };
+        let (access_bits, old_disk) = (self.working_set.access_bits(), self.old_disk);
+        let plan = Plan::Attach { pid, qmp, access_bits, old_disk };
         let facts = start(&base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't attach {}", self.name)))?;
-        out.facts(&facts, || format!("{}\n", summary(&facts)))
+        out.facts(&facts, || {
+            let notes: String = notes(&facts).iter().map(|note| format!("{note}\n")).collect();
+            format!("{notes}{}\n", summary(&facts))
+        })
     }
 
     fn target(&self, base: &RuntimeDir) -> Result<(i32, PathBuf), Failure> {

@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use firn_image::Image;
 use firn_supervisor::{
-    Failure, FailureKind, Request, RuntimeDir, SaveRequest, VmName, image_failure,
+    Failure, FailureKind, Request, RuntimeDir, SaveRequest, VmName, ask, image_failure,
+    remove_images,
 };
 
 use crate::checkpoint::{describe, save};
 use crate::output::{Output, print_failure};
-use crate::series::{Series, remove};
+use crate::series::Series;
 
 /// Checkpoints that fail one after another before this ends.
 const FAILURES_MAX: u32 = 3;
@@ -66,13 +67,21 @@ impl Every {
         out.line(&facts, || describe(&facts))?;
         members.push(number);
         // The checkpoint is there all the same; it is tried again with the next one.
-        if let Err(failure) = self.rotate(series, &members) {
+        if let Err(failure) = self.rotate(base, series, &members) {
             print_failure(&failure);
         }
+        self.merge(base);
         Ok(())
     }
 
-    fn rotate(&self, series: &Series, members: &[u32]) -> Result<(), Failure> {
+    /// Merges layers of disks that only images needed which are gone. What is not merged now is merged the next time.
+    fn merge(&self, base: &RuntimeDir) {
+        if let Err(failure) = ask(base, &self.name, &Request::MergeDisks, &mut |_| ()) {
+            print_failure(&failure.while_doing("layers of disks are not merged"));
+        }
+    }
+
+    fn rotate(&self, base: &RuntimeDir, series: &Series, members: &[u32]) -> Result<(), Failure> {
         let Some(surplus) = series.surplus(members, self.keep) else { return Ok(()) };
         let whole = &surplus.whole;
         let merged = Image::open(whole).and_then(|image| match image.chain().len() {
@@ -83,11 +92,14 @@ impl Every {
             image_failure(&error).while_doing(format!("making {} whole", whole.display()))
         })?;
         let needed = needed(series, members, &surplus.remove);
-        for image in surplus.remove.iter().filter(|it| !needed.contains(&canonical(it))) {
-            remove(image).map_err(|error| {
-                let doing = format!("removing {}", image.display());
-                Failure::from_error(FailureKind::Other, &error).while_doing(doing)
-            })?;
+        let free: Vec<&PathBuf> =
+            surplus.remove.iter().filter(|it| !needed.contains(&canonical(it))).collect();
+        for image in free {
+            match remove_images(base, std::slice::from_ref(image), false) {
+                // A VM that was restored from it stands on its disks: it stays until that is over.
+                Err(failure) if failure.kind == FailureKind::Refused => {}
+                removed => drop(removed?),
+            }
         }
         Ok(())
     }

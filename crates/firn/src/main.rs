@@ -21,6 +21,7 @@ mod checkpoint;
 mod cluster;
 mod completions;
 mod detach;
+mod disk;
 mod doctor;
 mod every;
 mod failover;
@@ -100,6 +101,7 @@ enum Verb {
     Stop(stop::Args),
     Rm(rm::Args),
     Image(image::Args),
+    Disk(disk::Args),
     Report(report::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -129,6 +131,7 @@ impl Verb {
             Self::Stop(args) => args.run(out),
             Self::Rm(args) => args.run(out),
             Self::Image(args) => args.run(out),
+            Self::Disk(args) => args.run(out),
             Self::Report(args) => args.run(out),
             Self::Doctor(args) => args.run(out),
             Self::Completions(args) => args.run(out),

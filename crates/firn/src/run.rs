@@ -20,6 +20,9 @@ use crate::working_set::WorkingSetArgs;
 /// stream framing, such as passt's; `firn protect` can then hold back what the VM sends. With `network=NAME` instead they go to that
 /// network of this host's agent, and so do those of a standby to the one of its own host.
 ///
+/// After a checkpoint a VM may write to a layer over its disk's file (see `firn checkpoint`). A command line that names the old
+/// file then is refused, and the newest layer is named: `firn stop` prints the command line to continue with.
+///
 /// A disk that is given as `-drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on` is served by Firn, and goes to the standby with the
 /// VM's memory when that is protected. A qcow2 file may grow to twice its disk; with `size=BYTES`, to that. Such a VM can't be
 /// checkpointed yet.
@@ -38,6 +41,10 @@ pub struct Args {
     working_set: WorkingSetArgs,
     #[command(flatten)]
     calls: CallsArgs,
+    /// Start on a disk file although a VM has written to a newer layer of that disk since. The newer layers, and images that
+    /// need the file as it is, are worth nothing from then on.
+    #[arg(long)]
+    old_disk: bool,
     /// Do not say what was added to the command line.
     #[arg(long, short)]
     quiet: bool,
@@ -60,6 +67,7 @@ impl Args {
             access_bits: self.working_set.access_bits(),
             calls: self.calls.policy()?,
             stores: self.calls.plugin()?,
+            old_disk: self.old_disk,
         };
         start(base, &self.name, &plan, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't run {}", self.name)))

@@ -11,7 +11,6 @@
 //! that lies there can be restored at any time, whenever this is interrupted; what was not removed then is removed the
 //! next time.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_supervisor::{Context, Failure, FailureKind};
@@ -86,17 +85,6 @@ impl Series {
         // The newest first: whatever is left at any time has all that it builds on.
         Some(Surplus { whole, remove: old.iter().rev().map(|&number| self.path(number)).collect() })
     }
-}
-
-/// Removes an image, and what restores of it have learned.
-pub fn remove(image: &Path) -> io::Result<()> {
-    let mut learned = image.as_os_str().to_owned();
-    learned.push(".learned");
-    match std::fs::remove_file(PathBuf::from(learned)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    std::fs::remove_file(image)
 }
 
 #[cfg(test)]

@@ -13,6 +13,9 @@ use crate::overlays;
 /// Without options this is pulling the plug: QEMU flushes its disks and ends, the guest is not asked. A QEMU that does not end by that
 /// is left as it is: only --force kills it.
 ///
+/// A VM that was checkpointed may write to layers over its disks' files. The command line to continue with, which names the
+/// newest ones, is printed then; `firn disk commit` returns a running VM to its disks' own files.
+///
 /// Examples:
 ///   firn stop web
 ///   firn stop web --powerdown        press the guest's power button, and wait a minute
@@ -50,11 +53,27 @@ impl Args {
         let base = crate::hidden::runtime_dir()?;
         // Nobody can be asked afterwards.
         let overlays = overlays::of(&base, &self.name);
+        let command = self.next_command(&base);
         self.stop(&base)
             .map_err(|failure| failure.while_doing(format!("can't stop {}", self.name)))?;
         let overlays = overlays::left(overlays);
-        let facts = serde_json::json!({ "name": self.name, "stopped": true, "overlays": overlays });
-        out.facts(&facts, || format!("{} has ended\n{}", self.name, overlays::lines(&overlays)))
+        let facts = serde_json::json!({
+            "name": self.name,
+            "stopped": true,
+            "overlays": overlays,
+            "command": command.as_ref().map(|it| &it.words),
+        });
+        out.facts(&facts, || {
+            let go_on = command.map_or(String::new(), |it| it.line("continue with"));
+            format!("{} has ended\n{}{go_on}", self.name, overlays::lines(&overlays))
+        })
+    }
+
+    /// The command line that starts the VM again on its newest layers. A supervisor that does not answer is not asked.
+    fn next_command(&self, base: &RuntimeDir) -> Option<overlays::Command> {
+        let inspected = inspect(base, &base.vm(&self.name)).ok()?;
+        let is_attended = inspected.unattended.is_none() && !self.discard;
+        is_attended.then(|| overlays::command(base, &self.name)).flatten()
     }
 
     fn stop(&self, base: &RuntimeDir) -> Result<(), Failure> {

@@ -5,6 +5,7 @@ use firn_supervisor::{Failure, Request, VmName};
 
 use crate::checkpoint::{ImageArgs, recovered, save};
 use crate::output::Output;
+use crate::overlays;
 use crate::units;
 
 /// Save a VM to an image and end it.
@@ -29,9 +30,15 @@ impl Args {
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         let request = Request::Suspend(self.image.request()?);
-        let facts = save(&base, &self.name, &request)
+        let command = overlays::command(&base, &self.name);
+        let mut facts = save(&base, &self.name, &request)
             .map_err(|failure| failure.while_doing(format!("can't suspend {}", self.name)))?;
-        out.facts(&facts, || describe(&facts))
+        if let (Some(command), Some(facts)) = (&command, facts.as_object_mut()) {
+            facts.insert("command".to_owned(), serde_json::json!(command.words));
+        }
+        let spoils = "its disks alone, without its memory (the image can't be restored afterwards)";
+        let alone = command.map_or(String::new(), |it| it.line(spoils));
+        out.facts(&facts, || format!("{}{alone}", describe(&facts)))
     }
 }
 

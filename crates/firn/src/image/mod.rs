@@ -16,6 +16,7 @@ mod rebase;
 mod reorder;
 mod restorable;
 mod rewrite;
+mod rm;
 mod verify;
 
 /// Look into images, check and rearrange them.
@@ -33,6 +34,7 @@ enum Verb {
     Chain(chain::Args),
     Merge(merge::Args),
     Rebase(rebase::Args),
+    Rm(rm::Args),
     Compare(compare::Args),
 }
 
@@ -46,6 +48,7 @@ impl Args {
             Verb::Chain(args) => args.run(out),
             Verb::Merge(args) => args.run(out),
             Verb::Rebase(args) => args.run(out),
+            Verb::Rm(args) => args.run(out),
             Verb::Compare(args) => args.run(out),
         }
     }

@@ -13,6 +13,7 @@ mod calls;
 mod cluster;
 mod completions;
 mod damaged_image;
+mod disk_layers;
 mod disks;
 mod doctor;
 mod edges;

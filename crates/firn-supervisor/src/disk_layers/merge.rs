@@ -1,0 +1,267 @@
+//! Layers merged while the VM runs.
+//!
+//! ```text
+//!   record: about to merge  ->  job in the hypervisor  ->  job ended  ->  record: where contents are now  ->  files removed
+//! ```
+//!
+//! The last merge of `firn disk commit` changes which file the guest writes to. The guest is paused around that, and runs again
+//! when the record says so: whatever dies in between, what the record names is what the guest wrote.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use firn_vmm::{Commit, Drive, FileIdentity, JOB_PREFIX, JobState, Vm};
+
+use super::plan::{Chain, Step};
+use super::record::Merge;
+use super::store::Folder;
+use super::{dir_of, key};
+use crate::disks::named;
+use crate::failure::{Context, Failure, FailureKind};
+use crate::journal::{Journal, JournalFile, Machine, Phase};
+use crate::protocol::Progress;
+
+const MERGING: &str = "merging layers of the VM's disks";
+
+/// How often a job is looked at: at first, and later.
+const JOB_RETRY: Duration = Duration::from_millis(1);
+const JOB_RETRY_MAX: Duration = Duration::from_millis(50);
+
+/// How long a job may take to end that has been cancelled.
+const CANCEL_WAIT: Duration = Duration::from_secs(30);
+
+/// Merges layers of one VM.
+pub(crate) struct Merging<'a> {
+    pub(crate) vm: &'a mut Vm,
+    pub(crate) machine: &'a Machine,
+    pub(crate) journal: &'a JournalFile,
+    pub(crate) cancel: &'a AtomicBool,
+    pub(crate) progress: &'a dyn Fn(Progress),
+}
+
+impl Merging<'_> {
+    /// Merges what no image needs. Gives the number of layers that are gone.
+    pub(crate) fn merge_unneeded(&mut self) -> Result<usize, Failure> {
+        let (mut merged, mut failed) = (0, Vec::new());
+        while let Some((drive, step)) = self.next(&failed)? {
+            self.enter(false)?;
+            let ended = self.merge(&drive, step);
+            self.journal.update(|it| it.phase = Phase::Running).doing("writing the journal")?;
+            match ended {
+                Ok(()) => merged += step.base - step.top,
+                Err(failure) if failure.kind.is_cut_short() => return Err(failure),
+                // Another process may have a file open; the other drives are merged all the same.
+                Err(failure) => {
+                    tracing::warn!("{failure}");
+                    failed.push(drive.name);
+                }
+            }
+        }
+        Ok(merged)
+    }
+
+    /// A merge that can be done, of a drive at which none has failed.
+    fn next(&mut self, failed: &[String]) -> Result<Option<(Drive, Step)>, Failure> {
+        let drives = self.vm.drives().doing("asking for the VM's disks")?;
+        for drive in drives.into_iter().filter(|it| it.obstacle.is_none()) {
+            if failed.contains(&drive.name) || drive.chain.len() < 3 {
+                continue;
+            }
+            let chain = chain(self.machine, &drive);
+            let kept = self.journal.read().overlays;
+            let kept: Vec<PathBuf> = kept.iter().map(|file| key(file)).collect();
+            let chain = Chain { kept: &kept, ..chain };
+            let Some(base) = chain.files.first().map(|file| dir_of(file).to_owned()) else {
+                continue;
+            };
+            let Some(mut folder) = Folder::lock_existing(&base)? else { continue };
+            folder.settle_dead()?;
+            if let Some(step) = chain.steps(&folder.record).first() {
+                return Ok(Some((drive, *step)));
+            }
+        }
+        Ok(None)
+    }
+
+    fn merge(&mut self, drive: &Drive, step: Step) -> Result<(), Failure> {
+        let merge = self.merge_of(drive, step.top, step.base).doing(MERGING)?;
+        let dir = dir_of(&merge.base).to_owned();
+        let mut folder = Folder::lock(&dir)?;
+        let chain = chain(self.machine, drive);
+        let kept: Vec<PathBuf> = self.journal.read().overlays.iter().map(|it| key(it)).collect();
+        // An image or a restore may have come in between.
+        if !(Chain { kept: &kept, ..chain }).steps(&folder.record).contains(&step) {
+            return Err(
+                Failure::new(FailureKind::Refused, "layers are needed again").while_doing(MERGING)
+            );
+        }
+        folder.record.merges.push(merge);
+        folder.store()?;
+        drop(folder);
+        firn_fault::point("merge.noted");
+        let commit = commit(drive, step.top, step.base);
+        let ended = self.run(drive, &commit, false);
+        firn_fault::point("merge.ended");
+        self.close(drive, step.top, step.base)?;
+        self.settle(&dir)?;
+        firn_fault::point("merge.settled");
+        ended
+    }
+
+    /// What is to be noted of a merge before it begins.
+    pub(super) fn merge_of(
+        &self,
+        drive: &Drive,
+        top: usize,
+        base: usize,
+    ) -> std::io::Result<Merge> {
+        let files: Vec<PathBuf> = drive.chain.iter().map(|file| key(file)).collect();
+        let above = top.checked_sub(1).map(|at| files[at].clone());
+        let mut before = Vec::new();
+        for (at, file) in files.iter().enumerate().take(base + 1).skip(top.saturating_sub(1)) {
+            // The guest writes to the first.
+            if at > 0 {
+                before.push((file.clone(), FileIdentity::of(file)?));
+            }
+        }
+        Ok(Merge {
+            process: self.machine.process.clone(),
+            vm: self.machine.meta.name.clone(),
+            base: files[base].clone(),
+            format: drive.formats.get(base).cloned().unwrap_or_default(),
+            tops: files[top..base].to_vec(),
+            above,
+            before,
+        })
+    }
+
+    /// Runs a job to its end, or until it is `ready`.
+    pub(super) fn run(
+        &mut self,
+        drive: &Drive,
+        commit: &Commit,
+        until_ready: bool,
+    ) -> Result<(), Failure> {
+        self.vm.begin_commit(drive, commit).doing(MERGING)?;
+        firn_fault::point("merge.begun");
+        let (mut wait, mut is_cancelled) = (JOB_RETRY, false);
+        loop {
+            let job = self.job(&commit.job)?;
+            (self.progress)(Progress::new("merging", job.done, job.total));
+            match &*job.status {
+                "concluded" => return self.concluded(&job, is_cancelled),
+                "ready" if until_ready => return Ok(()),
+                _ => {}
+            }
+            if self.cancel.load(Ordering::Relaxed) && !is_cancelled {
+                self.vm.cancel_commit(&commit.job).doing(MERGING)?;
+                is_cancelled = true;
+            }
+            std::thread::sleep(wait);
+            wait = (wait * 2).min(JOB_RETRY_MAX);
+        }
+    }
+
+    fn job(&mut self, id: &str) -> Result<JobState, Failure> {
+        let gone = || Failure::new(FailureKind::Other, "QEMU does not know the merge any more");
+        let jobs = self.vm.commit_jobs().doing(MERGING)?;
+        jobs.into_iter().find(|job| job.id == id).ok_or_else(gone)
+    }
+
+    fn concluded(&mut self, job: &JobState, is_cancelled: bool) -> Result<(), Failure> {
+        self.vm.dismiss_commit(&job.id).doing(MERGING)?;
+        match &job.error {
+            Some(_) if is_cancelled => {
+                Err(Failure::new(FailureKind::Interrupted, "merging layers was cancelled"))
+            }
+            Some(error) => {
+                Err(Failure::new(FailureKind::Other, error.clone()).while_doing(MERGING))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Closes what is not in the drive any more.
+    pub(super) fn close(&mut self, drive: &Drive, top: usize, base: usize) -> Result<(), Failure> {
+        let now = self.vm.drives().doing("asking for the VM's disks")?;
+        let is_used = |file: &&PathBuf| now.iter().any(|drive| drive.chain.contains(file));
+        let unused: Vec<PathBuf> =
+            drive.chain[top..base].iter().filter(|file| !is_used(file)).cloned().collect();
+        self.vm.close_layers(&unused).doing("closing merged layers")
+    }
+
+    /// Writes down what has become of merges, and removes files.
+    pub(super) fn settle(&mut self, dir: &std::path::Path) -> Result<(), Failure> {
+        let drives = self.vm.drives().doing("asking for the VM's disks")?;
+        let active: Vec<PathBuf> = drives.iter().map(|drive| key(drive.file())).collect();
+        Folder::lock(dir)?.settle_of(&self.machine.process, &active)
+    }
+
+    pub(super) fn enter(&self, paused_by_us: bool) -> Result<(), Failure> {
+        let change = |journal: &mut Journal| journal.phase = Phase::Merging { paused_by_us };
+        self.journal.update(change).doing("writing the journal")
+    }
+}
+
+/// The job for a merge.
+pub(super) fn commit(drive: &Drive, top: usize, base: usize) -> Commit {
+    let files = &drive.chain;
+    Commit {
+        job: format!("{JOB_PREFIX}{}-{base}", std::process::id()),
+        top: files[top].clone(),
+        base: files[base].clone(),
+        above: top.checked_sub(1).map(|at| files[at].clone()),
+    }
+}
+
+/// A drive as merging sees it. What a restored VM has below its own layers is its image's.
+fn chain<'a>(machine: &'a Machine, drive: &Drive) -> Chain<'a> {
+    let is_restored = !machine.meta.drives.is_empty();
+    let named = named(&machine.meta, drive).filter(|_| !is_restored);
+    let named = named.map(|named| key(&machine.meta.qemu.directory.join(named)));
+    let files = drive.chain.iter().map(|file| key(file)).collect();
+    Chain { files, vm: &machine.meta.name, named, kept: &[] }
+}
+
+/// After a supervisor has died: ends its jobs, and writes down what has become of its merges.
+pub(crate) fn end_merges(vm: &mut Vm, machine: &Machine) -> Result<(), Failure> {
+    end_jobs(vm)?;
+    let drives = vm.drives().doing("asking for the VM's disks")?;
+    let active: Vec<PathBuf> = drives.iter().map(|drive| key(drive.file())).collect();
+    let files: Vec<PathBuf> = drives.iter().flat_map(|it| &it.chain).map(|it| key(it)).collect();
+    let mut dirs: Vec<_> = files.iter().map(|file| dir_of(file)).collect();
+    dirs.sort_unstable();
+    dirs.dedup();
+    for dir in dirs {
+        let Some(mut folder) = Folder::lock_existing(dir)? else { continue };
+        let of_vm = folder.record.merges.iter().filter(|it| it.process == machine.process);
+        let tops = of_vm.flat_map(|it| &it.tops).filter(|top| !files.contains(top));
+        let tops: Vec<PathBuf> = tops.cloned().collect();
+        vm.close_layers(&tops).doing("closing merged layers")?;
+        folder.settle_of(&machine.process, &active)?;
+    }
+    Ok(())
+}
+
+fn end_jobs(vm: &mut Vm) -> Result<(), Failure> {
+    const ENDING: &str = "ending the merge of a dead supervisor";
+    let deadline = Instant::now() + CANCEL_WAIT;
+    loop {
+        let jobs = vm.commit_jobs().doing(ENDING)?;
+        if jobs.is_empty() {
+            return Ok(());
+        }
+        for job in jobs {
+            match &*job.status {
+                "concluded" => vm.dismiss_commit(&job.id).doing(ENDING)?,
+                // It may end by itself in between.
+                _ => drop(vm.cancel_commit(&job.id)),
+            }
+        }
+        if Instant::now() >= deadline {
+            return Err(Failure::new(FailureKind::Other, "it does not end").while_doing(ENDING));
+        }
+        std::thread::sleep(JOB_RETRY);
+    }
+}

@@ -1,0 +1,183 @@
+//! Which layers of a drive can be merged: decided from its chain and the record, before anything is touched.
+//!
+//! ```text
+//!   active  <- frozen, needed <- frozen, free <- frozen, needed <- named by the command line, free
+//!      0            1                2               3                     4
+//!                   '---- merged ----'               '------- merged ------'
+//! ```
+//!
+//! A file that no image needs takes what lies on it, up to and with the first file that an image needs: that image is served by
+//! the lower file from then on. Nothing is merged into a file, or over one, on which a file outside of this chain stands.
+
+use std::path::{Path, PathBuf};
+
+use super::dir_of;
+use super::record::Record;
+
+/// A drive as merging sees it.
+#[derive(Clone, Debug)]
+pub(super) struct Chain<'a> {
+    /// Its files by their keys, the topmost first: the one that the guest writes to.
+    pub(super) files: Vec<PathBuf>,
+    /// The VM.
+    pub(super) vm: &'a str,
+    /// The file of the command line, if it is the VM's own.
+    pub(super) named: Option<PathBuf>,
+    /// Files that go when the VM is stopped with `--discard`.
+    pub(super) kept: &'a [PathBuf],
+}
+
+/// Files of a chain that can be merged: `top` and what is between go into `base`. Numbers count from the topmost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Step {
+    pub(super) top: usize,
+    pub(super) base: usize,
+}
+
+impl Chain<'_> {
+    /// The merges that images do not prevent, the lowest first.
+    pub(super) fn steps(&self, record: &Record) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut base = self.lowest(record);
+        while base >= 2 {
+            match self.step(record, base) {
+                Some(step) => {
+                    steps.push(step);
+                    base = step.top.saturating_sub(1);
+                }
+                None => base -= 1,
+            }
+        }
+        steps
+    }
+
+    fn step(&self, record: &Record, base: usize) -> Option<Step> {
+        if !self.is_own(record, base) || is_needed(record, &self.files[base]) {
+            return None;
+        }
+        let mut top = None;
+        for at in (1..base).rev() {
+            if !self.can_go(record, at) {
+                break;
+            }
+            top = Some(at);
+            if is_needed(record, &self.files[at]) {
+                break;
+            }
+        }
+        top.map(|top| Step { top, base })
+    }
+
+    /// The lowest file into which something may be merged: below it the files are not known, or others stand on them.
+    fn lowest(&self, record: &Record) -> usize {
+        let dir = self.files.first().map_or(Path::new("/"), |file| dir_of(file));
+        let mut lowest = 0;
+        for at in 0..self.files.len() {
+            let file = &self.files[at];
+            let over = at.checked_sub(1).map(|at| &self.files[at]);
+            let is_fork = record.on(file).any(|layer| Some(&layer.file) != over);
+            let is_known = over.is_none_or(|over| {
+                record.layer(over).is_some_and(|layer| layer.below.as_ref() == Some(file))
+            });
+            if is_fork || !is_known || dir_of(file) != dir {
+                break;
+            }
+            lowest = at;
+        }
+        lowest
+    }
+
+    fn is_own(&self, record: &Record, at: usize) -> bool {
+        let file = &self.files[at];
+        let is_mine = record.layer(file).is_some_and(|layer| layer.vm == self.vm);
+        (is_mine || self.named.as_ref() == Some(file)) && !self.kept.contains(file)
+    }
+
+    fn can_go(&self, record: &Record, at: usize) -> bool {
+        let file = &self.files[at];
+        record.layer(file).is_some_and(|layer| layer.vm == self.vm) && !self.kept.contains(file)
+    }
+}
+
+fn is_needed(record: &Record, file: &Path) -> bool {
+    record.images_of(file).next().is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk_layers::record::{ImageUse, Layer, LayerKind};
+
+    /// A chain of files `0`, the topmost, to `count - 1`, and images that need some of them.
+    struct Case {
+        dir: tempfile::TempDir,
+        record: Record,
+        count: usize,
+    }
+
+    impl Case {
+        fn new(count: usize, needed: &[usize]) -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let mut case = Self { dir, record: Record::default(), count };
+            for at in 0..count {
+                std::fs::write(case.path(at), "").unwrap();
+            }
+            for at in 0..count - 1 {
+                case.layer(at, at + 1, "web");
+            }
+            for &at in needed {
+                let (file, chain) = (case.path(at), vec![case.path(at)]);
+                let image = case.dir.path().join(format!("{at}.firn"));
+                case.record.images.push(ImageUse { image, file, chain, replaced: None });
+            }
+            case
+        }
+
+        fn path(&self, at: usize) -> PathBuf {
+            self.dir.path().join(at.to_string())
+        }
+
+        fn layer(&mut self, file: usize, below: usize, vm: &str) {
+            let (file, below, vm) = (self.path(file), Some(self.path(below)), vm.to_owned());
+            std::fs::write(&file, "").unwrap();
+            let (made, kind, abandoned, restored) = (1, LayerKind::Overlay, false, false);
+            self.record.layers.push(Layer { file, below, vm, made, kind, abandoned, restored });
+        }
+
+        fn steps(&self, is_named_own: bool, kept: &[PathBuf]) -> Vec<(usize, usize)> {
+            let files: Vec<PathBuf> = (0..self.count).map(|at| self.path(at)).collect();
+            let named = files.last().cloned().filter(|_| is_named_own);
+            let chain = Chain { files, vm: "web", named, kept };
+            chain.steps(&self.record).iter().map(|step| (step.top, step.base)).collect()
+        }
+    }
+
+    #[test]
+    fn a_free_file_takes_what_lies_on_it() {
+        assert_eq!(Case::new(5, &[1, 2, 3, 4]).steps(true, &[]), []);
+        assert_eq!(Case::new(5, &[1, 2, 3]).steps(true, &[]), [(3, 4)]);
+        assert_eq!(Case::new(5, &[1]).steps(true, &[]), [(1, 4)], "several at once");
+        assert_eq!(Case::new(5, &[1, 3]).steps(true, &[]), [(3, 4), (1, 2)]);
+        assert_eq!(Case::new(5, &[]).steps(true, &[]), [(1, 4)], "all but the active one");
+        assert_eq!(Case::new(5, &[4]).steps(true, &[]), [(1, 3)]);
+        assert_eq!(Case::new(2, &[]).steps(true, &[]), []);
+        assert_eq!(Case::new(1, &[]).steps(true, &[]), []);
+    }
+
+    #[test]
+    fn files_of_others_stay() {
+        assert_eq!(Case::new(5, &[]).steps(false, &[]), [(1, 3)], "its own layers alone");
+        let case = Case::new(5, &[]);
+        assert_eq!(case.steps(true, &[case.path(2)]), [(3, 4)], "`--discard` removes 2");
+        let mut case = Case::new(6, &[]);
+        case.layer(7, 3, "copy");
+        assert_eq!(case.steps(true, &[]), [(1, 2)], "another VM stands on 3");
+        case.layer(8, 1, "copy");
+        assert_eq!(case.steps(true, &[]), []);
+        std::fs::remove_file(case.path(7)).unwrap();
+        std::fs::remove_file(case.path(8)).unwrap();
+        assert_eq!(case.steps(true, &[]), [(1, 5)]);
+        case.record.layers.remove(2);
+        assert_eq!(case.steps(true, &[]), [], "what Firn did not note is not known");
+    }
+}

@@ -1,0 +1,93 @@
+//! What follows from a record.
+
+use std::path::{Path, PathBuf};
+
+use firn_image::Image;
+use firn_vmm::FileIdentity;
+
+use super::record::{Changed, ImageUse, Layer, LayerKind, Record};
+use super::store::read;
+use super::{dir_of, key};
+
+impl Record {
+    /// The layers that lie directly on a file, and exist.
+    pub(super) fn on<'a>(&'a self, file: &'a Path) -> impl Iterator<Item = &'a Layer> {
+        let is_on = move |layer: &&Layer| layer.below.as_deref() == Some(file);
+        self.layers.iter().filter(is_on).filter(|layer| layer.file.exists())
+    }
+
+    /// What is known of a file that Firn made.
+    pub(super) fn layer(&self, file: &Path) -> Option<&Layer> {
+        self.layers.iter().find(|layer| layer.file == file)
+    }
+
+    /// The images that need a file as the topmost of a disk.
+    pub(super) fn images_of<'a>(&'a self, file: &'a Path) -> impl Iterator<Item = &'a Path> {
+        let uses = self.images.iter().filter(move |image| image.file == file);
+        uses.filter(|image| !image.is_gone()).map(|image| image.image.as_path())
+    }
+
+    /// Where contents are now that were in `file`, as an image knows it.
+    pub(super) fn now_of(&self, file: &Path, then: FileIdentity) -> Option<&Changed> {
+        self.changed.iter().find(|changed| changed.file == file && is_same(changed.then, then))
+    }
+
+    /// Forgets what is over. Files that only images had needed that are gone become unused.
+    pub(super) fn prune(&mut self) {
+        self.images.retain(|image| !image.is_gone());
+        self.unused.retain(|file| file.exists());
+        self.drop_clones();
+        let images = &self.images;
+        let is_needed = |file: &Path| images.iter().any(|image| image.file == file);
+        self.layers.retain(|layer| layer.file.exists() || is_needed(&layer.file));
+        let is_known = |file: &PathBuf| images.iter().any(|image| image.chain.contains(file));
+        self.changed.retain(|changed| is_known(&changed.file));
+        self.partial.retain(|partial| partial.base.exists());
+    }
+
+    /// Clones that no image needs, and nothing stands on.
+    fn drop_clones(&mut self) {
+        let is_needed = |layer: &Layer| {
+            layer.kind != LayerKind::Clone
+                || self.images.iter().any(|image| image.file == layer.file)
+                || self.on(&layer.file).next().is_some()
+        };
+        let unused: Vec<PathBuf> =
+            self.layers.iter().filter(|it| !is_needed(it)).map(|it| it.file.clone()).collect();
+        self.layers.retain(|layer| !unused.contains(&layer.file));
+        self.unused.extend(unused.into_iter().filter(|file| file.exists()));
+    }
+}
+
+impl ImageUse {
+    /// Whether the image is there no more, by the doing of Firn. One that is only missing may have been moved.
+    fn is_gone(&self) -> bool {
+        let Some(identity) = &self.replaced else { return false };
+        match Image::open(&self.image) {
+            Ok(image) => image.identity() != *identity,
+            // One that can't be read now may be the one.
+            Err(_) => !self.image.exists(),
+        }
+    }
+}
+
+/// Which images need files of a chain, in words.
+pub(crate) fn needed_by(chain: &[PathBuf]) -> String {
+    let mut images = Vec::new();
+    for file in chain.iter().map(|file| key(file)) {
+        let Ok(Some(record)) = read(dir_of(&file)) else { continue };
+        images.extend(record.images_of(&file).map(|image| image.display().to_string()));
+    }
+    let (count, first) = (images.len(), images.first());
+    first.map_or(String::new(), |first| format!(", which {count} images need: {first} and others"))
+}
+
+/// Size and time of the last write decide, as they do for a restore.
+pub(super) fn is_same(one: FileIdentity, other: FileIdentity) -> bool {
+    (one.size, one.mtime_ns) == (other.size, other.mtime_ns)
+}
+
+/// Whether Firn made a file, and nothing stands on it.
+pub(super) fn is_top(record: &Record, file: &Path) -> bool {
+    record.layer(file).is_some() && record.on(file).next().is_none()
+}

@@ -1,0 +1,148 @@
+//! What saves and restores note.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use firn_image::Image;
+
+use super::record::{ImageUse, Layer, LayerKind};
+use super::store::Folder;
+use super::{dir_of, key};
+use crate::disks::{Kept, Made};
+use crate::failure::Failure;
+use crate::meta::Meta;
+
+/// What is to be noted, by the directory whose record it goes to.
+#[derive(Default)]
+struct Notes {
+    by_dir: BTreeMap<PathBuf, (Vec<Layer>, Vec<ImageUse>)>,
+}
+
+/// Notes what a save to `image` makes and freezes. The files are there; the VM does not use them yet.
+pub(crate) fn note_save(vm: &str, image: &Path, drives: &[Kept]) -> Result<(), Failure> {
+    let mut notes = Notes::default();
+    for kept in drives {
+        notes.add_kept(vm, image, kept);
+    }
+    let replaced = Replaced::at(image);
+    let dirs = notes.by_dir.keys().cloned();
+    let dirs: BTreeSet<PathBuf> = dirs.chain(replaced.iter().flat_map(Replaced::dirs)).collect();
+    for dir in dirs {
+        let (layers, images) = notes.by_dir.remove(&dir).unwrap_or_default();
+        let mut folder = Folder::lock(&dir)?;
+        replaced.iter().for_each(|it| it.mark(&mut folder.record.images));
+        folder.record.layers.extend(layers);
+        folder.record.images.extend(images);
+        folder.store()?;
+    }
+    Ok(())
+}
+
+/// A save came to nothing: its image needs nothing, and the one before it does again. Nothing can be done about a failure; the
+/// worst is a layer that stays.
+pub(crate) fn forget_save(image: &Path, drives: &[Kept]) {
+    let files = drives.iter().filter_map(Kept::file).map(|it| key(&it));
+    let replaced = Replaced::at(image);
+    let old = replaced.iter().flat_map(Replaced::dirs);
+    let dirs: BTreeSet<PathBuf> = files.map(|it| dir_of(&it).to_owned()).chain(old).collect();
+    for dir in dirs {
+        if let Err(failure) = forget_in(&dir, image, drives) {
+            tracing::warn!("{failure}");
+        }
+    }
+}
+
+fn forget_in(dir: &Path, image: &Path, drives: &[Kept]) -> Result<(), Failure> {
+    let Some(mut folder) = Folder::lock_existing(dir)? else { return Ok(()) };
+    let files: Vec<PathBuf> = drives.iter().filter_map(Kept::file).map(|it| key(&it)).collect();
+    let image = key(image);
+    let of_save =
+        |it: &ImageUse| it.image == image && it.replaced.is_none() && files.contains(&it.file);
+    folder.record.images.retain(|it| !of_save(it));
+    let marked = folder.record.images.iter_mut().filter(|it| it.image == image);
+    marked.for_each(|it| it.replaced = None);
+    folder.store()
+}
+
+impl Kept {
+    /// The file that has the contents of the drive at the cut.
+    fn file(&self) -> Option<PathBuf> {
+        match &self.made {
+            Some(Made::Clone(path)) => Some(path.clone()),
+            _ => self.chain.first().cloned(),
+        }
+    }
+}
+
+impl Notes {
+    fn add_kept(&mut self, vm: &str, image: &Path, kept: &Kept) {
+        let below = kept.chain.first().map(PathBuf::as_path);
+        match &kept.made {
+            Some(Made::Overlay(overlay)) => {
+                self.add_layer(vm, &overlay.path, below, LayerKind::Overlay);
+            }
+            Some(Made::Clone(path)) => self.add_layer(vm, path, below, LayerKind::Clone),
+            None => {}
+        }
+        let Some(file) = kept.file().map(|file| key(&file)) else { return };
+        let mut chain: Vec<PathBuf> = kept.chain.iter().map(|file| key(file)).collect();
+        if chain.first() != Some(&file) {
+            chain.insert(0, file.clone());
+        }
+        let mut dirs: Vec<PathBuf> = chain.iter().map(|file| dir_of(file).to_owned()).collect();
+        dirs.dedup();
+        for dir in dirs {
+            let (image, file, chain) = (key(image), file.clone(), chain.clone());
+            let entry = ImageUse { image, file, chain, replaced: None };
+            let images = &mut self.by_dir.entry(dir).or_default().1;
+            if !images.contains(&entry) {
+                images.push(entry);
+            }
+        }
+    }
+
+    /// It is found from what lies below it.
+    fn add_layer(&mut self, vm: &str, file: &Path, below: Option<&Path>, kind: LayerKind) {
+        let (file, below) = (key(file), below.map(key));
+        let dir = dir_of(below.as_ref().unwrap_or(&file)).to_owned();
+        let (vm, made) = (vm.to_owned(), now_ms());
+        let layer = Layer { file, below, vm, made, kind, abandoned: false, restored: false };
+        self.by_dir.entry(dir).or_default().0.push(layer);
+    }
+}
+
+/// The image whose name another one is about to take.
+struct Replaced {
+    image: PathBuf,
+    identity: String,
+    files: Vec<PathBuf>,
+}
+
+impl Replaced {
+    fn at(path: &Path) -> Option<Self> {
+        let image = path.exists().then(|| Image::open(path).ok()).flatten()?;
+        let meta: Meta = serde_json::from_value(image.meta().clone()).ok()?;
+        let files = meta.drives.iter().map(|drive| key(&drive.file)).collect();
+        Some(Self { image: key(path), identity: image.identity(), files })
+    }
+
+    fn dirs(&self) -> Vec<PathBuf> {
+        self.files.iter().map(|file| dir_of(file).to_owned()).filter(|dir| dir.exists()).collect()
+    }
+
+    /// Only what is about this image: another one of the name may have been moved away.
+    fn mark(&self, images: &mut [ImageUse]) {
+        let is_about = |it: &ImageUse| it.chain.first().is_some_and(|it| self.files.contains(it));
+        let same = |it: &&mut ImageUse| it.image == self.image && it.replaced.is_none();
+        for entry in images.iter_mut().filter(same).filter(|it| is_about(it)) {
+            entry.replaced = Some(self.identity.clone());
+        }
+    }
+}
+
+/// The time, in milliseconds since 1970.
+pub(super) fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    since.as_millis().try_into().unwrap_or(u64::MAX)
+}

@@ -1,0 +1,131 @@
+//! What has become of a merge: written down once its job has ended, or once its hypervisor has.
+//!
+//! | the file above names | then |
+//! |---|---|
+//! | the base | it is merged: images are served by the base, and the files between are removed |
+//! | the topmost still | it is not; what the base got so far is covered by what lies over it |
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use firn_vmm::{FileIdentity, file_below};
+
+use super::key;
+use super::queries::is_same;
+use super::record::{Changed, Merge, Partial, Record};
+use super::store::Folder;
+use crate::failure::{Context, Failure};
+use crate::identity::ProcessIdentity;
+
+impl Folder {
+    /// Settles the merges of hypervisors that are gone. Returns whether other merges run still.
+    pub(super) fn settle_dead(&mut self) -> Result<bool, Failure> {
+        let (live, dead): (Vec<Merge>, Vec<Merge>) =
+            self.record.merges.drain(..).partition(|merge| merge.process.is_alive());
+        self.record.merges = live;
+        for merge in &dead {
+            self.settle(merge, None)?;
+        }
+        if !dead.is_empty() {
+            self.store()?;
+        }
+        Ok(!self.record.merges.is_empty())
+    }
+
+    /// Settles the merges of a hypervisor whose jobs have ended. `active`: the files that its drives are written to.
+    pub(super) fn settle_of(
+        &mut self,
+        process: &ProcessIdentity,
+        active: &[PathBuf],
+    ) -> Result<(), Failure> {
+        let (ended, others): (Vec<Merge>, Vec<Merge>) =
+            self.record.merges.drain(..).partition(|merge| merge.process == *process);
+        self.record.merges = others;
+        for merge in &ended {
+            self.settle(merge, Some(active))?;
+        }
+        self.store()
+    }
+
+    fn settle(&mut self, merge: &Merge, active: Option<&[PathBuf]>) -> Result<(), Failure> {
+        let is_merged = match (&merge.above, active) {
+            (Some(above), _) => names(above, &merge.base),
+            (None, Some(active)) => active.contains(&merge.base),
+            // The guest was started again only after this had been written down.
+            (None, None) => false,
+        };
+        let settling = || format!("settling the merge into {}", merge.base.display());
+        let changed = changes(merge, is_merged).doing(settling())?;
+        match is_merged {
+            true => self.record.merged(merge, &changed),
+            false => self.record.not_merged(merge, &changed),
+        }
+        Ok(())
+    }
+}
+
+fn names(above: &Path, base: &Path) -> bool {
+    let below = file_below(above).ok().flatten();
+    below.is_some_and(|below| key(&below) == *base)
+}
+
+/// Where the contents of each file are now.
+fn changes(merge: &Merge, is_merged: bool) -> std::io::Result<Vec<Changed>> {
+    let mut changed = Vec::new();
+    for (file, then) in &merge.before {
+        let is_top = merge.tops.contains(file);
+        if is_top && !is_merged {
+            continue;
+        }
+        let is_in = if is_top { &merge.base } else { file };
+        if !is_in.exists() {
+            continue;
+        }
+        File::open(is_in)?.sync_all()?;
+        let now = FileIdentity::of(is_in)?;
+        let is_base = *is_in == merge.base;
+        let format = if is_base { merge.format.clone() } else { "qcow2".to_owned() };
+        let (file, then, is_in) = (file.clone(), *then, is_in.clone());
+        changed.push(Changed { file, then, is_in, format, now });
+    }
+    Ok(changed)
+}
+
+impl Record {
+    fn merged(&mut self, merge: &Merge, changed: &[Changed]) {
+        self.add_changes(changed);
+        for image in self.images.iter_mut().filter(|image| merge.tops.contains(&image.file)) {
+            image.file.clone_from(&merge.base);
+        }
+        self.layers.retain(|layer| !merge.tops.contains(&layer.file));
+        for layer in self.layers.iter_mut().filter(|it| merge.above.as_ref() == Some(&it.file)) {
+            layer.below = Some(merge.base.clone());
+        }
+        self.partial.retain(|partial| partial.base != merge.base);
+        self.unused.extend(merge.tops.iter().cloned());
+    }
+
+    fn not_merged(&mut self, merge: &Merge, changed: &[Changed]) {
+        let is_written =
+            changed.iter().any(|it| it.file == merge.base && !is_same(it.then, it.now));
+        self.add_changes(changed);
+        self.partial.retain(|partial| partial.base != merge.base);
+        if is_written || merge.above.is_none() {
+            let (base, tops) = (merge.base.clone(), merge.tops.clone());
+            self.partial.push(Partial { base, tops });
+        }
+    }
+
+    /// Images that knew a file by what it was before know it by what it is now.
+    fn add_changes(&mut self, changed: &[Changed]) {
+        for new in changed {
+            let same = |it: &&mut Changed| it.is_in == new.file && is_same(it.now, new.then);
+            for known in self.changed.iter_mut().filter(same) {
+                (known.is_in, known.format, known.now) =
+                    (new.is_in.clone(), new.format.clone(), new.now);
+            }
+        }
+        let is_news = |it: &&Changed| it.file != it.is_in || !is_same(it.then, it.now);
+        self.changed.extend(changed.iter().filter(is_news).cloned());
+    }
+}

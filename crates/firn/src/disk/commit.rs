@@ -1,0 +1,48 @@
+//! `firn disk commit`
+
+use clap::Args as ClapArgs;
+use firn_supervisor::{Failure, Request, VmName};
+
+use crate::output::Output;
+
+/// Return a VM to its disks' own files, while it runs.
+///
+/// After a checkpoint a VM writes to a layer over its disk's file, which belongs to the image. When no image needs the file
+/// and the layers any more (`firn image rm`), this merges them into the file, and the VM writes to that again: its own
+/// command line starts it on its newest state. The VM is paused for some milliseconds at the end.
+///
+/// Example:
+///   firn disk commit web
+#[derive(Debug, ClapArgs)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The VM.
+    name: VmName,
+}
+
+impl Args {
+    /// Runs the verb.
+    pub fn run(&self, out: Output) -> Result<(), Failure> {
+        let facts = super::merge(&self.name, &Request::CommitDisks).map_err(|failure| {
+            failure.while_doing(format!("can't commit the disks of {}", self.name))
+        })?;
+        out.facts(&facts, || describe(&facts))
+    }
+}
+
+fn describe(facts: &serde_json::Value) -> String {
+    let line = |disk: &serde_json::Value| {
+        let text = |key: &str| disk[key].as_str().unwrap_or("?");
+        let layers = disk["layers"].as_u64().unwrap_or(0);
+        format!(
+            "disk {}: the VM writes to {} again; {layers} layers are merged\n",
+            text("drive"),
+            text("file")
+        )
+    };
+    let committed = facts["committed"].as_array();
+    match committed.filter(|committed| !committed.is_empty()) {
+        Some(committed) => committed.iter().map(line).collect(),
+        None => "the VM writes to its disks' own files already\n".to_owned(),
+    }
+}
