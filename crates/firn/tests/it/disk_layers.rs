@@ -303,7 +303,7 @@ fn a_series_runs_in_bounded_space() {
     let sum =
         |names: &[String]| names.iter().map(|name| allocated(&session.path(name))).sum::<u64>();
     let (kept, disks) = (sum(&images), sum(&files));
-    let own = 2 * 16 << 20;
+    let own = 32 << 20;
     eprintln!(
         "{runs} checkpoints: {count} images of {kept} bytes, {} disk files of {disks} bytes",
         files.len()
