@@ -50,10 +50,17 @@ pub(crate) struct DiskChoice {
 /// How the file of a copy is made.
 #[derive(Default)]
 pub(crate) struct CopyFile {
-    /// The file below it, and its format.
-    base: Option<(PathBuf, String)>,
+    /// The files below it with their formats, the nearest first.
+    below: Vec<(PathBuf, String)>,
     /// How many bytes it will hold, about.
     bytes: u64,
+}
+
+impl CopyFile {
+    /// The files that an image with this copy depends on.
+    pub(crate) fn chain(&self) -> Vec<PathBuf> {
+        self.below.iter().map(|(file, _)| file.clone()).collect()
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -163,14 +170,15 @@ impl<'a> DiskPolicy<'a> {
         named: &str,
     ) -> Result<Option<(CopyExtent, CopyFile)>, Failure> {
         let Some((parent, copy)) = self.find_parent(drive, named) else { return Ok(None) };
-        let is_short = files_below(&parent.file).is_ok_and(|below| below.len() + 1 < COPIES_MAX);
-        if !is_short || !is_unchanged(parent) {
+        let Ok(below) = files_below(&parent.file) else { return Ok(None) };
+        if below.len() + 1 >= COPIES_MAX || !is_unchanged(parent) {
             return Ok(None);
         }
         let bytes = vm.changed_bytes(copy).doing("reading dirty bitmaps")?;
         Ok(bytes.map(|bytes| {
-            let base = Some((parent.file.clone(), parent.format.clone()));
-            (CopyExtent::Changes(copy.name.clone()), CopyFile { base, bytes })
+            let parent = (parent.file.clone(), parent.format.clone());
+            let below = std::iter::once(parent).chain(below).collect();
+            (CopyExtent::Changes(copy.name.clone()), CopyFile { below, bytes })
         }))
     }
 
@@ -197,9 +205,16 @@ fn choose_method(how: Option<SaveDisks>, is_launched: bool, can_clone: bool) -> 
 /// All of a drive, or all of its topmost image.
 fn plan_full_copy(drive: &Drive) -> io::Result<(CopyExtent, CopyFile)> {
     let bytes = allocated_bytes(drive.file())?;
-    let base = files_below(drive.file())?.into_iter().next().filter(|_| drive.chain.len() > 1);
-    let extent = if base.is_some() { CopyExtent::Top } else { CopyExtent::All };
-    Ok((extent, CopyFile { base, bytes }))
+    // Each file of the chain says what is below it: drives of which this is not so are refused.
+    let below: Vec<_> = match drive.chain.get(1..) {
+        None | Some([]) => Vec::new(),
+        Some(lower) => {
+            let formats = files_below(drive.file())?.into_iter().map(|(_, format)| format);
+            lower.iter().cloned().zip(formats).collect()
+        }
+    };
+    let extent = if below.is_empty() { CopyExtent::All } else { CopyExtent::Top };
+    Ok((extent, CopyFile { below, bytes }))
 }
 
 fn is_unchanged(drive: &FrozenDrive) -> bool {
@@ -215,7 +230,7 @@ pub(crate) fn create_copy(
     copy: &DriveCopy,
     copy_file: &CopyFile,
 ) -> Result<(), Failure> {
-    let base = copy_file.base.as_ref().map(|(file, format)| BaseFile { file, format });
+    let base = copy_file.below.first().map(|(file, format)| BaseFile { file, format });
     copy.create(program, drive, base, copy_file.bytes)
         .doing("making a file for the copy of a disk")
         .map_err(|failure| failure.hint(DISK_DIR))?;

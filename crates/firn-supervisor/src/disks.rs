@@ -332,7 +332,10 @@ impl Planned {
 
     fn kept(&self) -> Kept {
         let skip = usize::from(self.has_own_file());
-        let chain = self.drive.chain.iter().skip(skip).cloned().collect();
+        let chain = match &self.copy_file {
+            Some(copy_file) => copy_file.chain(),
+            None => self.drive.chain.iter().skip(skip).cloned().collect(),
+        };
         Kept { chain, made: self.made.clone() }
     }
 
