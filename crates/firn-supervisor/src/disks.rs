@@ -552,7 +552,12 @@ pub(crate) fn has_made(journal: &Journal) -> (bool, bool) {
 
 /// Removes the overlays that are the VM's own.
 pub(crate) fn discard(journal: &Journal) {
-    journal.overlays.iter().for_each(|path| remove(path));
+    for path in &journal.overlays {
+        match disk_layers::covers_partial(path) {
+            true => tracing::warn!("{} stays: a part of it is merged already", path.display()),
+            false => remove(path),
+        }
+    }
 }
 
 /// What a VM writes to and would leave behind.

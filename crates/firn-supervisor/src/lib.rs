@@ -85,7 +85,7 @@ pub use client::{
     OnProgress, Starting, absolute, ask, forget, glance, glances, look_after, start, status,
 };
 pub use cpu::CpuFacts;
-pub use disk_layers::{Removed, disks_now, remove_images};
+pub use disk_layers::{Removed, disks_now, note_copy, remove_images};
 pub use failure::{Context, Failure, FailureKind, image_failure};
 pub use firn_epochs::primary_end::PrimaryEnd;
 pub use firn_vmm::command_line::Overrides;

@@ -82,6 +82,19 @@ pub(crate) fn needed_by(chain: &[PathBuf]) -> String {
     first.map_or(String::new(), |first| format!(", which {count} images need: {first} and others"))
 }
 
+/// Whether a file has to lie over one that holds a part of it, because a merge ended early.
+pub(crate) fn covers_partial(file: &Path) -> bool {
+    let file = key(file);
+    let record = match read(dir_of(&file)) {
+        Ok(Some(record)) => record,
+        Ok(None) => return false,
+        Err(_) => return true,
+    };
+    let merges = record.merges.iter().map(|merge| &merge.tops);
+    let partial = record.partial.iter().map(|partial| &partial.tops);
+    merges.chain(partial).any(|tops| tops.contains(&file))
+}
+
 /// Size and time of the last write decide, as they do for a restore.
 pub(super) fn is_same(one: FileIdentity, other: FileIdentity) -> bool {
     (one.size, one.mtime_ns) == (other.size, other.mtime_ns)

@@ -39,6 +39,24 @@ pub(crate) fn note_save(vm: &str, image: &Path, drives: &[Kept]) -> Result<(), F
     Ok(())
 }
 
+/// Notes that an image is about to be written once more, under another name: that needs the same files.
+pub fn note_copy(image: &Path, copy: &Path) -> Result<(), Failure> {
+    let (from, to) = (key(image), key(copy));
+    let source = Replaced::at(image).filter(|_| from != to);
+    let replaced = Replaced::at(copy);
+    let dirs = source.iter().chain(&replaced).flat_map(Replaced::dirs);
+    for dir in dirs.filter(|_| source.is_some()).collect::<BTreeSet<PathBuf>>() {
+        let Some(mut folder) = Folder::lock_existing(&dir)? else { continue };
+        replaced.iter().for_each(|it| it.mark(&mut folder.record.images));
+        let uses = folder.record.images.iter().filter(|it| it.image == from);
+        let uses = uses.filter(|it| it.replaced.is_none()).cloned();
+        let copies: Vec<_> = uses.map(|it| ImageUse { image: to.clone(), ..it }).collect();
+        folder.record.images.extend(copies);
+        folder.store()?;
+    }
+    Ok(())
+}
+
 /// A save came to nothing: its image needs nothing, and the one before it does again. Nothing can be done about a failure; the
 /// worst is a layer that stays.
 pub(crate) fn forget_save(image: &Path, drives: &[Kept]) {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 use firn_image::{AuxInfo, Image};
-use firn_supervisor::{Failure, Meta};
+use firn_supervisor::{Failure, Meta, disks_now};
 use firn_types::printable;
 use serde_json::json;
 
@@ -58,8 +58,16 @@ fn facts(image: &Image, aux: &[AuxInfo]) -> serde_json::Value {
         "working_set_blocks": image.working_set().len(),
         "page_table_roots": image.page_table_roots().len(),
         "regions": image.regions(),
+        "drives_now": drives_now(image),
         "meta": image.meta(),
     })
+}
+
+/// Where the disks of an image are now, if layers have been merged since.
+fn drives_now(image: &Image) -> Vec<PathBuf> {
+    let meta = serde_json::from_value::<Meta>(image.meta().clone()).ok();
+    let now = meta.and_then(|meta| disks_now(meta).ok());
+    now.into_iter().flat_map(|meta| meta.drives).map(|drive| drive.file).collect()
 }
 
 fn describe(image: &Image) -> String {
@@ -93,7 +101,7 @@ fn describe(image: &Image) -> String {
         line("RAM", format!("{} {}", region.id, units::bytes(region.bytes())));
     }
     match serde_json::from_value::<Meta>(image.meta().clone()) {
-        Ok(meta) => describe_meta(&meta, &mut line),
+        Ok(meta) => describe_meta(&disks_now(meta.clone()).unwrap_or(meta), &mut line),
         Err(_) => line("VM", "what the image says of it can't be read by this Firn".into()),
     }
     text

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
-use firn_supervisor::Failure;
+use firn_supervisor::{Failure, note_copy};
 
 use super::rewrite::{Rewriting, describe, facts};
 use crate::output::{Output, check_output};
@@ -31,6 +31,7 @@ impl Args {
         self.output.as_deref().map_or(Ok(()), check_output)?;
         let target = self.output.as_ref().unwrap_or(&self.image);
         let image = super::open(&self.image)?;
+        note_copy(&self.image, target)?;
         let rewriting = Rewriting::new("merging", &image);
         let summary = firn_image::merge(&image, target, super::threads(), &|done, total| {
             rewriting.show(done, total);

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
 use firn_image::Image;
-use firn_supervisor::Failure;
+use firn_supervisor::{Failure, note_copy};
 
 use super::rewrite::{Rewriting, describe, facts};
 use crate::output::{Output, check_output};
@@ -50,6 +50,7 @@ impl Args {
         };
         let parent =
             super::open(self.moved.as_ref().or(self.parent.as_ref()).unwrap_or(&self.image))?;
+        note_copy(&self.image, target)?;
         let rewriting = Rewriting::new("rebasing", &image);
         let show = |done, total| rewriting.show(done, total);
         let summary = firn_image::rebase(&image, &parent, target, super::threads(), &show)

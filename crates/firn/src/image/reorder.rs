@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
 use firn_image::{Codec, Image, Organization, Reorder, Summary};
-use firn_supervisor::Failure;
+use firn_supervisor::{Failure, note_copy};
 
 use super::rewrite::{Rewriting, describe, facts};
 use crate::output::{Output, check_output};
@@ -58,6 +58,7 @@ impl Args {
             threads: super::threads(),
             ..Reorder::by(self.by)
         };
+        note_copy(&self.image, &self.output)?;
         let rewriting = Rewriting::new("reordering", image);
         let show = |done, total| rewriting.show(done, total);
         firn_image::reorder(image, &how, &self.output, &show)
