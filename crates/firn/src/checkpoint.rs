@@ -9,7 +9,7 @@ use firn_image::Codec;
 use firn_supervisor::{
     Failure, Request, RuntimeDir, SaveChoices, SaveDisks, SaveRequest, VmName, absolute, ask,
 };
-use firn_types::BlockSize;
+use firn_types::{BlockSize, printable};
 
 use crate::bar::Bar;
 use crate::every::Every;
@@ -253,7 +253,7 @@ pub fn describe(facts: &serde_json::Value) -> String {
         facts["drives"].as_array().into_iter().flatten().map(describe_drive).collect();
     format!(
         "{}: {}{what} in {}, pause {}{}\n{drives}",
-        facts["image"].as_str().unwrap_or("?"),
+        printable(facts["image"].as_str().unwrap_or("?")),
         units::bytes(report["image_bytes"].as_u64().unwrap_or(0)),
         units::ms(number(&report["total_ms"])),
         units::ms(number(&report["pause"]["downtime_ms"])),

@@ -102,7 +102,7 @@ fn describe(facts: &[Facts], page: Option<&Path>) -> String {
         );
     }
     if let Some(page) = page {
-        let _ = writeln!(text, "wrote {}", page.display());
+        let _ = writeln!(text, "wrote {}", printable(&page.to_string_lossy()));
     }
     text
 }

@@ -2,6 +2,7 @@
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, Request, VmName};
+use firn_types::printable;
 
 use crate::checkpoint::{ImageArgs, recovered, save};
 use crate::output::Output;
@@ -48,7 +49,7 @@ fn describe(facts: &serde_json::Value) -> String {
     }
     format!(
         "{}: {}; the VM has ended\n",
-        facts["image"].as_str().unwrap_or("?"),
+        printable(facts["image"].as_str().unwrap_or("?")),
         units::bytes(facts["report"]["image_bytes"].as_u64().unwrap_or(0)),
     )
 }

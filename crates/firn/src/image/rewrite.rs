@@ -5,6 +5,7 @@ use std::path::Path;
 
 use firn_image::{Image, Summary};
 use firn_supervisor::Progress;
+use firn_types::printable;
 use serde_json::json;
 
 use crate::bar::Bar;
@@ -47,5 +48,6 @@ pub fn facts(summary: &Summary, parent: Option<&Path>) -> serde_json::Value {
 /// What came of it, in a line.
 pub fn describe(summary: &Summary) -> String {
     let bytes = units::bytes(summary.file_bytes);
-    format!("{}: {bytes}, {}\n", summary.path.display(), summary.organization)
+    let path = summary.path.to_string_lossy();
+    format!("{}: {bytes}, {}\n", printable(&path), summary.organization)
 }

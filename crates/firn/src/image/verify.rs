@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use firn_image::{Image, VerifyReport};
 use firn_supervisor::{Failure, Progress};
+use firn_types::printable;
 use serde_json::json;
 
 use crate::bar::Bar;
@@ -64,14 +65,18 @@ impl Args {
     fn describe(&self, report: &VerifyReport, problems: &[String]) -> String {
         let mut text = String::new();
         for problem in problems.iter().take(SHOWN_MAX) {
-            let _ = writeln!(text, "{problem}");
+            let _ = writeln!(text, "{}", printable(problem));
         }
         if report.problem_count > SHOWN_MAX {
             let _ = writeln!(text, "... and {} more", report.problem_count - SHOWN_MAX);
         }
         if problems.is_empty() {
             let blocks = report.good_blocks;
-            let _ = writeln!(text, "{}: {blocks} memory blocks, all good", self.image.display());
+            let _ = writeln!(
+                text,
+                "{}: {blocks} memory blocks, all good",
+                printable(&self.image.to_string_lossy())
+            );
         }
         text
     }

@@ -169,7 +169,7 @@ fn bombs_of_bytes(good: &Forge) -> Vec<Bomb<'_>> {
         ("working-set-max", of_large(15)),
         ("roots", bytes(ROOTS, 300)),
         ("parent", bytes(PARENT, 300)),
-        ("aux", Box::new(|| with(good, AUXILIARY, auxiliary(300 << 20)))),
+        ("aux", bytes_of(good, AUXILIARY, || auxiliary(300 << 20))),
         (
             "many-aux",
             bytes_of(good, AUXILIARY, || {
@@ -242,7 +242,9 @@ fn bombs_of_groups(good: &Forge) -> Vec<Bomb<'_>> {
 fn small_images_that_claim_to_be_large() {
     let session = Session::new();
     write_good(&session, "good.firn");
-    let good = Forge::read(&session.path("good.firn"));
+    // Another identity, so that either can be the parent of the other.
+    write_good(&session, "other.firn");
+    let good = Forge::read(&session.path("other.firn"));
     good.write(&session.path("same.firn"));
     session.firn(&["image", "verify", "same.firn"]).succeeds();
     for (name, make) in bombs(&good) {
@@ -260,7 +262,9 @@ fn small_images_that_claim_to_be_large() {
 fn images_at_the_limits_are_read() {
     let session = Session::new();
     write_good(&session, "good.firn");
-    let good = Forge::read(&session.path("good.firn"));
+    // Another identity, so that either can be the parent of the other.
+    write_good(&session, "other.firn");
+    let good = Forge::read(&session.path("other.firn"));
     for (name, make) in bombs(&good) {
         if ["large", "all-zero", "scattered", "device-state-max", "aux"].contains(&name) {
             make().write(&session.path(name));
@@ -350,7 +354,9 @@ fn mutated(good: &Forge, random: &mut Random) -> Forge {
 fn images_changed_at_random() {
     let session = Session::new();
     write_good(&session, "good.firn");
-    let good = Forge::read(&session.path("good.firn"));
+    // Another identity, so that either can be the parent of the other.
+    write_good(&session, "other.firn");
+    let good = Forge::read(&session.path("other.firn"));
     let runs = std::env::var("FIRN_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(RUNS);
     for seed in 0..runs {
         let mut random = Random(seed);
