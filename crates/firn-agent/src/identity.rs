@@ -14,6 +14,7 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::version::TLS13;
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, RootCertStore,
     ServerConfig, SignatureScheme,
@@ -78,13 +79,13 @@ impl Identity {
         let admission = Arc::new(Admission::new(&roots, peers)?);
         would_be_believed(config, &chain, &roots, &admission)?;
         let mut server = ServerConfig::builder_with_provider(provider())
-            .with_safe_default_protocol_versions()
+            .with_protocol_versions(&[&TLS13])
             .map_err(IdentityError::Tls)?
             .with_client_cert_verifier(admission)
             .with_single_cert(chain.clone(), key(&config.key)?)
             .map_err(|error| unfit(config, error))?;
         let mut client = ClientConfig::builder_with_provider(provider())
-            .with_safe_default_protocol_versions()
+            .with_protocol_versions(&[&TLS13])
             .map_err(IdentityError::Tls)?
             .with_root_certificates(roots)
             .with_client_auth_cert(chain, key(&config.key)?)

@@ -10,7 +10,10 @@ use firn_agent::detect::Health;
 use rcgen::ExtendedKeyUsagePurpose;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use rustls::version::{TLS12, TLS13};
+use rustls::{
+    ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion,
+};
 
 use crate::host::{Authority, Host, PATIENCE, eventually, free_address, pair};
 
@@ -20,12 +23,21 @@ const HEARTBEAT: &str = "GET /v1/heartbeat HTTP/1.1\r\nhost: b\r\n";
 
 /// Greets the host `b` with this certificate, or without.
 pub fn greet(to: SocketAddr, authority: &Authority, identity: Option<[String; 2]>) -> Stream {
+    greet_in(&TLS13, to, authority, identity)
+}
+
+/// The same, in this version of TLS only.
+fn greet_in(
+    version: &'static SupportedProtocolVersion,
+    to: SocketAddr,
+    authority: &Authority,
+    identity: Option<[String; 2]>,
+) -> Stream {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(authority.pem().as_bytes()).unwrap()).unwrap();
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider);
-    let config =
-        config.with_safe_default_protocol_versions().unwrap().with_root_certificates(roots);
+    let config = config.with_protocol_versions(&[version]).unwrap().with_root_certificates(roots);
     let config = match identity {
         Some([certificate, key]) => {
             let chain = vec![CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap()];
@@ -108,6 +120,19 @@ fn nobody_else_is() {
     }
     let counted: u64 = b.cluster().refused.values().sum();
     assert_eq!(counted, 9);
+}
+
+/// Docs/design/012 promises TLS 1.3: a peer with a good certificate is refused in TLS 1.2.
+#[test]
+fn a_peer_that_speaks_tls_1_2_is_refused() {
+    let (authority, b) = lonely();
+    let identity = || Some(authority.issue(&["a"], |_| ()));
+    let error = request(&mut greet_in(&TLS12, b.listen, &authority, identity()), HEARTBEAT);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("ProtocolVersion"), "{error}");
+    eventually("it is counted", || b.refused("protocol") == 1);
+    let answer = request(&mut greet(b.listen, &authority, identity()), HEARTBEAT).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
 
 /// A host that is not who it should be is not talked to, whoever answers at its address.
