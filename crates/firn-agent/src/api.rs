@@ -10,6 +10,7 @@
 //!     GET  /v1/clusters             -> [Record]                        POST /v1/vms/NAME/member   Request -> facts
 //!     POST /v1/clusters             Create -> Record                   POST /v1/vms/NAME/protect  ProtectHere -> facts
 //!     POST /v1/clusters/NAME/VERB   -> Record                         POST /v1/keep/NAME         ProtectHere -> Record
+//!     POST /v1/clusters/NAME/forget -> Forgotten
 //!     GET  /v1/members    -> MembershipView                            POST /v1/members         bytes -> bytes (firn-membership)
 //! ```
 //!
@@ -121,6 +122,17 @@ pub struct Create {
     pub vms: Vec<(VmName, Option<HostName>)>,
 }
 
+/// A record that was ended because all its hosts are gone.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Forgotten {
+    /// Its name, which is free.
+    pub name: VmName,
+    /// The VMs that it named.
+    pub vms: Vec<String>,
+    /// The hosts that it named, as `b (2)`, and why nothing of it runs there.
+    pub hosts: BTreeMap<String, String>,
+}
+
 /// The answer of a host that is there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Heartbeat {
@@ -183,6 +195,9 @@ pub struct VmView {
     /// How it is protected, if it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection: Option<Protection>,
+    /// The timeline whose lease its frames obey, if they obey one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<u32>,
     /// Of a standby: the host that its primary runs on, if the agent has started it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub primary: Option<HostName>,

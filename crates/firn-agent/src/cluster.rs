@@ -22,20 +22,28 @@ pub(crate) async fn cluster(agent: &Arc<Agent>) -> Result<Cluster, Failure> {
     let peers = agent.peers.views();
     let mut asked = JoinSet::new();
     for peer in peers.iter().filter(|peer| peer.health != Health::Lost) {
-        asked.spawn(timeout(TELL_WAIT, vms_of(Arc::clone(agent), peer.name.clone())));
+        asked.spawn(vms_in_time(Arc::clone(agent), peer.name.clone()));
     }
     while let Some(told) = asked.join_next().await {
-        match told {
-            Ok(Ok(Ok(theirs))) => vms.extend(theirs),
-            // What keeps it from answering is told by its heartbeat too.
-            other => tracing::debug!("a host does not tell of its VMs: {other:?}"),
-        }
+        vms.extend(told.ok().flatten().unwrap_or_default());
     }
     correct(&mut vms);
     vms.sort_by(|one, other| (&one.name, &one.host).cmp(&(&other.name, &other.host)));
     let (host, listen) = (agent.config.name.clone(), agent.listen);
     let (networks, refused) = (agent.networks.views(), agent.refused.counts());
     Ok(Cluster { host, listen, peers, vms, networks, refused })
+}
+
+/// The VMs of a peer, if it lists them in time.
+pub(crate) async fn vms_in_time(agent: Arc<Agent>, peer: HostName) -> Option<Vec<VmView>> {
+    match timeout(TELL_WAIT, vms_of(agent, peer)).await {
+        Ok(Ok(vms)) => Some(vms),
+        // Its heartbeat reports what keeps it from answering.
+        other => {
+            tracing::debug!("a host does not list its VMs: {other:?}");
+            None
+        }
+    }
 }
 
 async fn vms_of(agent: Arc<Agent>, peer: HostName) -> Result<Vec<VmView>, Failure> {
@@ -70,6 +78,7 @@ fn view(agent: &Agent, status: Status) -> VmView {
         name: status.name,
         state: status.state,
         protection: status.protection,
+        lease: status.lease,
         primary,
         advice,
     }

@@ -84,6 +84,12 @@ impl Failover {
         lock(&self.troubles).get(vm).cloned()
     }
 
+    /// The record of a VM was ended by hand.
+    pub(crate) fn forget(&self, vm: &VmName) {
+        lock(&self.given_up).remove(vm);
+        lock(&self.troubles).remove(vm);
+    }
+
     /// Where hosts agree, and which host this is; none where they don't, or not yet.
     pub(crate) fn ours(&self) -> Option<Ours> {
         self.ours.get().cloned()
@@ -175,7 +181,9 @@ pub(crate) async fn lease_for(
 
 fn refused(vm: &VmName, why: String) -> Failure {
     let failure = Failure::new(FailureKind::Busy, why);
-    failure.hint(format!("`firn release {vm}` there ends that; else choose another name"))
+    failure.hint(format!(
+        "`firn release {vm}` there ends that; `firn cluster forget {vm}` does if that host and its backup's are gone"
+    ))
 }
 
 /// Has the record name this host; tells the timeline once its lease is held.

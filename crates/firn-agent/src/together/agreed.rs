@@ -78,7 +78,9 @@ async fn tried<T, F: Future<Output = Result<Option<T>, Trouble>>>(
         sleep(RETRY).await;
     }
     let failure = Failure::new(FailureKind::Host, format!("{what}: {why}"));
-    Err(failure.hint("`firn cluster status` says who can be reached"))
+    Err(failure.hint(
+        "`firn cluster status` says who can be reached; `firn cluster forget` ends what hosts agreed on if all its hosts are gone",
+    ))
 }
 
 /// Has the record say where the VMs run, and that nobody has copies of them. The timeline that begins, and whether hosts had agreed on
@@ -111,7 +113,8 @@ pub(super) async fn begun(
 
 fn taken(name: &VmName) -> Trouble {
     let text = format!(
-        "hosts have agreed on a cluster {name} of other VMs: `firn cluster release {name}` where it was made ends that"
+        "hosts have agreed on a cluster {name} of other VMs: `firn cluster release {name}` where it was made ends that, or \
+         `firn cluster forget {name}` if all its hosts are gone"
     );
     Trouble::Refused(text)
 }
@@ -206,6 +209,18 @@ pub(super) async fn ended(agent: &Agent, name: &VmName) -> Result<(), Failure> {
         };
         let is_done = change(&*ours.members, &cluster, known.revision, &record.ended()).await?;
         Ok(is_done.then_some(()))
+    })
+    .await
+}
+
+/// Whether hosts have agreed that there is no such cluster any more.
+pub(super) async fn is_over(agent: &Agent, name: &VmName) -> Result<bool, Failure> {
+    if !is_agreed(agent) {
+        return Ok(false);
+    }
+    tried(agent, &format!("{name} is not known"), |ours| async move {
+        let known = ours.members.read(&cluster(name)?).await?;
+        Ok(Some(known.record.is_some_and(|record| record.register.is_ended())))
     })
     .await
 }

@@ -11,19 +11,21 @@ use firn_supervisor::{
 
 use super::far::{ASK_WAIT, Far};
 use super::record::{Placed, Record, Records, State};
-use super::{VMS_MAX, about};
+use super::{VMS_MAX, about, release};
 use crate::agent::Agent;
 use crate::api::Create;
 use crate::host::HostName;
 
 pub(super) async fn create(agent: &Arc<Agent>, wanted: Create) -> Result<Record, Failure> {
-    let _sole = agent.together.cutting.lock().await;
     let Create { name, vms } = wanted;
+    let mut sole = agent.together.locks.lock(&name).await;
     let records = Records::of(&agent.place);
-    let before = records.load(&name)?;
+    let before = release::kept(agent, &mut sole, &name).await?;
     if let Some(State::Protected | State::FailingOver) = before.as_ref().map(|it| it.state) {
         let text = format!("there is a cluster {name} already, and it is protected");
-        return Err(Failure::new(FailureKind::Busy, text).hint("`firn cluster release` ends that"));
+        return Err(Failure::new(FailureKind::Busy, text).hint(format!(
+            "`firn cluster release {name}` ends that; `firn cluster forget {name}` does if all its hosts are gone"
+        )));
     }
     let names: BTreeSet<&VmName> = vms.iter().map(|(vm, _)| vm).collect();
     if vms.is_empty() || vms.len() > VMS_MAX || names.len() < vms.len() {

@@ -6,7 +6,6 @@
 //!                     a lease is over --------> the record says: here --+--> run_here     nobody else can send any more
 //! ```
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,14 +14,13 @@ use firn_supervisor::{
     Context as _, FailoverMember, FailoverRequest, Failure, FailureKind, MemberCard, MemberRequest,
     Request, VmName,
 };
-use tokio::sync::MutexGuard;
 use tokio::task::JoinSet;
 
-use super::cuts::Cutting;
 use super::far::ASK_WAIT;
 use super::record::{Placed, Record, Records, State};
+use super::sole::{self, Sole};
 use super::tend::given_up;
-use super::{agreed, all, end};
+use super::{agreed, all};
 use crate::agent::Agent;
 
 /// How long what was under way may take to arrive after a failover, and how often that is asked.
@@ -34,8 +32,8 @@ pub(super) async fn failover(agent: &Arc<Agent>, name: &VmName) -> Result<Record
     if agreed::is_agreed(agent) {
         return by_record(agent, name).await;
     }
-    let mut cutting = agent.together.cutting.lock().await;
-    go_on(agent, &mut cutting, name, None).await
+    let mut sole = agent.together.locks.lock(name).await;
+    go_on(agent, &mut sole, name, None).await
 }
 
 /// Hosts agree first, and do it then.
@@ -63,10 +61,10 @@ pub(super) async fn run_here(
     name: &VmName,
     lease: Generation,
 ) -> Result<(), Failure> {
-    let mut cutting = agent.together.cutting.lock().await;
+    let mut sole = agent.together.locks.lock(name).await;
     match Records::of(&agent.place).load(name)?.map(|record| record.state) {
         Some(State::Protected | State::FailingOver) => {
-            let record = go_on(agent, &mut cutting, name, Some(lease.0)).await?;
+            let record = go_on(agent, &mut sole, name, Some(lease.0)).await?;
             let number = record.checkpoint.map_or(0, |checkpoint| checkpoint.number);
             tracing::warn!("cluster {name} runs here now, from global checkpoint {number}");
             Ok(())
@@ -77,7 +75,7 @@ pub(super) async fn run_here(
 
 async fn go_on(
     agent: &Arc<Agent>,
-    cutting: &mut MutexGuard<'_, BTreeMap<VmName, Cutting>>,
+    sole: &mut Sole,
     name: &VmName,
     lease: Option<u32>,
 ) -> Result<Record, Failure> {
@@ -88,7 +86,7 @@ async fn go_on(
         return Err(Failure::new(FailureKind::Refused, text));
     }
     // Nothing is put on record any more, and nothing is let out by it.
-    end(cutting, name).await;
+    sole::end(sole).await;
     let mut record = records.known(name)?;
     let waiting = standing_by(agent, &record).await?;
     if record.state == State::Protected {

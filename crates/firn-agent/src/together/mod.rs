@@ -6,6 +6,7 @@
 //!             global checkpoints, several a second (cuts)                          and the newest of them
 //!   failover  no more of them; all standbys run from the newest, timeline + 1    record: failing over, failed over
 //!   release   each backup agrees, each gate opens and leaves                     record: made
+//!   forget    all hosts that what hosts agreed on names are gone                 that has ended
 //! ```
 //!
 //! The host that keeps the copies makes the global checkpoints and has the record: who is lost with it takes no VM along, and what is
@@ -13,7 +14,6 @@
 //! failover knows that the primaries are gone. Where they do (`[membership]`), that is in a record of theirs, gates obey leases, and
 //! all VMs fail over without a person (`agreed`; what is `due` is pure).
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,7 +22,6 @@ use firn_supervisor::{Context as _, Failure, FailureKind, Request, VmName};
 use hyper::Method;
 use hyper::body::Incoming;
 use serde_json::Value;
-use tokio::sync::{Mutex, MutexGuard};
 
 use crate::agent::Agent;
 use crate::api::{CLUSTERS, ProtectHere};
@@ -35,10 +34,13 @@ mod cuts;
 mod due;
 mod failover;
 mod far;
+mod forget;
 mod local;
 mod protect;
 mod record;
 mod release;
+mod rests;
+mod sole;
 mod tend;
 
 pub(crate) use again::keep;
@@ -50,14 +52,15 @@ pub(crate) use tend::tend;
 use cuts::Cutting;
 use far::Far;
 use record::Records;
+use sole::Locks;
 
 /// Most VMs of a cluster.
 const VMS_MAX: usize = 64;
 
-/// Clusters of which global checkpoints are being made. Commands are done one after another.
+/// Clusters of which global checkpoints are being made. Commands about one are done one after another.
 #[derive(Default)]
 pub(crate) struct Together {
-    cutting: Mutex<BTreeMap<VmName, Cutting>>,
+    locks: Locks,
     tending: tend::Tending,
 }
 
@@ -73,6 +76,9 @@ pub(crate) async fn command(agent: &Arc<Agent>, request: hyper::Request<Incoming
             Err(failure) => Err(failure),
         },
         (Method::POST, [name, verb]) => match VmName::new(*name) {
+            Ok(name) if *verb == "forget" => {
+                forget::forget(agent, &name).await.map(|forgotten| http::json(&forgotten))
+            }
             Ok(name) => told(agent, name, verb, request).await.map(|record| http::json(&record)),
             Err(error) => Err(error).doing_or(FailureKind::Usage, "naming a cluster"),
         },
@@ -104,15 +110,14 @@ async fn told(
 
 async fn list(agent: &Arc<Agent>) -> Result<Vec<Record>, Failure> {
     let mut records = Records::of(&agent.place).list()?;
-    // Something that takes long may be going on.
-    if let Ok(cutting) = agent.together.cutting.try_lock() {
-        for record in &mut records {
-            record.trouble = match (cutting.get(&record.name), record.state) {
-                (Some(cutting), _) => cutting.trouble(),
-                (None, State::Protected) => Some(no_cuts(&record.name)),
-                _ => None,
-            };
-        }
+    for record in &mut records {
+        // Something that takes long may be in progress.
+        let Some(sole) = agent.together.locks.try_lock(&record.name) else { continue };
+        record.trouble = match (&*sole, record.state) {
+            (Some(cutting), _) => cutting.trouble(),
+            (None, State::Protected) => Some(no_cuts(&record.name)),
+            _ => None,
+        };
     }
     Ok(records)
 }
@@ -124,25 +129,19 @@ fn no_cuts(name: &VmName) -> String {
 }
 
 async fn checkpoint(agent: &Arc<Agent>, name: &VmName) -> Result<Record, Failure> {
-    let cutting = agent.together.cutting.lock().await;
+    let sole = agent.together.locks.lock(name).await;
     let records = Records::of(&agent.place);
     let record = records.known(name)?;
-    let order = cutting.get(name).map(Cutting::order).ok_or_else(|| {
+    let order = sole.as_ref().map(Cutting::order).ok_or_else(|| {
         let text = match record.state {
             State::Protected => no_cuts(name),
             _ => format!("cluster {name} is not protected"),
         };
         Failure::new(FailureKind::Usage, text).hint(format!("`firn cluster protect {name}`"))
     })?;
-    drop(cutting);
+    drop(sole);
     let checkpoint = order.await?;
     Ok(Record { checkpoint: Some(checkpoint), ..record })
-}
-
-async fn end(cutting: &mut MutexGuard<'_, BTreeMap<VmName, Cutting>>, name: &VmName) {
-    if let Some(cutting) = cutting.remove(name) {
-        cutting.end().await;
-    }
 }
 
 /// Asks all VMs at once; their answers, in their order, if all answer.

@@ -9,6 +9,7 @@ use super::create::{found, made};
 use super::cuts::Cutting;
 use super::far::{ASK_WAIT, Far};
 use super::record::{Record, Records, State};
+use super::sole::Sole;
 use super::{about, agreed, all, release};
 use crate::agent::Agent;
 
@@ -18,9 +19,10 @@ pub(super) async fn protect(
     name: &VmName,
     interval_ms: u64,
 ) -> Result<Record, Failure> {
-    let mut cutting = agent.together.cutting.lock().await;
+    // Held while the copies are seeded, which may take an hour: of this cluster only.
+    let mut sole = agent.together.locks.lock(name).await;
     let records = Records::of(&agent.place);
-    let mut record = to_protect(agent, &records, name).await?;
+    let mut record = to_protect(agent, &mut sole, &records, name).await?;
     record.term += 1;
     let was_there;
     (record.generation, was_there) = match agreed::is_agreed(agent) {
@@ -31,14 +33,14 @@ pub(super) async fn protect(
     records.store(&record)?;
     if let Err(failure) = begin(agent, &record).await {
         // Nothing can be gone back to yet: each goes on alone.
-        release::undo(agent, &mut cutting, record, was_there).await;
+        release::undo(agent, &mut sole, record, was_there).await;
         return Err(failure);
     }
     record.state = State::Protected;
     records.store(&record)?;
     let begun = Cutting::begin(agent, records.clone(), record.clone());
     let first = begun.order();
-    cutting.insert(name.clone(), begun);
+    *sole = Some(begun);
     let first = first.await;
     if !agreed::is_agreed(agent) {
         return first.and_then(|_| records.known(name));
@@ -49,7 +51,7 @@ pub(super) async fn protect(
         Err(failure) => Err(failure),
     };
     if let Err(failure) = backed {
-        release::undo(agent, &mut cutting, record, was_there).await;
+        release::undo(agent, &mut sole, record, was_there).await;
         return Err(failure);
     }
     records.known(name)
@@ -58,10 +60,11 @@ pub(super) async fn protect(
 /// One that was made here; or that hosts have agreed on, wherever it was made.
 async fn to_protect(
     agent: &Arc<Agent>,
+    sole: &mut Sole,
     records: &Records,
     name: &VmName,
 ) -> Result<Record, Failure> {
-    let kept = records.load(name)?;
+    let kept = release::kept(agent, sole, name).await?;
     if let Some(State::Protected | State::FailingOver) = kept.as_ref().map(|it| it.state) {
         return Err(busy(format!("cluster {name} is protected already")));
     }
@@ -88,7 +91,7 @@ async fn to_protect(
 
 fn busy(text: String) -> Failure {
     Failure::new(FailureKind::Busy, text).hint(
-        "`firn cluster release` ends it; `firn cluster create` on another host makes it there",
+        "`firn cluster release` ends it, `firn cluster forget` if all its hosts are gone; `firn cluster create` on another host makes it there",
     )
 }
 

@@ -1,21 +1,19 @@
 //! The end of a cluster: its VMs go on, each for itself.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use firn_supervisor::{Failure, FailureKind, MemberRequest, Request, VmName};
-use tokio::sync::MutexGuard;
 
-use super::cuts::Cutting;
 use super::failover::settle;
 use super::far::{ASK_WAIT, RELEASE_WAIT};
 use super::record::{Placed, Record, Records, State};
-use super::{agreed, all, each, end};
+use super::sole::{self, Sole};
+use super::{agreed, all, each};
 use crate::agent::Agent;
 use crate::vms::Vms;
 
 pub(super) async fn release(agent: &Arc<Agent>, name: &VmName) -> Result<Record, Failure> {
-    let mut cutting = agent.together.cutting.lock().await;
+    let mut sole = agent.together.locks.lock(name).await;
     let record = Records::of(&agent.place).known(name)?;
     match record.state {
         State::FailedOver if agreed::is_agreed(agent) => {
@@ -27,16 +25,12 @@ pub(super) async fn release(agent: &Arc<Agent>, name: &VmName) -> Result<Record,
             let text = format!("the VMs of {name} run on this host, each for itself");
             Err(Failure::new(FailureKind::Usage, text))
         }
-        State::Made | State::Protected => ended(agent, &mut cutting, record).await,
+        State::Made | State::Protected => ended(agent, &mut sole, record).await,
     }
 }
 
-async fn ended(
-    agent: &Arc<Agent>,
-    cutting: &mut MutexGuard<'_, BTreeMap<VmName, Cutting>>,
-    mut record: Record,
-) -> Result<Record, Failure> {
-    end(cutting, &record.name).await;
+async fn ended(agent: &Arc<Agent>, sole: &mut Sole, mut record: Record) -> Result<Record, Failure> {
+    sole::end(sole).await;
     // From here on nobody goes back to its checkpoints: so each may be let go of by itself.
     (record.state, record.checkpoint) = (State::Made, None);
     Records::of(&agent.place).store(&record)?;
@@ -47,16 +41,11 @@ async fn ended(
 }
 
 /// What has come to nothing. Of one that hosts had agreed on before, they still do, and its VMs go on obeying its lease.
-pub(super) async fn undo(
-    agent: &Arc<Agent>,
-    cutting: &mut MutexGuard<'_, BTreeMap<VmName, Cutting>>,
-    record: Record,
-    was_there: bool,
-) {
+pub(super) async fn undo(agent: &Arc<Agent>, sole: &mut Sole, record: Record, was_there: bool) {
     let name = record.name.clone();
     let undone = match was_there {
-        true => give_up(agent, cutting, &name).await,
-        false => ended(agent, cutting, record).await.map(drop),
+        true => give_up(agent, sole, &name).await,
+        false => ended(agent, sole, record).await.map(drop),
     };
     if let Err(left) = undone {
         tracing::warn!("cluster {name}: {left}");
@@ -66,15 +55,32 @@ pub(super) async fn undo(
 /// Hosts have agreed that nobody counts on the copies here.
 pub(super) async fn give_up(
     agent: &Arc<Agent>,
-    cutting: &mut MutexGuard<'_, BTreeMap<VmName, Cutting>>,
+    sole: &mut Sole,
     name: &VmName,
 ) -> Result<(), Failure> {
-    end(cutting, name).await;
+    sole::end(sole).await;
     let records = Records::of(&agent.place);
     let mut record = records.known(name)?;
     (record.state, record.checkpoint) = (State::Made, None);
     records.store(&record)?;
     no_copies(agent, &record).await
+}
+
+/// The record that is kept here. Where hosts have agreed that the cluster has ended, its copies are given up first.
+pub(super) async fn kept(
+    agent: &Arc<Agent>,
+    sole: &mut Sole,
+    name: &VmName,
+) -> Result<Option<Record>, Failure> {
+    let records = Records::of(&agent.place);
+    let kept = records.load(name)?;
+    let state = kept.as_ref().map(|record| record.state);
+    let counts = matches!(state, Some(State::Protected | State::FailingOver));
+    if !counts || !agreed::is_over(agent, name).await? {
+        return Ok(kept);
+    }
+    give_up(agent, sole, name).await?;
+    records.load(name)
 }
 
 async fn no_copies(agent: &Arc<Agent>, record: &Record) -> Result<(), Failure> {

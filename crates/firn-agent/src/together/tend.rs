@@ -140,7 +140,7 @@ async fn look(
     looked: &mut Looked,
 ) -> Result<bool, Trouble> {
     // Somebody is changing something.
-    let Ok(mut cutting) = agent.together.cutting.try_lock() else { return Ok(true) };
+    let Some(mut sole) = agent.together.locks.try_lock(name) else { return Ok(true) };
     if agent.place.members(name).iter().any(|vm| agent.is_claimed(vm)) {
         return Ok(true);
     }
@@ -165,7 +165,7 @@ async fn look(
         Deed::Inherit(before) => register.inherited(before, ours.host),
         Deed::End => register.ended(),
         Deed::GiveUp => {
-            if let Err(failure) = release::give_up(agent, &mut cutting, name).await {
+            if let Err(failure) = release::give_up(agent, &mut sole, name).await {
                 tracing::warn!("copies of cluster {name} are in the way: {failure}");
             }
             return Ok(true);
@@ -178,7 +178,7 @@ async fn look(
         }
         Deed::Nothing => return Ok(!is_over(agent, name, &record, &here)),
         other => {
-            drop(cutting);
+            drop(sole);
             perform(agent, name, post, &record, other).await;
             return Ok(true);
         }

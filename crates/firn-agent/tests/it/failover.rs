@@ -1,12 +1,13 @@
 //! Three agents that agree, and VMs that are only what supervisors would say: who runs `web`, and with which lease.
 
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use firn_agent::api::{FailOver, MembershipView, PlaceView};
+use firn_agent::api::{CLUSTERS, FailOver, Forgotten, MembershipView, PlaceView};
+use firn_agent::client::Method;
 use firn_agent::detect::Health;
 use firn_agent::vms::OnReady;
 use firn_agent::{Config, Times, Vms, client, membership};
@@ -166,11 +167,12 @@ impl Vms for Model {
 struct Hosts {
     hosts: Vec<Host>,
     models: Vec<Arc<Model>>,
+    files: Vec<PathBuf>,
 }
 
 impl Hosts {
     fn start() -> Self {
-        let (mut hosts, mut models) = (Vec::new(), Vec::new());
+        let (mut hosts, mut models, mut files) = (Vec::new(), Vec::new(), Vec::new());
         for (dir, file) in configured() {
             let config = Config::load(&file).unwrap();
             membership::found(&config).unwrap();
@@ -180,12 +182,13 @@ impl Hosts {
             let vms = Arc::clone(&model) as Arc<dyn Vms>;
             hosts.push(Host::with_vms(dir, config, Times::default(), vms, ends).unwrap());
             models.push(model);
+            files.push(file);
         }
         models[0].web().state = Some("running");
         for peer in ["b", "c"] {
             eventually("all are there", || hosts[0].peer(peer).health == Health::Alive);
         }
-        Self { hosts, models }
+        Self { hosts, models, files }
     }
 
     fn protect(&self) {
@@ -316,6 +319,44 @@ fn a_vm_that_hangs_runs_at_its_backup_though_its_agent_lives() {
     eventually("it runs at b", || hosts.is_at(1, "running") || hosts.is_at(1, "protected"));
     assert_eq!(hosts.models[1].web().lease, Some(1));
     eventually("the old one is ended", || hosts.is_at(0, "ended") || hosts.is_at(0, "standby"));
+}
+
+/// `a` and `b` are lost together; `b` comes back with nothing.
+#[test]
+fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_free() {
+    let mut hosts = Hosts::start();
+    hosts.protect();
+    let forget = |host: &Host| {
+        let path = format!("{CLUSTERS}/web/forget");
+        client::clusters::<Forgotten>(&host.base, Method::POST, &path, None::<&()>)
+    };
+    let refused = forget(&hosts.hosts[2]).unwrap_err();
+    assert_eq!(refused.kind, FailureKind::Refused, "{refused}");
+    for host in [0, 1] {
+        hosts.hosts[host].kill();
+        *hosts.models[host].web() = Web::default();
+    }
+    let vms = Arc::clone(&hosts.models[1]) as Arc<dyn Vms>;
+    hosts.hosts[1].start_again(&hosts.files[1], &vms);
+    hosts.models[2].web().state = Some("running");
+    let c = &hosts.hosts[2];
+    eventually("b is back", || c.peer("b").health == Health::Alive && view(c).leader.is_some());
+    let refused = c.protect("web", "b").unwrap_err();
+    assert!(refused.to_string().contains("runs at host a"), "{refused}");
+    let hint = refused.hint.unwrap();
+    assert!(hint.contains("`firn cluster forget web`"), "{hint}");
+    let mut forgotten = None;
+    eventually("a is lost, and the leases are over", || {
+        forgotten = forget(c).ok();
+        forgotten.is_some()
+    });
+    let Forgotten { vms, hosts: rests, .. } = forgotten.unwrap();
+    assert_eq!(vms, ["web"]);
+    let why = |host: &str| rests.iter().find(|(it, _)| it.starts_with(host)).unwrap().1;
+    assert!(why("a ").contains("does not answer") && why("a ").contains("s old"), "{rests:?}");
+    assert!(why("b ").contains("none of the VMs"), "{rests:?}");
+    c.protect("web", "b").unwrap();
+    assert_eq!(place(c), ["c", "b"]);
 }
 
 /// Somebody else has the name.

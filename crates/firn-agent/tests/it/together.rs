@@ -9,7 +9,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use firn_agent::api::{CLUSTERS, Create, MembershipView, PlaceView, ProtectHere};
+use firn_agent::api::{CLUSTERS, Create, Forgotten, MembershipView, PlaceView, ProtectHere};
 use firn_agent::client::Method;
 use firn_agent::detect::Health;
 use firn_agent::together::{Record, State};
@@ -51,6 +51,9 @@ struct Vm {
     went_on: Option<(Generation, Epoch)>,
     /// Its copy is lost, of which it hears when it is to be released.
     hears_late: bool,
+    /// Its copy is not complete until this is set back; it is being seeded.
+    is_slow: bool,
+    is_seeded: bool,
     /// Its epochs go or come there.
     stream: Option<UnixStream>,
 }
@@ -147,6 +150,15 @@ impl Model {
     }
 }
 
+impl Model {
+    /// Nothing is left of what was only in memory.
+    fn lose_power(&self) {
+        for name in std::mem::take(&mut *self.all()).into_keys() {
+            let _ = std::fs::remove_dir_all(self.base.vm(&name).path());
+        }
+    }
+}
+
 impl Vms for Model {
     fn list(&self) -> Result<Vec<Status>, Failure> {
         let names: Vec<VmName> = self.all().keys().cloned().collect();
@@ -181,6 +193,12 @@ impl Vms for Model {
     ) -> Result<Value, Failure> {
         let address = how.to.to_string();
         let near = UnixStream::connect(address.strip_prefix("unix:").unwrap()).unwrap();
+        while self.with(name, |it| {
+            it.is_seeded = it.is_slow;
+            it.is_slow
+        }) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
         self.with(name, |it| {
             assert!(it.state == "running" && !it.is_held && it.member.is_some());
             assert!(how.lease.is_some() && it.granted.last() == how.lease.as_ref());
@@ -274,16 +292,10 @@ impl Hosts {
             models.push(model);
             files.push(file);
         }
-        for (host, it) in [(0, "web"), (1, "db")] {
-            models[host].add(&vm(it), Vm { state: "running", ..Vm::default() });
-        }
-        for host in &hosts {
-            eventually("all are there", || {
-                host.cluster().peers.iter().all(|peer| peer.health == Health::Alive)
-            });
-        }
-        eventually("somebody leads", || view(&hosts[0]).leader.is_some());
-        Self { hosts, models, files }
+        let hosts = Self { hosts, models, files };
+        hosts.boot();
+        hosts.all_agree();
+        hosts
     }
 
     /// Starts the agent of a host again. Its VMs are as they were.
@@ -296,6 +308,26 @@ impl Hosts {
         let how = ProtectHere { interval_ms: 100, predicts: true, cluster: None };
         let how = (verb == "protect").then_some(&how);
         asked(&self.hosts[host], &format!("{CLUSTERS}/shop/{verb}"), how)
+    }
+
+    fn forget(&self, host: usize) -> Result<Forgotten, Failure> {
+        let path = format!("{CLUSTERS}/shop/forget");
+        client::clusters(&self.hosts[host].base, Method::POST, &path, None::<&()>)
+    }
+
+    fn boot(&self) {
+        for (host, it) in [(0, "web"), (1, "db")] {
+            self.models[host].add(&vm(it), Vm { state: "running", ..Vm::default() });
+        }
+    }
+
+    fn all_agree(&self) {
+        for host in &self.hosts {
+            eventually("all are there", || {
+                host.cluster().peers.iter().all(|peer| peer.health == Health::Alive)
+            });
+        }
+        eventually("somebody leads", || view(&self.hosts[0]).leader.is_some());
     }
 
     /// By `c`.
@@ -494,6 +526,59 @@ fn a_vm_that_its_user_ends_ends_its_cluster() {
     eventually("no copies are left", || hosts.models[2].all().is_empty());
     assert_eq!(hosts.kept().state, State::Made);
     assert!(b.is("db", "running"));
+}
+
+/// Seeding copies may take an hour: the failover of another cluster does not wait for that.
+#[test]
+fn a_cluster_fails_over_while_another_is_seeded() {
+    let mut hosts = Hosts::start();
+    hosts.protect();
+    let b = Arc::clone(&hosts.models[1]);
+    b.add(&vm("till"), Vm { state: "running", is_slow: true, ..Vm::default() });
+    let create = Create { name: vm("zoo"), vms: vec![(vm("till"), Some(name("b")))] };
+    asked(&hosts.hosts[2], CLUSTERS, Some(&create)).unwrap();
+    let base = hosts.hosts[2].base.clone();
+    let seeding = std::thread::spawn(move || {
+        let how = ProtectHere { interval_ms: 100, predicts: true, cluster: None };
+        let path = format!("{CLUSTERS}/zoo/protect");
+        client::clusters::<Record>(&base, Method::POST, &path, Some(&how))
+    });
+    eventually("the other is being seeded", || b.with(&vm("till"), |it| it.is_seeded));
+    hosts.hosts[0].kill();
+    hosts.both_run_at_c();
+    assert!(!seeding.is_finished() && b.with(&vm("till"), |it| it.is_seeded));
+    b.with(&vm("till"), |it| it.is_slow = false);
+    seeding.join().unwrap().unwrap();
+    assert!(b.is("till", "protected"));
+}
+
+/// Power is cut at all hosts: each agent is another host then, and no VM of the record is there.
+#[test]
+fn a_name_is_free_again_after_a_power_cut() {
+    let mut hosts = Hosts::start();
+    hosts.protect();
+    let refused = hosts.forget(1).unwrap_err();
+    assert_eq!(refused.kind, FailureKind::Refused, "{refused}");
+    (0..3).for_each(|host| hosts.hosts[host].kill());
+    hosts.models.iter().for_each(|model| model.lose_power());
+    (0..3).for_each(|host| hosts.restart(host));
+    hosts.boot();
+    hosts.all_agree();
+    let hint = hosts.ask(2, "protect").unwrap_err().hint.unwrap();
+    assert!(hint.contains("`firn cluster forget`"), "{hint}");
+    let mut forgotten = None;
+    eventually("leases are over", || {
+        forgotten = hosts.forget(0).ok();
+        forgotten.is_some()
+    });
+    let Forgotten { vms, hosts: rests, .. } = forgotten.unwrap();
+    assert_eq!((vms, rests.len()), (vec!["web".to_owned(), "db".to_owned()], 3));
+    assert!(rests.values().all(|why| why.contains("none of the VMs")), "{rests:?}");
+    assert_eq!(hosts.forget(0).unwrap_err().kind, FailureKind::NoSuchVm);
+    hosts.ask(2, "protect").unwrap();
+    assert_eq!(places(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
+    let refused = hosts.forget(0).unwrap_err();
+    assert_eq!(refused.kind, FailureKind::Refused, "{refused}");
 }
 
 #[test]

@@ -6,12 +6,14 @@ use firn_supervisor::Failure;
 use crate::output::Output;
 
 mod create;
+mod forget;
 mod status;
 mod verbs;
 
 /// Protect several VMs together, and ask what hosts agree on.
 ///
-/// All verbs are for the host that keeps the copies, where the cluster was made; where hosts agree, `protect` is for any other as well.
+/// All verbs are for the host that keeps the copies, where the cluster was made; where hosts agree, `protect` is for any other as well, and
+/// `forget` for every host.
 #[derive(Debug, ClapArgs)]
 pub struct Args {
     #[command(subcommand)]
@@ -26,6 +28,7 @@ enum Verb {
     Status(status::Args),
     Failover(verbs::Failover),
     Release(verbs::Release),
+    Forget(forget::Args),
 }
 
 impl Args {
@@ -38,6 +41,7 @@ impl Args {
             Verb::Status(args) => args.run(out),
             Verb::Failover(args) => args.run(out),
             Verb::Release(args) => args.run(out),
+            Verb::Forget(args) => args.run(out),
         }
     }
 }
