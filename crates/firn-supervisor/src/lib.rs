@@ -68,6 +68,7 @@ mod server;
 mod serving;
 mod spawn;
 mod standby;
+mod standby_files;
 mod start;
 mod status;
 mod storage;

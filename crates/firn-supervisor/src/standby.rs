@@ -39,6 +39,7 @@ use crate::protocol::{FailoverMember, FailoverRequest, Progress};
 use crate::qemu::{self, Known};
 use crate::restore::{look, refuse, write_aux};
 use crate::served::Served;
+use crate::standby_files::free_file;
 use crate::start::{self, Child, Place, Started};
 
 mod takeover;
@@ -64,8 +65,8 @@ impl Here<'_> {
         })?;
         let mut disks = self.disks.clone();
         for disk in command_line::plan(&args)?.disks() {
-            let name = format!("{}.{}.{}", place.vm.name(), disk.id, disk.format);
-            disks.entry(disk.id.clone()).or_insert_with(|| place.directory.join(name));
+            let free = || free_file(&place.directory, place.vm.name(), disk);
+            disks.entry(disk.id.clone()).or_insert_with(free);
         }
         disks.iter().try_fold(args, |args, (id, path)| {
             command_line::with_disk(&args, id, &path.to_string_lossy())

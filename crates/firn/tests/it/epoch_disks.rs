@@ -111,6 +111,11 @@ fn a_vm_that_is_lost_goes_on_with_the_disks_that_its_memory_knows() {
     session.firn(&["failover", "third"]).succeeds();
     disks_are_well(&vm);
     vm.is_well();
+    // Back to a name that was used: the disk of that time stays, and is not in the way.
+    protected(&vm, "third", "twin", &[]);
+    assert!(session.path("twin.d1.2.qcow2").exists());
+    session.firn(&["stop", "twin", "--discard"]).succeeds();
+    assert!(!session.path("twin.d1.2.qcow2").exists());
     session.firn(&["stop", "third"]).succeeds();
     is_sound(&session.path("third.d1.qcow2"));
     is_sound(&session.path("twin.d1.qcow2"));
