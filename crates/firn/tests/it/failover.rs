@@ -16,6 +16,8 @@ use crate::outside::Outside;
 use crate::session::{Session, eventually, signal, text};
 use crate::vm::Vm;
 
+mod power_cut;
+
 const PATIENCE: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 3] = ["a", "b", "c"];
 const LEASE: Duration = Duration::from_millis(4000);
