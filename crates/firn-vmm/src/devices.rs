@@ -55,16 +55,6 @@ fn children(container: &str, answer: Value) -> Result<Vec<DevicePath>, QmpError>
     Ok(properties.into_iter().filter_map(child).collect())
 }
 
-/// Whether it came after QEMU was started. A device that does not know counts as one of the command line.
-pub(crate) fn is_hotplugged(qmp: &mut Qmp, device: &DevicePath) -> Result<bool, QmpError> {
-    let property = json!({ "path": device.path, "property": "hotplugged" });
-    match qmp.execute("qom-get", property) {
-        Ok(value) => Ok(value.as_bool().unwrap_or(false)),
-        Err(QmpError::Refused { .. }) => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

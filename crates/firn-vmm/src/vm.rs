@@ -188,11 +188,6 @@ impl Vm {
         devices::list(&mut self.qmp)
     }
 
-    /// Whether such a device came after QEMU was started.
-    pub fn is_hotplugged(&mut self, device: &DevicePath) -> Result<bool, QmpError> {
-        devices::is_hotplugged(&mut self.qmp, device)
-    }
-
     /// The process at the other end of the monitor socket. `None` if it has a vCPU thread of no such process: then
     /// somebody else made the socket and handed it over.
     pub fn pid(&mut self) -> Result<Option<i32>, QmpError> {

@@ -77,20 +77,8 @@ pub(super) struct Devices(BTreeSet<DevicePath>);
 
 impl Devices {
     /// Those that the VM has now.
-    ///
-    /// # Errors
-    /// If one of them came after the hypervisor was started: a standby has the command line alone.
     pub(super) fn list(vm: &mut Vm) -> Result<Self, GuestError> {
-        let devices = vm.device_paths()?;
-        for device in &devices {
-            if vm.is_hotplugged(device)? {
-                return Err(GuestError::Refused(format!(
-                    "the device {device} was added while the VM ran, and a standby starts with its command line: remove it \
-                     (`device_del`), or give it on the command line"
-                )));
-            }
-        }
-        Ok(Self(devices))
+        Ok(Self(vm.device_paths()?))
     }
 
     /// # Errors

@@ -123,7 +123,7 @@ fn what_comes_later_and_cannot_be_followed_ends_protection() {
     let disk = vm.session.path("late.raw");
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let qmp = format!("unix:{},server=on,wait=off", text(&monitor));
-    let slot = ["-device", "pcie-root-port,id=slot,chassis=1"];
+    let slot = ["-device", "pcie-root-port,id=hotslot,chassis=1"];
     let vm = vm.with(&["-qmp", &qmp]).with(&slot).booted_with(&[]);
     // The standby's QEMU takes the names of these sockets.
     let mut user = firn_vmm::Vm::connect(&monitor).unwrap();
@@ -148,7 +148,7 @@ fn what_comes_later_and_cannot_be_followed_ends_protection() {
     user.qmp().execute("blockdev-del", serde_json::json!({ "node-name": "direct" })).unwrap();
     vm.session.firn(&["release", "web"]);
     protected(&vm, &[]);
-    let rng = serde_json::json!({ "driver": "virtio-rng-pci", "bus": "slot", "id": "late" });
+    let rng = serde_json::json!({ "driver": "virtio-rng-pci", "bus": "hotslot", "id": "late" });
     user.qmp().execute("device_add", rng).unwrap();
     eventually("the end", PATIENCE, || vm.session.status("web")["state"] == "running");
     let last = vm.session.status("web")["last"]["text"].to_string();
