@@ -31,7 +31,7 @@ use crate::qemu;
 pub(crate) struct DiskPolicy<'a> {
     how: Option<SaveDisks>,
     is_launched: bool,
-    vm_name: &'a str,
+    pub(crate) vm_name: &'a str,
     disk_dir: Option<&'a Path>,
     image_dir: &'a Path,
     /// The drives of the image that the new one builds on.

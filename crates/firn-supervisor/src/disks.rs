@@ -189,7 +189,7 @@ impl<'a> Cutting<'a> {
     /// Before the VM uses a layer, and before there is an image that needs one.
     fn note_layers(&self, journal: &JournalFile) -> Result<(), Failure> {
         let Phase::Saving { image, .. } = journal.read().phase else { return Ok(()) };
-        let noted = disk_layers::note_save(self.vm_name, &image, &self.kept());
+        let noted = disk_layers::note_save(self.policy.vm_name, &image, &self.kept());
         firn_fault::point("save.layers-noted");
         noted
     }

@@ -241,7 +241,7 @@ impl Operations for Qemu {
         self.usage.finish();
         self.changes.finish();
         if let Ok(machine) = self.machine() {
-            close_left_descriptors(&machine.qmp);
+            close_left_descriptors(&machine);
         }
     }
 
@@ -262,7 +262,7 @@ impl Operations for Qemu {
 
     fn command_line(&self) -> Result<serde_json::Value, Failure> {
         let machine = self.machine()?;
-        let mut vm = qemu::connect_within(&machine.qmp, qemu::SHORT_WAIT)?;
+        let mut vm = qemu::connect_within(&machine, qemu::SHORT_WAIT)?;
         disk_layers::command_line(&mut vm, &machine.meta)
     }
 
@@ -653,8 +653,8 @@ fn close_descriptors(vm: &mut Vm) {
 }
 
 /// The same for descriptors that an earlier operation left in QEMU, because it failed or because the VM was paused.
-fn close_left_descriptors(qmp: &Path) {
-    let closed = qemu::connect_within(qmp, qemu::SHORT_WAIT)
+fn close_left_descriptors(machine: &Machine) {
+    let closed = qemu::connect_within(machine, qemu::SHORT_WAIT)
         .and_then(|mut vm| vm.close_left_descriptors().doing("closing descriptors in QEMU"));
     if let Err(failure) = closed {
         tracing::debug!("{failure}");

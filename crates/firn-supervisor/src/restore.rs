@@ -12,7 +12,7 @@
 //! have. From then on it goes on serving.
 
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -22,6 +22,7 @@ use firn_image::{AuxBlock, Image};
 use firn_memory::{GuestMemory, PageFaults, Process, Trace, Tracee, process_memory};
 use firn_restore::{
     Mode, OnError, OnFatal, Prefill, Prefilled, Presence, Restore, RestoreError, RestoreOptions,
+    RunCounts,
 };
 use firn_types::{PAGE_SIZE, RamRegion, Tid, VcpuId};
 use firn_vmm::command_line::{self, Beside, Endpoint, Overrides, Plan, RamPlan};
@@ -37,12 +38,13 @@ use crate::endpoints;
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 use crate::identity::ProcessHandle;
 use crate::journal::{Journal, JournalFile, Machine, Phase};
+use crate::keep::Restoring;
 use crate::learned::Learning;
 use crate::meta::{self, Meta, Mismatch};
 use crate::network::{HELD, Sockets};
 use crate::outage::Pauser;
 use crate::programs;
-use crate::protocol::{Progress, RestoreDisks, RestoreNow};
+use crate::protocol::{Progress, RestoreDisks};
 use crate::qemu::{self, Known, Memory};
 use crate::serving::{PROGRESS_EVERY, Work, progress};
 use crate::start::{self, Child, Place, Started};

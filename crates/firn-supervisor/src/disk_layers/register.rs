@@ -88,6 +88,7 @@ impl Kept {
     fn file(&self) -> Option<PathBuf> {
         match &self.made {
             Some(Made::Clone(path)) => Some(path.clone()),
+            Some(Made::Copy(copy)) => Some(copy.path.clone()),
             _ => self.chain.first().cloned(),
         }
     }
@@ -101,6 +102,7 @@ impl Notes {
                 self.add_layer(vm, &overlay.path, below, LayerKind::Overlay);
             }
             Some(Made::Clone(path)) => self.add_layer(vm, path, below, LayerKind::Clone),
+            Some(Made::Copy(copy)) => self.add_layer(vm, &copy.path, below, LayerKind::Clone),
             None => {}
         }
         let Some(file) = kept.file().map(|file| key(&file)) else { return };
