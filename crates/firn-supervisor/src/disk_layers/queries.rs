@@ -50,6 +50,8 @@ impl Record {
         let is_needed = |layer: &Layer| {
             layer.kind != LayerKind::Clone
                 || self.images.iter().any(|image| image.file == layer.file)
+                // A later copy may stand on it, and be listed in the record of another directory.
+                || self.images.iter().any(|image| image.chain.contains(&layer.file))
                 || self.on(&layer.file).next().is_some()
         };
         let unused: Vec<PathBuf> =

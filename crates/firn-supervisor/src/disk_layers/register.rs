@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use firn_image::Image;
+use firn_vmm::file_below;
 
 use super::record::{ImageUse, Layer, LayerKind};
 use super::store::Folder;
@@ -12,6 +13,9 @@ use super::{dir_of, key};
 use crate::disks::{Kept, Made};
 use crate::failure::Failure;
 use crate::meta::Meta;
+
+/// Files in a chain at most, so that one which names itself ends.
+const FILES_MAX: usize = 256;
 
 /// What is to be noted, by the directory whose record it goes to.
 #[derive(Default)]
@@ -102,11 +106,18 @@ impl Notes {
                 self.add_layer(vm, &overlay.path, below, LayerKind::Overlay);
             }
             Some(Made::Clone(path)) => self.add_layer(vm, path, below, LayerKind::Clone),
-            Some(Made::Copy(copy)) => self.add_layer(vm, &copy.path, below, LayerKind::Clone),
+            Some(Made::Copy(copy)) => {
+                let below = files_under(&copy.path);
+                let below = below.first().map(PathBuf::as_path);
+                self.add_layer(vm, &copy.path, below, LayerKind::Clone);
+            }
             None => {}
         }
         let Some(file) = kept.file().map(|file| key(&file)) else { return };
-        let mut chain: Vec<PathBuf> = kept.chain.iter().map(|file| key(file)).collect();
+        let mut chain: Vec<PathBuf> = match &kept.made {
+            Some(Made::Copy(copy)) => files_under(&copy.path),
+            _ => kept.chain.iter().map(|file| key(file)).collect(),
+        };
         if chain.first() != Some(&file) {
             chain.insert(0, file.clone());
         }
@@ -130,6 +141,12 @@ impl Notes {
         let layer = Layer { file, below, vm, made, kind, abandoned: false, restored: false };
         self.by_dir.entry(dir).or_default().0.push(layer);
     }
+}
+
+/// The files on which a copy was made: it may be of what changed since another copy.
+fn files_under(copy: &Path) -> Vec<PathBuf> {
+    let below = |file: &Path| file_below(file).ok().flatten().map(|below| key(&below));
+    std::iter::successors(below(copy), |file| below(file)).take(FILES_MAX).collect()
 }
 
 /// The image whose name another one is about to take.
