@@ -215,6 +215,7 @@ mod tests {
             state: state.to_owned(),
             backup: None,
             protection: None,
+            lease: None,
             primary: standby.then(|| HostName::new("a").unwrap()),
             committed: standby.then_some(7),
             advice: standby.then(|| "`firn failover web`".to_owned()),

@@ -152,6 +152,7 @@ mod tests {
                 started: first,
                 on_error: if second { OnError::Stop } else { OnError::Kill },
                 paused_by_us: first && second,
+                stays_paused: false,
             });
         }
         phases.into_iter().map(Some).chain([None]).collect()

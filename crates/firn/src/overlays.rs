@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use firn_supervisor::{Request, RuntimeDir, VmName, ask, inspect, status};
+use firn_supervisor::{Request, RuntimeDir, VmName, ask, inspect};
 use serde::Deserialize;
 
 /// Those of a VM, as far as anything is known of it.
