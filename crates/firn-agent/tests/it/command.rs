@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use rustix::fs::{CWD, Mode, mkfifoat};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::host::{Authority, free_address, write_config};
@@ -35,6 +36,28 @@ fn a_configuration_is_checked_with_its_certificates() {
     assert!(said.contains("for the name b") && said.lines().count() == 2, "{said}");
     let none = check(Path::new("/none"));
     assert_eq!(none.status.code(), Some(2));
+}
+
+#[test]
+fn a_fifo_in_place_of_a_file_is_refused_without_a_wait() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = Authority::new();
+    let identity = authority.issue(&["a"], |_| ());
+    let file = write_config(dir.path(), &authority.pem(), identity, "a", free_address(), &[]);
+    let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+    let files: Vec<_> = entries.filter(|path| path.is_file()).collect();
+    assert!(files.len() >= 4, "{files:?}");
+    for path in files {
+        let kept = path.with_extension("kept");
+        std::fs::rename(&path, &kept).unwrap();
+        mkfifoat(CWD, &path, Mode::RUSR | Mode::WUSR).unwrap();
+        let refused = check(&file);
+        let text = String::from_utf8_lossy(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{}: {text}", path.display());
+        assert!(text.contains("it is a FIFO, not a regular file"), "{}: {text}", path.display());
+        std::fs::rename(&kept, &path).unwrap();
+    }
+    assert!(check(&file).status.success());
 }
 
 /// Those that the documentation says how to make.

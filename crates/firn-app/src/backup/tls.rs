@@ -11,6 +11,9 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 use super::error::BackupError;
 
+/// The longest file of certificates, or with a key, in bytes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
 /// Files in PEM format: this side's certificate and key, and the authority that must have signed the other side's.
 #[derive(Clone, Debug)]
 pub struct Identity {
@@ -27,7 +30,7 @@ impl Identity {
         &self,
     ) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>, RootCertStore), BackupError>
     {
-        let key = PrivateKeyDer::from_pem_file(&self.key).map_err(unusable(&self.key))?;
+        let key = PrivateKeyDer::from_pem_slice(&read(&self.key)?).map_err(unusable(&self.key))?;
         let mut roots = RootCertStore::empty();
         for certificate in certificates(&self.authority)? {
             roots.add(certificate).map_err(unusable(&self.authority))?;
@@ -71,9 +74,13 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, BackupError> {
-    CertificateDer::pem_file_iter(path)
-        .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+    CertificateDer::pem_slice_iter(&read(path)?)
+        .collect::<Result<Vec<_>, _>>()
         .map_err(unusable(path))
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, BackupError> {
+    firn_files::read_input(path, FILE_BYTES_MAX).map_err(unusable(path))
 }
 
 fn wrong(error: impl std::fmt::Display) -> BackupError {

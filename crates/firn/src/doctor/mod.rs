@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, FailureKind};
 
-use crate::output::{Output, table};
+use crate::output::{Output, check_input, table};
 
 mod facts;
 mod findings;
@@ -38,6 +38,7 @@ pub struct Args {
 impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
+        self.kernel.as_deref().map_or(Ok(()), check_input)?;
         let findings = judge(&facts::collect(&self.qemu, self.kernel.as_deref()));
         out.facts(&findings, || describe(&findings))?;
         match findings.iter().filter(|finding| finding.grade == Grade::Missing).count() {

@@ -14,7 +14,8 @@ pub fn run(path: &Path, image: &Image, out: Output) -> Result<(), Failure> {
         .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
     let checks = check_host(&meta);
     let failed = checks.iter().filter(|check| !check.passed).count();
-    let facts = json!({ "image": path, "restorable": failed == 0, "checks": checks });
+    let facts =
+        json!({ "image": path.to_string_lossy(), "restorable": failed == 0, "checks": checks });
     out.facts(&facts, || describe(&checks))?;
     match failed {
         0 => Ok(()),

@@ -1,13 +1,14 @@
 //! Restoring what is damaged: an error that says where, no VM that hangs or goes wrong, nothing left.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _};
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
 use firn_image::{HEADER_BYTES, Image};
 use firn_types::Block;
+use rustix::fs::{CWD, Mode as Permissions, mkfifoat};
 
 use crate::faults::base;
 use crate::session::{Answer, eventually};
@@ -90,8 +91,14 @@ fn a_flipped_byte_of_memory_is_named_in_each_mode() {
         }
         nothing_runs(&vm, &why);
     }
+    // What earlier restores have learned would be there: it is neither read nor replaced, and nothing waits for it.
+    let learned = vm.image("base.firn.learned");
+    let _ = std::fs::remove_file(&learned);
+    mkfifoat(CWD, &learned, Permissions::RUSR | Permissions::WUSR).unwrap();
     vm.session.firn(&["restore", "base.firn", "--wait"]).succeeds();
     vm.is_well();
+    vm.session.firn(&["stop", "web"]).succeeds();
+    assert!(std::fs::metadata(&learned).unwrap().file_type().is_fifo());
 }
 
 #[test]

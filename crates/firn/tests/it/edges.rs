@@ -111,7 +111,7 @@ fn files_of_other_kinds_are_refused_by_every_argument() {
         for &name in &names {
             let is_fit = match argument.role {
                 Role::Directory => name == "directory",
-                Role::Input | Role::Output | Role::Socket => false,
+                Role::Input | Role::Output | Role::Socket | Role::Program => false,
             };
             if is_fit {
                 continue;
@@ -120,6 +120,7 @@ fn files_of_other_kinds_are_refused_by_every_argument() {
                 Role::Output | Role::Directory => &[2],
                 Role::Input => &[2, 6],
                 Role::Socket => &[1, 2, 3],
+                Role::Program => &[1, 2, 5, 6, 7, 8],
             };
             let answer = run(&session, argument, name.as_bytes());
             assert_one_error(&answer, &format!("{} with a {name}", argument.name), codes);
@@ -147,6 +148,7 @@ fn names_that_no_text_is_and_names_that_a_terminal_obeys() {
             }
             let codes: &[i32] = match argument.role {
                 Role::Output if argument.command.starts_with("image") => &[5, 6],
+                Role::Program => &[1, 2, 5, 6, 7, 8],
                 _ => &[1, 2, 3, 6],
             };
             assert_one_error(&answer, &what, codes);

@@ -12,6 +12,8 @@ pub enum Role {
     Directory,
     /// A socket to connect to.
     Socket,
+    /// A program that is run.
+    Program,
 }
 
 /// An argument that takes a path.
@@ -27,7 +29,7 @@ const fn argument(name: &'static str, role: Role, command: &'static str) -> Path
     PathArgument { name, role, command }
 }
 
-use Role::{Directory, Input, Output, Socket};
+use Role::{Directory, Input, Output, Program, Socket};
 
 pub const ARGUMENTS: &[PathArgument] = &[
     argument("run calls", Input, "run web --calls @ -- qemu-system-x86_64"),
@@ -44,6 +46,8 @@ pub const ARGUMENTS: &[PathArgument] = &[
     argument("restore disk_dir", Directory, "restore good.firn --name web --disk-dir @"),
     argument("restore calls", Input, "restore good.firn --name web --calls @"),
     argument("restore stores", Input, "restore good.firn --name web --stores=@"),
+    argument("restore qemu", Program, "restore good.firn --name web --qemu ./@"),
+    argument("doctor kernel", Input, "doctor --kernel @"),
     argument("image inspect image", Input, "image inspect @"),
     argument("image verify image", Input, "image verify @"),
     argument("image reorder image", Input, "image reorder @ --by physical -o new.firn"),
@@ -57,6 +61,7 @@ pub const ARGUMENTS: &[PathArgument] = &[
     argument("image rebase output", Output, "image rebase good.firn --parent good.firn -o @"),
     argument("image compare image", Input, "image compare @ good.ram"),
     argument("image compare reference", Input, "image compare good.firn @"),
+    argument("image rm images", Input, "image rm @"),
     argument("report runs", Input, "report @"),
     argument("report output", Output, "report good.json -o @"),
 ];
