@@ -51,6 +51,9 @@ pub struct ChainFile {
     pub mentioned_blocks: u32,
 }
 
+/// A section that is read piece by piece, and where it lies.
+type OpenSection = (Box<dyn Read>, SectionAt);
+
 impl Image {
     /// Opens an image and checks all of it but the memory blocks themselves.
     pub fn open(path: &Path) -> Result<Self, ImageError> {
@@ -175,7 +178,7 @@ impl Image {
     pub(crate) fn section_reader(
         &self,
         kind: Kind,
-    ) -> Result<Option<(Box<dyn Read>, SectionAt)>, ImageError> {
+    ) -> Result<Option<OpenSection>, ImageError> {
         let Layer { source, footer, .. } = self.layer();
         let Some(at) = footer.section(kind) else { return Ok(None) };
         Ok(Some((source.section_reader(at)?, *at)))
