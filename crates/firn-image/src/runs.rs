@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn long_runs_cost_nothing() {
-        let all: Runs = [0..u32::MAX].into_iter().collect();
+        let all: Runs = std::iter::once(0..u32::MAX).collect();
         let some: Runs = [5..6, 9..12].into_iter().collect();
         assert_eq!(all.without(&some).each().collect::<Vec<_>>(), [0..5, 6..9, 12..u32::MAX]);
         assert!(some.without(&all).is_empty());
