@@ -22,8 +22,11 @@ use crate::http::{self, Answer};
 use crate::place;
 use crate::tunnel::{self, End};
 
-/// How long the name of a standby may take to be free, and an end to be noted.
-const CLAIM_WAIT: Duration = Duration::from_secs(5);
+/// How long the name of a standby may take to be free. Less than until a host counts as lost: a peer that asks twice is refused.
+const CLAIM_WAIT: Duration = Duration::from_secs(2);
+
+/// How long the end of a stream may take to be noted by the standby.
+const END_WAIT: Duration = Duration::from_secs(5);
 
 /// How often that is looked at.
 const LOOK: Duration = Duration::from_millis(50);
@@ -145,7 +148,7 @@ async fn receive(
 /// Removes a standby whose primary has reported that it was stopped or released, or shut down. Where hosts agree it goes when their record
 /// has ended.
 async fn remove_if_over(agent: &Arc<Agent>, vm: &VmName) {
-    let deadline = Instant::now() + CLAIM_WAIT;
+    let deadline = Instant::now() + END_WAIT;
     while Instant::now() < deadline {
         let name = vm.clone();
         let status = agent.blocking(move |vms| vms.status(&name)).await;

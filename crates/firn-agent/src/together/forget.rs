@@ -38,7 +38,7 @@ pub(super) async fn forget(agent: &Arc<Agent>, name: &VmName) -> Result<Forgotte
             let text = format!("hosts have agreed on nothing called {name}: the name is free");
             return Err(Failure::new(FailureKind::NoSuchVm, text));
         };
-        let hosts = rests_on(agent, name, &record, &leases, &names).await?;
+        let hosts = rests_on(agent, &record, &leases, &names).await?;
         let ended = change(&*members, &cluster, known.revision, &record.ended()).await;
         if ended.map_err(trouble)? {
             tracing::warn!("{name} is forgotten: {hosts:?}");
@@ -64,7 +64,6 @@ fn trouble(trouble: Trouble) -> Failure {
 /// Each host that the record names, and why nothing of it runs there.
 async fn rests_on(
     agent: &Arc<Agent>,
-    name: &VmName,
     record: &Record,
     leases: &BTreeSet<Host>,
     names: &BTreeMap<Host, String>,
@@ -78,10 +77,9 @@ async fn rests_on(
             has_lease: leases.contains(&host),
             seen: seen(agent, called, &vms).await,
         };
-        let why = named.describe().map_err(|(why, hint)| {
-            let text = format!("{name} can't be forgotten: {why}");
-            Failure::new(FailureKind::Refused, text).hint(hint)
-        })?;
+        let why = named
+            .describe()
+            .map_err(|(why, hint)| Failure::new(FailureKind::Refused, why).hint(hint))?;
         rests.insert(named.host, why);
     }
     Ok(rests)
