@@ -171,7 +171,9 @@ fn check_failover(now: &Readiness, how: FailoverRequest) -> Result<(), Failure> 
         let failure = Failure::new(FailureKind::Refused, text);
         return Err(failure.hint("`firn stop` ends this standby"));
     }
-    if let Some(end) = now.end.as_ref().filter(|end| end.is_wanted() && !how.accept_stopped) {
+    // A cluster goes back with all its VMs, also those that were stopped since.
+    let accepts = how.accept_stopped || how.member.is_some();
+    if let Some(end) = now.end.as_ref().filter(|end| end.is_wanted() && !accepts) {
         let failure = Failure::new(FailureKind::Refused, format!("the VM was not lost: {end}"));
         return Err(failure.hint(
             "`firn stop` ends this standby; `firn failover --accept-stopped` runs the VM as it was in its last committed epoch",
@@ -212,6 +214,8 @@ fn refuse_alone(now: &Readiness, to: Option<FailoverMember>) -> Result<(), Failu
 
 #[cfg(test)]
 mod tests {
+    use firn_cluster::{Epoch, Generation};
+
     use super::*;
 
     fn ready(end: Option<PrimaryEnd>) -> Readiness {
@@ -234,6 +238,15 @@ mod tests {
             let accepts = FailoverRequest { accept_stopped: true, ..plain };
             check_failover(&stopped, accepts).unwrap();
         }
+    }
+
+    #[test]
+    fn a_member_that_was_stopped_goes_back_with_its_cluster() {
+        let stopped = Readiness { member: true, ..ready(Some(PrimaryEnd::Stopped)) };
+        let (epoch, generation) = (Epoch(7), Generation(1));
+        let member = Some(FailoverMember { epoch, generation });
+        let how = FailoverRequest { member, ..FailoverRequest::default() };
+        check_failover(&stopped, how).unwrap();
     }
 
     #[test]
