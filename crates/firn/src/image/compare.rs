@@ -9,7 +9,7 @@ use firn_supervisor::Failure;
 use firn_types::BlockSize;
 use serde_json::json;
 
-use crate::output::Output;
+use crate::output::{Output, check_input};
 
 /// Differences that are printed; the rest is counted.
 const SHOWN_MAX: usize = 20;
@@ -34,6 +34,7 @@ impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let image = super::open(&self.image)?;
+        check_input(&self.reference)?;
         let differing = firn_image::compare(&image, &self.reference)
             .map_err(|error| super::failure(&error).while_doing("comparing"))?;
         let pages = image.geometry().total_pages;

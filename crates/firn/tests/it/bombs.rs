@@ -149,7 +149,7 @@ fn bombs_of_zeros(good: &Forge) -> Vec<Bomb<'_>> {
         ("large", zeros(0, 0, 0)),
         ("all-zero", zeros(1, 0, PAGES_MAX)),
         ("scattered", zeros(350_000, 8192, 3)),
-        ("more-scattered", zeros(370_000, 11_000, 900)),
+        ("more-scattered", zeros(270_000, 11_000, 900)),
         ("alternating", zeros(370_000, 4, 1)),
     ]
 }
