@@ -175,10 +175,7 @@ impl Image {
     }
 
     /// A section to be read piece by piece, if there is one, and where it lies.
-    pub(crate) fn section_reader(
-        &self,
-        kind: Kind,
-    ) -> Result<Option<OpenSection>, ImageError> {
+    pub(crate) fn section_reader(&self, kind: Kind) -> Result<Option<OpenSection>, ImageError> {
         let Layer { source, footer, .. } = self.layer();
         let Some(at) = footer.section(kind) else { return Ok(None) };
         Ok(Some((source.section_reader(at)?, *at)))

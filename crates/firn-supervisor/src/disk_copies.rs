@@ -301,11 +301,10 @@ pub(crate) fn remove_all_bitmaps(journal: &JournalFile) {
     let Journal { machine, copies, .. } = journal.read();
     let Some(machine) = machine.filter(|_| !copies.is_empty()) else { return };
     const LEAVING: &str = "removing dirty bitmaps from the VM's disks";
-    let left = qemu::connect(&machine)
-        .and_then(|mut vm| vm.remove_bitmaps(&[]).doing(LEAVING))
-        .and_then(|()| {
-            journal.update(|journal| journal.copies.clear()).doing("writing the journal")
-        });
+    let left =
+        qemu::connect(&machine).and_then(|mut vm| vm.remove_bitmaps(&[]).doing(LEAVING)).and_then(
+            |()| journal.update(|journal| journal.copies.clear()).doing("writing the journal"),
+        );
     if let Err(failure) = left {
         tracing::warn!("{failure}");
     }

@@ -241,8 +241,8 @@ pub(crate) fn wait_powerdown(hypervisor: &ProcessHandle, wait: Duration) -> Resu
 
 fn quit(machine: &Machine, hypervisor: &ProcessHandle, force: bool) -> Result<(), Failure> {
     let wait = if force { SHORT_WAIT } else { QUIT_WAIT };
-    let asked = connect_within(machine, wait)
-        .and_then(|mut vm| vm.quit().doing("telling QEMU to quit"));
+    let asked =
+        connect_within(machine, wait).and_then(|mut vm| vm.quit().doing("telling QEMU to quit"));
     let quits = match &asked {
         Ok(()) => hypervisor.wait_gone(QUIT_WAIT).doing("waiting for QEMU to end")?,
         // It may have ended already.

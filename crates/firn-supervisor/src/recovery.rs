@@ -126,15 +126,15 @@ pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
         Phase::Saving { image, paused_by_us, then_stop, .. } => {
             recover_save(image, *paused_by_us, *then_stop, remains.image_whole)
         }
-        Phase::Restoring { image, identity, mode, started: true, on_error, stays_paused, .. } => {
-            Recovery::ServeOn {
-                image: image.clone(),
-                identity: identity.clone(),
-                mode: *mode,
-                on_error: *on_error,
-                cont: !stays_paused,
-            }
-        }
+        Phase::Restoring {
+            image, identity, mode, started: true, on_error, stays_paused, ..
+        } => Recovery::ServeOn {
+            image: image.clone(),
+            identity: identity.clone(),
+            mode: *mode,
+            on_error: *on_error,
+            cont: !stays_paused,
+        },
     }
 }
 

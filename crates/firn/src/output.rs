@@ -118,7 +118,7 @@ pub fn check_directory(path: &Path) -> Result<(), Failure> {
         true => Ok(()),
         false => {
             let text = format!("{} is not a directory", path.display());
-            Err(Failure::new(FailureKind::Usage, text))
+            Err(Failure::new(FailureKind::Usage, text).hint("give a directory that exists"))
         }
     }
 }

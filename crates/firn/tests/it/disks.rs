@@ -213,11 +213,11 @@ fn a_disk_that_cannot_be_kept_is_named_before_anything_is_done() {
     // A directory that is not there.
     bare(session, &["-drive", "file=disk.img,format=raw,if=virtio"]);
     let refused = session.firn(&["checkpoint", "web", "-o", "web.firn", "--disk-dir", "nowhere"]);
-    refused.fails(1, "cannot make files in");
+    refused.fails(2, "cannot use nowhere");
     session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();
     session.firn(&["stop", "web"]).succeeds();
     let refused = session.firn(&["restore", "web.firn", "--disk-dir", "nowhere"]);
-    refused.fails(1, "--disk-dir says where");
+    refused.fails(2, "cannot use nowhere");
     assert_eq!(session.ls(), []);
 }
 
