@@ -21,7 +21,8 @@
 //! *Trying*: the fault handler looks whether the page cache has the unit; it never waits for storage itself. *Asked*,
 //! *Reading*: a reader thread will, or does. Nothing is read twice: a fault on a unit that is being read waits for that
 //! read, a fault on one in memory is answered from there, and reading ahead takes only *Stored* ones. *Failed*: it is read
-//! again after a pause, and a vCPU that touches one of its pages waits for that. So it is with a single memory block whose stored
+//! again after a pause, and a vCPU that touches one of its pages waits for that. A read that passes it on the way to other
+//! units brings it as well. So it is with a single memory block whose stored
 //! bytes turn out to be damaged: the file may be repaired (`retries`).
 //!
 //! # A memory block
@@ -68,6 +69,8 @@ mod progress;
 mod reading;
 mod rest;
 mod retries;
+#[cfg(test)]
+mod retry_tests;
 mod sequence;
 mod settled;
 #[cfg(test)]

@@ -88,7 +88,6 @@ impl<B: Clone> Server<B> {
     pub fn installed<S>(&mut self, install: &Install<S>) -> Stir {
         let block = install.block;
         self.let_go(block);
-        self.retries.block_installed(block);
         let new = self.settled.missing(block).and(install.pages);
         self.count_installed(install.unit, new, install.wanted.is_some());
         let stir = self.settle(block, new);
@@ -125,6 +124,7 @@ impl<B: Clone> Server<B> {
             return Stir::default();
         }
         self.settled.insert_in(block, pages);
+        self.retries.remove_settled(block, &self.settled);
         let complete = self.settled.missing(block).is_empty();
         let unit = self.plan.unit_of(block);
         let is_ahead =
@@ -137,6 +137,7 @@ impl<B: Clone> Server<B> {
         match unit {
             Some(unit) if complete && self.units.block_complete(unit) => {
                 was_stored.into_iter().for_each(|unit| self.ahead.begun(unit));
+                self.retries.remove_unit(unit);
                 let background = std::mem::take(&mut self.wants_room);
                 self.stir(Stir { background, ..Stir::default() })
             }
@@ -150,14 +151,14 @@ impl<B: Clone> Server<B> {
         let first = self.block_size.block_of(pages.start).0;
         let end = self.block_size.blocks_in(pages.end.0).min(self.plan.blocks());
         let mut stir = Stir::default();
+        self.answer_waiting_for(&pages);
+        let requested = self.retries.take_requested(&pages).into_iter();
+        self.urgent.extend(requested.map(|(unit, block, page)| Waiting { unit, block, page }));
         for block in (first..end).map(Block) {
             let new = self.settled.missing(block).and(self.mask_of(block, &pages));
             self.counts.removed_pages += u64::from(new.count());
             stir = stir.or(self.settle(block, new));
         }
-        self.answer_waiting_for(&pages);
-        let requested = self.retries.take_requested(&pages).into_iter();
-        self.urgent.extend(requested.map(|(unit, block, page)| Waiting { unit, block, page }));
         stir.or(Stir { workers: !self.urgent.is_empty(), ..Stir::default() })
     }
 

@@ -35,7 +35,8 @@ impl<B: Clone> Server<B> {
         if let Some(read) = self.take_asked().or_else(|| self.take_failed(now, may_fill)) {
             return Take::Read(read);
         }
-        let take = match self.background_waits(now) {
+        let has_background = self.ahead.has_more() || (may_fill && self.rules.fill);
+        let take = match self.background_waits(now).filter(|_| has_background) {
             Some(then) => Take::At(then),
             None => self.take_background(now, may_fill),
         };
@@ -217,17 +218,20 @@ impl<B: Clone> Server<B> {
         let page = install.wanted.unwrap_or(self.block_size.first_page(block));
         let waiting = Waiting { unit, block, page };
         match self.units.state(unit) {
-            // All its pages were given back in the meantime.
-            State::Done => self.urgent.push_back(waiting),
-            State::Reading | State::Asked => self.waiting.push(waiting),
-            _ => {
+            // A failed unit is read again at its time, which comes sooner now.
+            State::Done | State::Reading | State::Asked | State::Failed => {}
+            State::Stored | State::Trying | State::Memory { .. } => {
                 self.watch_divergence(unit);
                 self.ahead.waited(self.pace.last_fault());
                 self.units.set(unit, State::Asked);
                 self.asked.push_back(unit);
                 self.reads_on_demand += 1;
-                self.waiting.push(waiting);
             }
+        }
+        match self.settled.contains(page) {
+            // The guest gave it back in the meantime: zeros, which no read is needed for.
+            true => self.urgent.push_back(waiting),
+            false => self.waiting.push(waiting),
         }
         let workers = !self.urgent.is_empty();
         self.stir(Stir { demand: true, workers, ..Stir::default() })
@@ -236,8 +240,9 @@ impl<B: Clone> Server<B> {
     /// A unit was read. It may be one that only lay between others.
     pub fn arrived(&mut self, now: Duration, unit: Unit, source: Source<B>, why: Why) -> Stir {
         self.pace.read(now);
-        self.retries.unit_arrived(unit);
-        let is_wanted = self.is_wanted(unit);
+        self.retries.read_succeeded();
+        // A read that only passed a failed unit has brought it all the same.
+        let is_wanted = matches!(self.units.state(unit), State::Reading | State::Failed);
         if is_wanted || why == Why::Demand {
             self.count_read(why);
         }
@@ -273,6 +278,7 @@ impl<B: Clone> Server<B> {
             true => source,
             false => Source::PageCache,
         };
+        self.retries.remove_unit(unit);
         self.units.set(unit, State::Memory { source, why, next: 0 });
         let waited = self.urge(unit);
         if self.rules.account_use && why != Why::Fill {

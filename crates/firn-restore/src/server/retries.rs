@@ -9,6 +9,16 @@
 //! a vCPU waits for one of its pages. So storage that is gone for an hour costs a few reads a second, and a guest that waits
 //! continues within a second of its return. While background reads fail one after another, the next one begins after a pause
 //! as well: otherwise every unit of the image would be tried once and fail.
+//!
+//! The schedule never loses a unit or block that a vCPU may wait for:
+//!
+//! - A unit is *Failed* exactly if it is scheduled. It stays scheduled, with its count of failures, while it is read again
+//!   (*Reading*), and leaves the schedule when its bytes arrive, by whichever read, or when all its pages are settled.
+//! - A block leaves the schedule when all its pages are settled, and not before: the install of some of its pages does not
+//!   answer a vCPU that waits for another one.
+//! - Every requested page of a block in the schedule is one that the next attempt installs.
+//!
+//! The simulation checks this after each step.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -19,24 +29,22 @@ use super::actions::{Install, Read, Source, Stir, Take, Why, Work};
 use super::pace::Rules;
 use super::plan::Unit;
 use super::units::State;
-use super::{Server, Waiting};
+use super::{Server, Settled, Waiting};
 
 /// How often something has failed, and when last.
 #[derive(Clone, Copy, Debug)]
 struct Attempts {
     count: u32,
     failed_at: Duration,
-    /// A thread tries it again at this moment.
-    is_running: bool,
 }
 
 impl Attempts {
     fn first(now: Duration) -> Self {
-        Self { count: 1, failed_at: now, is_running: false }
+        Self { count: 1, failed_at: now }
     }
 
     fn failed(&mut self, now: Duration) {
-        *self = Self { count: self.count.saturating_add(1), failed_at: now, is_running: false };
+        *self = Self { count: self.count.saturating_add(1), failed_at: now };
     }
 
     fn due_at(&self, is_requested: bool, rules: &Rules) -> Duration {
@@ -57,6 +65,8 @@ struct FailedBlock {
     /// Its pages that vCPUs wait for.
     requested: Vec<Page>,
     attempts: Attempts,
+    /// A thread tries it again at this moment.
+    is_running: bool,
 }
 
 /// All that has failed and was not done since.
@@ -78,13 +88,23 @@ impl Retries {
     }
 
     /// A read has succeeded.
-    pub(super) fn unit_arrived(&mut self, unit: Unit) {
+    pub(super) fn read_succeeded(&mut self) {
         self.background_failures = 0;
+    }
+
+    /// A unit is in memory, or all its pages are settled.
+    pub(super) fn remove_unit(&mut self, unit: Unit) {
         self.units.retain(|(it, _)| *it != unit);
     }
 
-    pub(super) fn block_installed(&mut self, block: Block) {
-        self.blocks.retain(|it| it.block != block);
+    /// Pages of a block were settled. Threads that waited for them wait no more; the block stays if others are missing.
+    pub(super) fn remove_settled(&mut self, block: Block, settled: &Settled) {
+        self.blocks.retain_mut(|it| {
+            if it.block == block {
+                it.requested.retain(|page| !settled.contains(*page));
+            }
+            it.block != block || !settled.missing(block).is_empty()
+        });
     }
 
     /// The requested pages among these, with their blocks: no longer to be waited for here.
@@ -128,40 +148,47 @@ impl<B: Clone> Server<B> {
     /// pass it meanwhile.
     pub fn set_aside<S>(&mut self, now: Duration, install: &Install<S>) -> Stir {
         let Install { block, unit, wanted, .. } = *install;
-        // Another thread has installed it meanwhile.
-        if self.settled.missing(block).is_empty() {
-            return Stir::default();
+        // The guest gave the page back meanwhile, or another thread installed it: the next attempt would not include it.
+        let settled = wanted.filter(|&page| self.settled.contains(page));
+        self.urgent.extend(settled.map(|page| Waiting { unit, block, page }));
+        if !self.settled.missing(block).is_empty() {
+            self.schedule(now, block, unit, wanted.filter(|page| settled != Some(*page)));
         }
+        let stir = match self.units.state(unit) {
+            State::Trying => self.enter_memory(unit, Source::PageCache, Why::Demand, 1),
+            _ => Stir::default(),
+        };
+        stir.or(Stir { workers: !self.urgent.is_empty(), ..Stir::default() })
+    }
+
+    /// Has a block installed again after a pause.
+    fn schedule(&mut self, now: Duration, block: Block, unit: Unit, requested: Option<Page>) {
         self.take(block);
         match self.retries.blocks.iter_mut().find(|it| it.block == block) {
             Some(failed) => {
                 failed.attempts.failed(now);
-                failed.requested.extend(wanted.filter(|page| !failed.requested.contains(page)));
+                failed.is_running = false;
+                failed.requested.extend(requested.filter(|page| !failed.requested.contains(page)));
             }
             None => self.retries.blocks.push(FailedBlock {
                 block,
                 unit,
-                requested: wanted.into_iter().collect(),
+                requested: requested.into_iter().collect(),
                 attempts: Attempts::first(now),
+                is_running: false,
             }),
-        }
-        match self.units.state(unit) {
-            State::Trying => self.enter_memory(unit, Source::PageCache, Why::Demand, 1),
-            _ => Stir::default(),
         }
     }
 
     /// A block whose time has come to be installed again, from the file. For a thread that may wait for storage.
     pub fn take_retry(&mut self, now: Duration) -> Option<Work<B>> {
         let rules = self.rules;
-        let settled = &mut self.settled;
-        self.retries.blocks.retain(|it| !settled.missing(it.block).is_empty());
         let is_due = |it: &&mut FailedBlock| {
             let due = it.attempts.due_at(!it.requested.is_empty(), &rules);
-            !it.attempts.is_running && due <= now
+            !it.is_running && due <= now
         };
         let failed = self.retries.blocks.iter_mut().find(is_due)?;
-        failed.attempts.is_running = true;
+        failed.is_running = true;
         let (block, unit, wanted) = (failed.block, failed.unit, failed.requested.first().copied());
         let pages = self.settled.missing(block);
         let (source, version) = (Source::PageCache, self.version);
@@ -170,13 +197,10 @@ impl<B: Clone> Server<B> {
 
     /// A unit whose time has come to be read again.
     pub(super) fn take_failed(&mut self, now: Duration, may_fill: bool) -> Option<Read> {
-        let units = &self.units;
-        self.retries.units.retain(|(unit, _)| !units.is_done(*unit));
-        let due = |(unit, attempts): &(Unit, Attempts)| self.retry_at(*unit, attempts, may_fill);
-        let at = self.retries.units.iter().position(|it| due(it).is_some_and(|at| at <= now))?;
-        let (unit, attempts) = &mut self.retries.units[at];
-        attempts.is_running = true;
-        let unit = *unit;
+        let due = |(unit, attempts): &&(Unit, Attempts)| {
+            self.retry_at(*unit, attempts, may_fill).is_some_and(|at| at <= now)
+        };
+        let (unit, _) = *self.retries.units.iter().find(due)?;
         let is_requested = self.is_requested(unit);
         self.reads_on_demand += u32::from(is_requested);
         self.units.set(unit, State::Reading);
@@ -188,7 +212,8 @@ impl<B: Clone> Server<B> {
     /// does not fill.
     fn retry_at(&self, unit: Unit, attempts: &Attempts, may_fill: bool) -> Option<Duration> {
         let is_requested = self.is_requested(unit);
-        let is_ours = !attempts.is_running && (is_requested || (may_fill && self.rules.fill));
+        let is_failed = matches!(self.units.state(unit), State::Failed);
+        let is_ours = is_failed && (is_requested || (may_fill && self.rules.fill));
         is_ours.then(|| attempts.due_at(is_requested, &self.rules))
     }
 
@@ -200,7 +225,7 @@ impl<B: Clone> Server<B> {
     pub(super) fn until_retry(&self, take: Take, may_fill: bool) -> Take {
         let units = self.retries.units.iter();
         let units = units.filter_map(|(unit, attempts)| self.retry_at(*unit, attempts, may_fill));
-        let blocks = self.retries.blocks.iter().filter(|it| !it.attempts.is_running);
+        let blocks = self.retries.blocks.iter().filter(|it| !it.is_running);
         let blocks = blocks.map(|it| it.attempts.due_at(!it.requested.is_empty(), &self.rules));
         match (take, units.chain(blocks).min()) {
             (Take::Idle, Some(at)) => Take::At(at),
@@ -229,5 +254,38 @@ impl<B: Clone> Server<B> {
         waiting.or_else(|| {
             blocks.iter().find_map(|it| Some((it.unit, it.block, *it.requested.first()?)))
         })
+    }
+}
+
+#[cfg(test)]
+impl<B: Clone + std::fmt::Debug> Server<B> {
+    /// Checks what the documentation of this module promises, while `running` attempts to install a block are under way.
+    pub(super) fn check_schedule(&self, running: usize) {
+        let state = |unit: &Unit| self.units.state(*unit);
+        let scheduled: Vec<Unit> = self.retries.units.iter().map(|(unit, _)| *unit).collect();
+        for unit in (0..self.plan.units()).map(Unit) {
+            let times = scheduled.iter().filter(|it| **it == unit).count();
+            let is_right = match state(&unit) {
+                State::Failed => times == 1,
+                State::Reading => times <= 1,
+                _ => times == 0,
+            };
+            assert!(is_right, "{unit:?} is {:?} and {times} times scheduled", state(&unit));
+        }
+        for waiting in &self.waiting {
+            let state = state(&waiting.unit);
+            let comes = matches!(
+                state,
+                State::Trying | State::Asked | State::Reading | State::Failed | State::Done
+            );
+            assert!(comes, "{waiting:?} of a unit that is {state:?}");
+        }
+        for failed in &self.retries.blocks {
+            let is_open = |page: &Page| !self.settled.contains(*page);
+            let is_missing = !self.settled.missing(failed.block).is_empty();
+            assert!(is_missing && failed.requested.iter().all(is_open), "{failed:?}");
+        }
+        let is_running = self.retries.blocks.iter().filter(|it| it.is_running).count();
+        assert!(is_running <= running, "{is_running} blocks seem to be installed by {running}");
     }
 }

@@ -3,7 +3,8 @@
 //! Guest threads touch pages and give pages back; a fault handler, readers and workers act one step at a time, in an
 //! order drawn from the seed; the page cache forgets at random. Checked all along: what a guest thread sees is what it
 //! must see, nothing is read twice while it is in memory or being read, memory held stays bounded. In some runs storage fails for
-//! a while, and memory blocks are damaged for a while. At the end: nobody waits, nothing is missing.
+//! a while, and memory blocks are damaged for a while; then it is checked that all that failed is scheduled to be tried again,
+//! and that each unit that is being read has a reader. At the end: nobody waits, nothing is missing.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -70,6 +71,8 @@ enum Handler {
 enum Reader {
     Idle,
     Reads(Read, Duration),
+    /// Installs a block again that could not be installed.
+    Retries(Work<Bytes>),
     Serves,
 }
 
@@ -94,6 +97,8 @@ struct World {
     finished: bool,
     /// Whether storage fails now and then.
     is_flaky: bool,
+    /// Whether it ever did.
+    has_been_flaky: bool,
     /// Every read fails.
     is_down: bool,
     /// The memory blocks whose stored bytes are damaged.
@@ -168,6 +173,7 @@ impl World {
             pages,
             finished: false,
             is_flaky: false,
+            has_been_flaky: false,
             is_down: false,
             damaged: Vec::new(),
         }
@@ -190,6 +196,24 @@ impl World {
         self.check_memory();
         if self.is_flaky {
             self.break_or_repair();
+        }
+        if self.has_been_flaky {
+            self.check_schedule();
+        }
+    }
+
+    /// Nothing that failed is forgotten, and no unit waits for a thread that does not exist.
+    fn check_schedule(&self) {
+        let readers = self.readers.iter();
+        self.server.check_schedule(readers.filter(|it| matches!(it, Reader::Retries(_))).count());
+        let is_read = |unit| {
+            self.readers
+                .iter()
+                .any(|it| matches!(it, Reader::Reads(read, _) if read.units.contains(&unit)))
+        };
+        for unit in 0..self.server.plan.units() {
+            let state = self.server.units.state(Unit(unit));
+            assert!(!matches!(state, State::Reading) || is_read(unit), "no reader reads {unit}");
         }
     }
 
@@ -379,6 +403,10 @@ impl World {
         let next = match self.readers[which].clone() {
             Reader::Idle => self.take_read(which == 0),
             Reader::Reads(read, until) if until <= self.now => self.arrive(read),
+            Reader::Retries(work) => {
+                self.work(work);
+                Reader::Serves
+            }
             Reader::Serves => self.serve(),
             reading => reading,
         };
@@ -387,8 +415,7 @@ impl World {
 
     fn take_read(&mut self, may_fill: bool) -> Reader {
         if let Some(work) = self.server.take_retry(self.now) {
-            self.work(work);
-            return Reader::Serves;
+            return Reader::Retries(work);
         }
         let is_open =
             |unit| matches!(self.server.units.state(Unit(unit)), State::Stored | State::Asked);
@@ -413,13 +440,19 @@ impl World {
         }
     }
 
+    /// The units are read one by one, and some of them can be read.
     fn fail(&mut self, read: &Read) -> Reader {
-        self.server.read_done(read.why);
         for (unit, why) in read.each() {
-            if self.server.failed(self.now, unit, why) {
+            if why != Why::Demand && !self.server.is_wanted(unit) {
+                continue;
+            }
+            if self.dice.chance(20) {
+                self.arrive_one(unit, why);
+            } else if self.server.failed(self.now, unit, why) {
                 self.may_read[unit.index()] = true;
             }
         }
+        self.server.read_done(read.why);
         Reader::Serves
     }
 
@@ -433,16 +466,18 @@ impl World {
         }
         self.server.read_took(&read, began, self.now);
         self.server.read_done(read.why);
-        for (unit, why) in read.each() {
-            self.cached[unit.index()] = true;
-            let source = match self.rules.account_use {
-                true => Source::PageCache,
-                false => Source::Held(self.bytes_of(unit)),
-            };
-            let stir = self.server.arrived(self.now, unit, source, why);
-            self.note(stir);
-        }
+        read.each().for_each(|(unit, why)| self.arrive_one(unit, why));
         Reader::Serves
+    }
+
+    fn arrive_one(&mut self, unit: Unit, why: Why) {
+        self.cached[unit.index()] = true;
+        let source = match self.rules.account_use {
+            true => Source::PageCache,
+            false => Source::Held(self.bytes_of(unit)),
+        };
+        let stir = self.server.arrived(self.now, unit, source, why);
+        self.note(stir);
     }
 
     fn serve(&mut self) -> Reader {
@@ -474,6 +509,7 @@ impl World {
     fn check_end(&mut self) {
         assert!(self.server.is_finished());
         assert_eq!(self.server.requested_in_vain(), None);
+        assert!(!self.server.has_failed());
         for (page, (present, must)) in self.present.iter().zip(&self.must_hold).enumerate() {
             // What is a hole now reads as zeros once the range is unregistered.
             assert_eq!(present.unwrap_or(Content::Zero), *must, "page {page} at the end");
@@ -505,6 +541,7 @@ fn run(seed: u64) {
         seem_far(&mut world.server);
     }
     world.is_flaky = world.dice.chance(50);
+    world.has_been_flaky = world.is_flaky;
     world.finished |= world.server.is_finished();
     let mut steps = 0u32;
     while !world.is_over() {
