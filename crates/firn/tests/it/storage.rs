@@ -95,6 +95,8 @@ fn blocks(image: &Path) -> (u64, u64) {
 fn restore(vm: &mut Vm, outage: Outage) -> std::path::PathBuf {
     std::fs::copy(vm.image("base.firn"), vm.image("bad.firn")).unwrap();
     let stop = vm.session.path("stop");
+    // A restore before this one may have left it.
+    let _ = std::fs::remove_file(&stop);
     let fault = outage.fault(&stop);
     let waits = fault.contains("WAIT");
     vm.session.arm(Some(&fault));
