@@ -52,7 +52,11 @@ impl ProcessIdentity {
             Err(rustix::io::Errno::SRCH) => return Ok(None),
             Err(errno) => return Err(errno.into()),
         };
-        Ok(self.is_alive().then(|| ProcessHandle { pidfd, ownership: Mutex::new(None) }))
+        Ok(self.is_alive().then(|| ProcessHandle {
+            pidfd,
+            ownership: Mutex::new(None),
+            known_exit: Mutex::default(),
+        }))
     }
 }
 
@@ -61,6 +65,8 @@ impl ProcessIdentity {
 pub struct ProcessHandle {
     pidfd: OwnedFd,
     ownership: Mutex<Option<Ownership>>,
+    /// How it ended, once that is known. The kernel reports it to one caller only (waitid(2)).
+    known_exit: Mutex<Option<Exit>>,
 }
 
 impl ProcessHandle {
@@ -119,13 +125,18 @@ impl ProcessHandle {
     }
 
     fn exit_with(&self, options: WaitIdOptions) -> Exit {
-        let Ok(Some(status)) = waitid(WaitId::PidFd(self.pidfd.as_fd()), options) else {
-            return Exit::Unknown;
-        };
+        let mut known = self.known_exit.lock().unwrap_or_else(PoisonError::into_inner);
+        // Asked each time, for that reaps a child whose end is known already.
+        *known = self.wait_for_exit(options).or(*known);
+        known.unwrap_or(Exit::Unknown)
+    }
+
+    fn wait_for_exit(&self, options: WaitIdOptions) -> Option<Exit> {
+        let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options).ok()??;
         match (status.exit_status(), status.terminating_signal()) {
-            (Some(code), _) => Exit::Code(code),
-            (None, Some(signal)) => Exit::Signal(signal),
-            (None, None) => Exit::Unknown,
+            (Some(code), _) => Some(Exit::Code(code)),
+            (None, Some(signal)) => Some(Exit::Signal(signal)),
+            (None, None) => None,
         }
     }
 }
@@ -237,7 +248,7 @@ mod tests {
         drop(child.stdin.take());
         assert!(handle.wait_gone(Duration::from_secs(10)).unwrap());
         assert_eq!(handle.exit(), Exit::Code(3));
-        assert_eq!(handle.exit(), Exit::Unknown);
+        assert_eq!(handle.exit(), Exit::Code(3), "it is remembered");
         handle.kill().unwrap();
     }
 }
