@@ -6,6 +6,10 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
+use firn_agent::client::cluster;
+use firn_agent::detect::Health;
+use firn_supervisor::RuntimeDir;
+
 use crate::command::agent;
 use crate::door::{Stream, greet};
 use crate::host::{Authority, eventually, free_address, write_config};
@@ -65,6 +69,13 @@ impl Backup {
         self.dir.path().join("run/web")
     }
 
+    /// Waits until `a` counts as lost, for it has no agent. A standby that begins after that is not ended by it.
+    fn has_lost_its_peer(&self) {
+        let base = RuntimeDir::at(self.dir.path().join("run"));
+        let is_lost = || cluster(&base).is_ok_and(|it| it.peers[0].health == Health::Lost);
+        eventually("its peer is lost", is_lost);
+    }
+
     fn is_gone(&self) {
         eventually("the standby is gone", || !self.vm().exists());
     }
@@ -94,6 +105,7 @@ fn a_standby_without_a_primary_goes_with_the_connection() {
 #[test]
 fn there_is_one_standby_of_a_name() {
     let backup = Backup::start();
+    backup.has_lost_its_peer();
     let _stream = backup.stream();
     let (_, answer) = backup.asks();
     assert!(answer.starts_with("HTTP/1.1 409"), "{answer}");

@@ -399,11 +399,12 @@ fn all_vms_of_a_cluster_go_on_when_the_host_of_one_dies_and_are_protected_by_ano
     hosts.hosts[0].kill();
     hosts.both_run_at_c();
     hosts.is_ended(1, "db");
-    // By a host that never heard of it, and without a person.
+    // By a host that never heard of it, and without a person. The failover names that host before it has copies.
+    let c = &hosts.models[2];
+    eventually("both are protected", || c.is("web", "protected") && c.is("db", "protected"));
     eventually("hosts agree", || places(&hosts.hosts[1]) == [["c", "b"], ["c", "b"]]);
     let again = hosts.ask(1, "protect").unwrap_err();
     assert!(again.to_string().contains("protected already"), "{again}");
-    let c = &hosts.models[2];
     assert!(c.is("web", "protected") && c.is("db", "protected"));
     assert_eq!(c.with(&vm("web"), |it| it.granted.clone()), [1], "nothing was rolled back");
 }
