@@ -134,6 +134,16 @@ fn is_elsewhere(register: &Register, places: &BTreeMap<Vm, Place>) -> bool {
     primaries(&register.places) != primaries(places) || !register.fence.is_empty()
 }
 
+/// Whether no host has changed the record since a protection began in that timeline. Its controller names a backup if seeding takes long, which
+/// has no copies by that.
+fn is_unchanged(register: &Register, begun: Generation) -> bool {
+    let is_named = register.places.values().any(|place| place.backup.is_some());
+    match is_named && !register.is_protected() {
+        true => timeline(register) == begun.next(),
+        false => timeline(register) == begun,
+    }
+}
+
 /// There is a global checkpoint here, of the timeline that was begun: this host may run the VMs from now on.
 pub(super) async fn backed(agent: &Arc<Agent>, of: &record::Record) -> Result<(), Failure> {
     for placed in &of.vms {
@@ -145,10 +155,12 @@ pub(super) async fn backed(agent: &Arc<Agent>, of: &record::Record) -> Result<()
         let View { known, .. } = ours.members.view(&cluster).await?;
         let over = || Trouble::Refused(format!("{} was changed by another host", of.name));
         let record = known.record.ok_or_else(over)?;
-        if record.register.places.values().all(|place| place.backup == Some(ours.host)) {
+        let register = &record.register;
+        let is_here = register.places.values().all(|place| place.backup == Some(ours.host));
+        if is_here && register.is_protected() {
             return Ok(Some(()));
         }
-        if timeline(&record.register) != of.generation {
+        if !is_unchanged(register, of.generation) {
             return Err(over());
         }
         let to = Record { register: record.register.backed_by(Some(ours.host)), ..record };
@@ -273,4 +285,31 @@ pub(super) async fn known(
         Ok(Some(register.places.iter().filter_map(at).collect()))
     })
     .await
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_cluster::failover::{Controller, Next};
+
+    use super::*;
+
+    const BACKUP: Host = Host(2);
+
+    #[test]
+    fn a_backup_that_the_controller_names_has_no_copies() {
+        let place = Place { primary: Host(1), backup: None };
+        let begun = Register::new(BTreeMap::from([(Vm(0), place)]));
+        let since = timeline(&begun);
+        let hosts = [Host(1), BACKUP].into();
+        let Next::Propose(named) = Controller::new(begun.clone(), hosts).next() else {
+            panic!("no backup is named")
+        };
+        assert_eq!(named.places[&Vm(0)].backup, Some(BACKUP));
+        assert!(!named.is_protected() && is_unchanged(&named, since));
+        let backed = named.backed_by(Some(BACKUP));
+        assert!(backed.is_protected() && !is_unchanged(&backed, since));
+        assert!(is_unchanged(&begun, since));
+        assert!(!is_unchanged(&begun.backed_by(Some(BACKUP)), since), "by another host");
+        assert!(!is_unchanged(&begun.backed_by(None), since), "another host has begun");
+    }
 }

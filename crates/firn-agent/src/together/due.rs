@@ -213,11 +213,17 @@ impl Look<'_> {
             true => Deed::Nothing,
             false if self.is_protected() => self.of_protected(&vms),
             false if is_all && vms.iter().all(|(_, vm)| is_gone(*vm)) => Deed::End,
-            false if is_all && register.places.values().any(|it| it.backup.is_some()) => {
+            // Where epochs are sent, the host that receives them is about to have the record name it.
+            false if is_all && self.is_named() && !vms.iter().any(|(_, vm)| is_sent(*vm)) => {
                 Deed::Unback
             }
             false => self.of_unprotected(&vms),
         }
+    }
+
+    /// Whether a host is named for the copies of a VM.
+    fn is_named(&self) -> bool {
+        self.record.register.places.values().any(|place| place.backup.is_some())
     }
 
     fn of_protected(&self, vms: &[(&VmName, Vm)]) -> Deed {
@@ -263,6 +269,10 @@ impl Look<'_> {
 
 fn is_gone(vm: Vm) -> bool {
     matches!(vm, Vm::Nothing | Vm::Ended { .. })
+}
+
+fn is_sent(vm: Vm) -> bool {
+    matches!(vm, Vm::Runs { is_protected: true, .. })
 }
 
 #[cfg(test)]
@@ -355,6 +365,8 @@ mod tests {
         all.register.places.values_mut().for_each(|place| place.backup = Some(OTHER));
         all.register.layout += 1;
         assert_eq!(due_with(&all, &[ME, OTHER], &both, true), Deed::Unback);
+        let sent = [("web", RUNS), ("db", RUNS)];
+        assert_eq!(due_with(&all, &[ME, OTHER], &sent, true), Deed::Nothing, "it has copies");
         all.register.fence.insert(OTHER);
         assert_eq!(due_with(&all, &[ME, OTHER], &both, true), Deed::Nothing);
     }
