@@ -31,10 +31,10 @@ demo-cluster: setup build guest
 # most of the time, so that more of them run at once.
 test: setup guest
 	@# QEMU loads the one, memcached the other: no test is linked with them.
-	$(CARGO) build --release -p firn-stores -p firn-app-c
+	$(CARGO) build --profile tests -p firn-stores -p firn-app-c
 	status=0; \
-	$(CARGO) test --release --workspace --no-fail-fast $(ONLY) || status=1; \
-	RUST_TEST_THREADS=6 $(CARGO) test --release --workspace --test agreement $(ONLY) || status=1; \
+	$(CARGO) test --profile tests --workspace --no-fail-fast $(ONLY) || status=1; \
+	RUST_TEST_THREADS=6 $(CARGO) test --profile tests --workspace --test agreement $(ONLY) || status=1; \
 	exit $$status
 
 # The end-to-end tests under KVM on an older kernel and on a newer one, in a machine that QEMU emulates, and with QEMU 10.
@@ -45,7 +45,9 @@ test-kvm test-kvm-new test-qemu10: test-%: setup
 	scripts/test-platforms $*
 
 # Every experiment, with few repetitions. `firn-lab run NAME` runs one in full.
+# Those that break something on purpose need a `firn` with fault points.
 bench: setup build guest
+	$(CARGO) build --release -p firn --features armed
 	@mkdir -p target/lab
 	$(AS_ROOT) ./target/release/firn-lab run all --quick
 
@@ -62,8 +64,8 @@ guest: setup
 lint: setup
 	scripts/tidy
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --workspace --no-deps --quiet
+	$(CARGO) clippy --profile tests --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --profile tests --workspace --no-deps --quiet
 
 fmt:
 	$(CARGO) fmt --all

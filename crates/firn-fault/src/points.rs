@@ -2,6 +2,8 @@
 
 /// The names of all fault points.
 pub const POINTS: &[&str] = &[
+    // The first instruction of `firn`: shows whether a program has fault points.
+    "command.started",
     // A save, in the supervisor.
     "save.asked",
     "save.begin",

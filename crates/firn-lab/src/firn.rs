@@ -5,6 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -134,6 +135,13 @@ impl Firn {
     /// The same with a fault point armed, also in the supervisors that it starts.
     pub fn armed(&self, fault: Option<&str>) -> Self {
         Self { fault: fault.map(str::to_owned), ..self.clone() }
+    }
+
+    /// Whether the program was built with fault points. Without them an experiment would break nothing, and show nothing.
+    pub fn has_fault_points(&self) -> io::Result<bool> {
+        let mut command = Command::new(&self.program);
+        let status = command.arg("--version").env("FIRN_FAULT", "command.started").output()?.status;
+        Ok(status.signal() == Some(9))
     }
 
     /// The program.

@@ -142,6 +142,7 @@ impl Verb {
 }
 
 fn main() -> ExitCode {
+    firn_fault::point("command.started");
     let cli = Cli::parse();
     match cli.verb.run(Output::new(cli.json)) {
         Ok(()) => ExitCode::SUCCESS,

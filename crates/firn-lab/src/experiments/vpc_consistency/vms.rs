@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use firn_guest::{bank, ring};
 use firn_linear::Bank;
 
@@ -78,7 +78,13 @@ impl Vms {
     pub(super) fn restore(&self, site: &Site, number: usize, fault: Option<&str>) -> Result<()> {
         let image = self.images[number].to_string_lossy();
         let words = [&*image, "--name", &name(number), "--mode", "eager", "--no-learn", "--wait"];
-        site.host(number).firn().armed(fault).call("restore", &words)?;
+        let firn = site.host(number).firn().armed(fault);
+        ensure!(
+            fault.is_none() || firn.has_fault_points()?,
+            "{} has no fault points; build one that has: cargo build --release -p firn --features armed",
+            firn.program().display()
+        );
+        firn.call("restore", &words)?;
         Ok(())
     }
 }
