@@ -11,6 +11,7 @@ mod cow_compile;
 mod cow_downtime;
 mod cow_spaces;
 mod cow_writers;
+mod disk_pauses;
 mod epochs;
 mod exactness;
 mod fault_latency;
@@ -79,6 +80,11 @@ pub const ALL: &[Experiment] = &[
         name: "cow-writers",
         about: "pause and stalls of a checkpoint as RAM and the rate of writing grow",
         run: cow_writers::run,
+    },
+    Experiment {
+        name: "disk-pauses",
+        about: "the pause of a checkpoint while the guest writes to two disks, by strategy, against a bare floor",
+        run: disk_pauses::run,
     },
     Experiment {
         name: "exactness",
