@@ -286,7 +286,7 @@ impl Load<'_> {
         self.lives.store(wanted.on_error == OnError::Stop, Ordering::Release);
         restore.guest_may_run();
         // What failed before ends it all the same: the guest has not run.
-        restore.wait_timeout(Duration::ZERO).map_err(|error| restore_failure(&error))?;
+        restore.wait_timeout(Duration::ZERO).map_err(|error| why(restore_failure(&error)))?;
         self.start_vcpus(&mut vm).map_err(why)?;
         restore.resumed();
         self.note_start((watch, timings));

@@ -40,12 +40,28 @@ const VERBS: [&str; 9] = [
     "image rebase good.firn --parent @ -o out.firn",
 ];
 
+/// Verbs that need an image of a VM; tried on changed images of one that has only firmware.
+const VERBS_OF_VMS: [&str; 3] = [
+    "restore @ --name copy --mode eager --wait",
+    "restore @ --name copy --mode lazy --on-error kill --wait",
+    "image compare @ good.ram",
+];
+
+/// What a restore may end with besides: QEMU did not take the device state, or ended.
+const CODES_OF_VMS: [i32; 7] = [0, 1, 2, 3, 5, 6, 8];
+
 /// A shell that limits private writable memory and processor time, on one processor: threads have stacks of their own.
 const LIMITS: &str = "ulimit -d $1 && ulimit -t $2 && shift 2 && exec \"$@\"";
 
-/// Runs a verb on an image within the limits.
+/// Runs a verb on an image within the limits; it ends as it may.
 #[track_caller]
 fn try_verb(session: &Session, verb: &str, image: &str) {
+    run_limited(session, verb, image, &[0, 2, 5, 6]);
+}
+
+/// Runs a verb on an image within the limits. Returns whether it did what it was to do.
+#[track_caller]
+fn run_limited(session: &Session, verb: &str, image: &str, codes: &[i32]) -> bool {
     let words: Vec<&str> =
         verb.split(' ').map(|word| if word == "@" { image } else { word }).collect();
     let inner = session.command(&words);
@@ -58,7 +74,7 @@ fn try_verb(session: &Session, verb: &str, image: &str) {
     let answer = Answer::of(command.output().unwrap());
     let _ = std::fs::remove_file(session.path("out.firn"));
     assert!(
-        [0, 2, 5, 6].contains(&answer.code),
+        codes.contains(&answer.code),
         "firn {verb} with {image}: exit {}: {}",
         answer.code,
         answer.err
@@ -68,6 +84,7 @@ fn try_verb(session: &Session, verb: &str, image: &str) {
         assert_eq!(errors, 1, "firn {verb} with {image}: {}", answer.err);
     }
     assert_eq!(session.files(".out"), [""; 0], "firn {verb} with {image}");
+    answer.code == 0
 }
 
 fn regions(pages: u32) -> RegionMap {
@@ -367,4 +384,40 @@ fn images_changed_at_random() {
             try_verb(&session, verb, "mutated.firn");
         }
     }
+}
+
+/// The same for restores: of a VM that has only firmware, so that its image is small.
+#[test]
+fn images_of_a_vm_changed_at_random() {
+    let session = Session::new();
+    let qemu = "qemu-system-x86_64 -M pc -m 8 -accel tcg,tb-size=8 -nodefaults -display none";
+    let run: Vec<&str> = ["run", "web", "--"].into_iter().chain(qemu.split(' ')).collect();
+    session.firn(&run).succeeds();
+    let save = ["checkpoint", "web", "-o", "vm.firn", "--reference", "good.ram"];
+    session.firn(&save).succeeds();
+    session.firn(&["stop", "web"]).succeeds();
+    let bytes = std::fs::metadata(session.path("vm.firn")).unwrap().len();
+    assert!(bytes <= 1 << 20, "it has {bytes} bytes");
+    let good = Forge::read(&session.path("vm.firn"));
+    let number = |name: &str| std::env::var(name).ok()?.parse::<u64>().ok();
+    let (first, runs) = (number("FIRN_SEED").unwrap_or(0), number("FIRN_RUNS").unwrap_or(RUNS / 3));
+    let mut restored = 0;
+    for seed in first..first + runs {
+        let mut random = Random(seed);
+        mutated(&good, &mut random).write(&session.path("mutated.firn"));
+        let verb = VERBS_OF_VMS[seed as usize % VERBS_OF_VMS.len()];
+        eprintln!("seed {seed}: {verb}");
+        let done = run_limited(&session, verb, "mutated.firn", &CODES_OF_VMS);
+        if done && verb.starts_with("restore") {
+            restored += 1;
+        }
+        if !session.ls().is_empty() && session.firn(&["stop", "copy"]).code != 0 {
+            session.firn(&["rm", "copy"]).succeeds();
+        }
+        assert_eq!(session.ls(), [], "seed {seed}");
+    }
+    eprintln!("{restored} of {runs} were restored");
+    // What was not changed restores.
+    assert!(run_limited(&session, VERBS_OF_VMS[0], "vm.firn", &[0]));
+    session.firn(&["stop", "copy"]).succeeds();
 }

@@ -105,7 +105,12 @@ fn run<'a>(options: &[&'a str], words: &'a [String]) -> Vec<&'a str> {
 /// Reads or writes as a guest would. Returns what is wrong with it.
 fn qemu_io(session: &Session, vm: &str, drive: usize, command: &str) -> String {
     let status = session.status(vm);
-    let mut stream = UnixStream::connect(status["qmp"].as_str().unwrap()).unwrap();
+    qemu_io_by(Path::new(status["qmp"].as_str().unwrap()), drive, command)
+}
+
+/// The same through a monitor that no other client uses.
+pub fn qemu_io_by(monitor: &Path, drive: usize, command: &str) -> String {
+    let mut stream = UnixStream::connect(monitor).unwrap();
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
     let line = json!({ "command-line": format!("qemu-io virtio{drive} \"{command}\"") });
     let ask = json!({ "execute": "human-monitor-command", "arguments": line, "id": 1 });
