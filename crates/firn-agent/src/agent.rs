@@ -1,12 +1,12 @@
-//! One agent: what its parts share, and where they begin.
+//! One agent: the state that its parts share, and the start of all parts.
 //!
 //! ```text
-//!   firn(1) --- agent.sock ---> local      door <--- TLS --- peers         metrics <--- loopback
-//!                                 |          |
-//!                                 v          v
-//!                     protect: a tunnel     standbys: a tunnel      heartbeat <-> detect (pure)
-//!                     to a peer's           from a peer's           switch: frames of VMs, here and to peers
-//!                                 \          /
+//!   firn(1) -- agent.sock --> command_server   peer_server <-- TLS --- peers  metrics <-- loopback
+//!                                 |                |
+//!                                 v                v
+//!                  protect: a tunnel to     standbys: a tunnel     heartbeat <-> detect (pure)
+//!                  a peer's standby         from a peer's VM       switch: frames of VMs
+//!                                 \                /
 //!                                  supervisors of the VMs (vms)
 //! ```
 
@@ -33,11 +33,11 @@ use crate::together::Together;
 use crate::vms::Vms;
 use crate::{door, heartbeat, local};
 
-/// What the parts of an agent share.
+/// The state that the parts of an agent share.
 pub struct Agent {
-    /// What it was told.
+    /// Its configuration.
     pub config: Config,
-    /// Where its peers reach it.
+    /// The address at which it listens for its peers.
     pub listen: SocketAddr,
     pub(crate) identity: Identity,
     pub(crate) place: Place,
@@ -48,13 +48,13 @@ pub struct Agent {
     pub(crate) membership: Membership,
     pub(crate) failover: Failover,
     pub(crate) together: Together,
-    /// VMs of this host whose epochs are carried to a peer.
+    /// VMs of this host whose epochs this agent carries to a peer.
     carried: Mutex<Vec<(VmName, HostName)>>,
-    /// VMs that are about to be protected, or stood by for.
+    /// VMs that a task is about to protect, or to start a standby for.
     claimed: Mutex<BTreeSet<VmName>>,
 }
 
-/// An agent that has everything that it needs, and does not serve yet.
+/// An agent that has all its resources, and does not serve yet.
 pub struct Ready {
     agent: Arc<Agent>,
     peers: TcpListener,
@@ -65,10 +65,10 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// Takes a runtime directory, and listens.
+    /// Locks a runtime directory, and binds all sockets.
     ///
     /// # Errors
-    /// If something of that can't be had.
+    /// If a resource is not available.
     pub async fn new(
         config: Config,
         place: Place,
@@ -98,7 +98,7 @@ impl Ready {
         Arc::clone(&self.agent)
     }
 
-    /// Serves for ever. What it carries ends with the runtime.
+    /// Serves, and never returns. Streams that it carries end with the runtime.
     pub async fn serve(self) {
         let agent = self.agent;
         let mut parts = JoinSet::new();
@@ -111,7 +111,7 @@ impl Ready {
         parts.spawn(switch::serve(Arc::clone(&agent), self.networks));
         parts.spawn(failover::run(Arc::clone(&agent)));
         parts.spawn(heartbeat::run(agent));
-        // None of them ends but by a panic, which is told already.
+        // A task ends only by a panic, which is reported already.
         parts.join_next().await;
     }
 }
@@ -163,7 +163,7 @@ impl Agent {
         })
     }
 
-    /// What is believed of a peer, as it changes.
+    /// The health of a peer, and its changes.
     pub(crate) fn health(&self, peer: &HostName) -> Result<watch::Receiver<Health>, Failure> {
         self.address(peer)?;
         self.peers.health(peer).ok_or_else(|| {
@@ -171,7 +171,7 @@ impl Agent {
         })
     }
 
-    /// Does something that waits.
+    /// Runs blocking work on a thread of its own.
     pub(crate) async fn blocking<T: Send + 'static>(
         &self,
         work: impl FnOnce(&dyn Vms) -> Result<T, Failure> + Send + 'static,
@@ -197,25 +197,25 @@ impl Agent {
         self.carried.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether somebody sets something up for that VM.
+    /// Whether a task has claimed that VM.
     pub(crate) fn is_claimed(&self, vm: &VmName) -> bool {
         self.claimed.lock().unwrap_or_else(PoisonError::into_inner).contains(vm)
     }
 
-    /// Whoever has it may set something up for that VM.
+    /// Claims a VM: only the holder of the claim may protect it, or start a standby for it.
     pub(crate) fn claim(self: &Arc<Self>, vm: &VmName) -> Result<Claim, Failure> {
         let mut claimed = self.claimed.lock().unwrap_or_else(PoisonError::into_inner);
         match claimed.insert(vm.clone()) {
             true => Ok(Claim { agent: Arc::clone(self), vm: vm.clone() }),
             false => {
-                let text = format!("somebody else is about to protect {vm}, or to stand by for it");
+                let text = format!("another task is about to protect {vm}, or to start a standby for it");
                 Err(Failure::new(FailureKind::Busy, text).hint("try again in a moment"))
             }
         }
     }
 }
 
-/// A VM's epochs are carried to a peer, until this is dropped.
+/// A VM whose epochs are carried to a peer, until this is dropped.
 pub(crate) struct Carried<'a> {
     agent: &'a Agent,
     entry: (VmName, HostName),
@@ -230,7 +230,7 @@ impl Drop for Carried<'_> {
     }
 }
 
-/// Something is being set up for a VM, until this is dropped.
+/// The exclusive right to protect a VM or to start a standby for it, until this is dropped.
 pub(crate) struct Claim {
     agent: Arc<Agent>,
     vm: VmName,

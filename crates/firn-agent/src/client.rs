@@ -1,4 +1,4 @@
-//! How `firn` commands reach the agent of their host.
+//! Requests of `firn` commands to the agent of their host.
 
 use std::future::Future;
 use std::path::Path;
@@ -22,16 +22,16 @@ use crate::api::{Cluster, FAILOVER, FailOver, MEMBERS, MembershipView, PROTECT, 
 use crate::http;
 use crate::place::Place;
 
-/// How long an agent may take to begin its answer. Asking its peers takes it some seconds.
+/// How long an agent may take to begin its answer. It needs some seconds to ask its peers.
 const ANSWER_WAIT: Duration = Duration::from_secs(15);
 
-/// The longest reply, in bytes.
+/// Maximum length of a reply, in bytes.
 const LINE_BYTES_MAX: usize = 1 << 20;
 
-/// All hosts and VMs, as this host's agent sees them.
+/// Reads the status of all hosts and VMs, as this host's agent sees them.
 ///
 /// # Errors
-/// If there is none, or what it says.
+/// If there is no agent, or the failure that it reports.
 pub fn cluster(base: &RuntimeDir) -> Result<Cluster, Failure> {
     run(async {
         let asked = ask(base, Method::GET, STATUS, None::<&()>);
@@ -40,10 +40,10 @@ pub fn cluster(base: &RuntimeDir) -> Result<Cluster, Failure> {
     })
 }
 
-/// What hosts agree on, as this host's agent is told.
+/// Reads the records that hosts agree on, from this host's agent.
 ///
 /// # Errors
-/// If there is no agent, or it is in no cluster.
+/// If there is no agent, or it has no membership.
 pub fn membership(base: &RuntimeDir) -> Result<MembershipView, Failure> {
     run(async {
         let asked = ask(base, Method::GET, MEMBERS, None::<&()>);
@@ -52,7 +52,8 @@ pub fn membership(base: &RuntimeDir) -> Result<MembershipView, Failure> {
     })
 }
 
-/// Protects a VM; returns when there is something to fail over to. It goes on when the caller goes away.
+/// Protects a VM; returns when a failover is possible. The protection continues when the caller
+/// ends.
 ///
 /// # Errors
 /// Why it is not protected.
@@ -71,7 +72,8 @@ pub fn protect(
     })
 }
 
-/// Has a standby's VM run here by the record of the hosts; returns when it runs. That may take some leases.
+/// Runs a standby's VM on this host, by its record; returns when it runs. That may take the time of
+/// some leases.
 ///
 /// # Errors
 /// Why it does not run, or that there is no agent.
@@ -79,10 +81,11 @@ pub fn fail_over(base: &RuntimeDir, wanted: &FailOver) -> Result<Value, Failure>
     run(async { http::told(ask(base, Method::POST, FAILOVER, Some(wanted)).await?).await })
 }
 
-/// Asks about clusters that this host keeps the copies of. A failover or a protection takes as long as it takes.
+/// Sends a request about clusters that this host is the backup of. A failover or a protection has
+/// no timeout.
 ///
 /// # Errors
-/// What the agent says.
+/// The failure that the agent reports.
 pub fn clusters<T: DeserializeOwned>(
     base: &RuntimeDir,
     method: Method,
@@ -112,16 +115,16 @@ async fn ask(
     sender.send_request(request).await.doing("asking the agent")
 }
 
-/// Replies up to the last, a line each.
+/// Reads replies up to the last one, a line each.
 async fn last(answer: Response<Incoming>, on_progress: OnProgress<'_>) -> Result<Value, Failure> {
     let mut body = answer.into_body();
     let mut rest = Vec::new();
     while let Some(frame) = body.frame().await {
-        let frame = frame.doing("hearing the agent")?;
+        let frame = frame.doing("reading the agent's reply")?;
         rest.extend_from_slice(&frame.into_data().unwrap_or_default());
         while let Some(end) = rest.iter().position(|&byte| byte == b'\n') {
             let line: Vec<u8> = rest.drain(..=end).collect();
-            match serde_json::from_slice(&line).doing("hearing the agent")? {
+            match serde_json::from_slice(&line).doing("reading the agent's reply")? {
                 Reply::Progress(progress) => on_progress(&progress),
                 Reply::Done { facts } => return Ok(facts),
                 Reply::Failed(failure) => return Err(failure),
@@ -132,14 +135,14 @@ async fn last(answer: Response<Incoming>, on_progress: OnProgress<'_>) -> Result
         }
     }
     Err(Failure::new(FailureKind::Interrupted, "the agent ended before it had answered")
-        .hint("`firn status` says what became of the VM"))
+        .hint("`firn status` shows the state of the VM"))
 }
 
 fn no_agent(socket: &Path) -> Failure {
-    let text = format!("no agent runs here: nobody answers at {}", socket.display());
+    let text = format!("no agent runs here: no process answers at {}", socket.display());
     Failure::new(FailureKind::Host, text).hint("start one: `firn-agent run FILE`")
 }
 
 fn silent() -> Failure {
-    Failure::new(FailureKind::Other, "the agent does not answer").hint("its log says why")
+    Failure::new(FailureKind::Other, "the agent does not answer").hint("its log shows why")
 }

@@ -1,4 +1,4 @@
-//! What there is to say of this host's VMs, and of all hosts.
+//! The status of this host's VMs, and of all hosts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use crate::detect::Health;
 use crate::host::HostName;
 use crate::link::Link;
 
-/// How long a peer may take to tell of its VMs.
+/// How long a peer may take to list its VMs.
 const TELL_WAIT: Duration = Duration::from_secs(4);
 
-/// All hosts, and the VMs of those that answer.
+/// Collects the status of all hosts, and the VMs of those that answer.
 pub(crate) async fn cluster(agent: &Arc<Agent>) -> Result<Cluster, Failure> {
     let mut vms = vms(agent).await?;
     let peers = agent.peers.views();
@@ -38,7 +38,7 @@ pub(crate) async fn cluster(agent: &Arc<Agent>) -> Result<Cluster, Failure> {
 pub(crate) async fn vms_in_time(agent: Arc<Agent>, peer: HostName) -> Option<Vec<VmView>> {
     match timeout(TELL_WAIT, vms_of(agent, peer)).await {
         Ok(Ok(vms)) => Some(vms),
-        // Its heartbeat reports what keeps it from answering.
+        // Its heartbeat reports why it does not answer.
         other => {
             tracing::debug!("a host does not list its VMs: {other:?}");
             None
@@ -49,7 +49,7 @@ pub(crate) async fn vms_in_time(agent: Arc<Agent>, peer: HostName) -> Option<Vec
 async fn vms_of(agent: Arc<Agent>, peer: HostName) -> Result<Vec<VmView>, Failure> {
     let mut link = Link::open(&agent.identity, &peer, agent.address(&peer)?).await?;
     let mut vms: Vec<VmView> = link.get(VMS).await?;
-    // A host speaks for itself only.
+    // A host reports its own VMs only.
     vms.retain(|vm| vm.host == peer);
     Ok(vms)
 }
@@ -84,7 +84,8 @@ fn view(agent: &Agent, status: Status) -> VmView {
     }
 }
 
-/// What the owner of a standby should know: nothing is done by itself, for nobody can be sure here that the primary has ended.
+/// Advice to the owner of a standby. The agent takes no action itself: this host cannot be sure
+/// that the primary has ended.
 fn advice(status: &Status, standby: &Readiness, host: &HostName, health: Health) -> Option<String> {
     let name = &status.name;
     if let Some(advice) = advice_by_end(status, standby, host) {
@@ -101,25 +102,26 @@ fn advice(status: &Status, standby: &Readiness, host: &HostName, health: Health)
         (_, None) => return None,
     };
     Some(match standby.committed {
-        0 => format!("{gone}, and there is nothing to go on from: `firn stop {name}`"),
+        0 => format!("{gone}, and there is no checkpoint to run: `firn stop {name}`"),
         _ if standby.member => {
             format!(
-                "{gone}: it belongs to a cluster, and goes on with it by `firn cluster failover` here"
+                "{gone}: it belongs to a cluster, and fails over with it by `firn cluster failover` here"
             )
         }
         epoch => format!(
-            "{gone}: when you are sure that {name} does not run there any more, `firn failover {name}` here goes on from \
+            "{gone}: when you are sure that {name} does not run there any more, `firn failover {name}` here continues from \
              epoch {epoch}"
         ),
     })
 }
 
-/// What its primary reported when it ended: of what was not lost no failover is advised.
+/// The advice that follows from the end that its primary has reported: no failover of a VM that was
+/// not lost.
 fn advice_by_end(status: &Status, standby: &Readiness, host: &HostName) -> Option<String> {
     let name = &status.name;
     match &standby.end {
         _ if standby.released => Some(format!(
-            "{name} goes on alone on host {host}: `firn stop {name}` here ends this standby"
+            "{name} continues alone on host {host}: `firn stop {name}` here ends this standby"
         )),
         Some(end @ (PrimaryEnd::Stopped | PrimaryEnd::ShutDown)) => Some(format!(
             "{name} was not lost on host {host} ({end}): `firn stop {name}` here ends this standby"
@@ -136,7 +138,8 @@ fn advice_by_end(status: &Status, standby: &Readiness, host: &HostName) -> Optio
     }
 }
 
-/// Of a standby whose primary could not report its end: whether the VM is seen to run where it was.
+/// Corrects the advice on standbys whose primaries could not report their ends, if the VM is seen
+/// to run on the primary's host.
 fn correct(vms: &mut [VmView]) {
     let runs = |vm: &VmView| matches!(vm.state.as_str(), "running" | "paused" | "protected");
     let running: Vec<(HostName, VmName)> =

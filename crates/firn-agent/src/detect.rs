@@ -1,4 +1,5 @@
-//! Which hosts are there: a pure core. What happens comes in, with its time; what is to be done comes out.
+//! Failure detection: the health of each peer. A pure core: events with their times are its input,
+//! actions its output.
 //!
 //! ```text
 //!                     an answer
@@ -9,13 +10,14 @@
 //!         '------------------------------ an answer ---------------------'
 //! ```
 //!
-//! Every peer is asked twice a second, one question at a time. A peer is silent since the moment at which the newest question
-//! that it answered was *asked*: an answer proves no more than that the peer was there after that. Who has never answered is
-//! silent since the agent began, and suspected from then on.
+//! Every peer is asked twice a second, one question at a time. A peer is silent since the moment at
+//! which the newest question that it answered was *asked*: an answer proves only that the peer was
+//! alive after that. A peer that has never answered is silent since the agent began, and suspected
+//! from then on.
 //!
-//! Times are those of `CLOCK_BOOTTIME` (clock_gettime(2)), which goes on while the host sleeps. So an agent that was suspended,
-//! stopped, or starved for long finds that out by itself: nobody was asked meanwhile, so nobody's silence means anything, and it
-//! is counted anew from then on.
+//! Times are those of `CLOCK_BOOTTIME` (clock_gettime(2)), which advances while the host sleeps. So
+//! an agent that was suspended, stopped, or starved for long detects that: it asked no peer
+//! meanwhile, so the silence of peers means nothing, and is counted anew from then on.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -24,10 +26,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::HostName;
 
-/// A moment: how long after the host's boot.
+/// A moment: the time since the host's boot.
 pub type Moment = Duration;
 
-/// What is believed of a host.
+/// The health of a host, as this agent judges it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Health {
@@ -35,12 +37,12 @@ pub enum Health {
     Alive,
     /// It has not answered for a while.
     Suspected,
-    /// It has not answered for so long that it is taken for gone. It may come back.
+    /// It has not answered for so long that the agent acts as if it were gone. It may answer again.
     Lost,
 }
 
 impl Health {
-    /// One word for it.
+    /// The state as one word.
     pub fn word(self) -> &'static str {
         match self {
             Self::Alive => "alive",
@@ -50,16 +52,16 @@ impl Health {
     }
 }
 
-/// How long things take.
+/// Intervals and limits of failure detection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Times {
-    /// From one question to a peer to the next.
+    /// Time from one question to a peer to the next.
     pub every: Duration,
-    /// How long an alive peer may be silent.
+    /// How long an alive peer may be silent until it is suspected.
     pub suspect: Duration,
-    /// How long a suspected one may be.
+    /// How long a peer may be silent until it is lost.
     pub lose: Duration,
-    /// This agent is awake if it looks at the clock at least so often.
+    /// Longest time between two ticks of an agent that was running all the time.
     pub awake: Duration,
 }
 
@@ -70,34 +72,34 @@ impl Default for Times {
     }
 }
 
-/// What has happened.
+/// An event that the detector handles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Time has passed.
     Tick,
-    /// A peer has answered what it was asked then.
+    /// A peer has answered the question that was asked at that time.
     Answered(HostName, Moment),
-    /// A question will not be answered.
+    /// A question to a peer has failed.
     Failed(HostName),
 }
 
-/// What is to be done.
+/// An action that the detector requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Ask a peer. An [`Event::Answered`] or [`Event::Failed`] has to follow.
+    /// Ask a peer. An [`DetectorEvent::Answered`] or [`DetectorEvent::Failed`] has to follow.
     Ask(HostName),
-    /// Something else is believed of it from now on.
+    /// Publish the new health of a peer.
     Changed(HostName, Health),
 }
 
-/// What is known of a peer.
+/// The state of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Known {
-    /// What is believed.
+    /// Its health.
     pub health: Health,
-    /// Since when.
+    /// Since when it has that health.
     pub since: Moment,
-    /// When the newest answer came.
+    /// When its newest answer arrived.
     pub heard: Option<Moment>,
     /// How long the newest answer took.
     pub round_trip: Option<Duration>,
@@ -106,14 +108,14 @@ pub struct Known {
 #[derive(Debug)]
 struct Peer {
     known: Known,
-    /// Since when it is silent.
+    /// Since when it has been silent.
     silent_since: Moment,
-    /// The newest question, and whether it is still open.
+    /// When the newest question was asked, and whether it is still open.
     asked: Option<Moment>,
     is_open: bool,
 }
 
-/// What is known of all peers.
+/// The failure detector: the state of all peers.
 #[derive(Debug)]
 pub struct Detector {
     times: Times,
@@ -122,14 +124,14 @@ pub struct Detector {
 }
 
 impl Detector {
-    /// Begins now, with nothing known.
+    /// A detector that begins now, and has no answers yet.
     pub fn new(times: Times, peers: impl IntoIterator<Item = HostName>, now: Moment) -> Self {
         let known = Known { health: Health::Suspected, since: now, heard: None, round_trip: None };
         let peer = |name| (name, Peer { known, silent_since: now, asked: None, is_open: false });
         Self { times, peers: peers.into_iter().map(peer).collect(), ticked: now }
     }
 
-    /// What is to be done about what has happened.
+    /// Handles an event, and returns the actions that follow.
     pub fn on(&mut self, now: Moment, event: Event) -> Vec<Action> {
         match event {
             Event::Tick => self.tick(now),
@@ -143,7 +145,7 @@ impl Detector {
         }
     }
 
-    /// What is known of each.
+    /// The state of each peer.
     pub fn known(&self) -> impl Iterator<Item = (&HostName, Known)> {
         self.peers.iter().map(|(name, peer)| (name, peer.known))
     }
@@ -185,7 +187,7 @@ impl Peer {
         !self.is_open && self.asked.is_none_or(|asked| now.saturating_sub(asked) >= every)
     }
 
-    /// What its silence makes of it. A lost peer stays so.
+    /// The health after a silence. A lost peer stays lost.
     fn fear(&self, times: &Times, silence: Duration) -> Health {
         match self.known.health {
             _ if silence >= times.lose => Health::Lost,
@@ -194,7 +196,7 @@ impl Peer {
         }
     }
 
-    /// What an answer makes of it that took so long: it may be gone since.
+    /// The health after an answer that took so long: the peer may be gone since.
     fn trust(&self, times: &Times, took: Duration) -> Health {
         match self.known.health {
             _ if took < times.suspect => Health::Alive,
@@ -203,7 +205,7 @@ impl Peer {
         }
     }
 
-    /// Gives it back if that is something else than before.
+    /// Sets the health; returns it if it has changed.
     fn believe(&mut self, health: Health, now: Moment) -> Option<Health> {
         let is_new = health != self.known.health;
         if is_new {

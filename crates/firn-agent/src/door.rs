@@ -1,8 +1,8 @@
-//! Where peers come in: greeting by TLS, then requests.
+//! The server for peers: a TLS handshake, then requests.
 //!
-//! Whoever has not proved yet who it is costs a socket and a TLS state, for 5 s at most, and there are 64 of those at most: when one
-//! more comes, the one that has taken longest goes. So a peer, whose greeting takes milliseconds, gets in also while others crowd
-//! the door.
+//! A client that has not proved its identity yet costs a socket and a TLS state, for at most 5 s.
+//! At most 64 clients are in that state: when one more connects, the oldest handshake is aborted.
+//! So a peer, whose handshake takes milliseconds, gets through while other clients flood the port.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,23 +26,23 @@ use crate::identity::peer_of;
 use crate::refused::Refusal;
 use crate::{cluster, standbys, switch, together, tunnel};
 
-/// How long a greeting may take.
+/// Maximum time of a handshake.
 const GREETING_WAIT: Duration = Duration::from_secs(5);
 
-/// Most greetings at once.
+/// Maximum number of handshakes at once.
 const GREETINGS_MAX: usize = 64;
 
-/// How long, and how much, somebody who is refused is listened to.
+/// How long, and how many bytes, a refused client is read from.
 const REST_WAIT: Duration = Duration::from_secs(1);
 const REST_BYTES_MAX: u64 = 64 << 10;
 
-/// Most connections of peers at once.
+/// Maximum number of connections of peers at once.
 const CONNECTIONS_MAX: usize = 512;
 
-/// How long to wait where the system has no more descriptors.
+/// How long to wait when the system has no more descriptors.
 const EXHAUSTED_WAIT: Duration = Duration::from_millis(100);
 
-/// Lets peers in, for ever.
+/// Accepts connections of peers. Never returns.
 pub(crate) async fn open(agent: Arc<Agent>, listener: TcpListener) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut greetings = VecDeque::new();
@@ -71,7 +71,7 @@ fn make_way(agent: &Agent, greetings: &mut VecDeque<AbortHandle>) {
     }
 }
 
-/// One connection until it is known whose it is; the rest goes on by itself.
+/// Handles one connection until its handshake is done; a new task serves it from then on.
 async fn greet(agent: Arc<Agent>, room: Arc<Semaphore>, stream: TcpStream) {
     let (peer, stream) = match meet(&agent, stream).await {
         Ok(met) => met,
@@ -111,15 +111,15 @@ async fn meet(
     Ok((peer, stream))
 }
 
-/// Whoever is refused has been told why, and may still be speaking: closed at once, the connection would be reset, and the reason
-/// lost on the way.
+/// Reads from a refused client, which has been sent the reason and may still be sending. If the
+/// connection were closed at once, it would be reset, and the reason could be lost on the way.
 async fn see_off(mut stream: TcpStream) {
     let mut sink = io::sink();
     let rest = async {
         stream.shutdown().await?;
         io::copy(&mut (&mut stream).take(REST_BYTES_MAX), &mut sink).await
     };
-    // It matters to the other side only.
+    // A failure here matters to the client only.
     let _ = timeout(REST_WAIT, rest).await;
 }
 

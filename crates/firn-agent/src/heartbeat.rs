@@ -1,7 +1,7 @@
-//! Asking peers whether they are there: the shell around `detect`.
+//! Heartbeats: the shell around `detect`.
 //!
-//! Each peer has a connection of its own for that, and a task that asks on it. What is carried between hosts is on other
-//! connections, so that it keeps no answer waiting.
+//! Each peer has a connection of its own for heartbeats, and a task that asks on it. Streams
+//! between hosts use other connections, so that they delay no answer.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,13 +18,13 @@ use crate::detect::{Action, Detector, Event, Health, Moment, Times};
 use crate::host::HostName;
 use crate::link::Link;
 
-/// How often the clock is looked at.
+/// Time between two ticks of the detector.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Events that may wait. Each peer has one question open at most.
+/// Maximum number of events that wait. Each peer has at most one open question.
 const EVENTS_MAX: usize = 64;
 
-/// Now, by the clock that goes on while the host sleeps.
+/// Reads the clock that advances while the host sleeps.
 pub fn now() -> Moment {
     let now = clock_gettime(ClockId::Boottime);
     Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
@@ -37,7 +37,7 @@ struct Peer {
     trouble: Mutex<Option<String>>,
 }
 
-/// What is known of the peers.
+/// The peers of this host, with their health.
 #[derive(Debug)]
 pub struct Peers {
     times: Times,
@@ -46,7 +46,7 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// Of these, with their addresses, nothing is known yet.
+    /// A monitor of these peers, given with their addresses. None has answered yet.
     pub fn new(times: Times, peers: BTreeMap<HostName, String>) -> Self {
         let detector = Detector::new(times, peers.keys().cloned(), now());
         let peer = |address| Peer {
@@ -58,12 +58,12 @@ impl Peers {
         Self { times, detector: Mutex::new(detector), peers }
     }
 
-    /// What is believed of a peer, as it changes.
+    /// The health of a peer, and its changes.
     pub fn health(&self, name: &HostName) -> Option<watch::Receiver<Health>> {
         self.peers.get(name).map(|peer| peer.health.subscribe())
     }
 
-    /// What is known of each.
+    /// The state of each peer.
     pub fn views(&self) -> Vec<PeerView> {
         let (detector, now) = (self.detector(), now());
         let ago = |moment: Moment| now.saturating_sub(moment).as_secs_f64();
@@ -86,7 +86,7 @@ impl Peers {
         self.detector.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives back who is to be asked.
+    /// Handles an event, and returns the peers that are to be asked.
     fn on(&self, event: Event) -> Vec<HostName> {
         let actions = self.detector().on(now(), event);
         let mut asked = Vec::new();
@@ -106,7 +106,7 @@ impl Peers {
         }
     }
 
-    /// Notes why a peer does not answer, or that it does.
+    /// Stores and logs why a peer does not answer, or clears that.
     fn note(&self, name: &HostName, answer: &Result<(), Failure>) {
         let Some(peer) = self.peers.get(name) else { return };
         let mut trouble = peer.trouble.lock().unwrap_or_else(PoisonError::into_inner);
@@ -118,7 +118,7 @@ impl Peers {
     }
 }
 
-/// Asks for ever.
+/// Asks all peers. Never returns.
 pub(crate) async fn run(agent: Arc<Agent>) {
     let (tell, mut events) = mpsc::channel(EVENTS_MAX);
     let mut askers = BTreeMap::new();
@@ -135,7 +135,7 @@ pub(crate) async fn run(agent: Arc<Agent>) {
             Some(event) = events.recv() => event,
         };
         for name in agent.peers.on(event) {
-            // One question is open at a time, so there is room for it.
+            // Each peer has at most one open question, so its channel has room.
             if let Some(ask) = askers.get(&name) {
                 let _ = ask.try_send(());
             }
@@ -143,7 +143,7 @@ pub(crate) async fn run(agent: Arc<Agent>) {
     }
 }
 
-/// Puts questions to one peer.
+/// Sends the questions to one peer, and reports its answers.
 async fn answer(
     agent: Arc<Agent>,
     name: HostName,

@@ -1,11 +1,11 @@
-//! The verbs of supervisors and guards that this program starts: they run the very program that started them.
+//! Internal commands: supervisors and guards run the same program that starts them.
 
 use clap::Args;
 use firn_supervisor::{
     Context as _, Failure, RuntimeDir, VmName, guard, recover, supervise, watcher,
 };
 
-/// Looks after a VM.
+/// Manages a VM.
 #[derive(Debug, Args)]
 pub struct Supervise {
     /// The VM.
@@ -28,12 +28,12 @@ pub struct Guard {
 impl Supervise {
     /// Runs the verb.
     pub fn run(&self) -> Result<(), Failure> {
-        let base = RuntimeDir::from_env().doing("looking after the VM")?;
+        let base = RuntimeDir::from_env().doing("managing the VM")?;
         let done = match self.recover {
             true => recover(&base, &self.name),
             false => supervise(&base, &self.name),
         };
-        done.doing("looking after the VM")
+        done.doing("managing the VM")
     }
 }
 

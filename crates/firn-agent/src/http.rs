@@ -1,10 +1,10 @@
-//! HTTP as agents speak it: small messages, with bounds on everything that comes in.
+//! HTTP between agents: small messages, with a limit on everything that is received.
 //!
 //! | what | at most |
 //! |---|---|
 //! | the head of a message | 16 KiB, 32 fields, 5 s |
 //! | the body of a request | 64 KiB, 5 s |
-//! | the body of an answer | 4 MiB |
+//! | the body of a response | 4 MiB |
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -24,7 +24,7 @@ use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::timeout;
 
-/// How long a request may take to come in: its head, and then its body.
+/// Maximum time in which the head of a request arrives, and then its body.
 pub const REQUEST_WAIT: Duration = Duration::from_secs(5);
 
 const HEAD_BYTES_MAX: usize = 16 << 10;
@@ -32,16 +32,16 @@ const FIELDS_MAX: usize = 32;
 const REQUEST_BYTES_MAX: usize = 64 << 10;
 const ANSWER_BYTES_MAX: usize = 4 << 20;
 
-/// What is sent.
+/// The body of a message that is sent.
 pub type Body = BoxBody<Bytes, Infallible>;
 
-/// An answer.
+/// The response to a request.
 pub type Answer = Response<Body>;
 
 /// Serves one connection until it ends.
 ///
 /// # Errors
-/// If it ends otherwise than between two requests, or what comes is no request within the bounds.
+/// If it ends otherwise than between two requests, or a request exceeds the limits.
 pub async fn serve<I, H, F>(io: I, handle: H) -> Result<(), hyper::Error>
 where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -62,19 +62,19 @@ where
         .await
 }
 
-/// What a request holds.
+/// Reads the body of a request as JSON.
 ///
 /// # Errors
-/// If it is not that, too long, or too slow.
+/// If it has another form, is too long, or arrives too slowly.
 pub async fn read<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T, Failure> {
     let bytes = read_bytes(request).await?;
     serde_json::from_slice(&bytes).doing_or(FailureKind::Usage, "reading the request")
 }
 
-/// What a request holds, whatever it is.
+/// Reads the body of a request as bytes.
 ///
 /// # Errors
-/// If it is too long, or too slow.
+/// If it is too long, or arrives too slowly.
 pub async fn read_bytes(request: Request<Incoming>) -> Result<Bytes, Failure> {
     let body = Limited::new(request.into_body(), REQUEST_BYTES_MAX).collect();
     let slow = |_| Failure::new(FailureKind::Usage, "the request does not come to its end");
@@ -85,10 +85,10 @@ pub async fn read_bytes(request: Request<Incoming>) -> Result<Bytes, Failure> {
     Ok(body.map_err(long)?.to_bytes())
 }
 
-/// A request, with JSON if there is anything to say.
+/// Builds a request, with a JSON body if there is one.
 ///
 /// # Errors
-/// If the path is none.
+/// If the path is not valid.
 pub fn request(
     method: Method,
     host: &str,
@@ -101,18 +101,18 @@ pub fn request(
     request.header(CONTENT_TYPE, "application/json").body(body).doing("writing a request")
 }
 
-/// What a good answer holds; else the failure that it tells.
+/// Reads the JSON body of a successful response.
 ///
 /// # Errors
-/// That, or that it is neither.
+/// The failure that the peer reports, or a decoding error.
 pub async fn told<T: DeserializeOwned>(answer: Response<Incoming>) -> Result<T, Failure> {
     serde_json::from_slice(&told_bytes(answer).await?).doing("reading the answer")
 }
 
-/// What a good answer holds, whatever it is; else the failure that it tells.
+/// Reads the body of a successful response as bytes.
 ///
 /// # Errors
-/// That.
+/// The failure that the peer reports.
 pub async fn told_bytes(answer: Response<Incoming>) -> Result<Bytes, Failure> {
     let status = answer.status();
     let bytes = whole(answer).await?;
@@ -122,7 +122,7 @@ pub async fn told_bytes(answer: Response<Incoming>) -> Result<Bytes, Failure> {
     }
 }
 
-/// The failure that an answer tells.
+/// Reads the failure that a response reports.
 pub async fn told_failure(answer: Response<Incoming>) -> Failure {
     let status = answer.status();
     match whole(answer).await {
@@ -139,13 +139,13 @@ async fn whole(answer: Response<Incoming>) -> Result<Bytes, Failure> {
     Ok(body.map_err(broken)?.to_bytes())
 }
 
-/// Somebody else's server has another form.
+/// Decodes a failure. A server that is no agent reports failures in another form.
 fn failure(status: StatusCode, bytes: &[u8]) -> Failure {
     serde_json::from_slice(bytes)
         .unwrap_or_else(|_| Failure::new(FailureKind::Other, format!("it answers {status}")))
 }
 
-/// An answer that holds JSON.
+/// A response with a JSON body.
 pub fn json(value: &impl Serialize) -> Answer {
     match serde_json::to_vec(value).doing("writing an answer") {
         Ok(bytes) => answer(StatusCode::OK, "application/json", bytes),
@@ -153,7 +153,7 @@ pub fn json(value: &impl Serialize) -> Answer {
     }
 }
 
-/// An answer that tells a failure.
+/// A response that reports a failure.
 pub fn refusal(failure: &Failure) -> Answer {
     let status = match failure.kind {
         FailureKind::Usage => StatusCode::BAD_REQUEST,
@@ -161,11 +161,11 @@ pub fn refusal(failure: &Failure) -> Answer {
         FailureKind::Busy => StatusCode::CONFLICT,
         _ => StatusCode::INTERNAL_SERVER_ERROR,
     };
-    // It is made of strings: nothing in it can fail to serialize.
+    // It consists of strings, so nothing in it can fail to serialize.
     answer(status, "application/json", serde_json::to_vec(failure).unwrap_or_default())
 }
 
-/// An answer after which the connection is a stream of something else.
+/// A response after which the connection carries another protocol.
 pub fn switching(protocol: &'static str) -> Answer {
     let kind = "application/octet-stream";
     let mut answer = answer(StatusCode::SWITCHING_PROTOCOLS, kind, Vec::new());
@@ -175,18 +175,18 @@ pub fn switching(protocol: &'static str) -> Answer {
     answer
 }
 
-/// An answer to what nobody knows.
+/// The response to a request for an unknown path.
 pub fn unknown(request: &Request<Incoming>) -> Answer {
     let text = format!("there is no {} {}", request.method(), request.uri().path());
     refusal(&Failure::new(FailureKind::Usage, text))
 }
 
-/// Any answer with a body that is there.
+/// A response with a complete body.
 pub fn answer(status: StatusCode, kind: &'static str, bytes: Vec<u8>) -> Answer {
     answer_with(status, kind, Full::new(Bytes::from(bytes)))
 }
 
-/// Any answer.
+/// A response with a body of any kind.
 pub fn answer_with<B>(status: StatusCode, kind: &'static str, body: B) -> Answer
 where
     B: HttpBody<Data = Bytes, Error = Infallible> + Send + Sync + 'static,

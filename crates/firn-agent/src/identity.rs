@@ -1,8 +1,9 @@
-//! Who is who: this host's certificate and key, and whom it lets in.
+//! The identity of this host: its certificate and key, and the peers that it accepts.
 //!
-//! Both sides of a connection show a certificate that the authority has issued. A name in it is a host's, not an address: whoever
-//! connects is the peer that the certificate names, and whoever is connected to must be the peer that was meant. A certificate that
-//! names no peer, or more than one, lets nobody in. TLS 1.3 only.
+//! Both sides of a connection show a certificate that the authority has issued. A name in it is a
+//! host's, not an address. A client is the peer that its certificate names, and a server must be
+//! the peer that the client intended. A certificate that names no peer, or more than one, is
+//! refused. TLS 1.3 only.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use thiserror::Error;
 use crate::config::Config;
 use crate::host::HostName;
 
-/// The longest file of certificates, or with a key, in bytes.
+/// Maximum size of a file of certificates, or with a key, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Why a host has no identity.
@@ -33,7 +34,7 @@ pub enum IdentityError {
     /// A file holds no certificate or no key.
     #[error("{field}: {path} can't be used: {reason}", path = .path.display())]
     File {
-        /// What it should be.
+        /// The field that names it.
         field: &'static str,
         /// The file.
         path: PathBuf,
@@ -43,7 +44,7 @@ pub enum IdentityError {
     /// The certificate and the key don't belong together.
     #[error("certificate: {path} does not belong to the key", path = .0.display())]
     Key(PathBuf),
-    /// No peer would let this host in.
+    /// Every peer would refuse this host's certificate.
     #[error("certificate: peers would refuse {path}: {reason}; it has to be issued by the authority, for the name {name}, to serve and to connect", path = .path.display())]
     Certificate {
         /// The file.
@@ -53,12 +54,12 @@ pub enum IdentityError {
         /// Why.
         reason: Error,
     },
-    /// The library refuses.
+    /// The TLS library reports an error.
     #[error("TLS can't be used")]
     Tls(#[source] Error),
 }
 
-/// What a host shows, and whom it believes.
+/// The certificate that a host shows, and the certificates that it accepts.
 #[derive(Clone, Debug)]
 pub struct Identity {
     /// For connections to peers.
@@ -68,10 +69,10 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Reads the files of a configuration, and checks that peers would take them.
+    /// Reads the files of a configuration, and checks that peers would accept them.
     ///
     /// # Errors
-    /// If not.
+    /// If a file can't be used, or peers would refuse the certificate.
     pub fn load(config: &Config) -> Result<Self, IdentityError> {
         let chain = certificates("certificate", &config.certificate)?;
         let roots = Arc::new(roots(&config.authority)?);
@@ -90,7 +91,7 @@ impl Identity {
             .with_root_certificates(roots)
             .with_client_auth_cert(chain, key(&config.key)?)
             .map_err(|error| unfit(config, error))?;
-        // Each connection is judged by what is true now, not by one that was let in before.
+        // Each connection is judged by what is valid now, not by an earlier connection.
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;
         client.resumption = Resumption::disabled();
@@ -105,7 +106,7 @@ fn unfit(config: &Config, error: Error) -> IdentityError {
     }
 }
 
-/// Looks at this host's certificate as its peers will.
+/// Verifies this host's certificate as its peers will.
 fn would_be_believed(
     config: &Config,
     chain: &[CertificateDer<'_>],
@@ -140,7 +141,7 @@ pub fn peer_of(certificate: &CertificateDer<'_>, peers: &[HostName]) -> Result<H
     }
 }
 
-/// Lets those in whose certificate the authority has issued to one of the peers.
+/// Accepts clients whose certificates the authority has issued to one of the peers.
 #[derive(Debug)]
 struct Admission {
     authority: Arc<dyn ClientCertVerifier>,

@@ -1,4 +1,4 @@
-//! A connection to a peer: made by TLS, and only to the host that is meant.
+//! A connection to a peer: by TLS, and only to the intended host.
 
 use std::time::Duration;
 
@@ -21,13 +21,14 @@ use crate::http;
 use crate::identity::Identity;
 use crate::tunnel;
 
-/// How long a peer may take to be connected to.
+/// Maximum time to connect to a peer.
 const CONNECT_WAIT: Duration = Duration::from_secs(3);
 
-/// How long a standby may take to be started, up to the last byte of the answer. An older one of that name may have to be stopped first.
+/// Maximum time to start a standby, up to the last byte of the answer. An older standby of that
+/// name may have to be stopped first.
 const STANDBY_WAIT: Duration = Duration::from_secs(30);
 
-/// A connection that can be asked.
+/// A connection that accepts requests.
 #[derive(Debug)]
 pub struct Link {
     name: HostName,
@@ -35,10 +36,10 @@ pub struct Link {
 }
 
 impl Link {
-    /// Connects.
+    /// Connects to a peer.
     ///
     /// # Errors
-    /// If nobody is there, or somebody else is.
+    /// If no host answers, or another host than the intended one.
     pub async fn open(
         identity: &Identity,
         name: &HostName,
@@ -55,10 +56,10 @@ impl Link {
             .map_err(|failure| failure.while_doing(doing()))
     }
 
-    /// Asks for something that is told by JSON.
+    /// Requests JSON.
     ///
     /// # Errors
-    /// What the peer tells instead, or that it tells nothing.
+    /// The failure that the peer reports, or that there is no answer.
     pub async fn get<T: DeserializeOwned>(&mut self, path: &str) -> Result<T, Failure> {
         let request = http::request(Method::GET, self.name.as_str(), path, None::<&()>)?;
         let doing = format!("asking host {}", self.name);
@@ -66,15 +67,15 @@ impl Link {
         http::told(answer).await.map_err(|failure| failure.while_doing(doing))
     }
 
-    /// Whether it can't be asked any more.
+    /// Whether it accepts no requests any more.
     pub fn is_closed(&self) -> bool {
         self.sender.is_closed()
     }
 
-    /// Sends bytes, and brings those that are answered.
+    /// Sends bytes, and returns the bytes of the answer.
     ///
     /// # Errors
-    /// What the peer tells instead, or that it tells nothing.
+    /// The failure that the peer reports, or that there is no answer.
     pub async fn post(&mut self, path: &str, bytes: Vec<u8>) -> Result<Bytes, Failure> {
         let request = Request::post(path).header(HOST, self.name.as_str());
         let request = request.body(Full::new(Bytes::from(bytes))).doing("writing a request")?;
@@ -86,16 +87,16 @@ impl Link {
     /// Has the peer start a standby; the connection carries its epochs from then on.
     ///
     /// # Errors
-    /// Why it does not.
+    /// Why the peer does not.
     pub async fn stand_by(self, vm: &VmName) -> Result<TokioIo<Upgraded>, Failure> {
-        let doing = format!("asking host {} to stand by", self.name);
+        let doing = format!("asking host {} for a standby", self.name);
         self.upgrade(&format!("{STANDBYS}{vm}"), EPOCHS, STANDBY_WAIT, doing).await
     }
 
     /// Links a network of this host to the peer's; the connection carries frames from then on.
     ///
     /// # Errors
-    /// Why it does not.
+    /// Why the peer does not.
     pub async fn network(self, network: &NetworkName) -> Result<TokioIo<Upgraded>, Failure> {
         let doing = format!("asking host {} for a link of network {network}", self.name);
         self.upgrade(&format!("{NETWORKS}{network}"), FRAMES, CONNECT_WAIT, doing).await
@@ -125,11 +126,11 @@ impl Link {
         let headers = request.headers_mut();
         headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
         headers.insert(UPGRADE, HeaderValue::from_static(protocol));
-        let answer = self.sender.send_request(request).await.doing("hearing its answer")?;
+        let answer = self.sender.send_request(request).await.doing("reading its answer")?;
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
             return Err(http::told_failure(answer).await);
         }
-        let upgraded = hyper::upgrade::on(answer).await.doing("taking the stream over")?;
+        let upgraded = hyper::upgrade::on(answer).await.doing("upgrading the connection")?;
         Ok(TokioIo::new(upgraded))
     }
 }
@@ -140,10 +141,10 @@ async fn connect(identity: &Identity, name: &HostName, address: &str) -> Result<
     let connector = TlsConnector::from(identity.client.clone());
     let greeted = connector.connect(name.server_name(), stream).await;
     let stream = greeted.doing("greeting by TLS").map_err(|failure| {
-        failure.hint("`firn-agent check` there says whether its certificate is what it should be")
+        failure.hint("`firn-agent check` there checks its certificate")
     })?;
     let (sender, connection) = handshake(TokioIo::new(stream)).await.doing("speaking HTTP")?;
-    // It ends with the sender, or with the stream that it has become.
+    // It ends with the sender, or with the upgraded stream.
     tokio::spawn(connection.with_upgrades());
     Ok(Link { name: name.clone(), sender })
 }

@@ -1,4 +1,4 @@
-//! Requests from this host: of `firn` commands, at a socket for its owner alone, and for metrics.
+//! The server for this host: `firn` commands, at a socket for its owner alone, and metrics.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,16 +18,16 @@ use crate::api::{CLUSTERS, FAILOVER, MEMBERS, METRICS, PROTECT, Protect, STATUS}
 use crate::http::{self, Answer};
 use crate::{cluster, failover, metrics, protect, together};
 
-/// Most connections at once.
+/// Maximum number of connections at once.
 const CONNECTIONS_MAX: usize = 64;
 
-/// How long to wait where the system has no more descriptors.
+/// How long to wait when the system has no more descriptors.
 const EXHAUSTED_WAIT: Duration = Duration::from_millis(100);
 
-/// Replies that may wait for whoever asked. Of progress, what has no room is left out.
+/// Maximum number of replies that wait for the client. Progress that finds no room is dropped.
 const REPLIES_MAX: usize = 16;
 
-/// Answers commands, for ever.
+/// Answers commands. Never returns.
 pub(crate) async fn serve(agent: Arc<Agent>, listener: UnixListener) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
@@ -38,14 +38,14 @@ pub(crate) async fn serve(agent: Arc<Agent>, listener: UnixListener) {
         };
         let agent = Arc::clone(&agent);
         tokio::spawn(async move {
-            // A command that goes away is no trouble.
+            // A client that disconnects is no error.
             let _ = http::serve(stream, |request| answer(Arc::clone(&agent), request)).await;
             drop(permit);
         });
     }
 }
 
-/// Answers whoever wants metrics, for ever.
+/// Answers requests for metrics. Never returns.
 pub(crate) async fn serve_metrics(agent: Arc<Agent>, listener: TcpListener) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
@@ -106,7 +106,7 @@ async fn failing_over(agent: Arc<Agent>, request: Request<Incoming>) -> Result<V
     failover::fail_over(&agent, &wanted).await
 }
 
-/// It goes on also when whoever asked for it has gone.
+/// Protects a VM. That continues when the client disconnects.
 fn protecting(agent: Arc<Agent>, wanted: Protect) -> Answer {
     let (tell, replies) = mpsc::channel(REPLIES_MAX);
     let (lines, body) = Channel::new(REPLIES_MAX);
@@ -119,7 +119,7 @@ fn protecting(agent: Arc<Agent>, wanted: Protect) -> Answer {
             Ok(facts) => Reply::Done { facts },
             Err(failure) => Reply::Failed(failure),
         };
-        // Whoever asked may have gone.
+        // The client may have disconnected.
         let _ = tell.send(last).await;
     });
     http::answer_with(StatusCode::OK, "application/x-ndjson", body)
@@ -127,7 +127,7 @@ fn protecting(agent: Arc<Agent>, wanted: Protect) -> Answer {
 
 async fn pass_on(mut replies: mpsc::Receiver<Reply>, mut lines: Sender<Bytes>) {
     while let Some(reply) = replies.recv().await {
-        // It is made of strings and numbers: nothing in it can fail to serialize.
+        // It consists of strings and numbers, so nothing in it can fail to serialize.
         let mut line = serde_json::to_vec(&reply).unwrap_or_default();
         line.push(b'\n');
         if lines.send_data(line.into()).await.is_err() {

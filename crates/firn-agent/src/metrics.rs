@@ -1,4 +1,4 @@
-//! Numbers for Prometheus, made of what is known at the moment of asking. Pure.
+//! Metrics for Prometheus, made from the state at the time of the request. Pure.
 //!
 //! | metric | labels | unit |
 //! |---|---|---|
@@ -25,14 +25,14 @@ use prometheus_client::registry::Registry;
 use crate::api::{NetworkView, PeerView, VmView};
 use crate::detect::Health;
 
-/// The kind of text that [`text`] gives.
+/// The content type of the text that [`render_metrics`] returns.
 pub const KIND: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 type Labels = Vec<(&'static str, String)>;
 type Numbers = Family<Labels, Gauge<f64, AtomicU64>>;
 type Counts = Family<Labels, Counter>;
 
-/// What is known, as OpenMetrics text.
+/// Renders the metrics as OpenMetrics text.
 ///
 /// # Errors
 /// None in practice: it is written to memory.
@@ -47,7 +47,7 @@ pub fn text<'a>(
     of_peers(&mut registry, peers);
     of_networks(&mut registry, networks);
     let counts = Counts::default();
-    registry.register("refused", "Connections that were not let in", counts.clone());
+    registry.register("refused", "Connections that were refused", counts.clone());
     for (reason, count) in refused {
         counts.get_or_create(&vec![("reason", reason.clone())]).inc_by(*count);
     }
@@ -70,7 +70,7 @@ fn of_vms(registry: &mut Registry, vms: &[VmView]) {
     let epoch = numbers(registry, "epoch", "The newest epoch that was cut");
     let committed = numbers(registry, "epoch_committed", "The newest that a failover would run");
     let downtime =
-        numbers(registry, "epoch_downtime_seconds", "How long the VM stood still for an epoch");
+        numbers(registry, "epoch_downtime_seconds", "How long the VM was paused for an epoch");
     let standby =
         numbers(registry, "standby_committed", "The newest epoch that this standby would run");
     let sent = Counts::default();
@@ -94,7 +94,7 @@ fn of_vms(registry: &mut Registry, vms: &[VmView]) {
 
 fn of_peers(registry: &mut Registry, peers: &[PeerView]) {
     let up = numbers(registry, "peer_up", "1 if the host answers");
-    let lost = numbers(registry, "peer_lost", "1 if the host is taken for gone");
+    let lost = numbers(registry, "peer_lost", "1 if the host counts as lost");
     let round_trip =
         numbers(registry, "peer_round_trip_seconds", "How long its newest answer took");
     let one_if = |is_so: bool| f64::from(u8::from(is_so));
@@ -109,7 +109,7 @@ fn of_peers(registry: &mut Registry, peers: &[PeerView]) {
 }
 
 fn of_networks(registry: &mut Registry, networks: &[NetworkView]) {
-    let ports = numbers(registry, "network_ports", "Who is connected to a network");
+    let ports = numbers(registry, "network_ports", "Ports that are connected to a network");
     let (frames, dropped) = (Counts::default(), Counts::default());
     registry.register("network_frames", "Frames of a network", frames.clone());
     registry.register("network_dropped", "Frames that had no room", dropped.clone());

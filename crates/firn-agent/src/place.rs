@@ -1,16 +1,17 @@
-//! Where an agent's sockets are: in the runtime directory of the VMs, where no VM can be, for its owner alone.
+//! Paths of the agent's sockets and files: reserved names in the runtime directory of the VMs,
+//! which only their owner can access.
 //!
 //! ```text
 //!   /run/firn/.agent/       0700
-//!     lock                         whose agent this is
-//!     agent.sock            0600   requests of `firn` commands (local.rs)
-//!     clusters/shop.json           VMs that fail over together (together)
-//!     b/web.sock            0600   the epochs of web, to or from host b, while nobody has connected
+//!     lock                         held by the agent of this directory
+//!     agent.sock            0600   requests of `firn` commands (command_server)
+//!     clusters/shop.json           a cluster that this host is the backup of (clusters)
+//!     b/web.sock            0600   the epochs of web, to or from host b, until a process connects
 //!   /run/firn/.network/     0700
-//!     lan.sock              0600   VMs' network cards (switch.rs)
+//!     lan.sock              0600   VMs' network cards (switch)
 //!   /run/firn/web/
 //!     primary.json                 of a standby: which host its primary runs on
-//!     cluster.json                 which cluster it belongs to, if hosts have agreed on that
+//!     cluster.json                 which cluster it belongs to, if that has a record
 //! ```
 
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -27,83 +28,83 @@ use tokio::net::UnixListener;
 
 use crate::host::HostName;
 
-/// Bytes in the longest path that a unix socket can have: `sun_path` of unix(7), less its final zero.
+/// Maximum length of a unix socket's path: `sun_path` of unix(7), less its final zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// An agent's directory.
+/// The paths of an agent.
 #[derive(Clone, Debug)]
 pub struct Place {
     base: RuntimeDir,
 }
 
-/// Which host a standby's primary runs on.
+/// The file that names the host of a standby's primary.
 #[derive(Debug, Serialize, Deserialize)]
 struct Origin {
     host: HostName,
 }
 
-/// Which cluster a VM belongs to.
+/// The file that names the cluster of a VM.
 #[derive(Debug, Serialize, Deserialize)]
 struct Belongs {
     cluster: VmName,
 }
 
-/// The right to be the agent of a runtime directory, until it is dropped or the process ends.
+/// The lock of the agent of a runtime directory, until it is dropped or the process ends.
 #[derive(Debug)]
 pub struct Sole(#[expect(dead_code, reason = "it is locked while it is open")] File);
 
-/// A socket that is listened at.
+/// A socket that listens.
 #[derive(Debug)]
 pub struct Socket {
-    /// For connections.
+    /// Accepts connections.
     pub listener: UnixListener,
-    /// Its name.
+    /// Its file.
     pub file: SocketFile,
 }
 
-/// The name of a socket, which is removed with this value.
+/// The file of a socket, which is removed with this value.
 #[derive(Debug)]
 pub struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Somebody else may have removed it.
+        // Another process may have removed it.
         let _ = fs::remove_file(&self.0);
     }
 }
 
 impl Place {
-    /// That of the VMs which are kept track of there.
+    /// The paths in a runtime directory of VMs.
     pub fn new(base: RuntimeDir) -> Self {
         Self { base }
     }
 
-    /// Where VMs are kept track of.
+    /// The runtime directory of the VMs.
     pub fn base(&self) -> &RuntimeDir {
         &self.base
     }
 
-    /// Where `firn` commands connect to.
+    /// The socket that `firn` commands connect to.
     pub fn control(&self) -> PathBuf {
         self.directory().join("agent.sock")
     }
 
-    /// Where a VM's epochs go to a peer, or come from it.
+    /// The socket of a VM's epochs, to or from a peer.
     pub fn epochs(&self, peer: &HostName, vm: &VmName) -> PathBuf {
         self.directory().join(peer.as_str()).join(format!("{vm}.sock"))
     }
 
-    /// Where VMs connect to a network, in a directory that is there now.
+    /// The socket of a network, that VMs connect to. Its directory is created.
     ///
     /// # Errors
-    /// If that can't be made.
+    /// If the directory can't be created.
     pub fn network(&self, name: &NetworkName) -> Result<PathBuf, Failure> {
         let path = self.base.network(name);
         path.parent().map_or(Ok(()), make_private).doing("making the directory of networks")?;
         Ok(path)
     }
 
-    /// Where it is kept what is known of clusters.
+    /// The directory of stored clusters.
     pub fn clusters(&self) -> PathBuf {
         self.directory().join("clusters")
     }
@@ -112,10 +113,10 @@ impl Place {
         self.base.path().join(".agent")
     }
 
-    /// Makes the directories, and takes them for this process.
+    /// Creates the directories, and locks them for this process.
     ///
     /// # Errors
-    /// If they can't be had, or another agent has them.
+    /// If they can't be created, or another agent has locked them.
     pub fn take<'a>(&self, peers: impl Iterator<Item = &'a HostName>) -> Result<Sole, Failure> {
         self.base.create().doing_or(FailureKind::Host, "making the runtime directory")?;
         let directory = self.directory();
@@ -126,7 +127,8 @@ impl Place {
         lock(&directory.join("lock"))
     }
 
-    /// Listens at one of its sockets, for their owner alone. What a dead agent has left there is removed.
+    /// Listens at one of its sockets, for their owner alone. A socket that a dead agent has left is
+    /// removed.
     ///
     /// # Errors
     /// If the system refuses.
@@ -139,16 +141,17 @@ impl Place {
         Ok(Socket { listener, file: SocketFile(path) })
     }
 
-    /// Which host a standby's primary runs on, if an agent has started it.
+    /// The host that a standby's primary runs on, if an agent has started the standby.
     pub fn origin(&self, vm: &VmName) -> Option<HostName> {
         let text = fs::read(self.origin_file(vm)).ok()?;
         serde_json::from_slice::<Origin>(&text).ok().map(|origin| origin.host)
     }
 
-    /// Keeps that with the VM, so that it is known after the agent has died, and forgotten with the VM.
+    /// Stores that host with the standby, so that it is known after the death of the agent, and
+    /// removed with the standby.
     ///
     /// # Errors
-    /// If the VM is gone already, or the disk is full.
+    /// If the VM does not exist any more, or the disk is full.
     pub fn set_origin(&self, vm: &VmName, host: &HostName) -> io::Result<()> {
         keep(&self.origin_file(vm), &Origin { host: host.clone() })
     }
@@ -157,7 +160,7 @@ impl Place {
         self.base.vm(vm).path().join("primary.json")
     }
 
-    /// Which cluster a VM of this host belongs to, if hosts have agreed on that.
+    /// The cluster that a VM of this host belongs to, if that has a record.
     pub fn cluster_of(&self, vm: &VmName) -> Option<VmName> {
         let text = fs::read(self.cluster_file(vm)).ok()?;
         serde_json::from_slice::<Belongs>(&text).ok().map(|belongs| belongs.cluster)
@@ -170,15 +173,15 @@ impl Place {
         names.filter(|vm| self.cluster_of(vm).as_ref() == Some(cluster)).collect()
     }
 
-    /// Keeps that with the VM, as [`Self::set_origin`] does.
+    /// Stores that with the VM, as [`Self::set_primary_host`] does.
     ///
     /// # Errors
-    /// If the VM is gone already, or the disk is full.
+    /// If the VM does not exist any more, or the disk is full.
     pub fn set_cluster(&self, vm: &VmName, cluster: &VmName) -> io::Result<()> {
         keep(&self.cluster_file(vm), &Belongs { cluster: cluster.clone() })
     }
 
-    /// It belongs to none any more.
+    /// Removes the cluster of a VM.
     pub fn forget_cluster(&self, vm: &VmName) {
         if let Err(error) = clear(&self.cluster_file(vm)) {
             tracing::warn!("{vm} is still taken for a part of a cluster: {error}");
@@ -190,7 +193,7 @@ impl Place {
     }
 }
 
-/// Written whole, and renamed.
+/// Writes a whole file, and renames it.
 fn keep(file: &Path, what: &impl Serialize) -> io::Result<()> {
     let text = serde_json::to_vec(what)?;
     let new = file.with_extension("new");
@@ -214,7 +217,7 @@ fn lock(path: &Path) -> Result<Sole, Failure> {
     }
 }
 
-/// A socket's path has a bound.
+/// Checks the length of a socket's path.
 pub fn check_length(path: &Path) -> Result<(), Failure> {
     let len = path.as_os_str().len();
     if len <= SOCKET_PATH_BYTES_MAX {
@@ -225,10 +228,10 @@ pub fn check_length(path: &Path) -> Result<(), Failure> {
     Err(Failure::new(FailureKind::Usage, text).hint("give the VM or the host a shorter name"))
 }
 
-/// Removes a file that may not be there.
+/// Removes a file that may not exist.
 ///
 /// # Errors
-/// If it is there, and stays.
+/// If it exists and can't be removed.
 pub fn clear(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -270,7 +273,7 @@ mod tests {
         assert!(refused.to_string().contains("mode 0755: it must be yours"), "{refused}");
     }
 
-    /// Whoever made it could put something else in the place of each socket.
+    /// The user who made the directory could replace each socket in it.
     #[test]
     fn a_directory_of_somebody_elses_is_refused() {
         let dir = tempfile::tempdir().unwrap();

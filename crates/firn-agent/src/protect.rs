@@ -1,4 +1,5 @@
-//! Protecting a VM of this host by a peer: a standby there, a tunnel to it, and the VM's supervisor at the near end.
+//! Protection of a VM of this host by a peer: a standby there, a tunnel to it, and the VM's
+//! supervisor at the end of the tunnel here.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,10 +25,10 @@ use crate::together;
 use crate::tunnel;
 use crate::vms::Vms;
 
-/// How long the VM's supervisor may take to connect. It looks at all of the VM's memory before.
+/// How long the VM's supervisor may take to connect. It scans all of the VM's memory before.
 const SUPERVISOR_WAIT: Duration = Duration::from_secs(60);
 
-/// Returns when there is something to fail over to.
+/// Protects a VM; returns when a failover is possible.
 pub(crate) async fn protect(
     agent: &Arc<Agent>,
     wanted: Protect,
@@ -37,13 +38,14 @@ pub(crate) async fn protect(
         let text =
             format!("{} belongs to cluster {cluster}, and is protected with all of it", wanted.vm);
         let hint =
-            format!("`firn cluster protect {cluster}` on the host that is to keep the copies");
+            format!("`firn cluster protect {cluster}` on the host that is to be the backup");
         return Err(Failure::new(FailureKind::Refused, text).hint(hint));
     }
     begin(agent, wanted, As::Itself, on_progress).await
 }
 
-/// The same of a member of a cluster, which doesn't fail over by itself, but with all of it if hosts have agreed on that.
+/// Protects a member of a cluster. It does not fail over by itself, but with the whole cluster, if
+/// that has a record.
 pub(crate) async fn protect_member(
     agent: &Arc<Agent>,
     wanted: Protect,
@@ -52,10 +54,10 @@ pub(crate) async fn protect_member(
     begin(agent, wanted, As::Member(cluster), |_| ()).await
 }
 
-/// What a VM is protected as.
+/// Whether a VM is protected by itself or as a member of a cluster.
 enum As {
     Itself,
-    /// Of a cluster; of which, if hosts have agreed on it.
+    /// As a member of a cluster; the cluster's name is given if it has a record.
     Member(Option<VmName>),
 }
 
@@ -69,13 +71,13 @@ async fn begin(
     let address = agent.address(&backup)?;
     let _claim = agent.claim(&vm)?;
     let was_leased = is_free(agent, &vm).await?.lease.is_some();
-    // Before anybody else could run it.
+    // Before any other host could run it.
     let lease = lease_as(agent, &of, &wanted, was_leased).await?;
     let path = agent.place.epochs(&backup, &vm);
     let to = format!("unix:{}", path.display());
     let to = to.parse().doing_or(FailureKind::Usage, "naming the VM's socket")?;
     let socket = agent.place.listen(path)?;
-    // From here on: what is set up with a host that is lost meanwhile comes to nothing.
+    // Subscribed from here on: a protection by a host that is lost meanwhile fails.
     let health = agent.health(&backup)?;
     let far = standing_by(agent, &backup, address, &vm, health.clone()).await?;
     let (tell, connected) = oneshot::channel();
@@ -102,7 +104,8 @@ async fn begin(
     begun
 }
 
-/// The timeline whose lease a VM is to obey, and holds by then, if hosts agree on it.
+/// Acquires the lease that is to cover a VM's output, if there is membership; returns its
+/// generation.
 async fn lease_as(
     agent: &Arc<Agent>,
     of: &As,
@@ -125,7 +128,7 @@ async fn lease_as(
     }
 }
 
-/// A connection to a standby that waits for its primary.
+/// Has the backup start a standby, and returns the connection to it.
 async fn standing_by(
     agent: &Agent,
     backup: &HostName,
@@ -137,7 +140,7 @@ async fn standing_by(
     tokio::select! {
         answer = asked => answer,
         () = tunnel::loss(health) => {
-            let text = format!("host {backup} was lost before it stood by");
+            let text = format!("host {backup} was lost before its standby was ready");
             Err(Failure::new(FailureKind::Other, text))
         }
     }
@@ -156,7 +159,7 @@ fn silent() -> Failure {
     Failure::new(FailureKind::Other, text).hint("the VM's log may say what it is doing")
 }
 
-/// A VM of which nothing was cut needs no lease: nobody can run it but here.
+/// Releases a VM of which no epoch was cut: it needs no lease, for no other host can run it.
 fn leave_as_it_was(vms: &dyn Vms, vm: &VmName) -> Result<(), Failure> {
     let status = vms.status(vm)?;
     match status.lease.is_some() && status.network.iter().all(|card| card.open) {
@@ -165,7 +168,8 @@ fn leave_as_it_was(vms: &dyn Vms, vm: &VmName) -> Result<(), Failure> {
     }
 }
 
-/// Nobody is asked to stand by for a VM that can't be protected now. Its supervisor looks again.
+/// Checks that the VM can be protected now, before a standby is requested. Its supervisor checks
+/// again.
 async fn is_free(agent: &Agent, vm: &VmName) -> Result<Status, Failure> {
     let name = vm.clone();
     let status = agent.blocking(move |vms| vms.status(&name)).await?;
@@ -173,12 +177,12 @@ async fn is_free(agent: &Agent, vm: &VmName) -> Result<Status, Failure> {
         "running" | "paused" => Ok(status),
         state => {
             let text = format!("VM {vm} is {state}: only one that runs can be protected");
-            Err(Failure::new(FailureKind::Busy, text).hint("`firn status` says more"))
+            Err(Failure::new(FailureKind::Busy, text).hint("`firn status` shows more"))
         }
     }
 }
 
-/// A standby's stream that nobody sends to yet.
+/// The connection to a standby, before the supervisor sends to it.
 struct Stream {
     agent: Arc<Agent>,
     backup: HostName,
@@ -189,11 +193,11 @@ struct Stream {
 }
 
 impl Stream {
-    /// Carries what the supervisor sends, from when it connects; `connected` hears that.
+    /// Carries the supervisor's stream, from when it connects; `connected` is notified then.
     async fn send(self, connected: oneshot::Sender<()>) {
         let Self { agent, backup, vm, socket, far, health } = self;
         let Ok((near, _)) = socket.listener.accept().await else { return };
-        // Nobody waits any more if it has come too late.
+        // The receiver is gone if the supervisor has connected too late.
         let _ = connected.send(());
         drop(socket);
         let _noted = agent.note_carried(&vm, &backup);

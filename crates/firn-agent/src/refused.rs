@@ -1,4 +1,4 @@
-//! Connections that were not let in, counted by why.
+//! Connections that were refused, counted by reason.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -6,31 +6,31 @@ use std::sync::{Mutex, PoisonError};
 
 use rustls::{CertificateError, Error};
 
-/// Why somebody was not let in.
+/// Why a connection was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refusal {
     /// It shows no certificate.
     NoCertificate,
-    /// Its certificate is from somebody else than the authority.
+    /// Its certificate was not issued by the authority.
     Authority,
     /// Its certificate names no peer, or more than one.
     Name,
     /// Its certificate is not valid any more, or not yet.
     Time,
-    /// Its certificate can't be used for something else.
+    /// Its certificate can't be used for another reason.
     Certificate,
-    /// It does not speak TLS 1.3, or goes away in the middle of its greeting.
+    /// It does not use TLS 1.3, or ends during the handshake.
     Protocol,
-    /// It did not let this host in.
+    /// It refused this host.
     Mutual,
     /// It took too long.
     Slow,
-    /// Too many others came at the same time.
+    /// Too many other connections came at the same time.
     Crowd,
 }
 
 impl Refusal {
-    /// A word for it, as in metrics.
+    /// The reason as a word, as in metrics.
     pub fn word(self) -> &'static str {
         match self {
             Self::NoCertificate => "no-certificate",
@@ -45,7 +45,7 @@ impl Refusal {
         }
     }
 
-    /// What a greeting that failed says about who greeted.
+    /// The reason that follows from a failed handshake.
     pub fn of(error: &io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(Error::NoCertificatesPresented) => Self::NoCertificate,
@@ -70,17 +70,17 @@ impl Refusal {
     }
 }
 
-/// How many were refused.
+/// Counts of refused connections.
 #[derive(Debug, Default)]
 pub struct Refused(Mutex<BTreeMap<Refusal, u64>>);
 
 impl Refused {
-    /// One more.
+    /// Counts one more.
     pub fn count(&self, refusal: Refusal) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(refusal).or_default() += 1;
     }
 
-    /// All of them, by word.
+    /// All counts, by word.
     pub fn counts(&self) -> BTreeMap<String, u64> {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         counts.iter().map(|(refusal, count)| (refusal.word().to_owned(), *count)).collect()

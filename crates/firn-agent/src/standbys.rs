@@ -1,6 +1,7 @@
-//! Standing by for a peer's VM: a standby is started here, and gets the epochs that come in.
+//! Standbys of peers' VMs: this agent starts a standby, and carries the epochs that arrive to it.
 //!
-//! Who holds a peer's certificate says how a QEMU is to be started here, and so may do here what this agent's user may.
+//! A host with a peer's certificate determines how a QEMU is started here, and so may do here what
+//! this agent's user may.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,23 +23,25 @@ use crate::http::{self, Answer};
 use crate::place;
 use crate::tunnel::{self, End};
 
-/// How long the name of a standby may take to be free. Less than until a host counts as lost: a peer that asks twice is refused.
+/// How long the name of a standby may take to become free. It is shorter than the time until a host
+/// counts as lost: a peer that asks twice is refused.
 const CLAIM_WAIT: Duration = Duration::from_secs(2);
 
-/// How long the end of a stream may take to be noted by the standby.
+/// How long the standby may take to notice the end of a stream.
 const END_WAIT: Duration = Duration::from_secs(5);
 
-/// How often that is looked at.
+/// Time between two polls of that.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Answers a peer that wants a standby.
+/// Answers a peer that requests a standby.
 pub(crate) async fn start(
     agent: &Arc<Agent>,
     peer: HostName,
     vm: &str,
     request: Request<Incoming>,
 ) -> Answer {
-    // From here on: a standby that is set up for a host which is lost meanwhile is for nobody.
+    // Subscribed from here on: a standby that starts for a host that is lost meanwhile is of no
+    // use.
     let begun = match (wanted(vm, &request), agent.health(&peer)) {
         (Ok(vm), Ok(health)) => begin(agent, &peer, vm).await.map(|begun| (begun, health)),
         (Err(failure), _) | (_, Err(failure)) => Err(failure),
@@ -64,7 +67,7 @@ fn wanted(vm: &str, request: &Request<Incoming>) -> Result<VmName, Failure> {
     VmName::new(vm).doing_or(FailureKind::Usage, "naming a standby")
 }
 
-/// A standby that waits for its primary to introduce itself.
+/// Starts a standby, which waits for its primary to introduce itself.
 async fn begin(
     agent: &Arc<Agent>,
     peer: &HostName,
@@ -93,7 +96,7 @@ async fn begin(
     Ok((vm, near))
 }
 
-/// One that is over may just be being removed.
+/// Claims a VM, and waits for a short time if a standby of that name is just being removed.
 async fn claim_soon(agent: &Arc<Agent>, vm: &VmName) -> Result<Claim, Failure> {
     let deadline = Instant::now() + CLAIM_WAIT;
     loop {
@@ -104,8 +107,8 @@ async fn claim_soon(agent: &Arc<Agent>, vm: &VmName) -> Result<Claim, Failure> {
     }
 }
 
-/// A standby of the same peer's VM that was released or stopped, or that has nothing to run, gives way. One that may be all that is left of a
-/// VM, or that is just made to run, is not for a peer to end.
+/// Ends an older standby of the same peer's VM if it was released or stopped, or has nothing to
+/// run. A peer may not end a standby that may be the last copy of a VM, or that is about to run.
 fn make_room(agent: &Agent, peer: &HostName, vm: &VmName) -> Result<(), Failure> {
     let standby = agent.vms.status(vm).ok().and_then(|status| status.standby);
     let Some(standby) = standby else { return Ok(()) };
@@ -123,13 +126,14 @@ fn make_room(agent: &Agent, peer: &HostName, vm: &VmName) -> Result<(), Failure>
 }
 
 fn note_origin(place: &place::Place, vm: &VmName, peer: &HostName) {
-    tracing::info!("{vm} stands by for host {peer}");
+    tracing::info!("{vm} is a standby for host {peer}");
     if let Err(error) = place.set_origin(vm, peer) {
-        tracing::warn!("it will not be known whom {vm} stands by for: {error}");
+        tracing::warn!("the host of {vm}'s primary is not stored: {error}");
     }
 }
 
-/// A connection that does not become a stream is dropped, and the standby with it.
+/// Carries the epochs. A connection that does not become a stream is dropped, and the standby with
+/// it.
 async fn receive(
     agent: Arc<Agent>,
     peer: HostName,
@@ -145,8 +149,8 @@ async fn receive(
     }
 }
 
-/// Removes a standby whose primary has reported that it was stopped or released, or shut down. Where hosts agree it goes when their record
-/// has ended.
+/// Removes a standby whose primary has reported that it was stopped or released, or shut down. If
+/// it has a record, it is removed when the record has ended.
 async fn remove_if_over(agent: &Arc<Agent>, vm: &VmName) {
     let deadline = Instant::now() + END_WAIT;
     while Instant::now() < deadline {
@@ -163,13 +167,13 @@ async fn remove_if_over(agent: &Arc<Agent>, vm: &VmName) {
     }
 }
 
-/// Whether it is never run: nothing is lost with it.
+/// Whether the standby is never run, so that nothing is lost with it.
 fn is_useless(standby: &Readiness) -> bool {
     standby.is_over() || (standby.ended.is_some() && standby.committed == 0)
 }
 
 async fn remove(agent: &Arc<Agent>, vm: &VmName) {
-    // Else another standby of that name is being set up, which makes room for itself.
+    // Otherwise another standby of that name is about to start, which removes this one.
     let Ok(_claim) = agent.claim(vm) else { return };
     let name = vm.clone();
     let removed = agent.blocking(move |vms| {
@@ -185,7 +189,7 @@ async fn remove(agent: &Arc<Agent>, vm: &VmName) {
     }
 }
 
-/// Tells how a stream of epochs ended.
+/// Logs how a stream of epochs ended.
 pub(crate) fn tell(vm: &VmName, peer: &HostName, end: &End) {
     match end {
         End::Said => tracing::info!("epochs of {vm}, with host {peer}: the stream has ended"),

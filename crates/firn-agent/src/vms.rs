@@ -1,4 +1,4 @@
-//! The VMs of this host, as the agent reaches them: by their supervisors. Everything here may wait; callers are on threads of
+//! The VMs of this host, through their supervisors. Every call may block, so callers use threads of
 //! their own.
 
 use std::os::unix::net::UnixStream;
@@ -12,30 +12,30 @@ use firn_supervisor::{
 };
 use serde_json::Value;
 
-/// How often a standby is tried to be connected to until it listens.
+/// Time between two tries to connect to a standby, until it listens.
 const RETRY: Duration = Duration::from_millis(5);
 
-/// How long it may take until it does: a process has to start.
+/// How long a standby may take until it listens: a process has to start.
 const LISTEN_WAIT: Duration = Duration::from_secs(20);
 
-/// What becomes of a standby that was started: its hypervisor waits, or why not.
+/// Receives the result of starting a standby: its hypervisor waits, or why it does not.
 pub type OnReady = Box<dyn FnOnce(Result<Value, Failure>) + Send>;
 
-/// What an agent asks of the VMs of its host.
+/// The requests of an agent to the VMs of its host.
 pub trait Vms: Send + Sync + 'static {
-    /// All of them.
+    /// Lists all VMs.
     ///
     /// # Errors
-    /// If they can't be looked for.
+    /// If they can't be listed.
     fn list(&self) -> Result<Vec<Status>, Failure>;
 
-    /// One of them.
+    /// The status of one VM.
     ///
     /// # Errors
-    /// If there is none of that name.
+    /// If there is no VM of that name.
     fn status(&self, vm: &VmName) -> Result<Status, Failure>;
 
-    /// Protects it; returns when there is something to fail over to.
+    /// Protects a VM; returns when a failover is possible.
     ///
     /// # Errors
     /// Why it is not protected.
@@ -46,14 +46,15 @@ pub trait Vms: Send + Sync + 'static {
         on_progress: OnProgress<'_>,
     ) -> Result<Value, Failure>;
 
-    /// Asks its supervisor something.
+    /// Sends a request to the VM's supervisor.
     ///
     /// # Errors
-    /// What that says.
+    /// The failure that the supervisor reports.
     fn ask(&self, vm: &VmName, request: &Request) -> Result<Value, Failure>;
 
-    /// Starts a standby that listens there, and connects to it. It ends with that connection if no primary introduces itself;
-    /// `on_ready` hears what becomes of it; it is dropped if nothing does.
+    /// Starts a standby that listens at `listen`, and connects to it. The standby ends with that
+    /// connection if no primary introduces itself. `on_ready` receives the result of the start; it
+    /// is dropped if there is none.
     ///
     /// # Errors
     /// Why it was not started.
@@ -64,41 +65,41 @@ pub trait Vms: Send + Sync + 'static {
         on_ready: OnReady,
     ) -> Result<UnixStream, Failure>;
 
-    /// Runs a standby's VM, whose frames leave while the lease of this timeline is held.
+    /// Runs a standby's VM. Its frames leave while the lease of this generation is held.
     ///
     /// # Errors
     /// Why it does not run.
     fn fail_over(&self, vm: &VmName, generation: u32) -> Result<Value, Failure>;
 
-    /// Protects it no longer, and has it need no lease.
+    /// Ends the protection of a VM, which then obeys no lease.
     ///
     /// # Errors
-    /// If it can't be told.
+    /// If the supervisor does not do so.
     fn release(&self, vm: &VmName) -> Result<(), Failure>;
 
-    /// Lets out what it holds, while its lease is held: nobody else can run it.
+    /// Releases the VM's buffered output while its lease is held: no other host can run the VM.
     ///
     /// # Errors
-    /// If it can't be told.
+    /// If the supervisor does not do so.
     fn go_on(&self, vm: &VmName) -> Result<(), Failure>;
 
-    /// Ends one that runs elsewhere.
+    /// Ends a VM that runs elsewhere.
     ///
     /// # Errors
-    /// If it goes on.
+    /// If it continues to run.
     fn fence(&self, vm: &VmName, why: String) -> Result<(), Failure>;
 
-    /// Says until when frames of which timeline may leave.
+    /// Publishes until when frames may leave, and in which generation.
     fn grant(&self, vm: &VmName, lease: Option<(u32, Duration)>);
 
     /// Ends a standby that is never run.
     ///
     /// # Errors
-    /// If it goes on.
+    /// If it continues to run.
     fn stop(&self, vm: &VmName) -> Result<(), Failure>;
 }
 
-/// Those that supervisors look after.
+/// VMs that are managed by supervisors.
 #[derive(Clone, Debug)]
 pub struct Supervised(pub RuntimeDir);
 
@@ -143,9 +144,9 @@ impl Vms for Supervised {
                 builder.spawn(finish).doing("starting a standby")?;
                 Ok(stream)
             }
-            // It has said why.
+            // Its failure is the reason why the standby ended.
             Ok(None) => Err(starting.finish(&mut |_| ()).err().unwrap_or_else(silent)),
-            // Nobody waits for it any more: it ends by that.
+            // No connection is open any more, and so the standby ends.
             Err(failure) => Err(failure),
         }
     }
@@ -174,13 +175,13 @@ impl Vms for Supervised {
     }
 
     fn stop(&self, vm: &VmName) -> Result<(), Failure> {
-        // Its copies of disks are of no use to anybody, and have the names of those to come.
+        // Its disk files are of no use, and have the names that the next standby's files will have.
         let stop = StopRequest { discard: true, ..StopRequest::default() };
         ask(&self.0, vm, &Request::Stop(stop), &mut |_| ()).map(drop)
     }
 }
 
-/// Connects as soon as somebody listens. `None` if the standby has ended.
+/// Connects as soon as the standby listens. `None` if the standby has ended.
 fn connect(listen: &Path, starting: &Starting) -> Result<Option<UnixStream>, Failure> {
     let deadline = Instant::now() + LISTEN_WAIT;
     while Instant::now() < deadline {
@@ -196,5 +197,5 @@ fn connect(listen: &Path, starting: &Starting) -> Result<Option<UnixStream>, Fai
 }
 
 fn silent() -> Failure {
-    Failure::new(FailureKind::Other, "the standby does not listen").hint("its log says why")
+    Failure::new(FailureKind::Other, "the standby does not listen").hint("its log shows why")
 }

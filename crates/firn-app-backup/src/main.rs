@@ -1,4 +1,4 @@
-//! `firn-app-backup`: keeps the logs of applications that run on other hosts.
+//! `firn-app-backup`: stores the logs of applications that run on other hosts.
 //!
 //! Exit code: 0 ended by SIGTERM or SIGINT, 1 it could not start.
 
@@ -15,23 +15,23 @@ use firn_app::{Fsync, Identity, Server, ServerOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-/// Receives committed transactions of applications and keeps them, one log for each session.
+/// Receives committed transactions of applications and stores them, one log for each session.
 ///
-/// An application whose host is gone is started here, with a session that has the log NAME.log as its target: end this
-/// program first, which holds the logs.
+/// After the loss of an application's host, start the application here, with a session that has the
+/// log NAME.log as its target. End this program first, because it locks the logs.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
-    /// Where to listen: HOST:PORT.
+    /// The address to listen on: HOST:PORT.
     #[arg(long)]
     listen: String,
-    /// Where the logs go.
+    /// The directory of the logs.
     #[arg(long)]
     directory: PathBuf,
     /// This host's certificate (PEM).
     #[arg(long)]
     certificate: PathBuf,
-    /// Its private key (PEM).
+    /// The certificate's private key (PEM).
     #[arg(long)]
     key: PathBuf,
     /// The authority that signed the applications' certificates (PEM).
@@ -69,9 +69,9 @@ fn run(cli: Cli) -> Result<()> {
     let identity = Identity { certificate, key, authority };
     let (listen, directory, fsync) = (cli.listen, cli.directory, cli.fsync);
     let server = Server::start(ServerOptions { listen, identity, directory, fsync })?;
-    // For whoever started it with port 0.
+    // The user needs the port if port 0 was given.
     println!("listening on {}", server.address());
-    std::io::stdout().flush().context("cannot say where")?;
+    std::io::stdout().flush().context("cannot print the address")?;
     signals.forever().next();
     drop(server);
     Ok(())

@@ -1,8 +1,10 @@
-//! kill -9 at random instants: what comes back is a committed state, and never older than the last acknowledged.
+//! kill -9 at random instants: the recovered state is a committed one, and never older than the
+//! last acknowledged one.
 //!
-//! An application (this test program, started anew as a child) commits transaction after transaction, each of which fills its
-//! areas with words that all follow from the transaction's number, and says on standard output what it has begun and what was
-//! acknowledged. It, or the backup process, or both, are killed. Then somebody recovers, and looks.
+//! An application (this test program, started as a child) commits transaction after transaction,
+//! each of which fills its areas with words that all follow from the transaction's number, and
+//! prints which it has begun and which were acknowledged. The test kills it, or the backup process,
+//! or both. Then the test recovers the state and checks it.
 
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests may fail so")]
@@ -29,7 +31,8 @@ const CHILD: &str = "FIRN_APP_TEST_CHILD";
 const LENGTHS: [usize; 2] = [3000, 70_001];
 const LAG: u64 = 5;
 
-/// What a child is told by its environment: `tracker target acknowledge path-or-address directory-of-keys`.
+/// A child's instructions, in its environment: `tracker target acknowledge path-or-address
+/// directory-of-keys`.
 struct Orders {
     kind: Kind,
     target: Target,
@@ -142,7 +145,8 @@ impl Application {
         })
     }
 
-    /// Lets it work for a while that is counted in lines, then kills it within the next transaction or so.
+    /// Lets it work for a while that is counted in lines, then kills it within the next transaction
+    /// or so.
     fn kill(mut self, lines: u64, micros: u64) -> (u64, u64) {
         for _ in 0..lines {
             self.line();
@@ -167,7 +171,8 @@ fn kind(round: u64) -> Kind {
     [Kind::Assisted, Kind::Pages, Kind::Compare, Kind::Scan][round as usize % 4]
 }
 
-/// What must come back after a kill: at least what was acknowledged, less the lag, and nothing that was not begun.
+/// What must come back after a kill: at least what was acknowledged, less the lag, and nothing that
+/// was not begun.
 fn verify(sequence: u64, (begun, done): (u64, u64), lag: u64) {
     assert!(sequence + lag >= done, "transaction {done} was acknowledged, {sequence} came back");
     assert!(sequence <= begun, "transaction {begun} was the last, {sequence} came back");
@@ -275,7 +280,7 @@ fn an_application_with_a_backup_process() {
         let orders =
             format!("{kind_now} remote {acknowledge} {} {}", backup.address, keys.display());
         let mut application = Application::start(&orders);
-        // The backup dies and comes back while the application goes on, every other time.
+        // In every other round the backup dies and restarts while the application continues.
         if round % 3 > 0 {
             for _ in 0..draw(round, 20) {
                 application.line();
@@ -315,7 +320,7 @@ fn strangers_are_refused() {
     let stranger = identity(&other.path().join("application"));
     let target = Target::remote(backup.address.clone(), stranger).patience(soon);
     assert!(matches!(Session::open(Options::new("victim").backup(target)), Err(Error::Backup(_))));
-    // Somebody who does not speak TLS at all.
+    // A client that does not speak TLS at all.
     let mut stream = std::net::TcpStream::connect(&backup.address).unwrap();
     stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
     let mut answer = Vec::new();

@@ -1,9 +1,11 @@
-//! libfirnapp: [`firn_app`] for C. The header `include/firnapp.h` documents every function; this file only translates.
+//! libfirnapp: [`firn_app`] for C. The header `include/firnapp.h` documents every function; this
+//! file only translates.
 //!
 //! # Unsafe code
 //!
-//! Pointers come from C: every function here that takes one is unsafe, and its contract is the header's. Null pointers and
-//! strings that are no text are refused. A panic does not cross into C: it becomes `FIRN_APP_EINTERNAL`.
+//! Pointers come from C: every function here that has a pointer argument is unsafe, and its
+//! contract is the header's. Null pointers and strings that are not UTF-8 are refused. A panic does
+//! not cross into C: it becomes `FIRN_APP_EINTERNAL`.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -63,7 +65,7 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-/// What went wrong: a number for C, and words.
+/// An error: its number for C, and its message.
 struct Failure(i64, String);
 
 impl Failure {
@@ -86,7 +88,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// An error and all its causes.
+/// The message of an error and of all its causes.
 fn words(error: &dyn std::error::Error) -> String {
     let mut words = error.to_string();
     let mut cause = error.source();
@@ -97,7 +99,8 @@ fn words(error: &dyn std::error::Error) -> String {
     words
 }
 
-/// Runs something for C.
+/// Runs `work` for C: stores the message of an error, and returns a result or the number of the
+/// error.
 fn answer(work: impl FnOnce() -> Result<i64, Failure>) -> i64 {
     let result = catch_unwind(AssertUnwindSafe(work));
     let Failure(number, words) = match result {
@@ -114,7 +117,7 @@ fn small(number: i64) -> c_int {
     c_int::try_from(number).unwrap_or(c_int::MAX)
 }
 
-/// Text from C; `None` for null.
+/// A string from C; `None` for null.
 ///
 /// # Safety
 ///
@@ -130,7 +133,8 @@ unsafe fn text<'a>(pointer: *const c_char) -> Result<Option<&'a str>, Failure> {
 
 /// # Safety
 ///
-/// Null, or a session that `firn_app_open` gave and nobody closed or uses at the moment.
+/// Null, or a session that `firn_app_open` returned, and that no other code closes or uses at the
+/// moment.
 unsafe fn session<'a>(pointer: *mut FirnApp) -> Result<&'a mut FirnApp, Failure> {
     // SAFETY: as the caller promises.
     unsafe { pointer.as_mut() }.ok_or_else(|| Failure::invalid("no session"))
@@ -138,7 +142,7 @@ unsafe fn session<'a>(pointer: *mut FirnApp) -> Result<&'a mut FirnApp, Failure>
 
 /// # Safety
 ///
-/// The strings of the options are as [`text`] needs them.
+/// The strings of the options are as [`read_string`] needs them.
 unsafe fn options(given: &FirnAppOptions) -> Result<Options, Failure> {
     let missing = |what: &'static str| move || Failure::invalid(what);
     // SAFETY: the caller's promise.
@@ -165,7 +169,7 @@ unsafe fn options(given: &FirnAppOptions) -> Result<Options, Failure> {
 
 /// # Safety
 ///
-/// The strings of the options are as [`text`] needs them.
+/// The strings of the options are as [`read_string`] needs them.
 unsafe fn opened(given: &FirnAppOptions) -> Result<Session, Failure> {
     // SAFETY: the caller's promise, here and below.
     let options = unsafe { options(given) }?;
@@ -191,7 +195,7 @@ unsafe fn opened(given: &FirnAppOptions) -> Result<Session, Failure> {
     Ok(Session::open_with(options, Box::new(host))?)
 }
 
-/// Whether this tracker is Firn below the guest.
+/// Whether this tracker is Firn's, below the guest.
 fn is_below(name: &str) -> bool {
     [Kind::Host, Kind::Stores].iter().any(|kind| kind.name() == name)
 }
@@ -225,7 +229,7 @@ pub unsafe extern "C" fn firn_app_open(
         let given = unsafe { given.as_ref() }.ok_or_else(|| Failure::invalid("no options"))?;
         // SAFETY: the caller's promise.
         let to =
-            unsafe { to.as_mut() }.ok_or_else(|| Failure::invalid("nowhere to put a session"))?;
+            unsafe { to.as_mut() }.ok_or_else(|| Failure::invalid("the pointer for the session is null"))?;
         // SAFETY: the caller's promise.
         let session = unsafe { opened(given) }?;
         let tracker = CString::new(session.tracker().name()).unwrap_or_default();
@@ -242,7 +246,8 @@ fn number(session: &Session, area: AreaId) -> i64 {
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment, `name` a string; `start` is null or can be written.
+/// `app` is a session that no other code uses at the moment, `name` a string; `start` is null or
+/// can be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_allocate(
     app: *mut FirnApp,
@@ -257,7 +262,7 @@ pub unsafe extern "C" fn firn_app_allocate(
         let name = unsafe { text(name) }?.ok_or_else(|| Failure::invalid("no name"))?;
         // SAFETY: as above.
         let start = unsafe { start.as_mut() }
-            .ok_or_else(|| Failure::invalid("nowhere to put the start"))?;
+            .ok_or_else(|| Failure::invalid("the pointer for the start is null"))?;
         let area = app.session.allocate(name, length)?;
         *start = area.as_ptr().cast();
         let number = number(&app.session, area.id());
@@ -270,7 +275,8 @@ pub unsafe extern "C" fn firn_app_allocate(
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment, `name` a string; the memory is as `Session::register` needs it.
+/// `app` is a session that no other code uses at the moment, `name` a string; the memory is as
+/// `Session::register` needs it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_register(
     app: *mut FirnApp,
@@ -294,7 +300,7 @@ pub unsafe extern "C" fn firn_app_register(
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment.
+/// `app` is a session that no other code uses at the moment.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_recover(app: *mut FirnApp) -> i64 {
     // SAFETY: the caller's promise.
@@ -305,7 +311,7 @@ pub unsafe extern "C" fn firn_app_recover(app: *mut FirnApp) -> i64 {
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment.
+/// `app` is a session that no other code uses at the moment.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_begin(app: *mut FirnApp) -> c_int {
     small(answer(|| {
@@ -319,7 +325,7 @@ pub unsafe extern "C" fn firn_app_begin(app: *mut FirnApp) -> c_int {
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment, and no thread writes its areas.
+/// `app` is a session that no other code uses at the moment, and no thread writes its areas.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_commit(app: *mut FirnApp) -> i64 {
     // SAFETY: the caller's promise.
@@ -330,7 +336,7 @@ pub unsafe extern "C" fn firn_app_commit(app: *mut FirnApp) -> i64 {
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment, and no thread uses its areas.
+/// `app` is a session that no other code uses at the moment, and no thread uses its areas.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_abort(app: *mut FirnApp) -> c_int {
     small(answer(|| {
@@ -344,7 +350,8 @@ pub unsafe extern "C" fn firn_app_abort(app: *mut FirnApp) -> c_int {
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else changes at the moment; `changes` has room for `count`, or `count` is 0.
+/// `app` is a session that no other code changes at the moment; `changes` has room for `count`, or
+/// `count` is 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_changes(
     app: *mut FirnApp,
@@ -355,7 +362,7 @@ pub unsafe extern "C" fn firn_app_changes(
         // SAFETY: the caller's promise.
         let session = &unsafe { session(app) }?.session;
         if changes.is_null() && count > 0 {
-            return Err(Failure::invalid("nowhere to put changes"));
+            return Err(Failure::invalid("the pointer for the changes is null"));
         }
         for (at, change) in session.changes().iter().take(count).enumerate() {
             let (offset, length) = (change.bytes.start, change.bytes.len());
@@ -371,7 +378,7 @@ pub unsafe extern "C" fn firn_app_changes(
 ///
 /// # Safety
 ///
-/// `app` is a session that nobody else uses at the moment.
+/// `app` is a session that no other code uses at the moment.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_flush(app: *mut FirnApp) -> c_int {
     small(answer(|| {
@@ -385,7 +392,7 @@ pub unsafe extern "C" fn firn_app_flush(app: *mut FirnApp) -> c_int {
 ///
 /// # Safety
 ///
-/// `app` is null or a session that nobody else changes at the moment.
+/// `app` is null or a session that no other code changes at the moment.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_acknowledged(app: *const FirnApp) -> u64 {
     // SAFETY: the caller's promise.
@@ -411,11 +418,11 @@ pub unsafe extern "C" fn firn_app_tracker(app: *const FirnApp) -> *const c_char 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn firn_app_close(app: *mut FirnApp) {
     if !app.is_null() {
-        // SAFETY: `firn_app_open` made it with `Box::into_raw`, and the caller gives it back once.
+        // SAFETY: `firn_app_open` made it with `Box::into_raw`, and the caller passes it here once.
         let app = unsafe { Box::from_raw(app) };
         answer(|| {
             let mut app = app;
-            // None may be open; and an abort that fails leaves nothing to be done.
+            // A transaction may be open. An abort that fails leaves nothing else to do.
             if let Ok(transaction) = app.session.transaction() {
                 drop(transaction);
             }

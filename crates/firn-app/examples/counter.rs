@@ -1,4 +1,4 @@
-//! Counts its own starts, and survives being killed at any instant: `counter counter.log`.
+//! Counts its own starts, also when it is killed at any instant: `counter counter.log`.
 
 use firn_app::{Error, Options, Session, Target};
 
@@ -8,7 +8,7 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// One start; gives its number.
+/// Performs one start; returns its number.
 pub fn start(log: &std::path::Path) -> Result<u64, Error> {
     let mut session = Session::open(Options::new("counter").backup(Target::file(log)))?;
     let state = session.allocate("state", 5 * 8)?;

@@ -1,4 +1,5 @@
-//! Which pages of the process some session follows: two may not follow the same.
+//! Page claims: the pages of this process that a session follows. Two sessions may not follow the
+//! same page.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -10,12 +11,13 @@ pub(crate) fn lock() -> MutexGuard<'static, Vec<Span>> {
     CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Pages claimed; dropping it gives them back.
+/// The pages that one session has claimed. Dropping this value releases them.
 #[derive(Debug, Default)]
 pub(crate) struct Claims(Vec<Span>);
 
 impl Claims {
-    /// Claims what this session has not claimed yet of a span, and gives that. `None` if another has claimed any of it.
+    /// Claims the pages of a span that this session has not claimed yet, and returns them. `None`
+    /// if another session has claimed any of them.
     pub(crate) fn claim(&mut self, span: Span) -> Option<Vec<Span>> {
         let new = span.without(&self.0);
         let mut claimed = lock();
@@ -27,7 +29,7 @@ impl Claims {
         Some(new)
     }
 
-    /// Gives some back.
+    /// Releases some of the claimed spans.
     pub(crate) fn release(&mut self, spans: &[Span]) {
         let mut claimed = lock();
         claimed.retain(|span| !spans.contains(span));
@@ -49,7 +51,7 @@ mod tests {
 
     #[test]
     fn pages_belong_to_one_session_at_a_time() {
-        // No memory is touched: these are numbers.
+        // No memory is touched: these are only numbers.
         let pages = |first: usize, last: usize| Span::covering(first * PAGE..last * PAGE);
         let (mut one, mut two) = (Claims::default(), Claims::default());
         assert_eq!(one.claim(pages(10, 20)), Some(vec![pages(10, 20)]));

@@ -1,14 +1,14 @@
-//! Which words of some bytes differ from an older copy.
+//! Comparison of bytes with an older copy, by words.
 
 use std::ops::Range;
 
-/// Bytes of a word, counted from the start of the area.
+/// Bytes per word; words are counted from the start of the area.
 pub(crate) const WORD: usize = 8;
-/// Bytes compared in one go before looking closer, twice.
+/// Bytes compared at once before a finer comparison; there are two steps.
 const BLOCKS: [usize; 2] = [1024, 64];
 
-/// Calls `each` with every run of words that differ in a range of two equally long slices. Ranges are widened to whole
-/// words and cut at the end of the slices.
+/// Calls `each` with every run of words that differ in a range of two slices of equal length.
+/// Ranges are widened to whole words and clipped at the end of the slices.
 pub(crate) fn words(
     now: &[u8],
     before: &[u8],
@@ -40,7 +40,7 @@ pub(crate) fn words(
     hand_over(&run, &mut each);
 }
 
-/// A range in pieces of a size; the last may be shorter.
+/// Splits a range into pieces of a size; the last one may be shorter.
 fn pieces(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range.step_by(size).map(move |start| start..(start + size).min(end))

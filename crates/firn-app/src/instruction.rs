@@ -1,11 +1,13 @@
-//! What one x86-64 instruction stores to memory: decoded by iced-x86, evaluated here, performed elsewhere.
+//! Evaluation of one x86-64 instruction that stores to memory: decoded by iced-x86, evaluated here,
+//! performed elsewhere.
 //!
-//! Evaluating touches no memory, allocates nothing and takes no lock (once [`prepare`] has run), so that a signal handler
-//! may do it, and a test may do it without one.
+//! Evaluation touches no memory, allocates nothing and takes no lock (once [`prepare_decoder`] has
+//! run), so that a signal handler may do it, and a test may do it without a signal handler.
 //!
-//! Known are the instructions that compilers and `memcpy` use to store: moves of all widths from registers and immediates,
-//! vector moves up to 256 bits, `stos` and `movs` with and without `rep`, and arithmetic on memory with its atomic forms.
-//! Anything else is `None`.
+//! Supported are the instructions that compilers and `memcpy` use to store: moves of all widths
+//! from registers and immediates, vector moves up to 256 bits, `stos` and `movs` with and without
+//! `rep`, and arithmetic on memory with its atomic forms. Any other instruction is an
+//! [`EvaluationError`].
 
 mod arithmetic;
 
@@ -15,11 +17,11 @@ use iced_x86::{
 
 pub(crate) use arithmetic::{FLAGS, Operation};
 
-/// The longest instruction.
+/// The maximum length of an instruction in bytes.
 pub(crate) const LONGEST: usize = 15;
 const DIRECTION_FLAG: u64 = 1 << 10;
 
-/// The state that an instruction reads.
+/// The processor state that an instruction reads.
 #[derive(Clone, Debug)]
 pub(crate) struct Registers<'a> {
     /// In the order of the architecture: rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 to r15.
@@ -32,45 +34,46 @@ pub(crate) struct Registers<'a> {
     pub(crate) ymm_high: Option<&'a [[u8; 16]; 16]>,
 }
 
-/// What an instruction does to memory.
+/// The effect of an instruction on memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Store {
     pub(crate) address: u64,
     /// Bytes per element.
     pub(crate) size: usize,
     pub(crate) action: Action,
-    /// The instruction after this one.
+    /// The address of the next instruction.
     pub(crate) next: u64,
 }
 
-/// How the bytes come about.
+/// The source of the bytes that are stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// The first `size` of these.
+    /// The first `size` of these bytes.
     Bytes([u8; 32]),
-    /// From what was there.
+    /// The result of an operation on the bytes in memory.
     Modify(Operation),
-    /// `stos`: this word, over and over if it repeats.
+    /// `stos`: this word, repeatedly if it repeats.
     Fill { value: u64, repeats: bool },
     /// `movs`: from this address, element by element if it repeats.
     Copy { from: u64, repeats: bool },
 }
 
-/// Why there is nothing to perform.
+/// Why an instruction cannot be evaluated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unknown {
     /// The bytes end before the instruction does.
     Incomplete,
-    /// It is not one of those known.
+    /// The instruction is not supported.
     Unsupported,
 }
 
-/// Builds the decoder's tables, which it does at first use otherwise: not a thing to do in a signal handler.
+/// Builds the decoder's tables. Otherwise the decoder builds them at its first use, which must not
+/// be in a signal handler.
 pub(crate) fn prepare() {
     let _ = Decoder::with_ip(64, &[0x48, 0x89, 0x07], 0, DecoderOptions::NONE).decode();
 }
 
-/// What the instruction at the start of `code` stores.
+/// Evaluates the store of the instruction at the start of `code`.
 pub(crate) fn evaluate(code: &[u8], registers: &Registers<'_>) -> Result<Store, Unknown> {
     let mut decoder = Decoder::with_ip(64, code, registers.ip, DecoderOptions::NONE);
     let instruction = decoder.decode();
@@ -211,7 +214,7 @@ impl Registers<'_> {
     }
 }
 
-/// Where a general register lies: number, first bit, bytes.
+/// The position of a general register: number, first bit, bytes.
 fn place(register: Register) -> Option<(usize, u32, usize)> {
     Some(match register {
         Register::AH | Register::CH | Register::DH | Register::BH => {
@@ -222,7 +225,8 @@ fn place(register: Register) -> Option<(usize, u32, usize)> {
     })
 }
 
-/// Sets a general register as the architecture does: 32 bits clear the upper half, fewer leave the rest.
+/// Sets a general register as the architecture does: a write of 32 bits clears the upper half, a
+/// narrower one keeps the other bits.
 pub(crate) fn set_general(general: &mut [u64; 16], register: Register, value: u64) {
     let Some((number, shift, size)) = place(register) else { return };
     let kept = match size {
@@ -232,7 +236,7 @@ pub(crate) fn set_general(general: &mut [u64; 16], register: Register, value: u6
     general[number] = kept | (value & mask(size)) << shift;
 }
 
-/// The bits of that many bytes.
+/// A mask of the lowest `size` bytes.
 pub(crate) fn mask(size: usize) -> u64 {
     match size {
         8.. => u64::MAX,

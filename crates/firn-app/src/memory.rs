@@ -10,9 +10,10 @@ use crate::error::Error;
 use crate::span::{PAGE, Span};
 use crate::sys::mapping::Mapping;
 
-/// Pages that the application uses, and, for some trackers, a second way to them.
+/// Pages that the application uses. Some trackers need a second mapping of them.
 ///
-/// They stay mapped until the last owner is gone: an [`crate::Area`] outlives its session.
+/// The pages stay mapped until the last owner is dropped: an [`crate::Area`] can outlive its
+/// session.
 #[derive(Debug)]
 pub struct Memory {
     main: Mapping,
@@ -20,22 +21,23 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Private memory.
+    /// Maps private memory.
     ///
     /// # Errors
-    /// If there is not enough.
+    /// If there is not enough memory.
     pub fn anonymous(bytes: usize) -> Result<Self, Error> {
         let main =
             Mapping::anonymous(bytes).map_err(Error::system("mapping memory for an area"))?;
         Ok(Self { main, second: None })
     }
 
-    /// A memory file that is mapped twice, both writable.
+    /// Maps a memory file twice, both times writable.
     pub(crate) fn twice(bytes: usize) -> Result<Self, Error> {
         Self::from_file(bytes, Mapping::shared)
     }
 
-    /// A memory file whose first mapping copies each page that is written; the second is the file.
+    /// Maps a memory file twice: the first mapping copies each page that is written; the second is
+    /// the file.
     pub(crate) fn copying(bytes: usize) -> Result<Self, Error> {
         Self::from_file(bytes, Mapping::private)
     }
@@ -55,7 +57,7 @@ impl Memory {
         Ok(Self { main, second: Some(second) })
     }
 
-    /// All of it.
+    /// All its pages.
     pub fn span(&self) -> Span {
         self.main.span()
     }

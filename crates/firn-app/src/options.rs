@@ -1,9 +1,9 @@
-//! How a session is to be.
+//! Options of a session.
 
 use crate::backup::Target;
 use crate::tracker::Kind;
 
-/// How changes are told and carried.
+/// The unit in which changes are reported and transferred.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
     /// Whole pages, cut to the area.
@@ -13,7 +13,7 @@ pub enum Precision {
     Words,
 }
 
-/// Which memory will become areas.
+/// Which memory areas may consist of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Source {
     /// Also memory that the application has already.
@@ -23,12 +23,14 @@ pub enum Source {
     Allocated,
 }
 
-/// How to open a session.
+/// The options to open a session with.
 ///
 /// ```
-/// use firn_app::{Kind, Options, Precision};
+/// use firn_app::{Precision, SessionOptions, TrackerKind};
 ///
-/// let options = Options::new("ledger").tracker(Kind::Pages).precision(Precision::Pages);
+/// let options = SessionOptions::new("ledger")
+///     .tracker(TrackerKind::Pages)
+///     .precision(Precision::Pages);
 /// ```
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -42,7 +44,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// A session with a name. Without more, it chooses its tracker by measurement, can abort, and tells words.
+    /// Options of a session with this name. By default it chooses its tracker by measurement, can
+    /// abort, and reports words.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -55,38 +58,39 @@ impl Options {
         }
     }
 
-    /// This tracker, not the one that measures best.
+    /// Uses this tracker, not the one that is fastest in a measurement.
     pub fn tracker(mut self, kind: Kind) -> Self {
         self.tracker = Some(kind);
         self
     }
 
-    /// How changes are told and carried.
+    /// Sets the unit in which changes are reported and transferred.
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
         self
     }
 
-    /// Which memory will become areas: it decides which trackers can be chosen by measurement.
+    /// Sets which memory areas may consist of: it decides which trackers can be chosen by
+    /// measurement.
     pub fn source(mut self, source: Source) -> Self {
         self.source = source;
         self
     }
 
-    /// Whether to keep a copy of the last committed state, without which nothing can be aborted, and words are told only
-    /// by trackers that note words. On by default.
+    /// Whether to keep a copy of the last committed state. Without it no transaction can be
+    /// aborted, and only trackers that note words report words. On by default.
     pub fn undo(mut self, keep: bool) -> Self {
         self.undo = keep;
         self
     }
 
-    /// Adds a place for committed changes.
+    /// Adds a target that committed changes are written to.
     pub fn backup(mut self, target: Target) -> Self {
         self.backups.push(target);
         self
     }
 
-    /// Begins anew: a state that a backup has is not recovered but thrown away.
+    /// Starts with an empty state: a state that a backup has is discarded instead of recovered.
     pub fn discard(mut self, discard: bool) -> Self {
         self.discard = discard;
         self

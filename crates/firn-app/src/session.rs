@@ -1,4 +1,4 @@
-//! A session: areas, transactions, what they changed.
+//! A session: its areas, its transactions, and the changes of each transaction.
 //!
 //! ```text
 //!             register, allocate                begin
@@ -6,7 +6,7 @@
 //!              ^                                            |   |
 //!              |                                    abort   |   |  commit
 //!              +--- areas as last committed <---------------+   |
-//!              +--- areas as they are, told, copied <-----------+
+//!              +--- areas as they are, reported, copied <-------+
 //! ```
 
 use std::fmt;
@@ -30,20 +30,22 @@ use crate::tracker::{self, Counts, Found, Kind, Tracker};
 ///
 /// # Threads
 ///
-/// Any number of threads may write areas between begin and commit. While a method of the session runs, none may. For
-/// areas from [`Session::allocate`] the compiler sees to that: their bytes are borrowed from the session or from a
-/// [`Transaction`]. For memory given by [`Session::register`] the application promises it. What is written outside of
-/// transactions belongs to the next one.
+/// Any number of threads may write areas between begin and commit. While a method of the session
+/// runs, no thread may. For areas from [`Session::allocate`] the compiler enforces that: their
+/// bytes are borrowed from the session or from a [`Transaction`]. For memory given by
+/// [`Session::register`] the application promises it. A write outside of transactions belongs to
+/// the next transaction.
 ///
 /// # Forks
 ///
-/// A process that forks continues as if it had not. In its child every method of the session that can fail gives
-/// [`Error::Forked`], and dropping the session releases what the child has and nothing of the parent's. The child may read and write
-/// the areas: what it writes is its own, and no transaction has it. With the trackers Emul and Scan a page shows what the
+/// A process that forks continues as if it had not. In its child every method of the session that
+/// can fail returns [`Error::Forked`]. Dropping the session there releases what the child has and
+/// nothing of the parent's. The child may read and write the areas: what it writes is private to
+/// the child, and belongs to no transaction. With the trackers Emul and Scan a page shows what the
 /// parent writes until the child writes the area. A child may open sessions of its own.
 pub struct Session {
-    // Dropped in this order: protection ends, and pages are given back, before memory is. Otherwise another session could be
-    // given memory at an address that is still claimed.
+    // Dropped in this order: protection ends, and pages are released, before memory is unmapped.
+    // Otherwise another session could be given memory at an address that is still claimed.
     owner: Owner,
     tracker: Box<dyn Tracker>,
     claims: Claims,
@@ -54,27 +56,28 @@ pub struct Session {
     sequence: u64,
     open: bool,
     helpers: Vec<Helper>,
-    /// Names of the areas that backups know, by their numbers there.
+    /// Names of the areas that backups have, by their numbers there.
     stored: Vec<String>,
-    /// What a backup has, until the first transaction.
+    /// The state that a backup has, until the first transaction.
     pending: Option<Image>,
 }
 
-/// An area as the session sees it.
+/// The session's own data of an area.
 struct State {
     name: String,
     region: Region,
-    /// The last committed bytes, if they are kept.
+    /// The last committed bytes, if a copy is kept.
     copy: Option<Vec<u8>>,
-    /// Nothing of it has been committed yet.
+    /// No transaction has committed any of it yet.
     fresh: bool,
     /// Its number in backups.
     number: u32,
-    /// What the library allocated.
+    /// The memory, if the library allocated it.
     memory: Option<Arc<Memory>>,
 }
 
-/// An area whose memory the library allocated. The memory stays for as long as this or the session does.
+/// An area whose memory the library allocated. The memory stays mapped for as long as this value or
+/// the session exists.
 #[derive(Clone, Debug)]
 pub struct Area {
     id: AreaId,
@@ -83,22 +86,23 @@ pub struct Area {
 }
 
 impl Area {
-    /// Its number.
+    /// The area's number.
     pub fn id(&self) -> AreaId {
         self.id
     }
 
-    /// How many bytes.
+    /// The area's length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Never: an area has a byte at least.
+    /// Always false: an area has at least one byte.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where it starts, for code that follows the rule of threads by itself. Aligned to a page.
+    /// The address of the first byte, for code that follows the rule of threads by itself. Aligned
+    /// to a page.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.start().as_ptr()
     }
@@ -117,10 +121,10 @@ impl Session {
         Self::open_with(options, tracker)
     }
 
-    /// Opens a session with a tracker of somebody else's.
+    /// Opens a session with a tracker that the caller provides.
     ///
     /// # Errors
-    /// If the options ask for what this tracker cannot do.
+    /// If the options ask for something that this tracker cannot do.
     pub fn open_with(mut options: Options, mut tracker: Box<dyn Tracker>) -> Result<Self, Error> {
         let words = options.precision == Precision::Words && !tracker.tells_words();
         if tracker.kind() == Kind::Compare {
@@ -128,7 +132,7 @@ impl Session {
         }
         if !options.undo && (words || tracker.kind() == Kind::Compare) {
             let why =
-                "it finds words by comparing with the committed copy (Options::undo)".to_owned();
+                "it finds words by comparing with the committed copy (SessionOptions::undo)".to_owned();
             return Err(Error::Unavailable { kind: tracker.kind(), why });
         }
         tracker.compares(options.undo && options.precision == Precision::Words);
@@ -153,7 +157,7 @@ impl Session {
         Ok(session)
     }
 
-    /// There is a state to recover.
+    /// Stores the state that a backup has: the session can recover it until its first transaction.
     fn expect(&mut self, image: Image) {
         self.sequence = image.sequence();
         self.stored = image.areas().iter().map(|area| area.name.clone()).collect();
@@ -165,12 +169,12 @@ impl Session {
         &self.options.name
     }
 
-    /// The tracker in use.
+    /// The kind of the tracker in use.
     pub fn tracker(&self) -> Kind {
         self.tracker.kind()
     }
 
-    /// What the tracker did besides.
+    /// The tracker's own counts of events.
     pub fn counts(&self) -> Counts {
         self.tracker.counts()
     }
@@ -180,34 +184,38 @@ impl Session {
         self.sequence
     }
 
-    /// A new area of zeros.
+    /// Allocates a new area of zeros.
     ///
     /// # Errors
-    /// If there is no memory, the name is taken, or a transaction is open.
+    /// If there is not enough memory, the name is in use, or a transaction is open.
     pub fn allocate(&mut self, name: &str, len: usize) -> Result<Area, Error> {
         self.check_new(name, len, None)?;
         let memory = self.tracker.allocate(len)?;
         self.claims.claim(memory.span()).ok_or_else(|| taken(name, memory.span()))?;
-        // SAFETY: the memory was mapped for this area, `len` fits it, and it lives as long as the state beside it. Its
-        // bytes are lent by methods that borrow the session or its transaction, or used by those who keep the rule.
+        // SAFETY: the memory was mapped for this area, `len` fits it, and it lives as long as the
+        // state beside it. Its bytes are lent by methods that borrow the session or its
+        // transaction, or used by callers that keep the rule.
         let region = unsafe { Region::new(memory.start(), len) };
         let id = self.add(name, region, Some(memory.clone()));
         Ok(Area { id, len, memory })
     }
 
-    /// Makes memory that the application has already an area. It may start and end anywhere; other data on its first and
-    /// last page is not affected, nor told.
+    /// Makes an area of memory that the application has already. The area may start and end at any
+    /// address. Other data on its first and last page is not affected, and not reported.
     ///
     /// # Safety
     ///
-    /// Until the session is dropped, `len` bytes at `start` are allocated, readable and writable, and the pages they touch
-    /// are not unmapped, remapped or protected by anybody else; they are no thread's stack. While a method of the session
-    /// runs, no thread writes the area, nor anything reads it while [`Transaction::abort`] or a recovery writes it.
+    /// Until the session is dropped, `len` bytes at `start` are allocated, readable and writable.
+    /// No other code unmaps, remaps or protects the pages they touch, and these pages are no
+    /// thread's stack. While a method of the session runs, no thread writes the area. While
+    /// [`Transaction::abort`] or a recovery writes it, no thread reads it.
     ///
-    /// With the trackers PT and Emul, a system call that writes the area (read(2), for one) may fail with EFAULT.
+    /// With the trackers PT and Emul, a system call that writes the area (read(2), for one) may
+    /// fail with EFAULT.
     ///
     /// # Errors
-    /// If the tracker cannot follow it, it overlaps with another area, or a transaction is open.
+    /// If the tracker cannot follow this memory, it overlaps with another area, or a transaction is
+    /// open.
     pub unsafe fn register(
         &mut self,
         name: &str,
@@ -221,7 +229,7 @@ impl Session {
         let new = self.claims.claim(span).ok_or_else(|| taken(name, span))?;
         for (number, span) in new.iter().enumerate() {
             if let Err(error) = self.tracker.watch(*span) {
-                // Pages that are claimed count as followed.
+                // The session would count claimed pages as followed.
                 self.claims.release(&new[number..]);
                 return Err(error);
             }
@@ -257,7 +265,7 @@ impl Session {
         AreaId(self.areas.len() as u32 - 1)
     }
 
-    /// The number of an area in backups.
+    /// The number of an area in backups; a new one for a name that backups do not have.
     fn number(&mut self, name: &str) -> u32 {
         let known = self.stored.iter().position(|stored| stored == name);
         let number = known.unwrap_or_else(|| {
@@ -267,8 +275,9 @@ impl Session {
         number as u32
     }
 
-    /// Gives the areas their last committed bytes, from the backup that has the latest. Areas it does not know stay as they
-    /// are. Gives the number of that transaction; 0 if there is none.
+    /// Fills the areas with their last committed bytes, from the backup that has the latest state.
+    /// Areas that the backup does not have stay as they are. Returns the number of that
+    /// transaction; 0 if there is none.
     ///
     /// # Errors
     /// If an area has another size, or a transaction is open.
@@ -297,18 +306,18 @@ impl Session {
                 copy.copy_from_slice(&stored.bytes);
             }
         }
-        // What was written here is not news.
+        // Discards what was written here: it is not a change of the application.
         self.collect()
     }
 
-    /// Goes on with a log that somebody else wrote until now.
+    /// Continues a log that another process wrote until now.
     pub(crate) fn take_up(&mut self, log: Log, image: Image, fsync: Fsync) -> Result<u64, Error> {
         if !self.helpers.is_empty() || self.sequence > 0 {
             let why = "the session has a backup, or has committed";
             return Err(Error::State { what: "take over", why });
         }
         self.check_state("take over", false)?;
-        // Areas registered before get the numbers that the log has for their names.
+        // Areas registered before this call get the numbers that the log has for their names.
         self.expect(image.clone());
         for n in 0..self.areas.len() {
             let name = self.areas[n].name.clone();
@@ -323,7 +332,7 @@ impl Session {
         let Some(image) = &self.pending else { return Ok(()) };
         if self.areas.iter().any(|state| state.fresh && image.find(&state.name).is_some()) {
             let why =
-                "the backup has a committed state: recover it, or discard it (Options::discard)";
+                "the backup has a committed state: recover it, or discard it (SessionOptions::discard)";
             return Err(Error::State { what: "begin", why });
         }
         self.pending = None;
@@ -346,10 +355,10 @@ impl Session {
         if self.open == open { Ok(()) } else { Err(Error::State { what, why }) }
     }
 
-    /// Begins a transaction. It costs nothing.
+    /// Begins a transaction. This does no work.
     ///
     /// # Errors
-    /// If one is open.
+    /// If a transaction is open.
     pub fn begin(&mut self) -> Result<Transaction<'_>, Error> {
         self.check_state("begin", false)?;
         self.check_recovered()?;
@@ -357,16 +366,16 @@ impl Session {
         Ok(Transaction { session: self })
     }
 
-    /// The transaction that was left open by [`Transaction::detach`].
+    /// Returns the transaction that [`Transaction::detach`] left open.
     ///
     /// # Errors
-    /// If none is open.
+    /// If no transaction is open.
     pub fn transaction(&mut self) -> Result<Transaction<'_>, Error> {
         self.check_state("transaction", true)?;
         Ok(Transaction { session: self })
     }
 
-    /// What the last committed transaction changed.
+    /// The changes of the last committed transaction.
     pub fn changes(&self) -> &Changes {
         &self.changes
     }
@@ -379,7 +388,8 @@ impl Session {
         self.own(area).region.bytes()
     }
 
-    /// The bytes of any area, also of one that was registered. Nobody may write them while they are borrowed.
+    /// The bytes of any area, also of a registered one. No thread may write them while they are
+    /// borrowed.
     ///
     /// # Errors
     /// If there is no such area.
@@ -401,7 +411,7 @@ impl Session {
         state.expect("the area belongs to another session")
     }
 
-    /// Appends the bytes of the last transaction's changes, in order.
+    /// Appends the bytes of the last transaction's changes to `to`, in order.
     pub fn copy_changes(&self, to: &mut Vec<u8>) {
         for change in self.changes.iter() {
             to.extend_from_slice(
@@ -423,7 +433,7 @@ impl Session {
         Ok(self.sequence)
     }
 
-    /// Hands the changes to all backups, then waits for all.
+    /// Passes the changes to all backup helpers, then waits for all of them.
     fn back_up(&self, defined: &[AreaId]) -> Result<(), Arc<BackupError>> {
         let payload = Arc::new(self.payload(defined).finish());
         for helper in &self.helpers {
@@ -446,8 +456,8 @@ impl Session {
         payload
     }
 
-    /// The last transaction that every backup has; the last committed one if there is no backup. 0 in a child of the process that
-    /// opened the session.
+    /// The last transaction that every backup has; the last committed one if there is no backup. 0
+    /// in a child of the process that opened the session.
     pub fn acknowledged(&self) -> u64 {
         if !self.owner.is_here() {
             return 0;
@@ -455,10 +465,10 @@ impl Session {
         self.helpers.iter().map(Helper::acknowledged).min().unwrap_or(self.sequence)
     }
 
-    /// Waits until every backup has everything that was committed.
+    /// Waits until every backup has all committed transactions.
     ///
     /// # Errors
-    /// If one cannot have it.
+    /// If a backup cannot store one of them.
     pub fn flush(&self) -> Result<(), Error> {
         self.check_process()?;
         let flushed = self.helpers.iter().try_for_each(|helper| helper.wait_all(self.sequence));
@@ -472,7 +482,8 @@ impl Session {
         Ok(())
     }
 
-    /// Turns what was found into changes of areas. Gives the areas that are told for the first time.
+    /// Turns the written runs into changes of areas. Returns the areas that are reported for the
+    /// first time.
     fn tell(&mut self) -> Vec<AreaId> {
         let mut first = Vec::new();
         self.changes.clear();
@@ -498,7 +509,7 @@ impl Session {
         first
     }
 
-    /// Brings the copies up to date.
+    /// Copies the changes into the committed copies.
     fn keep(&mut self) {
         for change in &self.changes.list {
             let State { region, copy, .. } = &mut self.areas[change.area.0 as usize];
@@ -511,7 +522,7 @@ impl Session {
     fn abort(&mut self) -> Result<(), Error> {
         self.check_process()?;
         if !self.options.undo {
-            let why = "no copy is kept (Options::undo)";
+            let why = "no copy is kept (SessionOptions::undo)";
             return Err(Error::State { what: "abort", why });
         }
         self.collect()?;
@@ -522,7 +533,7 @@ impl Session {
                 region.bytes_mut()[bytes.clone()].copy_from_slice(&copy[bytes]);
             }
         }
-        // What was written back is not news.
+        // Discards what was written back: it is not a change of the application.
         self.collect()?;
         self.open = false;
         Ok(())
@@ -564,14 +575,14 @@ impl fmt::Debug for Session {
     }
 }
 
-/// A transaction that is open. Dropping it aborts, if the session can.
+/// An open transaction. Dropping it aborts it, if the session can.
 #[derive(Debug)]
 pub struct Transaction<'a> {
     session: &'a mut Session,
 }
 
 impl Transaction<'_> {
-    /// The bytes of an area, to be changed.
+    /// The bytes of an area, to be changed by the caller.
     ///
     /// # Panics
     /// If the area belongs to another session.
@@ -580,7 +591,7 @@ impl Transaction<'_> {
         self.session.areas[area.id.0 as usize].region.bytes_mut()
     }
 
-    /// As words; what is left over at the end of the area is not among them.
+    /// The area as words. Bytes after the last whole word are not included.
     ///
     /// # Panics
     /// If the area belongs to another session.
@@ -589,25 +600,26 @@ impl Transaction<'_> {
         self.session.areas[area.id.0 as usize].region.words_mut()
     }
 
-    /// Makes the changes the committed state, and gives its number.
+    /// Commits the changes, and returns the transaction's number.
     ///
     /// # Errors
-    /// If the kernel cannot say what was written: the transaction stays open, and what it changed is unknown.
+    /// If the kernel cannot report what was written: the transaction stays open, and its changes
+    /// are unknown.
     pub fn commit(self) -> Result<u64, Error> {
         let mut this = std::mem::ManuallyDrop::new(self);
         this.session.commit()
     }
 
-    /// Brings the areas back to the last committed state.
+    /// Restores the last committed state of the areas.
     ///
     /// # Errors
-    /// If no copy is kept, or the kernel cannot say what was written.
+    /// If no copy is kept, or the kernel cannot report what was written.
     pub fn abort(self) -> Result<(), Error> {
         let mut this = std::mem::ManuallyDrop::new(self);
         this.session.abort()
     }
 
-    /// Leaves it open, to be taken up by [`Session::transaction`].
+    /// Leaves the transaction open. [`Session::open_transaction`] returns it later.
     pub fn detach(self) {
         std::mem::forget(self);
     }
@@ -615,7 +627,8 @@ impl Transaction<'_> {
 
 impl Drop for Transaction<'_> {
     fn drop(&mut self) {
-        // Where nothing can be undone the transaction stays open, and the next call on the session says so.
+        // If the session cannot abort, the transaction stays open, and the next call on the session
+        // reports that.
         let _ = self.session.abort();
     }
 }

@@ -1,13 +1,14 @@
-//! Addresses in whole pages.
+//! Page spans: address ranges of whole pages.
 
 use std::ops::Range;
 
-/// Bytes of a page.
+/// Bytes per page.
 pub const PAGE: usize = 4096;
 
 /// Whole pages of this process that a session follows.
 ///
-/// Only a session makes one, out of memory that it was given: whoever holds a span may protect its pages.
+/// Only a session makes a span, out of memory that it was given: code that has a span may protect
+/// its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Span {
     start: usize,
@@ -15,7 +16,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// The pages that a range of addresses touches.
+    /// The pages that contain a range of addresses.
     pub(crate) fn covering(range: Range<usize>) -> Self {
         let end = range.end.max(range.start + 1).next_multiple_of(PAGE);
         Self { start: range.start / PAGE * PAGE, end }
@@ -31,17 +32,17 @@ impl Span {
         self.end
     }
 
-    /// How many pages.
+    /// The count of pages.
     pub fn pages(self) -> usize {
         (self.end - self.start) / PAGE
     }
 
-    /// How many bytes.
+    /// The count of bytes.
     pub(crate) fn bytes(self) -> usize {
         self.end - self.start
     }
 
-    /// Some of its pages, by number.
+    /// The sub-span of some of its pages, by number.
     pub(crate) fn part(self, pages: Range<usize>) -> Self {
         let end = self.start + pages.end.min(self.pages()) * PAGE;
         Self { start: (self.start + pages.start * PAGE).min(end), end }
@@ -51,7 +52,7 @@ impl Span {
         self.start < other.end && other.start < self.end
     }
 
-    /// What is left of it without pages that are `taken`.
+    /// The span without the pages that are `taken`.
     pub(crate) fn without(self, taken: &[Self]) -> Vec<Self> {
         let cut =
             |pieces: Vec<Self>, hole: &Self| pieces.iter().flat_map(|p| p.minus(*hole)).collect();

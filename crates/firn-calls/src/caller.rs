@@ -1,7 +1,8 @@
-//! The application's side: makes requests, and opens answers.
+//! The application's side of calls: makes requests, and opens replies.
 //!
-//! What comes out of the window may have been written by anybody. Until a session is open an answer is taken as it is: a
-//! wrong one leads to a proof that nobody looks for. From then on only what the host has sealed counts.
+//! Any program of the guest may have written the bytes in the window. Until a session is open the
+//! application accepts a reply unchecked: a forged one leads to a proof that no host searches for.
+//! From then on it accepts only replies that the host has sealed.
 
 use thiserror::Error;
 
@@ -9,24 +10,24 @@ use crate::key::{Key, Nonce, Proof, SealKey, Speaker};
 use crate::message::{self, Answer, AreaId, Refusal, Request, Run};
 use crate::noting::Reader;
 
-/// A call did not do what it was to.
+/// Why a call did not succeed.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CallError {
     /// The host refuses.
     #[error("the host refuses")]
     Refused(#[from] Refusal),
-    /// What lies in the window is not the host's answer: other programs wrote there, or the host has lost the session (it was
-    /// started anew, or the VM was restored).
+    /// The bytes in the window are not the host's reply: other programs wrote there, or the host
+    /// has lost the session (Firn was restarted, or the VM was restored).
     #[error(
-        "the answer is not the host's: the session is over, or somebody else writes to the window"
+        "the reply is not the host's: the session has ended, or another program writes to the window"
     )]
     NotTheHosts,
-    /// An answer that does not belong to the request.
-    #[error("the host's answer does not belong to what was asked")]
+    /// A reply that does not belong to the request.
+    #[error("the host's reply does not belong to the request")]
     Confused,
 }
 
-/// A session, from the application's side.
+/// A call session on the application's side.
 pub struct Caller {
     name: String,
     key: Key,
@@ -34,41 +35,42 @@ pub struct Caller {
     own: Nonce,
     sequence: u64,
     seal: Option<SealKey>,
-    /// The last `Collect` whose answer came.
+    /// The number of the last `Collect` whose reply arrived.
     known: u64,
 }
 
-/// What changed, as the host tells it.
+/// The pages that were written, as the host reports them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Changed {
-    /// These pages may have been, and no others.
+    /// These pages may have been written, and no others.
     Runs(Vec<Run>),
-    /// Anything may have been.
+    /// Any page may have been written.
     Anything,
 }
 
 impl Caller {
-    /// Speaks as an application of this name and key, in a slot of the window. `own` is a number that nobody can guess.
+    /// A caller for an application of this name and key, in a slot of the window. `own` is a number
+    /// that no other process can guess.
     pub fn new(name: &str, key: Key, slot: u32, own: Nonce) -> Self {
         let name = name.to_owned();
-        // Of who had the slot before, answers may lie there still.
+        // Replies to the previous owner of the slot may still lie there: the numbers must differ.
         let [a, b, c, d, ..] = own;
         let sequence = u64::from(u32::from_le_bytes([a, b, c, d]) >> 1);
         Self { name, key, slot, own, sequence, seal: None, known: 0 }
     }
 
-    /// The number of the request that was made last, as the window has it.
+    /// The number of the last request, as stored in the window.
     pub fn asked(&self) -> u32 {
         self.sequence as u32
     }
 
-    /// The first request.
+    /// Makes the first request.
     pub fn hello(&mut self) -> Vec<u8> {
         self.sequence += 1;
         message::bytes(&Request::Hello { name: self.name.clone(), number: self.own })
     }
 
-    /// Takes the answer to it. Gives the proof that has to lie in memory.
+    /// Opens the reply to it. Returns the proof that the application must store in its memory.
     ///
     /// # Errors
     /// If the host does not know the application.
@@ -84,7 +86,7 @@ impl Caller {
         }
     }
 
-    /// Any further request, sealed.
+    /// Makes any further request, sealed.
     pub fn request(&mut self, request: &Request) -> Vec<u8> {
         self.sequence += 1;
         let bytes = message::bytes(request);
@@ -94,10 +96,10 @@ impl Caller {
         }
     }
 
-    /// Opens the answer to `Note`: what reads the epochs from now on.
+    /// Opens the reply to `Note`. Returns the reader of the epochs from now on.
     ///
     /// # Errors
-    /// As [`Self::answered`].
+    /// As [`Self::open_reply`].
     pub fn noting(&self, sealed: &[u8]) -> Result<Reader, CallError> {
         match (self.answered(sealed)?, &self.seal) {
             (Answer::Noting, Some(seal)) => Ok(Reader::new(&seal.noting(self.sequence))),
@@ -105,13 +107,13 @@ impl Caller {
         }
     }
 
-    /// `Collect`, with what has come so far.
+    /// Makes a `Collect` request, which acknowledges the last reply that arrived.
     pub fn collect(&mut self) -> Vec<u8> {
         let known = self.known;
         self.request(&Request::Collect { known })
     }
 
-    /// Opens the answer to the last request.
+    /// Opens the reply to the last request.
     ///
     /// # Errors
     /// If it is not the host's, or the host refuses.
@@ -124,10 +126,10 @@ impl Caller {
         }
     }
 
-    /// Opens the answer to something that is only done or not.
+    /// Opens the reply to a request that has no result.
     ///
     /// # Errors
-    /// As [`Self::answered`].
+    /// As [`Self::open_reply`].
     pub fn done(&self, sealed: &[u8]) -> Result<(), CallError> {
         match self.answered(sealed)? {
             Answer::Done => Ok(()),
@@ -135,10 +137,10 @@ impl Caller {
         }
     }
 
-    /// Opens the answer to `Follow`.
+    /// Opens the reply to `Follow`.
     ///
     /// # Errors
-    /// As [`Self::answered`].
+    /// As [`Self::open_reply`].
     pub fn following(&self, sealed: &[u8]) -> Result<AreaId, CallError> {
         match self.answered(sealed)? {
             Answer::Following(id) => Ok(id),
@@ -146,10 +148,10 @@ impl Caller {
         }
     }
 
-    /// Opens the answer to `Collect`: from now on the host need not tell this again.
+    /// Opens the reply to `Collect`: from now on the host need not report these pages again.
     ///
     /// # Errors
-    /// As [`Self::answered`].
+    /// As [`Self::open_reply`].
     pub fn collected(&mut self, sealed: &[u8]) -> Result<Changed, CallError> {
         let changed = match self.answered(sealed)? {
             Answer::Written(runs) => Changed::Runs(runs),

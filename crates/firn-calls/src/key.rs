@@ -1,17 +1,18 @@
-//! What only the application and the host can compute.
+//! Keys, proofs and seals: values that only the application and the host can compute.
 //!
 //! ```text
-//!   key        shared before, listed in the host's policy             never in the window
-//!   numbers    one of the application's, one of the host's            in the clear
-//!   proof      HMAC(key, "proof" || numbers)                          only in the application's memory, at a place it names
+//!   key        shared beforehand, listed in the host's policy         never in the window
+//!   numbers    one of the application, one of the host                in the clear
+//!   proof      HMAC(key, "proof" || numbers)                          only in the application's memory, at an address it names
 //!   seal key   HMAC(key, "seal" || numbers || slot)                   never in the window
-//!   seal       SipHash(seal key, who || request number || message)    before each message
-//!   noting     SipHash(seal key, "4" || request number)               the key that what is noted from this request on is sealed with
+//!   seal       SipHash(seal key, sender || request number || message) before each message
+//!   noting     SipHash(seal key, "4" || request number)               the key of the seals of notes from this request on
 //! ```
 //!
-//! HMAC is with SHA-256 (RFC 2104). Seals are made twice for each call, in a guest that may be emulated: SipHash-2-4 with 128
-//! bits (Aumasson, Bernstein, "SipHash: a fast short-input PRF", INDOCRYPT 2012) costs a tenth. A seal covers who speaks and
-//! the number of the request, so that an old request, or the application's own words, are no answer.
+//! HMAC is with SHA-256 (RFC 2104). Two seals are made for each call, in a guest that may be
+//! emulated: SipHash-2-4 with 128 bits (Aumasson, Bernstein, "SipHash: a fast short-input PRF",
+//! INDOCRYPT 2012) costs a tenth. A seal covers the sender and the number of the request, so that
+//! an old message, or the application's own one, is not accepted as a reply.
 
 use std::fmt;
 use std::hash::Hasher as _;
@@ -29,14 +30,14 @@ pub(crate) const SEAL_BYTES: usize = 16;
 
 /// A number that is used once.
 pub type Nonce = [u8; 32];
-/// What shows whose an address space is.
+/// The bytes by which the host identifies the application's address space.
 pub type Proof = [u8; 32];
 
 /// An application's key: 32 bytes, 64 hexadecimal digits in a file.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Key([u8; 32]);
 
-/// This is no key.
+/// The text is no key.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("a key is 64 hexadecimal digits (as from `openssl rand -hex 32`)")]
 pub struct KeyError;
@@ -59,7 +60,7 @@ impl FromStr for Key {
     }
 }
 
-/// Keys do not get into logs.
+/// Prints no key: keys must not get into logs.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key(..)")
@@ -72,7 +73,7 @@ impl Key {
         Self(bytes)
     }
 
-    /// What lies in the application's memory while it may call.
+    /// The proof that lies in the application's memory while it may call.
     pub fn proof(&self, numbers: &[Nonce; 2]) -> Proof {
         mac(&self.0, &[b"firn calls: proof", &numbers[0], &numbers[1]])
     }
@@ -84,12 +85,12 @@ impl Key {
     }
 }
 
-/// Who speaks.
+/// The sender of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Speaker {
     Application,
     Host,
-    /// Who notes stores.
+    /// The plugin, which notes stores.
     Plugin,
 }
 
@@ -119,22 +120,22 @@ impl SealKey {
         hash.finish128().as_u128()
     }
 
-    /// A key of its own for what this request began.
+    /// A separate key for the notes that this request began.
     pub(crate) fn derive(&self, sequence: u64) -> [u8; 16] {
         self.hash(4, sequence, &[]).to_le_bytes()
     }
 
-    /// What ends an epoch.
+    /// The token that ends an epoch.
     pub(crate) fn token(&self, epoch: u64) -> u64 {
         self.hash(5, epoch, &[]) as u64
     }
 
-    /// The message with its seal in front.
+    /// Puts a seal before the message.
     pub(crate) fn seal(&self, speaker: Speaker, sequence: u64, message: &[u8]) -> Vec<u8> {
         [&self.mac(speaker, sequence, message).to_le_bytes(), message].concat()
     }
 
-    /// The message, if the seal is right. Takes as long whatever is wrong.
+    /// The message, if the seal is valid. The time does not depend on which bytes are wrong.
     pub(crate) fn open<'b>(
         &self,
         speaker: Speaker,

@@ -1,29 +1,33 @@
-//! Words that an application has written, noted by who sees its stores: a plugin in a hypervisor that emulates.
+//! Store noting: words that an application has written, noted by a plugin in a hypervisor that
+//! emulates the processor.
 //!
 //! ```text
 //!   application                      plugin                                        supervisor
-//!     note: where epochs end  ------------------------------------------------>     where are the areas' pages?
+//!     note: address of end word  --------------------------------------------->     where are the areas' pages?
 //!                                      begins epoch 1       <------------------     order
 //!                             <------------------------------------------------     noting
 //!     stores                           notes each word once, by its address
 //!     commit: stores the epoch's
-//!       token to the end word          seals what it noted, begins the next epoch
+//!       token to the end word          seals its notes, begins the next epoch
 //!     reads the list: no call
 //! ```
 //!
-//! A store is known by its virtual address: other processes may store at the same addresses, which notes too much. That is harmless,
-//! for what is told is read from the application's own memory. Too little is not noted, wherever the kernel moves pages, for no
-//! store at an area's address is passed over.
+//! A store is identified by its virtual address. Other processes may store at the same addresses,
+//! which notes too many words. That is harmless: the application reads the bytes of noted words
+//! from its own memory. No word is missed, wherever the kernel moves pages, because no store at an
+//! area's address is ignored.
 //!
-//! A store is noted just after it is done, by the processor that did it. Before it ends an epoch, the application makes sure that
-//! its other threads are past that (membarrier(2)).
+//! A store is noted just after it is done, by the processor that did it. Before the application
+//! ends an epoch, it makes sure that its other threads have passed that point (membarrier(2)).
 //!
-//! An epoch ends by a token that only the application and the plugin can compute, so that nobody else ends one between two
-//! of its stores. Keys are of one noting: nothing that was told before can be told again.
+//! An epoch ends by a token that only the application and the plugin can compute, so that no other
+//! program ends one between two of its stores. Each noting has its own key, so that no earlier
+//! report can be replayed.
 //!
-//! What is not seen: writes that are not stores of a processor (a device that reads into an area directly), stores at other addresses
-//! of the same memory (a second mapping, another process that shares it; the kernel's own for ptrace(2), `process_vm_writev(2)`,
-//! fixed buffers of io_uring, `O_DIRECT`), and content that changes without any (`MADV_DONTNEED`).
+//! Not observed are: writes that are not stores of a processor (a device that writes into an area
+//! directly), stores at other addresses of the same memory (a second mapping, another process that
+//! shares it; the kernel's own for ptrace(2), `process_vm_writev(2)`, fixed buffers of io_uring,
+//! `O_DIRECT`), and content that changes without any store (`MADV_DONTNEED`).
 
 use serde::{Deserialize, Serialize};
 
@@ -31,43 +35,44 @@ use crate::key::{SealKey, Speaker};
 use crate::message::{self, AreaId};
 use crate::window::Place;
 
-/// Bytes of a word, the unit in which stores are noted.
+/// The unit in which stores are noted, in bytes.
 pub const WORD: u64 = 8;
 const PAGE: u64 = 4096;
-/// Words that are noted in one epoch at most.
+/// The maximum count of words noted in one epoch.
 const NOTED_MAX: usize = 1 << 14;
 
-/// What the supervisor has the plugin do. They talk by a socket: the length of an order (4 bytes), the order; and a byte when it
-/// is carried out. Where the connection ends, so does all noting.
+/// An order of the supervisor to the plugin. They use a socket: the supervisor sends the length of
+/// an order (4 bytes) and the order; the plugin sends a byte when it has carried it out. When the
+/// connection ends, all noting ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
-    /// Note stores; what was noted for this slot before is forgotten.
+    /// Note stores; earlier notes for this slot are discarded.
     Note(NoteOrder),
-    /// Note nothing for this slot any more.
+    /// Stop noting for this slot.
     End {
-        /// Which.
+        /// The slot.
         slot: u32,
     },
 }
 
 impl Order {
-    /// As bytes.
+    /// Encodes the order.
     pub fn to_bytes(&self) -> Vec<u8> {
         message::bytes(self)
     }
 
-    /// From bytes, all of them.
+    /// Decodes an order. `None` if the bytes are malformed, or bytes are left over.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         message::parse(bytes)
     }
 }
 
-/// Whose stores are to be noted.
+/// The application whose stores are to be noted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NoteOrder {
-    /// Where what is noted is told.
+    /// The slot that reports are written to.
     pub slot: u32,
-    /// What it is sealed with.
+    /// The key of the reports' seals.
     pub key: NotingKey,
     /// Address of the end word, in the application's address space.
     pub end: u64,
@@ -75,7 +80,7 @@ pub struct NoteOrder {
     pub areas: Vec<NotedArea>,
 }
 
-/// The key of one noting. It does not get into logs.
+/// The key of one noting. `Debug` does not print it, so it does not get into logs.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotingKey([u8; 16]);
 
@@ -85,19 +90,19 @@ impl std::fmt::Debug for NotingKey {
     }
 }
 
-/// An area.
+/// An area whose stores are noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotedArea {
     /// Its number.
     pub id: AreaId,
     /// Address of its first page.
     pub start: u64,
-    /// How many pages, [`NotedArea::PAGES_MAX`] at most.
+    /// The count of pages, [`NotedArea::PAGES_MAX`] at most.
     pub pages: u32,
 }
 
 impl NotedArea {
-    /// Its words have numbers of 32 bits.
+    /// The maximum count of pages: the words of an area have numbers of 32 bits.
     pub const PAGES_MAX: u32 = u32::MAX / (PAGE / WORD) as u32;
 
     fn end(self) -> u64 {
@@ -105,39 +110,39 @@ impl NotedArea {
     }
 }
 
-/// Words of an area, one after another.
+/// Consecutive words of an area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WordRun {
-    /// Which area.
+    /// The area.
     pub area: AreaId,
     /// The first word, counted from the start of the area.
     pub first: u32,
-    /// How many.
+    /// The count of words.
     pub words: u32,
 }
 
-/// What an epoch's stores were.
+/// The report of an epoch's stores.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Told {
-    /// These words, and no others.
+    /// The stores wrote these words, and no others.
     Words(Vec<WordRun>),
-    /// That is not known: a call tells.
+    /// The words are not known: the application must call the host.
     Unknown,
 }
 
 /// An epoch that has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ended {
-    /// Its number.
+    /// The epoch's number.
     pub epoch: u32,
-    /// What is told of it, sealed.
+    /// The sealed report.
     pub told: Vec<u8>,
 }
 
-/// Key and count, as both sides have them.
+/// The seal key and the number of the current epoch, as both sides have them.
 struct Epochs {
     seal: SealKey,
-    /// The one that is going on, from 1.
+    /// The current epoch, from 1.
     number: u64,
 }
 
@@ -146,18 +151,18 @@ impl Epochs {
         Self { seal: SealKey::new(key.0), number: 1 }
     }
 
-    /// What ends it.
+    /// The token that ends the current epoch.
     fn token(&self) -> u64 {
         self.seal.token(self.number)
     }
 }
 
-/// What is noted of one application.
+/// The notes of one application.
 pub struct Notes {
     epochs: Epochs,
     end: u64,
     areas: Vec<Area>,
-    /// Area by place in `areas`, and word.
+    /// Noted words: index of the area in `areas`, and word.
     noted: Vec<(u16, u32)>,
     is_unknown: bool,
 }
@@ -174,7 +179,7 @@ impl Area {
         Self { noted, words }
     }
 
-    /// The part of a store that lies in the area, as words.
+    /// The words of the area that a store covers.
     fn hit(&self, at: u64, bytes: u64) -> Option<std::ops::RangeInclusive<u64>> {
         let end = at.saturating_add(bytes).min(self.noted.end());
         let first = at.max(self.noted.start);
@@ -182,7 +187,7 @@ impl Area {
             .then(|| (first - self.noted.start) / WORD..=(end - 1 - self.noted.start) / WORD)
     }
 
-    /// True if it was not noted yet.
+    /// Notes a word. True if it was not noted yet.
     fn note(&mut self, word: u64) -> bool {
         let bit = 1 << (word % 64);
         let Some(bits) = self.words.get_mut((word / 64) as usize) else { return false };
@@ -210,7 +215,7 @@ impl Notes {
         }
     }
 
-    /// The virtual pages, by number, that stores are looked at on.
+    /// The numbers of the virtual pages whose stores must be checked.
     pub fn pages(&self) -> impl Iterator<Item = u64> + '_ {
         let pages = |area: &Area| area.noted.start / PAGE..area.noted.end() / PAGE;
         self.areas.iter().flat_map(pages).chain([self.end / PAGE])
@@ -221,7 +226,8 @@ impl Notes {
         at.wrapping_sub(self.end) < 8
     }
 
-    /// A store of so many bytes: areas may be neighbours, and it may reach into several.
+    /// Notes a store of `bytes` bytes. Areas may be adjacent, and the store may extend into
+    /// several.
     pub fn store(&mut self, at: u64, bytes: u64) {
         for number in 0..self.areas.len() {
             if let Some(words) = self.areas[number].hit(at, bytes) {
@@ -243,7 +249,7 @@ impl Notes {
         }
     }
 
-    /// The end word has this value: if it is the epoch's token, the epoch has ended.
+    /// Reads the value of the end word: if it is the epoch's token, the epoch has ended.
     pub fn end(&mut self, token: u64) -> Option<Ended> {
         if token != self.epochs.token() {
             return None;
@@ -255,7 +261,7 @@ impl Notes {
         Some(Ended { epoch, told })
     }
 
-    /// What was noted, and starts anew.
+    /// Encodes the report of the epoch, and clears the notes.
     fn told(&mut self) -> Vec<u8> {
         self.noted.sort_unstable();
         let mut runs: Vec<WordRun> = Vec::new();
@@ -278,14 +284,14 @@ impl Notes {
     }
 }
 
-/// What an application reads of its own stores.
+/// Reads the reports of an application's own stores.
 pub struct Reader {
     epochs: Epochs,
 }
 
 impl std::fmt::Debug for Reader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Reader").field("epoch", &self.epochs.number).finish_non_exhaustive()
+        f.debug_struct("ReportReader").field("epoch", &self.epochs.number).finish_non_exhaustive()
     }
 }
 
@@ -294,12 +300,13 @@ impl Reader {
         Self { epochs: Epochs::new(key) }
     }
 
-    /// The epoch that is going on: its number as the window has it, and the token that ends it.
+    /// The current epoch: its number as stored in the window, and the token that ends it.
     pub fn end(&self) -> (u32, u64) {
         (self.epochs.number as u32, self.epochs.token())
     }
 
-    /// Opens what was told of that epoch, and expects the next. `None` if it is not the plugin's.
+    /// Opens the report of the current epoch, and moves to the next. `None` if the report is not
+    /// the plugin's.
     pub fn told(&mut self, sealed: &[u8]) -> Option<Told> {
         let Epochs { seal, number } = &mut self.epochs;
         let told = seal.open(Speaker::Plugin, *number, sealed).and_then(message::parse)?;

@@ -1,9 +1,9 @@
-//! Who may call: the host's policy file.
+//! Policy file of the host: the applications that may call.
 //!
 //! ```toml
 //! [applications.ledger]
 //! key = "6f1d...64 hexadecimal digits"
-//! pages = 16384            # how many pages it may have followed; 4096 if not said
+//! pages = 16384            # the maximum count of pages to follow; 4096 by default
 //! ```
 
 use std::collections::BTreeMap;
@@ -13,38 +13,38 @@ use thiserror::Error;
 
 use crate::key::{Key, KeyError};
 
-/// Pages of an application for which the policy says nothing: 16 MiB.
+/// The maximum count of pages of an application for which the policy has no value: 16 MiB.
 const PAGES: u32 = 4096;
 
-/// The policy file says something else than it should.
+/// The policy file is malformed.
 #[derive(Debug, Error)]
 pub enum PolicyError {
-    /// It is not such a file.
+    /// The file is not valid TOML, or has unexpected entries.
     #[error("line {line}: {reason}")]
     Toml {
-        /// Where.
+        /// The line of the error.
         line: usize,
-        /// What is wrong, without the line itself: that may have a key.
+        /// The error, without the line itself, which may contain a key.
         reason: String,
     },
-    /// A key is none.
+    /// A key is malformed.
     #[error("application {name:?}")]
     Key {
-        /// Whose.
+        /// The application that it belongs to.
         name: String,
-        /// What is wrong.
+        /// The error.
         source: KeyError,
     },
 }
 
-/// What one application may do.
+/// The permissions of one application.
 #[derive(Clone, Debug)]
 pub(crate) struct Application {
     pub(crate) key: Key,
     pub(crate) pages: u32,
 }
 
-/// Which applications may call. None by default.
+/// The applications that may call. None by default.
 #[derive(Clone, Debug, Default)]
 pub struct Policy(BTreeMap<String, Application>);
 
@@ -66,7 +66,7 @@ impl Policy {
     /// Reads a policy file.
     ///
     /// # Errors
-    /// If it says something else than it should; where.
+    /// If it is malformed; the error has the line.
     pub fn parse(text: &str) -> Result<Self, PolicyError> {
         let file: File = toml::from_str(text).map_err(|error| explain(text, &error))?;
         let read = |(name, entry): (String, Entry)| match entry.key.parse() {

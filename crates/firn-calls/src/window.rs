@@ -1,31 +1,32 @@
-//! The memory that both sides see.
+//! The call window: memory that the application and the host share.
 //!
 //! ```text
-//!   byte 0        header      "FIRNCALL", version, slots, and the host's number of this service
+//!   byte 0        header      "FIRNCALL", version, count of slots, and the host's number of this service
 //!   16 KiB        slot 0      one application
 //!   32 KiB        slot 1
 //!   ...
 //!
-//!   slot:  0      owner       0, or the number that an application chose when it took the slot
-//!          4      asked       counts requests        written last by the application
+//!   slot:  0      owner       0, or the number that an application chose when it claimed the slot
+//!          4      asked       number of the request   written last by the application
 //!          8      length of the request
-//!         12      answered    the request that was answered  written last by the host
-//!         16      length of the answer
+//!         12      answered    number of the request that the reply belongs to   written last by the host
+//!         16      length of the reply
 //!         24      end word    8 bytes, a store to which ends an epoch   by the application, where stores are noted
-//!         32      told        the epoch of which the answer tells       written last by who notes them
-//!         36      length of what is told
+//!         32      told        the epoch that the report describes       written last by the plugin
+//!         36      length of the report
 //!         64      request     up to 1 KiB
-//!       1088      answer      up to the end of the slot
+//!       1088      answer      reply or report, up to the end of the slot
 //! ```
 //!
-//! Words are little-endian, as on every machine Firn runs on. The host reads nothing here that it wrote itself, copies a
-//! request once before it looks at it, and checks what it copied: programs of the guest can write everywhere, at any time.
+//! Words are little-endian, as on every machine that Firn runs on. The host never reads here what
+//! it wrote itself, copies a request once before it parses it, and checks the copy: programs of the
+//! guest can write everywhere, at any time.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use thiserror::Error;
 
-/// Bytes of the header, and of each slot.
+/// The size of the header, and of each slot, in bytes.
 pub const SLOT_BYTES: usize = 16 << 10;
 const SLOT_WORDS: usize = SLOT_BYTES / 4;
 const MAGIC: [u32; 2] = [u32::from_le_bytes(*b"FIRN"), u32::from_le_bytes(*b"CALL")];
@@ -42,7 +43,7 @@ const TOLD_LEN: usize = 9;
 const REQUEST: Place = Place { word: 16, bytes: 1 << 10 };
 const ANSWER: Place = Place { word: 16 + 256, bytes: SLOT_BYTES - 64 - (1 << 10) };
 
-/// Where bytes lie within a slot.
+/// A range of bytes within a slot.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     word: usize,
@@ -50,35 +51,35 @@ pub struct Place {
 }
 
 impl Place {
-    /// Bytes that an answer has at most.
+    /// The maximum size of a reply in bytes.
     pub const ANSWER_BYTES: usize = ANSWER.bytes;
-    /// Bytes that a request has at most.
+    /// The maximum size of a request in bytes.
     pub const REQUEST_BYTES: usize = REQUEST.bytes;
 }
 
-/// The memory is not what it should be.
+/// Why the memory is no usable window.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum WindowError {
-    /// Smaller than a header and a slot.
+    /// It is smaller than a header and a slot.
     #[error("the window has {0} bytes: at least {min} are needed", min = 2 * SLOT_BYTES)]
     Small(usize),
-    /// Nobody serves it.
-    #[error("nobody answers calls here: the host does not serve this device (yet)")]
+    /// No host serves it.
+    #[error("the host does not serve calls by this device (yet)")]
     NotServed,
-    /// Another version.
+    /// The host uses another version.
     #[error("the host speaks version {0} of calls, this library version {VERSION}")]
     Version(u32),
-    /// All slots are taken.
+    /// All slots are claimed.
     #[error("all {0} slots are taken")]
     Full(usize),
 }
 
-/// The window, from either side.
+/// The window, for either side.
 #[derive(Clone, Copy, Debug)]
 pub struct Window<'w>(&'w [AtomicU32]);
 
 impl<'w> Window<'w> {
-    /// Over memory that both sides see.
+    /// A window over memory that both sides share.
     ///
     /// # Errors
     /// If it is too small.
@@ -87,19 +88,19 @@ impl<'w> Window<'w> {
         is_enough.then_some(Self(words)).ok_or(WindowError::Small(words.len() * 4))
     }
 
-    /// How many applications can call at a time.
+    /// The count of slots: of applications that can call at a time.
     pub fn slots(self) -> usize {
         self.0.len() / SLOT_WORDS - 1
     }
 
-    /// Slot by number, if there is one.
+    /// The slot of this number, if it exists.
     pub fn slot(self, number: usize) -> Option<Slot<'w>> {
         let at = number.checked_add(1)?.checked_mul(SLOT_WORDS)?;
         self.0.get(at..at.checked_add(SLOT_WORDS)?).map(Slot)
     }
 
-    /// Host: says that calls are answered, by a service of this number. Said again and again, as programs of the guest can
-    /// overwrite it.
+    /// Host: announces that calls are served, by a service of this number. The host repeats this,
+    /// as programs of the guest can overwrite it.
     pub fn serve(self, service: u32) {
         self.0[2].store(VERSION, Ordering::Relaxed);
         self.0[3].store(self.slots() as u32, Ordering::Relaxed);
@@ -108,12 +109,13 @@ impl<'w> Window<'w> {
         self.0[0].store(MAGIC[0], Ordering::Release);
     }
 
-    /// Host: nobody answers any more.
+    /// Host: withdraws the announcement.
     pub fn end_service(self) {
         self.0[0].store(0, Ordering::Release);
     }
 
-    /// Host: forgets what an earlier service left behind. Who waits for an answer finds that the slot is no longer theirs.
+    /// Host: clears what an earlier service left behind. An application that waits for a reply
+    /// finds that it has lost its slot.
     pub fn clear(self) {
         self.end_service();
         for slot in (0..self.slots()).filter_map(|number| self.slot(number)) {
@@ -121,10 +123,10 @@ impl<'w> Window<'w> {
         }
     }
 
-    /// Application: the number of the service that answers here.
+    /// Application: the number of the service that serves this window.
     ///
     /// # Errors
-    /// If there is none.
+    /// If no service is announced.
     pub fn service(self) -> Result<u32, WindowError> {
         let is_served = self.0[0].load(Ordering::Acquire) == MAGIC[0]
             && self.0[1].load(Ordering::Relaxed) == MAGIC[1];
@@ -136,17 +138,18 @@ impl<'w> Window<'w> {
         }
     }
 
-    /// Application: takes a free slot, for good, by a number that is not 0. Gives the slot's.
+    /// Application: claims a free slot for an owner number that is not 0. Returns the slot's
+    /// number.
     ///
     /// # Errors
-    /// If all are taken.
+    /// If all slots are claimed.
     pub fn take(self, owner: u32) -> Result<usize, WindowError> {
         let is_mine = |number: &usize| self.slot(*number).is_some_and(|slot| slot.take(owner));
         (0..self.slots()).find(is_mine).ok_or(WindowError::Full(self.slots()))
     }
 }
 
-/// One application's part of the window.
+/// The part of the window for one application.
 #[derive(Clone, Copy, Debug)]
 pub struct Slot<'w>(&'w [AtomicU32]);
 
@@ -156,17 +159,17 @@ impl Slot<'_> {
         word.compare_exchange(0, owner, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
-    /// Whose it is; 0 is nobody's.
+    /// The owner number; 0 if the slot is free.
     pub fn owner(self) -> u32 {
         self.0[OWNER].load(Ordering::Acquire)
     }
 
-    /// Application: gives it back, if it is its own still.
+    /// Application: releases the slot, if it still belongs to this owner.
     pub fn release(self, owner: u32) {
         let _ = self.0[OWNER].compare_exchange(owner, 0, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// Host: as if it had never been used.
+    /// Host: resets the slot to its unused state.
     pub fn clear(self) {
         for word in
             [ASKED, ASKED_LEN, ANSWERED, ANSWERED_LEN, END[0], END[1], TOLD, TOLD_LEN, OWNER]
@@ -175,7 +178,7 @@ impl Slot<'_> {
         }
     }
 
-    /// Application: asks. The answer to the request before must have come.
+    /// Application: writes a request. The reply to the previous request must have arrived.
     pub fn ask(self, sequence: u32, request: &[u8]) {
         self.put(REQUEST, request);
         self.0[ASKED_LEN].store(request.len() as u32, Ordering::Relaxed);
@@ -187,12 +190,12 @@ impl Slot<'_> {
         self.0[ASKED].load(Ordering::Acquire)
     }
 
-    /// Host: the last request. `None` if it claims to be longer than there is room.
+    /// Host: reads the last request. `None` if its length exceeds the space.
     pub fn request(self) -> Option<Vec<u8>> {
         self.get(REQUEST, self.0[ASKED_LEN].load(Ordering::Relaxed))
     }
 
-    /// Host: answers a request. An answer has at most [`Place::ANSWER_BYTES`].
+    /// Host: writes the reply to a request. A reply has at most [`SlotRange::ANSWER_BYTES`].
     pub fn answer(self, sequence: u32, answer: &[u8]) {
         self.put(ANSWER, answer);
         self.0[ANSWERED_LEN].store(answer.len() as u32, Ordering::Relaxed);
@@ -204,36 +207,38 @@ impl Slot<'_> {
         self.0[ANSWERED].load(Ordering::Acquire) == sequence
     }
 
-    /// Application: the last answer. `None` if it claims to be longer than there is room.
+    /// Application: reads the last reply. `None` if its length exceeds the space.
     pub fn answer_bytes(self) -> Option<Vec<u8>> {
         self.get(ANSWER, self.0[ANSWERED_LEN].load(Ordering::Relaxed))
     }
 
-    /// Application: where the end word is in its memory.
+    /// Application: the address of the end word in its memory.
     pub fn end_address(self) -> u64 {
         self.0[END[0]].as_ptr() as u64
     }
 
-    /// Application: ends an epoch. Where stores are noted, what the epoch's were is told when this returns.
+    /// Application: ends an epoch. If stores are noted, the epoch's report is in the slot when this
+    /// returns.
     pub fn end(self, token: u64) {
         self.0[END[0]].store(token as u32, Ordering::Release);
         self.0[END[1]].store((token >> 32) as u32, Ordering::Release);
     }
 
-    /// Plugin: the end word.
+    /// Plugin: reads the end word.
     pub fn ended(self) -> u64 {
         let [low, high] = END.map(|word| u64::from(self.0[word].load(Ordering::Acquire)));
         high << 32 | low
     }
 
-    /// Plugin: tells what an epoch's stores were, in at most [`Place::ANSWER_BYTES`].
+    /// Plugin: writes the report of an epoch's stores, of at most [`SlotRange::ANSWER_BYTES`].
     pub fn tell(self, epoch: u32, told: &[u8]) {
         self.put(ANSWER, told);
         self.0[TOLD_LEN].store(told.len() as u32, Ordering::Relaxed);
         self.0[TOLD].store(epoch, Ordering::Release);
     }
 
-    /// Application: what is told of this epoch, if that is. It may be anybody's.
+    /// Application: reads the report of this epoch, if there is one. Any program may have written
+    /// it.
     pub fn told(self, epoch: u32) -> Option<Vec<u8>> {
         let is_told = self.0[TOLD].load(Ordering::Acquire) == epoch;
         is_told.then(|| self.get(ANSWER, self.0[TOLD_LEN].load(Ordering::Relaxed)))?

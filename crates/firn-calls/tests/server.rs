@@ -1,4 +1,5 @@
-//! The server against a guest that is known: what it tells is what was written, whoever disturbs.
+//! Tests of the server against a model guest: it must report exactly what was written, whatever
+//! other programs do.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on fails")]
 
@@ -195,7 +196,7 @@ fn old_requests_and_lost_answers_lose_nothing() {
     let first = caller.collect();
     let number = caller.asked();
     let lost = ask(&mut server, &mut guest, 0, &caller, &first);
-    // Somebody asks the same again, and overwrites the answer.
+    // Another program repeats the request, and overwrites the reply.
     let again = server.answer(0, number, Some(&first), &mut guest).bytes;
     assert_ne!(again, lost);
     assert_eq!(caller.collected(&again), Err(CallError::NotTheHosts));
@@ -240,7 +241,7 @@ fn two_that_share_a_page_are_both_told() {
     assert_eq!(runs(&collect(&mut server, &mut guest, 1, &mut two).unwrap()), [(0, 0, 1)]);
 }
 
-/// The host tells pages between those that it is asked for, and tells them once.
+/// The host also reports pages between the requested ones, and reports each write once.
 #[test]
 fn two_whose_pages_are_between_each_others_are_both_told() {
     let (mut server, mut guest) = (server(), Guest::new());
@@ -330,7 +331,8 @@ fn event() -> impl Strategy<Value = Event> {
 }
 
 proptest! {
-    /// Whatever other programs write into the slot: each page that was written is told by the next answer that comes.
+    /// Whatever other programs write into the slot: the next reply that arrives reports each page
+    /// that was written.
     #[test]
     fn nothing_that_was_written_is_missed(events in prop::collection::vec(event(), 1..80)) {
         let (mut server, mut guest) = (server(), Guest::new());
@@ -382,7 +384,8 @@ proptest! {
                     let answer = server.answer(0, 1, Some(&hello), &mut guest).bytes;
                     prop_assert!(caller.answered(&answer).is_err());
                 }
-                // A save takes what was written, and is over, or begins: nobody is told meanwhile.
+                // A save takes the written pages, and ends, or begins: no session gets a report
+                // meanwhile.
                 Event::Blind => {
                     eras += 1;
                     guest.written.clear();
@@ -396,7 +399,7 @@ proptest! {
                     places += 1;
                     let start = 0x100_0000 + u64::from(places) * PAGE;
                     guest.map(OWN, start, places, 1);
-                    // It is refused while a save goes on, and when there are too many.
+                    // The host refuses it while a save runs, and when there are too many.
                     let _ = follow(&mut server, &mut guest, 0, &mut caller, start, 1);
                 }
             }
@@ -425,7 +428,7 @@ fn a_request_that_is_too_long_is_refused() {
     let _ = Answer::Done;
 }
 
-/// The next application in a slot does not take what the last one was told for its own.
+/// The next application in a slot does not accept replies to the previous one as its own.
 #[test]
 fn two_that_follow_one_another_do_not_count_alike() {
     let first = Caller::new("ledger", Key::new(KEY), 0, [1; 32]);
@@ -473,13 +476,14 @@ fn stores_are_noted_where_they_are_seen() {
     let word = WordRun { area, first: 513, words: 1 };
     assert_eq!(end(&mut guest, 0, &mut reader), Some(Told::Words(vec![word])));
 
-    // Another noting: what was told in the first is none of its.
+    // Another noting: it does not accept reports of the first.
     let mut second = note(&mut server, &mut guest, 0, &mut own, END).unwrap();
     let (_, token) = reader.end();
     assert_eq!(guest.notes.as_mut().unwrap().get_mut(&0).unwrap().end(token), None);
     assert_eq!(end(&mut guest, 0, &mut second), Some(Told::Words(vec![])));
 
-    // What is followed changes: who is told of the areas of before asks again.
+    // The followed areas change: an application with notes of the earlier areas must request notes
+    // again.
     follow(&mut server, &mut guest, 0, &mut own, 0x40_0000, 1).unwrap();
     assert_eq!(end(&mut guest, 0, &mut second), None);
     let mut third = note(&mut server, &mut guest, 0, &mut own, END).unwrap();

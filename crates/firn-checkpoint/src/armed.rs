@@ -1,4 +1,5 @@
-//! A hypervisor whose guest RAM is being traced: armed, and disarmed again whatever happens.
+//! Traced guest RAM: attaches to a hypervisor and traces its guest's RAM, and detaches again
+//! whatever happens.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +19,8 @@ use crate::written::Rounds;
 
 /// Pages per protecting call: a fraction of a millisecond, so that no fault waits for long.
 const PROTECT_PAGES: u32 = (16 << 20) / PAGE_SIZE as u32;
-/// Pages per unmapping call: about a millisecond, for which one idle thread of the hypervisor stands still.
+/// Pages per unmapping call: about a millisecond, for which one idle thread of the hypervisor is
+/// stopped.
 const DROP_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
 
 /// Traced guest RAM.
@@ -75,8 +77,8 @@ impl Armed {
         Ok(())
     }
 
-    /// Protects again what the guest wrote meanwhile, until little is left. The pause should follow at once. Returns the
-    /// number of rounds.
+    /// Protects again the pages that the guest has written since, until few are left. The pause
+    /// should follow at once. Returns the number of rounds.
     pub(crate) fn settle(&self) -> Result<u32, PageFaultError> {
         let mut rounds = Rounds::new();
         while rounds.another(self.trace.written().len()) {
@@ -96,7 +98,8 @@ impl Armed {
         runs.iter().try_for_each(|run| self.trace.faults.protect(run.clone()))
     }
 
-    /// With the vCPUs stopped: protects the rest and makes the cut. Returns the number of pages protected.
+    /// With the vCPUs stopped: protects the remaining pages and makes the cut. Returns the number
+    /// of pages protected.
     pub(crate) fn cut(&self) -> Result<u64, SaveError> {
         let mut written = self.trace.written();
         let runs = written.drain();
@@ -105,8 +108,8 @@ impl Armed {
         Ok(runs.iter().map(|run| Page::count(run) as u64).sum())
     }
 
-    /// Drops the page-table entries of all RAM while the guest runs, so that reads fault as well. Data stays where it
-    /// is: the mapping is shared.
+    /// Drops the page-table entries of all RAM while the guest runs, so that reads fault as well.
+    /// Data stays in the RAM file: the mapping is shared.
     pub(crate) fn retrace(&self) -> Result<(), SaveError> {
         let mut tracee = Tracee::seize(&self.process, &self.vcpus)?;
         for chunk in self.chunks(DROP_PAGES) {
@@ -115,8 +118,8 @@ impl Armed {
         Ok(())
     }
 
-    /// Counts blocks as saved that need no copy: they had no backing, so they were zeros at the cut. One that the fault
-    /// handler has taken meanwhile is left to it.
+    /// Counts blocks as saved that need no copy: they had no backing, so they were zeros at the
+    /// cut. Blocks that the fault handler has claimed in the meantime are left to it.
     pub(crate) fn skip(&self, unbacked: &[Block]) {
         for &block in unbacked {
             if self.trace.ledger.try_claim(block) {
@@ -125,7 +128,8 @@ impl Armed {
         }
     }
 
-    /// Lets go of the hypervisor: nothing is protected, no thread waits, no descriptor stays behind.
+    /// Detaches from the hypervisor: nothing is protected, no thread waits, no descriptor stays
+    /// behind.
     pub(crate) fn disarm(self) -> Result<FaultLog, SaveError> {
         self.trace.let_go();
         let unregistered = self.trace.faults.unregister_by_pieces(&|| self.trace.turns().rest());
@@ -139,7 +143,7 @@ impl Armed {
     }
 }
 
-/// What has to be seen.
+/// The kind of accesses that must be traced.
 fn followed(strategy: Strategy) -> TraceFor {
     match strategy {
         Strategy::Trace => TraceFor::Save,

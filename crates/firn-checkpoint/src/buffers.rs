@@ -1,15 +1,16 @@
-//! Empty buffers for memory blocks. Their number is the limit of a save's memory.
+//! Block buffers: empty buffers for memory blocks. Their number is the limit of a save's memory.
 //!
-//! Some are there from the beginning, so that the first faults need not wait for memory; the others are made when they are needed, for a
-//! small save needs few. Whoever finds none sleeps until one is given back: the fault handler runs before everybody else, and would wait
-//! for ever by spinning.
+//! Some exist from the beginning, so that the first faults need not wait for memory; the others are
+//! allocated when they are needed, because a small save needs few. A thread that finds none sleeps
+//! until one is returned: the fault handler has real-time priority, and would wait for ever by
+//! spinning.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Buffers that are there from the beginning.
+/// Buffers that exist from the beginning.
 const READY: usize = 256;
 
-/// What is empty, and may be made.
+/// The buffers of a save: empty ones, and those that may still be allocated.
 #[derive(Debug)]
 pub(crate) struct Buffers {
     block_bytes: usize,
@@ -22,12 +23,12 @@ pub(crate) struct Buffers {
 struct Stock {
     empty: Vec<Box<[u8]>>,
     unmade: usize,
-    /// Nobody gives any back.
+    /// No thread returns any more buffers.
     is_closed: bool,
 }
 
 impl Buffers {
-    /// At most so many, of one memory block each.
+    /// At most `most` buffers, of one memory block each.
     pub(crate) fn new(most: usize, block_bytes: usize) -> Self {
         let ready = most.min(READY);
         let mut empty = Vec::with_capacity(most);
@@ -40,7 +41,8 @@ impl Buffers {
         self.stock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An empty buffer, waiting for one if need be. `None` once nobody gives any back.
+    /// An empty buffer, waiting for one if necessary. `None` once no more buffers are returned and
+    /// none is left.
     pub(crate) fn take(&self) -> Option<Box<[u8]>> {
         let none =
             |stock: &mut Stock| stock.empty.is_empty() && stock.unmade == 0 && !stock.is_closed;
@@ -54,24 +56,24 @@ impl Buffers {
         Some(empty_buffer(self.block_bytes))
     }
 
-    /// Gives one back.
+    /// Returns a buffer.
     pub(crate) fn give(&self, buffer: Box<[u8]>) {
         self.stock().empty.push(buffer);
         self.changed.notify_one();
     }
 
-    /// Nobody gives any back from now on.
+    /// No buffer is returned from now on.
     pub(crate) fn close(&self) {
         self.stock().is_closed = true;
         self.changed.notify_all();
     }
 
-    /// How many there may be.
+    /// The maximum number of buffers.
     pub(crate) fn most(&self) -> usize {
         self.most
     }
 
-    /// How many can be taken without waiting.
+    /// The number of buffers that can be taken without waiting.
     pub(crate) fn free(&self) -> usize {
         let stock = self.stock();
         stock.empty.len() + stock.unmade

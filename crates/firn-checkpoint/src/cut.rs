@@ -1,4 +1,4 @@
-//! The cut: the pause in which device state is saved and what memory was is fixed.
+//! Cut: the pause in which device state is saved and the contents of memory are fixed.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -12,19 +12,20 @@ use crate::reference;
 use crate::report::{Pause, ms};
 use crate::save::{SaveContext, SaveError};
 
-/// What a caller wants told around the pause, so that a successor knows whether to let the VM go on.
+/// Steps of the caller around the pause, so that a successor knows whether to continue the VM.
 pub trait Steps {
     /// The VM is about to be stopped by this save.
     fn about_to_stop(&self) -> io::Result<()>;
     /// The VM runs again.
     fn resumed(&self) -> io::Result<()>;
-    /// Whether the save is to end without an image. Asked again and again; once it is `true` it stays so.
+    /// Whether the save is to end without an image. It is called repeatedly; once it is `true` it
+    /// stays so.
     fn cancelled(&self) -> bool {
         false
     }
 }
 
-/// Nobody wants to be told.
+/// The caller has no steps around the pause.
 pub struct NoSteps;
 
 impl Steps for NoSteps {
@@ -37,24 +38,24 @@ impl Steps for NoSteps {
     }
 }
 
-/// What is done ahead of the pause, so that nothing is written by the guest between the last round and the pause for
-/// want of it.
+/// How the VM is paused. It is prepared before the pause, so that the preparation does not delay
+/// the pause after the last round, when the guest would write more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ready {
-    /// The hypervisor is to stop and start the VM by itself.
+    /// The hypervisor stops and starts the VM by itself.
     ToHold,
-    /// It is told to stop it, and to start it.
+    /// Commands stop and start it.
     ToStop,
-    /// Its user has stopped the VM.
+    /// The user has stopped the VM.
     Stopped,
 }
 
 impl Ready {
-    /// Gives the hypervisor what it saves device state to, and tells the caller that a pause is coming. In a `short` one the
-    /// hypervisor may wait for this save.
+    /// Gives the hypervisor the descriptor for its device state, and reports to the caller that a
+    /// pause is coming. In a `short` pause the hypervisor may wait for this save.
     pub(crate) fn make(context: &mut SaveContext<'_>, short: bool) -> Result<Self, SaveError> {
         let was_running = context.vm.status()?.running;
-        // Disks are cut by commands, and a hypervisor that waits reads none.
+        // Disks are cut by commands, and a hypervisor that waits does not read any.
         let ready = match was_running {
             true if short && context.drives.is_empty() => Self::ToHold,
             true => Self::ToStop,
@@ -72,21 +73,21 @@ impl Ready {
     }
 }
 
-/// What was taken during the pause.
+/// The state that was saved during the pause.
 pub(crate) struct Cut {
     pub(crate) device_state: Vec<u8>,
     pub(crate) aux: Vec<AuxBlock>,
     pub(crate) pause: Pause,
-    /// When the hypervisor started the VM, since 1970, if devices may have been saved after memory was fixed. Nothing may have
-    /// touched memory in between.
+    /// When the hypervisor started the VM, since 1970, if it may have saved devices after memory
+    /// was fixed. No device may have written to memory in between.
     pub(crate) untouched_until: Option<Duration>,
 }
 
 impl Cut {
-    /// Stops the VM, saves its device state, fixes its memory by `fix`, lets it go on.
+    /// Stops the VM, saves its device state, fixes its memory by `fix`, continues it.
     ///
-    /// `fix` returns how many pages it protected. A VM that its user had stopped already stays stopped. When anything
-    /// fails the VM goes on all the same.
+    /// `fix` returns how many pages it protected. A VM that its user had stopped already stays
+    /// stopped. When anything fails the VM continues all the same.
     pub(crate) fn make(
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
@@ -107,7 +108,7 @@ impl Cut {
         Ok(cut)
     }
 
-    /// The hypervisor stops and starts the VM, and waits meanwhile. `None` if it can't.
+    /// The hypervisor stops and starts the VM, and waits in between. `None` if it can't.
     fn held(
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
@@ -130,7 +131,7 @@ impl Cut {
         Ok(Some(Self { device_state: released.device_state, aux, pause, untouched_until }))
     }
 
-    /// The VM is stopped and started by commands.
+    /// Commands stop and start the VM.
     fn by_hand(
         context: &mut SaveContext<'_>,
         options: &SaveOptions,
@@ -167,7 +168,7 @@ impl Cut {
     }
 }
 
-/// Takes the small RAM blocks, and fixes guest RAM.
+/// Copies the auxiliary blocks, and fixes guest RAM.
 fn fixed(
     pause: &mut Pause,
     aux: impl FnOnce() -> Result<Vec<AuxBlock>, SaveError>,
@@ -190,10 +191,11 @@ fn read_all_aux(process: &Process, aux: &[AuxRam]) -> Result<Vec<AuxBlock>, Save
     aux.iter().filter(|aux| !aux.rom).map(|aux| read_aux(process, aux)).collect()
 }
 
-/// Copies a small RAM block that device state does not carry and the hypervisor does not rebuild (video memory).
+/// Copies an auxiliary block that device state does not contain and the hypervisor does not rebuild
+/// (video memory).
 fn read_aux(process: &Process, aux: &AuxRam) -> Result<AuxBlock, SaveError> {
     let hva = aux.hva.ok_or(SaveError::Options(
-        "a RAM block beside guest RAM is mapped nowhere; remove the device",
+        "an auxiliary RAM block is not mapped by the hypervisor; remove its device",
     ))?;
     let mut bytes = vec![0; aux.bytes as usize];
     process_memory::read(process, hva, &mut bytes)?;

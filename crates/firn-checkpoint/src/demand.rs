@@ -1,8 +1,8 @@
-//! How much of the processors the vCPUs of a guest would use.
+//! vCPU load: how much of the processors the vCPUs of a guest would use.
 //!
-//! The kernel tells of every thread for how long it ran, and for how long it waited for a processor: the first two numbers of
-//! `/proc/PID/task/TID/schedstat`, in nanoseconds (`Documentation/scheduler/sched-stats.rst`). What a thread waits for is added
-//! when its wait is over.
+//! The kernel reports for every thread for how long it ran, and for how long it waited for a
+//! processor: the first two numbers of `/proc/PID/task/TID/schedstat`, in nanoseconds
+//! (`Documentation/scheduler/sched-stats.rst`). It adds a wait only when the wait is over.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use firn_types::Tid;
 
-/// More than three numbers need.
+/// More bytes than three numbers need.
 const LINE_BYTES: usize = 128;
 
-/// What vCPUs have asked for so far.
+/// The processor time that vCPUs have demanded until now.
 #[derive(Debug)]
 pub(crate) struct Demand {
     vcpus: Vec<File>,
@@ -22,15 +22,16 @@ pub(crate) struct Demand {
 }
 
 impl Demand {
-    /// Of these threads of a hypervisor. One that can't be looked at is left out.
+    /// The load of these threads of a hypervisor. A thread whose `schedstat` can't be opened is
+    /// left out.
     pub(crate) fn of(pid: i32, vcpus: &[Tid]) -> Self {
         let open = |tid: &Tid| File::open(format!("/proc/{pid}/task/{}/schedstat", tid.0)).ok();
         let vcpus = vcpus.iter().filter_map(open).collect();
         Self { vcpus, asked: Duration::ZERO, wanted: Duration::MAX }
     }
 
-    /// Processors that they ran on or waited for since this was last asked, on average. `None` the first time, and where the kernel does
-    /// not tell.
+    /// The average number of processors that they ran on or waited for since the last call. `None`
+    /// the first time, and where the kernel does not report it.
     pub(crate) fn since_last(&mut self, now: Duration) -> Option<f64> {
         let wanted: Option<Duration> = self.vcpus.iter().map(wanted).sum();
         let wanted = wanted.filter(|_| !self.vcpus.is_empty())?;

@@ -1,28 +1,30 @@
-//! Which locality blocks a memory block goes into: one lane per vCPU, one for devices, one for the sweep.
+//! Packing lanes: in which locality blocks a memory block is packed. There is one lane per vCPU,
+//! one for devices, one for the sweep.
 //!
-//! Two vCPUs run two programs; that one touched page X just before the other touched page Y says nothing about X and Y
-//! (Halite, section 5.1). Each vCPU therefore fills locality blocks of its own. First touches by other threads of the
-//! hypervisor are emulated devices doing DMA, or, under KVM, kernel workers that bring a page in for a vCPU which has
-//! meanwhile gone on (asynchronous page faults). A worker's fault is given to the vCPU it works for, where that can be
-//! told (see [`crate::worker`]), else to the vCPU that touched a neighbouring block before it; otherwise it goes to the
-//! device lane.
+//! Two vCPUs run two programs: if one touched page X just before the other touched page Y, X and Y
+//! need not be related (Halite, section 5.1). Each vCPU therefore fills locality blocks of its own.
+//! First touches by other threads of the hypervisor are emulated devices doing DMA, or, under KVM,
+//! kernel workers that bring a page in for a vCPU which has continued in the meantime (asynchronous
+//! page faults). A worker's fault is attributed to the vCPU it works for, where that can be
+//! determined (see [`crate::worker`]), else to the vCPU that touched a neighbouring block before
+//! it; otherwise it goes to the device lane.
 
 use std::collections::{HashMap, HashSet};
 
 use firn_types::{Block, Tid, VcpuId};
 
-/// Where a memory block is packed.
+/// The lane in which a memory block is packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Lane {
     /// First touched by this vCPU.
     Vcpu(VcpuId),
     /// First touched by a thread that is no vCPU.
     Device,
-    /// Not touched by the guest before the sweep came.
+    /// Not touched by the guest before the sweep copied it.
     Sweep,
 }
 
-/// How a fault found its lane.
+/// How the lane of a fault was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Attribution {
     /// The faulting thread is that vCPU's.
@@ -31,7 +33,7 @@ pub(crate) enum Attribution {
     Worker,
     /// By the lane of a neighbouring block.
     Neighbour,
-    /// Not to a vCPU.
+    /// Not attributed to a vCPU.
     None,
 }
 
@@ -44,7 +46,7 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
-    /// Lanes for a hypervisor with these vCPU threads, and these threads in all.
+    /// For a hypervisor with these vCPU threads, and these threads in total.
     pub(crate) fn new(
         vcpus: impl IntoIterator<Item = (Tid, VcpuId)>,
         threads: impl IntoIterator<Item = Tid>,
@@ -53,8 +55,8 @@ impl Lanes {
         Self { vcpus, threads, owners: HashMap::new() }
     }
 
-    /// The lane of a fault by a thread on a block, and how it was found. `works_for` says for which vCPU a kernel worker
-    /// works; threads of the hypervisor are none.
+    /// The lane of a fault by a thread on a block, and how it was found. `works_for` returns the
+    /// vCPU for which a kernel worker works; it is not called for threads of the hypervisor.
     pub(crate) fn attribute(
         &mut self,
         tid: Tid,

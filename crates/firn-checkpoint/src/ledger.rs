@@ -1,4 +1,5 @@
-//! Who has copied which memory block: the one thing that the fault handler and the sweep share.
+//! Copy ledger: which memory blocks are copied. It is the only state that the fault handler and the
+//! sweep both change.
 //!
 //! ```text
 //!   Unsaved --claim--> Copying --copied--> Saved
@@ -6,16 +7,17 @@
 //!              +-- a second claimer waits ---+        (a copy takes about a microsecond)
 //! ```
 //!
-//! Exactness rests on this table. A block may be released to the guest only when it is `Saved`: if the sweep is in the
-//! middle of copying a block that the guest now wants to write, the fault handler waits for that copy to end. That is
-//! why "taken" and "saved" are two states and not one.
+//! The exactness of the image depends on this table. A block may be released to the guest only when
+//! it is `Saved`: if the sweep is copying a block that the guest now wants to write, the fault
+//! handler waits for that copy to end. That is why `Copying` and `Saved` are two states and not
+//! one.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use std::time::Duration;
 
 use firn_types::Block;
 
-/// How often a copy that is under way is looked at before sleeping, and how long a sleep is.
+/// How often a running copy is checked before the thread sleeps, and how long a sleep is.
 const SPINS: u32 = 1000;
 const LOOK: Duration = Duration::from_micros(50);
 
@@ -23,12 +25,12 @@ const UNSAVED: u8 = 0;
 const COPYING: u8 = 1;
 const SAVED: u8 = 2;
 
-/// What a claim found.
+/// The result of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Claim {
-    /// The caller must copy the block now, then call [`Ledger::copied`].
+    /// The caller must copy the block now, then call [`CopyLedger::mark_saved`].
     Mine,
-    /// The block's copy is complete, made by somebody else.
+    /// The block's copy, made by another thread, is complete.
     Saved,
 }
 
@@ -46,7 +48,7 @@ impl Ledger {
         Self { states, unsaved: AtomicU32::new(blocks) }
     }
 
-    /// Claims a block for copying, or waits until whoever is copying it has done so.
+    /// Claims a block for copying, or waits until the thread that copies it has done so.
     pub(crate) fn claim(&self, block: Block) -> Claim {
         match self.try_claim(block) {
             true => Claim::Mine,
@@ -54,13 +56,14 @@ impl Ledger {
         }
     }
 
-    /// Claims a block if nobody has; never waits.
+    /// Claims a block if no thread has; never waits.
     pub(crate) fn try_claim(&self, block: Block) -> bool {
         let state = &self.states[block.index()];
         state.compare_exchange(UNSAVED, COPYING, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
-    /// Sleeps if it takes long: who copies may be waiting for a processor, and for this one.
+    /// Sleeps if it takes long: the copying thread may be waiting for a processor, and for this
+    /// one.
     fn wait_saved(&self, block: Block) -> Claim {
         let is_saved = || self.states[block.index()].load(Ordering::Acquire) == SAVED;
         let mut looks = 0..SPINS;
@@ -80,12 +83,12 @@ impl Ledger {
         self.unsaved.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Blocks in all.
+    /// The total number of blocks.
     pub(crate) fn blocks(&self) -> u32 {
         self.states.len() as u32
     }
 
-    /// Blocks whose copy is not complete.
+    /// The number of blocks whose copy is not complete.
     pub(crate) fn unsaved(&self) -> u32 {
         self.unsaved.load(Ordering::Acquire)
     }

@@ -1,9 +1,9 @@
-//! The order in which the sweep copies what the guest did not touch.
+//! Sweep order: the order in which the sweep copies the blocks that the guest did not touch.
 //!
-//! Pages that are neighbours in a virtual address space are likely to be used together, more so than neighbours in
-//! physical memory (Halite, section 5.2). So every address space found is walked in virtual order, user half first;
-//! a block that several of them map is taken the first time. The kernel's half comes once, and what no page table
-//! names follows in physical order.
+//! Pages that are neighbours in a virtual address space are likely to be used together, more so
+//! than neighbours in physical memory (Halite, section 5.2). So every address space found is walked
+//! in virtual order, user half first; a block that several of them map is taken the first time. The
+//! kernel's half is walked once, and blocks that no page table maps follow in physical order.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -23,20 +23,21 @@ pub(crate) struct Order {
     pub(crate) blocks: Vec<Block>,
     /// Every block without backing: zeros.
     pub(crate) unbacked: Vec<Block>,
-    /// So many of `blocks`, from the first, are let go of once they are copied.
+    /// The number of `blocks`, from the first, that are released once they are copied.
     pub(crate) let_go: usize,
 }
 
 impl Order {
-    /// Has blocks without backing copied all the same (they read as zeros) where that is wanted.
+    /// Moves unbacked blocks for which `wanted` is true to the blocks that are copied (they read as
+    /// zeros).
     pub(crate) fn add_unbacked(&mut self, wanted: impl Fn(Block) -> bool) {
         let (add, leave) = self.unbacked.drain(..).partition(|&block| wanted(block));
         self.unbacked = leave;
         self.blocks.extend::<Vec<Block>>(add);
     }
 
-    /// Puts the blocks that hold any of these pages in front, and leaves the order among them, and among the others, as
-    /// it is. Gives those in front.
+    /// Moves the blocks that hold any of these pages to the front, and does not change the order
+    /// among them, or among the others. Returns the moved blocks.
     pub(crate) fn bring_forward(&mut self, used: &[Range<Page>], size: BlockSize) -> Vec<Block> {
         if used.is_empty() {
             return Vec::new();
@@ -52,7 +53,7 @@ impl Order {
     }
 }
 
-/// Guest RAM, read by somebody who rests in between: looking through all of it takes a while.
+/// Guest RAM, read with pauses: reading all page tables takes a while.
 pub(crate) struct Resting<'a> {
     pub(crate) memory: &'a GuestMemory,
     pub(crate) turns: &'a Turns,
@@ -76,7 +77,7 @@ impl GuestPhysRead for Resting<'_> {
 /// The address spaces of the guest that were found.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AddressSpaces {
-    /// Their top-level page tables; those that vCPUs are using come first.
+    /// Their top-level page tables; those that vCPUs are using are first.
     pub(crate) roots: Vec<GuestPhys>,
     /// Levels of their page tables: 4 or 5.
     levels: u8,
@@ -98,7 +99,8 @@ impl AddressSpaces {
     }
 }
 
-/// Finds the address spaces that vCPUs are using, then every other one that shares their kernel half.
+/// Finds the address spaces that vCPUs are using, then every other one that shares their kernel
+/// half.
 pub(crate) fn address_spaces(
     vm: &mut Vm,
     memory: &Resting<'_>,

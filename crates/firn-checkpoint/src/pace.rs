@@ -1,8 +1,9 @@
-//! How fast the background sweep may go.
+//! Sweep throttle: how fast the background sweep may copy.
 //!
-//! A guest that touches memory quickly makes the checkpoint progress by itself, and a sweep beside it only gets in its
-//! way (Halite, section 6). So the sweep runs when faults have been quiet for a moment. It never starves: after
-//! [`Pace::PATIENCE`] it takes a small batch whatever the guest does, so a checkpoint always ends.
+//! A guest that touches memory quickly makes the checkpoint progress by itself, and a sweep beside
+//! it only delays it (Halite, section 6). So the sweep runs when there was no fault for a moment.
+//! It never starves: after [`SweepThrottle::PATIENCE`] it copies a small batch whatever the guest
+//! does, so a checkpoint always ends.
 //!
 //! ```text
 //!   faults   | ||| |  |||||||||||||||||||||||||||||| |
@@ -12,16 +13,16 @@
 
 use std::time::Duration;
 
-/// What the sweep does next.
+/// The next step of the sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Copy up to this many blocks, then ask again.
+    /// Copy up to this many blocks, then call again.
     Copy(u32),
-    /// Wait this long, then ask again.
+    /// Wait this long, then call again.
     Wait(Duration),
 }
 
-/// The pace of one sweep. Times are counted from any fixed instant.
+/// The throttle of one sweep. Times are counted from any fixed instant.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
     throttled: bool,
@@ -29,21 +30,21 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// Faults this long ago no longer hold the sweep back.
+    /// The sweep runs when the last fault was at least this long ago.
     pub(crate) const QUIET: Duration = Duration::from_millis(2);
-    /// The longest the sweep stands still.
+    /// The longest time for which the sweep copies nothing.
     pub(crate) const PATIENCE: Duration = Duration::from_millis(20);
-    /// Blocks in a batch taken while faults are not quiet.
+    /// Blocks in a batch that is copied in spite of faults.
     const SMALL_BATCH: u32 = 64;
-    /// Blocks between two looks at the faults.
+    /// Blocks between two checks for faults.
     const BATCH: u32 = 32;
 
-    /// A pace that yields to faults, or one that never does.
+    /// A throttle that yields to faults, or one that never does.
     pub(crate) fn new(throttled: bool, now: Duration) -> Self {
         Self { throttled, last_batch: now }
     }
 
-    /// What to do now, given when the last fault came.
+    /// The step to take now, given the time of the last fault.
     pub(crate) fn step(&mut self, now: Duration, last_fault: Option<Duration>) -> Step {
         let since_fault = last_fault.map_or(Duration::MAX, |at| now.saturating_sub(at));
         if !self.throttled || since_fault >= Self::QUIET {

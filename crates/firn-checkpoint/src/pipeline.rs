@@ -1,4 +1,4 @@
-//! From a copied memory block to the image file, off the fault path.
+//! Image pipeline: brings copied memory blocks to the image file, off the fault path.
 //!
 //! ```text
 //!   fault handler --+                +-- compressor --+              packer vCPU 0 --+
@@ -8,10 +8,11 @@
 //!        +------- empty buffers ------------+
 //! ```
 //!
-//! The buffers are limited in number ([`Buffers`]): whoever copies a block first takes an empty one, and waits if there is none. That
-//! is the stated limit of a save's memory, and what slows a guest that touches memory faster than it can be written.
-//! When the file can't be written the pipeline keeps taking blocks and drops them, so that nobody waits for a buffer
-//! that never comes; the error is returned at the end.
+//! The number of buffers is limited ([`SaveBuffers`]): a thread that copies a block first takes an
+//! empty buffer, and waits if there is none. This is the limit of a save's memory, and it slows a
+//! guest that touches memory faster than it can be written. When the file can't be written the
+//! pipeline continues to take blocks and drops them, so that no thread waits for a buffer that is
+//! never returned; the error is returned at the end.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -30,7 +31,7 @@ use crate::buffers::Buffers;
 use crate::lane::Lane;
 use crate::turns::Turns;
 
-/// How often a thread that waits for the pipeline looks at it.
+/// How often a thread that waits for the pipeline checks it.
 const SETTLE_LOOK: Duration = Duration::from_micros(200);
 
 /// A memory block as it was at the cut.
@@ -38,24 +39,25 @@ pub(crate) struct RawBlock {
     pub(crate) lane: Lane,
     pub(crate) block: Block,
     pub(crate) bytes: Box<[u8]>,
-    /// Whether the block was submitted before, with other content. That must be through: see [`Intake::settle`].
+    /// Whether the block was submitted before, with other content. That must be done: see
+    /// [`PipelineIntake::wait_until_done`].
     pub(crate) again: bool,
 }
 
 enum Finished {
-    /// The parent has it so.
+    /// The parent image has the same content.
     Inherited,
     Zero(ZeroBlock),
     Packed(Lane, PackedBlock),
 }
 
-/// A block of zeros, and whether it was something else before.
+/// A block of zeros, and whether it was submitted before with other content.
 struct ZeroBlock {
     block: Block,
     again: bool,
 }
 
-/// The sending end: what the fault handler and the sweep hold.
+/// The sending end: used by the fault handler and the sweep.
 #[derive(Clone)]
 pub(crate) struct Intake {
     blocks: Sender<RawBlock>,
@@ -68,12 +70,13 @@ pub(crate) struct Intake {
 struct PipelineState {
     failed: AtomicBool,
     written: AtomicU64,
-    /// Blocks that went in, and that came out at the end.
+    /// The numbers of blocks that entered the pipeline, and that left it.
     submitted: AtomicU64,
     done: AtomicU64,
 }
 
-/// Tells, should its thread panic, that blocks it had taken will never come out.
+/// Marks the pipeline as failed if its thread panics: blocks that the thread had taken will never
+/// leave the pipeline.
 struct Alarm(Arc<PipelineState>);
 
 impl Drop for Alarm {
@@ -85,32 +88,35 @@ impl Drop for Alarm {
 }
 
 impl Intake {
-    /// An empty buffer of one memory block, waiting for one if need be. `None` once the pipeline is gone.
+    /// An empty buffer of one memory block, waiting for one if necessary. `None` once the pipeline
+    /// is gone.
     pub(crate) fn buffer(&self) -> Option<Box<[u8]>> {
         self.buffers.take()
     }
 
-    /// When background work rests.
+    /// The pauses of background work.
     pub(crate) fn turns(&self) -> &Arc<Turns> {
         &self.turns
     }
 
-    /// How many buffers there may be.
+    /// The maximum number of buffers.
     pub(crate) fn buffers(&self) -> usize {
         self.buffers.most()
     }
 
-    /// Hands a filled buffer on. Never waits: there are no more blocks than buffers.
+    /// Submits a filled buffer. Never waits: there are no more blocks than buffers.
     pub(crate) fn submit(&self, block: RawBlock) {
         self.state.submitted.fetch_add(1, Ordering::AcqRel);
-        // The receivers outlive every sender unless a compressor panicked; then the save fails at its end.
+        // The receivers outlive every sender unless a compressor panicked; then the save fails at
+        // its end.
         if self.blocks.send(block).is_err() {
             self.state.failed.store(true, Ordering::Release);
         }
     }
 
-    /// Waits until all that was submitted is through, or the image can't be written, or `cancelled` says so: a block that
-    /// is submitted again comes after what was submitted of it before.
+    /// Waits until all submitted blocks are done, or the image can't be written, or `cancelled`
+    /// returns true: a block that is submitted again must come after what was submitted of it
+    /// before.
     pub(crate) fn settle(&self, cancelled: &dyn Fn() -> bool) {
         let count = |number: &AtomicU64| number.load(Ordering::Acquire);
         while count(&self.state.done) < count(&self.state.submitted)
@@ -121,7 +127,7 @@ impl Intake {
         }
     }
 
-    /// Whether enough buffers are empty that taking one leaves some for the fault handler.
+    /// Whether enough buffers are free that the fault handler still finds some when one is taken.
     pub(crate) fn has_room(&self) -> bool {
         self.buffers.free() * 4 > self.buffers.most()
     }
@@ -137,15 +143,15 @@ impl Intake {
     }
 }
 
-/// The threads between [`Intake`] and the image file.
+/// The threads between [`PipelineIntake`] and the image file.
 pub(crate) struct Pipeline {
     compressors: Vec<JoinHandle<()>>,
     writer: JoinHandle<Result<Writer, ImageError>>,
 }
 
 impl Pipeline {
-    /// Starts the threads around a new image file.
-    /// `parent` is the image that the new one builds on: what it has already is not written again.
+    /// Starts the threads around a new image file. `parent` is the image that the new one builds
+    /// on: blocks with the same content are not written again.
     pub(crate) fn start(
         writer: Writer,
         codec: Codec,
@@ -155,7 +161,8 @@ impl Pipeline {
         let geometry = writer.geometry();
         let block_bytes = geometry.block_size.bytes();
         let buffers = (limits.buffer_bytes / block_bytes).max(16);
-        // Twice as many places: whoever puts one in never comes to a place that somebody is just taking one out of.
+        // Twice as many slots as buffers: a sender never reaches a slot from which a receiver is
+        // just taking a block.
         let (blocks, raw) = bounded(2 * buffers);
         let buffers = Arc::new(Buffers::new(buffers, block_bytes));
         let (finished, packed) = bounded(1024);
@@ -194,7 +201,7 @@ impl Pipeline {
     }
 }
 
-/// What a pipeline may use.
+/// The resources that a pipeline may use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) compressors: usize,
@@ -207,7 +214,7 @@ fn propagate_panic(thread: JoinHandle<()>) {
     }
 }
 
-/// What gives buffers back: shared by all compressors, and closed with the last of them.
+/// Returns buffers: shared by all compressors, and closed with the last of them.
 struct Giver(Arc<Buffers>);
 
 impl Drop for Giver {
@@ -254,7 +261,8 @@ impl Compressor {
     }
 }
 
-/// The writing thread. On an error it goes on receiving, so that compressors and copiers never hang.
+/// The writing thread. After an error it continues to receive, so that compressors and copying
+/// threads never hang.
 fn write_all(
     mut writer: Writer,
     geometry: Geometry,
@@ -305,7 +313,8 @@ impl Packers {
         }
     }
 
-    /// What counts is what is given to the writer last. What a block was before may still wait here.
+    /// The content that the writer receives last counts. Earlier content of the block may still be
+    /// in a packer here, so it is written first.
     fn write_out(&mut self, block: Block, writer: &mut Writer) -> Result<(), ImageError> {
         let mut holding = self.open.values_mut().filter(|packer| packer.holds(block));
         holding.try_for_each(|packer| match packer.finish() {
@@ -348,7 +357,7 @@ mod tests {
         intake.submit(RawBlock { lane: Lane::Sweep, block: Block(block), bytes, again });
     }
 
-    /// Every memory block in turn as one thing, then as another.
+    /// Every memory block is submitted with one content, then with another.
     #[test]
     fn what_a_block_was_last_counts() {
         let dir = tempfile::tempdir().unwrap();

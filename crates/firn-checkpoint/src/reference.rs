@@ -1,4 +1,5 @@
-//! For tests: a flat copy of all RAM, taken while the VM is paused, that the image must equal.
+//! Reference copy, for tests: a flat copy of all RAM, made while the VM is paused, that the image
+//! must equal.
 
 use std::io::{BufWriter, Write};
 use std::path::Path;

@@ -3,14 +3,15 @@
 //! ```text
 //!   create image file -> attach, register -> write-protect all of RAM                guest runs
 //!                     -> make ready for the pause -> rounds: protect what was written
-//!                     -> stop, device state, protect what was written last, cont     guest stands still (see `cut`)
+//!                     -> stop, device state, protect what was written last, cont     guest is paused (see `cut`)
 //!                     -> drop page-table entries                                     guest runs, first touches fault
-//!                     -> sweep until every block is copied -> unregister, close      guest runs free
+//!                     -> sweep until every block is copied -> unregister, close      guest runs without faults
 //!                     -> sections, index, footer, fsync, rename
 //! ```
 //!
-//! Whatever fails, the range is unregistered (which lets every waiting thread go), the descriptor in the hypervisor is
-//! closed, a VM that was stopped here goes on, and the unfinished image file is removed.
+//! Whatever fails, the range is unregistered (which resumes every waiting thread), the descriptor
+//! in the hypervisor is closed, a VM that was stopped here continues, and the unfinished image file
+//! is removed.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -42,26 +43,26 @@ use crate::sweep::{Sweep, Watch};
 use crate::trace::FaultLog;
 use crate::worker::Workers;
 
-/// Why there is no checkpoint. The VM runs on (or, for a suspend, runs again).
+/// Why there is no checkpoint. The VM continues to run (or, for a suspend, runs again).
 #[derive(Debug, Error)]
 pub enum SaveError {
-    /// Attaching to the hypervisor failed, or letting go of it.
+    /// Attaching to the hypervisor failed, or detaching from it.
     #[error("the hypervisor could not be attached to")]
     Attach(#[from] TraceError),
-    /// The hypervisor is gone, or can't be looked at.
-    #[error("the hypervisor is out of reach")]
+    /// The hypervisor is gone, or can't be accessed.
+    #[error("the hypervisor process cannot be accessed")]
     Process(#[from] ProcessError),
     /// Guest RAM could not be read.
     #[error("guest memory could not be read")]
     Memory(#[from] MemoryError),
     /// A page fault could not be answered, or a page protected.
-    #[error("the guest's memory could not be followed")]
+    #[error("accesses to the guest's memory could not be traced")]
     Fault(#[from] PageFaultError),
-    /// What the guest writes could not be followed.
-    #[error("what the guest writes could not be followed")]
+    /// The guest's writes could not be tracked.
+    #[error("the guest's writes could not be tracked")]
     Scan(#[from] ScanError),
     /// Page-table entries could not be dropped.
-    #[error("reads of the guest's memory could not be followed")]
+    #[error("reads of the guest's memory could not be traced")]
     Drop(#[from] DropError),
     /// The hypervisor refused a command.
     #[error("the hypervisor refused a command")]
@@ -69,11 +70,11 @@ pub enum SaveError {
     /// The hypervisor could not save its devices.
     #[error("the VM's devices could not be saved")]
     DeviceState(#[from] DeviceStateError),
-    /// The hypervisor could not save its devices, or keep its disks as they are.
-    #[error("the VM could not be fixed at one instant")]
+    /// The hypervisor could not save its devices, or cut its disks.
+    #[error("the VM's state could not be cut at one instant")]
     Cut(#[from] CutError),
     /// A disk could not be cloned.
-    #[error("the VM's disks could not be kept as they are")]
+    #[error("the VM's disks could not be cloned")]
     Drives(#[from] DriveError),
     /// A disk could not be copied.
     #[error("the VM's disks could not be copied")]
@@ -84,36 +85,36 @@ pub enum SaveError {
     /// The reference copy of a test could not be written.
     #[error("the reference copy {path} could not be written")]
     Reference {
-        /// Where it was to be.
+        /// The path of the copy.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
-    /// A step of the caller's failed (its journal, for example).
-    #[error("a step around the save failed")]
+    /// A step of the caller failed (its journal, for example).
+    #[error("a step of the supervisor before or after the pause failed")]
     Step(#[source] std::io::Error),
     /// The kernel can't protect private memory that was never written.
     #[error(
         "the guest's memory is private to the hypervisor, and this kernel can't protect all of it (before Linux 6.4): save it \
-         standing still (firn checkpoint --strategy stop), or start it with shared memory (firn run does)"
+         while it is paused (firn checkpoint --strategy stop), or start it with shared memory (firn run does)"
     )]
     PrivateUnpopulated,
-    /// Another process writes to the guest's memory, and its writes can't be followed.
+    /// Another process writes to the guest's memory, and its writes can't be tracked.
     #[error(
-        "the guest's memory is also mapped by {0}, whose writes to it can't be followed: save it standing still \
+        "the guest's memory is also mapped by {0}, whose writes to it can't be tracked: save it while it is paused \
          (firn checkpoint --strategy stop), or start it without vhost-user devices"
     )]
     Foreign(String),
     /// The VM may give memory back while it is being copied.
     #[error(
         "the VM has a balloon device: memory that the guest gives back during the save could not be saved any more. \
-         Save it standing still (firn checkpoint --strategy stop), or start it without the device"
+         Save it while it is paused (firn checkpoint --strategy stop), or start it without the device"
     )]
     Balloon,
     /// Memory and devices are not of one instant.
-    #[error("a device wrote to the guest's memory while the VM stood still; save it again")]
+    #[error("a device wrote to the guest's memory while the VM was paused; save it again")]
     Touched,
-    /// The caller gave it up.
+    /// The caller cancelled the save.
     #[error("the save was cancelled")]
     Cancelled,
     /// The options contradict each other.
@@ -121,7 +122,7 @@ pub enum SaveError {
     Options(&'static str),
 }
 
-/// What a save works on.
+/// The VM to save, and what its save needs.
 pub struct SaveContext<'a> {
     /// The VM's control channel.
     pub vm: &'a mut Vm,
@@ -131,27 +132,30 @@ pub struct SaveContext<'a> {
     pub memory: Arc<GuestMemory>,
     /// Small RAM blocks beside guest RAM.
     pub aux: &'a [AuxRam],
-    /// What the guest has used lately, if that is to be its working set ([`crate::Scanner`], [`crate::watch`]); else
-    /// it is what the guest touches after the cut.
+    /// The pages that the guest has used lately, if they are to be its working set
+    /// ([`crate::AccessScanner`], [`crate::watch_accesses`]); otherwise the working set is what the
+    /// guest touches after the cut.
     pub used: Option<Vec<Range<Page>>>,
     /// The image that the new one is to build on.
     pub parent: Option<Arc<Image>>,
-    /// What follows the guest's writes since the last checkpoint, for [`Strategy::PreCopy`]: taken if it is there, and left
-    /// there for the next one. No other strategy works while there is one.
+    /// Tracks the guest's writes since the last checkpoint, for [`SaveStrategy::PreCopy`]: a save
+    /// uses the tracker that is here, and leaves one here for the next save. No other strategy
+    /// works while there is one.
     pub tracker: Option<Tracker>,
-    /// What becomes of the VM's disks in the pause.
+    /// What is done with the VM's disks in the pause.
     pub drives: DriveCut,
-    /// What the caller wants told before and after the pause.
+    /// The caller's steps before and after the pause.
     pub steps: &'a dyn Steps,
 }
 
-/// What there is to say of a VM, asked for once its memory and disks are fixed.
+/// Describes the VM. Called once its memory and disks are fixed.
 ///
-/// It is told which share of the working set was found in the last eighth of the time in which the guest was traced, if
-/// that is where the working set is from: the more, the more was missed.
+/// The argument is the share of the working set that was found in the last eighth of the time in
+/// which the guest was traced, if the working set was found that way: the larger the share, the
+/// more was missed.
 pub type Describe<'a> = dyn Fn(Option<f64>) -> std::io::Result<serde_json::Value> + 'a;
 
-/// Saves a VM to an image at `out`. What `describe` gives is stored as it is.
+/// Saves a VM to an image at `out`. The result of `describe` is stored unchanged.
 pub fn save(
     context: &mut SaveContext<'_>,
     out: &Path,
@@ -165,7 +169,7 @@ pub fn save(
         return Err(SaveError::Options("a VM can be left stopped only by the strategy `stop`"));
     }
     if options.first_spaces > 0 && options.strategy != Strategy::Cow {
-        return Err(SaveError::Options("address spaces come first only with the strategy `cow`"));
+        return Err(SaveError::Options("address spaces can be copied first only with the strategy `cow`"));
     }
     let writer = writer(context, out, options)?;
     let identity = writer.identity();
@@ -188,7 +192,8 @@ fn finish(
     copied: Result<Copied, SaveError>,
     describe: &Describe<'_>,
 ) -> Result<SaveReport, SaveError> {
-    // An image that can't be written makes everything after it fail as well: its error is the one that says why.
+    // An image that can't be written makes everything after it fail as well: its error is the
+    // cause, so it is returned.
     let writer = writer?;
     let mut copied = copied?;
     if context.steps.cancelled() {
@@ -203,7 +208,7 @@ fn finish(
     Ok(SaveReport { image_bytes, blocks_inherited, ..copied.report })
 }
 
-/// The image is whole only when the copies of its disks are.
+/// The image is complete only when the copies of its disks are.
 fn finish_copies(context: &mut SaveContext<'_>) -> Result<(), SaveError> {
     let SaveContext { vm, drives, steps, .. } = context;
     if drives.copies.is_empty() {
@@ -250,7 +255,7 @@ fn sections(context: &SaveContext<'_>, meta: serde_json::Value, copied: &mut Cop
     }
 }
 
-/// All memory is with the pipeline; the guest runs free.
+/// All memory has been given to the pipeline, and the guest runs without faults.
 pub(crate) struct Copied {
     pub(crate) cut: Cut,
     pub(crate) working_set: Vec<Block>,
@@ -284,7 +289,8 @@ impl Copying<'_, '_> {
 
     /// Copy-on-access, or copy-on-write.
     fn follow(&mut self) -> Result<Copied, SaveError> {
-        // The hypervisor punches such pages out of the RAM file; no page fault tells of it beforehand.
+        // The hypervisor punches such pages out of the RAM file; no page fault reports it
+        // beforehand.
         if self.context.vm.balloon()?.is_some() {
             return Err(SaveError::Balloon);
         }
@@ -311,7 +317,7 @@ impl Copying<'_, '_> {
         Ok(copied)
     }
 
-    /// What the address spaces in `first` have written comes first.
+    /// Copies what the address spaces in `first` have written before anything else.
     fn follow_armed(&mut self, armed: &Armed, first: &[GuestPhys]) -> Result<Copied, SaveError> {
         armed.arm()?;
         let ready = Ready::make(self.context, true)?;
@@ -343,12 +349,13 @@ impl Copying<'_, '_> {
         Ok(Copied { cut, working_set, roots, report })
     }
 
-    /// Whether what the guest touches tells what it uses: only [`Strategy::Trace`] sees what it reads.
+    /// Whether the guest's touches show its working set: only [`SaveStrategy::Trace`] sees what it
+    /// reads.
     fn is_watched(&self) -> bool {
         self.options.strategy == Strategy::Trace && self.context.used.is_none()
     }
 
-    /// How long the guest is watched from now on.
+    /// The period for which the guest is watched from now on.
     fn watch(&self, now: Duration) -> Watch {
         let (at_least, at_most) = match self.is_watched() {
             true => (self.options.watch, self.options.watch_max),
@@ -357,7 +364,8 @@ impl Copying<'_, '_> {
         Watch { until: now + at_least, at_most_until: now + at_most }
     }
 
-    /// What to sweep, in which order, the page-table roots that say so, and the working set as far as it is known.
+    /// The roots of the guest's page tables, the order of the sweep that they give, and the working
+    /// set as far as it is known.
     fn plan(
         &mut self,
         first: &[GuestPhys],
@@ -373,7 +381,7 @@ impl Copying<'_, '_> {
         Ok((spaces.roots, order, working_set))
     }
 
-    /// Stop, copy everything, go on.
+    /// Stops the VM, copies everything, continues the VM.
     fn stop(&mut self) -> Result<Copied, SaveError> {
         let memory = Arc::clone(&self.context.memory);
         let resting = Resting { memory: &memory, turns: self.intake.turns() };

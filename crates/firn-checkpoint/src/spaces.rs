@@ -1,8 +1,9 @@
-//! Which address spaces of the guest were used last.
+//! Recent address spaces: which address spaces of the guest were used last.
 //!
-//! What a program has written it will most likely write again. If it is copied first, and let go of, it need not fault
-//! (Sun, Blough, "Fast, Lightweight Virtual Machine Checkpointing", section 4.4: "last n address spaces"). A vCPU tells only
-//! which address space it is in now, so it is asked again and again for a while.
+//! A program will most likely write again the pages that it has written. If they are copied first,
+//! and released, they need not fault (Sun, Blough, "Fast, Lightweight Virtual Machine
+//! Checkpointing", section 4.4: "last n address spaces"). A vCPU shows only which address space it
+//! is in now, so it is polled repeatedly for a while.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,12 +11,12 @@ use std::time::{Duration, Instant};
 use firn_types::GuestPhys;
 use firn_vmm::{QmpError, Vm};
 
-/// How long vCPUs are looked at.
+/// How long vCPUs are polled.
 const LOOK_FOR: Duration = Duration::from_millis(200);
-/// How often. Each look costs the hypervisor's main thread about a millisecond.
+/// How often. Each poll costs the hypervisor's main thread about a millisecond.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Address spaces, that seen last in front.
+/// Address spaces, the most recent one first.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Seen(Vec<GuestPhys>);
 
@@ -31,7 +32,7 @@ impl Seen {
     }
 }
 
-/// The top-level page tables of so many address spaces, at most, that vCPUs used last.
+/// The top-level page tables of the address spaces that vCPUs used last, at most `count`.
 pub(crate) fn used_last(vm: &mut Vm, count: usize) -> Result<Vec<GuestPhys>, QmpError> {
     let mut seen = Seen::default();
     let until = Instant::now() + LOOK_FOR;

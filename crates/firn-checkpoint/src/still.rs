@@ -1,4 +1,4 @@
-//! Copying all of RAM while the vCPUs stand still.
+//! Stop-and-copy: copies all of RAM while the vCPUs are paused.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,11 +18,11 @@ use crate::save::SaveError;
 /// Blocks between two progress reports.
 const REPORT_EVERY: usize = 1024;
 
-/// The copier of a stopped VM.
+/// Copies the memory of a stopped VM.
 pub(crate) struct Still<'a> {
     pub(crate) memory: &'a GuestMemory,
     pub(crate) spaces: &'a AddressSpaces,
-    /// What the guest used before it was stopped.
+    /// The pages that the guest used before it was stopped.
     pub(crate) used: Vec<Range<Page>>,
     pub(crate) parent: Option<Arc<Image>>,
     pub(crate) options: &'a SaveOptions,
@@ -31,7 +31,8 @@ pub(crate) struct Still<'a> {
 }
 
 impl Still<'_> {
-    /// Copies every backed block, those used lately first, in sweep order. Gives those.
+    /// Copies every backed block in sweep order, recently used blocks first. Returns the recently
+    /// used ones.
     pub(crate) fn copy_all(&self) -> Result<Vec<Block>, SaveError> {
         let size = self.options.block_size;
         let mut order = order::blocks(

@@ -1,8 +1,8 @@
-//! The background sweep: copies what the guest did not touch, so that a save ends.
+//! Background sweep: copies the blocks that the guest did not touch, so that a save ends.
 //!
-//! Blocks are taken in the order of [`crate::order`]. The sweep takes no trace off: a page that the guest touches later
-//! still faults once, cheaply, and so still says that it belongs to the working set. Only those that are to be let go of may
-//! be written again without a fault.
+//! Blocks are taken in the order of [`crate::order`]. The sweep leaves the pages traced: a page
+//! that the guest touches later still faults once, cheaply, and so shows that it belongs to the
+//! working set. Only the blocks that are to be released may be written again without a fault.
 
 use std::sync::Arc;
 use std::thread;
@@ -21,13 +21,14 @@ use crate::trace::Trace;
 /// How long the sweep waits for compressors to catch up.
 const WAIT_FOR_ROOM: Duration = Duration::from_millis(1);
 
-/// How often it tells how far it is.
+/// How often the sweep reports its progress.
 const REPORT_EVERY: Duration = Duration::from_millis(50);
 
-/// How often it looks whether the save was cancelled once everything is copied.
+/// How often the sweep checks for a cancelled save once everything is copied.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// How long a guest is watched, on the clock of [`Trace::now`]: at least, and at most if it finds more and more to touch.
+/// The end of the time for which a guest is watched, on the clock of [`SaveTrace::now`]: the
+/// earliest, and the latest if it touches more and more blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Watch {
     pub(crate) until: Duration,
@@ -41,17 +42,18 @@ pub(crate) struct Sweep<'a> {
     pub(crate) pace: Pace,
     pub(crate) progress: &'a dyn Fn(Progress),
     pub(crate) steps: &'a dyn Steps,
-    /// How long the guest is watched.
+    /// The time for which the guest is watched.
     pub(crate) watch: Watch,
-    /// How many blocks were copied and let go of.
+    /// The number of blocks that were copied and released.
     pub(crate) let_go: u32,
-    /// When it told how far it is, on the clock of [`Trace::now`].
+    /// When it last reported its progress, on the clock of [`SaveTrace::now`].
     pub(crate) reported: Duration,
 }
 
 impl Sweep<'_> {
-    /// Copies every block of `order` that nobody has copied yet, and lets go of the first `let_go` of them. Ends early if the
-    /// image can't be written. Tells when all was copied, and the guest watched for as long as it must be.
+    /// Copies every block of `order` that is not copied yet, and releases the first `let_go` of
+    /// them. Ends early if the image can't be written. Returns when all was copied, and the minimum
+    /// watch time was over.
     pub(crate) fn run(&mut self, order: Vec<Block>, let_go: usize) -> Result<Duration, SaveError> {
         let numbered = order.into_iter().enumerate();
         let mut order = numbered.map(|(number, block)| (block, number < let_go));
@@ -70,7 +72,7 @@ impl Sweep<'_> {
         }
     }
 
-    /// Leaves the traces in place for a while: the fault handler notes what the guest touches.
+    /// Leaves the pages traced for a while: the fault handler records what the guest touches.
     fn watch(&self) -> Result<Duration, SaveError> {
         let Watch { until, at_most_until } = self.watch;
         self.wait_while(|now| now < until)?;
@@ -90,7 +92,7 @@ impl Sweep<'_> {
         Ok(())
     }
 
-    /// Copies up to `blocks` blocks; `false` when the order is at its end.
+    /// Copies up to `blocks` blocks; `false` at the end of the order.
     fn copy_some(
         &mut self,
         order: &mut impl Iterator<Item = (Block, bool)>,
@@ -134,7 +136,7 @@ impl Sweep<'_> {
         }
     }
 
-    /// Tells the caller how far the save has come.
+    /// Reports the progress of the save to the caller.
     fn report(&self) {
         let total = self.trace.ledger.blocks();
         let done = total - self.trace.ledger.unsaved();

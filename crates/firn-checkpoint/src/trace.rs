@@ -1,22 +1,25 @@
-//! The fault handler of a save: lets the guest run on without losing what its memory was at the cut.
+//! Save trace: the fault handler of a save, which lets the guest run without losing the contents of
+//! memory at the cut.
 //!
 //! ```text
 //!            Arming                     |  Tracing
 //!   guest    runs ...................... pause .. runs ................................
 //!   RAM      being write-protected       |  protected, then unmapped as well
-//!   a fault  note the page as written,   |  copy the memory block to a buffer (once), let the vCPU go,
-//!            let the vCPU go             |  queue (lane, block)
+//!   a fault  note the page as written,   |  copy the memory block to a buffer (once), resume the vCPU,
+//!            resume the vCPU             |  queue (lane, block)
 //! ```
 //!
-//! While arming, noting a page and making it writable are one step under a lock, and so is the emptying of the written
-//! set; protecting is not, or vCPUs would wait for it. Of the two possible orders both are right:
+//! While arming, noting a page and making it writable are one step under a lock, and so is the
+//! emptying of the written set; protecting is not, or vCPUs would wait for it. Both of the two
+//! possible orders are correct:
 //!
 //! ```text
 //!   note P, make it writable | empty the set | protect P       P is protected
 //!   empty the set | note P, make it writable | protect P       P is protected, and in the set: protected once more
 //! ```
 //!
-//! The cut, too, is made under that lock: no page can become writable between the last protecting and the cut.
+//! The cut, too, is made under that lock: no page can become writable between the last protection
+//! and the cut.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -36,13 +39,13 @@ use crate::turns::Turns;
 use crate::worker::{Workers, is_worker};
 use crate::written::WrittenSet;
 
-/// How long the handler sleeps when there are no faults before it looks whether it should end.
+/// How long the handler sleeps when there are no faults before it checks whether it should end.
 const WAIT: Duration = Duration::from_millis(20);
 
 const ARMING: u8 = 0;
 const TRACING: u8 = 1;
 
-/// What the fault handler shares with the thread that steers the save.
+/// The state that the fault handler shares with the thread that controls the save.
 pub(crate) struct Trace {
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) faults: PageFaults,
@@ -54,7 +57,8 @@ pub(crate) struct Trace {
     ended: AtomicBool,
     letting_go: AtomicBool,
     turns: Arc<Turns>,
-    /// When a thread of the hypervisor that is no vCPU first wrote to memory after the cut, since 1970.
+    /// When a thread of the hypervisor that is no vCPU first wrote to memory after the cut, since
+    /// 1970.
     touched_us: AtomicU64,
 }
 
@@ -87,18 +91,18 @@ impl Trace {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the guest touches first after the cut.
+    /// The blocks that the guest touches first after the cut.
     pub(crate) fn touches(&self) -> MutexGuard<'_, Touches> {
         self.touches.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From here on first touches are copied. The vCPUs must be stopped, and everything protected.
+    /// From here on first touches are copied. The vCPUs must be stopped, and all RAM protected.
     pub(crate) fn cut(&self) {
         self.phase.store(TRACING, Ordering::Release);
     }
 
-    /// Every block is saved, or the save has failed, and the range is about to be unregistered: a thread that still
-    /// waits is let go by that, and answering it may fail.
+    /// Every block is saved, or the save has failed, and the range is about to be unregistered.
+    /// That resumes a thread that still waits, and answering it may fail.
     pub(crate) fn let_go(&self) {
         self.letting_go.store(true, Ordering::Release);
     }
@@ -112,19 +116,20 @@ impl Trace {
         self.turns.now()
     }
 
-    /// When the guest faulted last, and when background work rests.
+    /// The clock of the save, and the pauses of background work.
     pub(crate) fn turns(&self) -> &Turns {
         &self.turns
     }
 
-    /// Whether a thread that is no vCPU wrote to memory after the cut and before then, since 1970. It waited until that was seen: of
-    /// the hypervisor's main thread, which saves devices and starts the vCPUs after that, nothing is missed.
+    /// Whether a thread that is no vCPU wrote to memory after the cut and before `then` (since
+    /// 1970). Such a thread waits until the handler has seen its fault. So no write of the
+    /// hypervisor's main thread is missed, which saves devices and starts the vCPUs after that.
     pub(crate) fn was_touched_before(&self, then: Duration) -> bool {
         u128::from(self.touched_us.load(Ordering::Acquire)) < then.as_micros()
     }
 
-    /// A thread wrote to memory after the cut. vCPUs can't before they are started; nor does a kernel worker, which brings in a page
-    /// for one of them, however late.
+    /// A thread wrote to memory after the cut. vCPUs can't write before they are started. A kernel
+    /// worker does not write either: it brings in a page for a vCPU, however late.
     fn touched(&self, by: Tid) {
         if self.touched_us.load(Ordering::Relaxed) == u64::MAX && !is_worker(by) {
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -136,8 +141,8 @@ impl Trace {
         self.phase.load(Ordering::Acquire) == ARMING
     }
 
-    /// Copies a block that the caller has claimed, and marks it saved. After an error there is no image to be had, so
-    /// the block counts as saved all the same: nobody may wait for it.
+    /// Copies a block that the caller has claimed, and marks it saved. After an error there will be
+    /// no image, so the block counts as saved all the same: no thread may wait for it.
     pub(crate) fn copy_claimed(
         &self,
         block: Block,
@@ -159,10 +164,10 @@ impl Trace {
     }
 }
 
-/// What was seen of the guest.
+/// The faults of the guest in a save.
 #[derive(Debug, Default)]
 pub(crate) struct FaultLog {
-    /// What the guest first touched after the cut.
+    /// The blocks that the guest first touched after the cut.
     pub(crate) touches: Touches,
     pub(crate) counts: FaultCounts,
 }
@@ -196,8 +201,8 @@ impl Handler {
     }
 }
 
-/// Runs the handler; should it panic, takes the process down at once. vCPUs must never wait for a thread that is gone:
-/// whoever restarts this process takes the descriptor back and lets them go.
+/// Runs the handler; if it panics, ends the process at once. vCPUs must never wait for a thread
+/// that is gone: the process that restarts this one takes the descriptor back and resumes them.
 fn die_loudly<T>(run: impl FnOnce() -> T) -> T {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
         Ok(result) => result,
@@ -216,12 +221,13 @@ struct Worker {
 impl Worker {
     fn run(mut self) -> Result<FaultCounts, SaveError> {
         let mut events = Vec::with_capacity(64);
-        // Where it may not, vCPUs wait a little longer.
+        // Where the process may not use real-time priority, vCPUs wait a little longer.
         let _ = urgency::come_first();
         while !self.trace.ended.load(Ordering::Acquire) {
             events.clear();
             self.trace.faults.wait(&mut events, WAIT)?;
-            // Those who waited when these were read may have been let go since, along with others.
+            // Threads that waited when these events were read may have been resumed since, along
+            // with others.
             let was_arming = self.trace.is_arming();
             for event in &events {
                 self.handle(event, was_arming)?;
@@ -247,7 +253,8 @@ impl Worker {
         }
     }
 
-    /// While arming: lets the access through, noting it if it writes. `false` if the cut was made meanwhile.
+    /// While arming: allows the access, and notes the page if it is written. `false` if the cut was
+    /// made in the meantime.
     fn note_written(
         &mut self,
         page: Page,
@@ -260,7 +267,8 @@ impl Worker {
             return Ok(false);
         }
         self.counts.while_arming += 1;
-        // A kernel that can't map a page protected (before 6.4) makes it writable: then it counts as written.
+        // A kernel that can't map a page protected (before 6.4) makes it writable: then it counts
+        // as written.
         let stays_protected = trace.faults.features().resume_protected;
         if write || kind == FaultKind::WriteProtect || !stays_protected {
             written.note(trace.block_size.pages_of(trace.block_size.block_of(page)));
@@ -271,14 +279,14 @@ impl Worker {
         Ok(true)
     }
 
-    /// Who touched a page.
+    /// The lane of a touch, and how it was attributed.
     fn attribute(&mut self, page: Page, tid: Tid) -> (Lane, Attribution) {
         let block = self.trace.block_size.block_of(page);
         let workers = &mut self.workers;
         self.lanes.attribute(tid, block, |worker| workers.vcpu_of(worker))
     }
 
-    /// After the cut: sees to it that the block is copied before anybody changes it.
+    /// After the cut: ensures that the block is copied before it can change.
     fn save_first(
         &mut self,
         page: Page,
@@ -296,7 +304,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Lets the faulting thread go, and takes the traces off the whole block.
+    /// Resumes the faulting thread, and ends the trace of the whole block.
     fn release(&self, page: Page, kind: FaultKind) -> Result<(), SaveError> {
         let block = self.trace.block_size.block_of(page);
         let pages = self.trace.block_size.pages_of(block);
@@ -307,7 +315,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Maps the faulting page, and its neighbours in the block where they are backed (a hole can't be mapped).
+    /// Maps the faulting page, and its neighbours in the block where they are backed (a hole can't
+    /// be mapped).
     fn map_block(&self, page: Page, pages: std::ops::Range<Page>) -> Result<(), SaveError> {
         let faults = &self.trace.faults;
         faults.resume_minor(page..Page(page.0 + 1), false)?;

@@ -1,16 +1,18 @@
-//! When the work behind a save rests, so that vCPUs get their turn.
+//! Duty cycle: when the background work of a save pauses, so that vCPUs get processor time.
 //!
-//! Sweep, compressors and writer step back ([`firn_memory::urgency`]), and yet a vCPU that shares a processor with them can wait for a
-//! tenth of a second. The kernel gives a thread that had more than its share elsewhere no turn before the others on its new processor have
-//! caught up, and multiplies what it owes by how much lighter they are (`place_entity` in `kernel/sched/fair.c`: EEVDF, Linux 6.6). Once
-//! nobody else is there, nothing is owed. So all of them leave the processors together, as long as the guest runs, and for longer if it
-//! has much to do:
+//! Sweep, compressors and writer run with low priority ([`firn_memory::urgency`]), and yet a vCPU
+//! that shares a processor with them can wait for a tenth of a second. The kernel does not schedule
+//! a thread that had more than its share on another processor before the others on its new
+//! processor have caught up, and multiplies this debt by how much lighter they are (`place_entity`
+//! in `kernel/sched/fair.c`: EEVDF, Linux 6.6). Once no other thread is there, nothing is owed. So
+//! all of them leave the processors together, as long as the guest runs, and for longer if the
+//! vCPUs are busy:
 //!
 //! ```text
 //!   sweep        ############......############......######      # may work
 //!   compressors  ############......############......######      . sleeps
 //!   writer       ############......############......######
-//!                <---- TURN ------>
+//!                <---- CYCLE ----->
 //! ```
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,17 +22,17 @@ use std::time::{Duration, Instant};
 
 use crate::demand::Demand;
 
-/// Working and resting once.
+/// One cycle of work and pause.
 const TURN: Duration = Duration::from_millis(7);
-/// How much of it is work, where vCPUs are idle and where they are busy.
+/// The working part of a cycle, where vCPUs are idle and where they are busy.
 const WORK_IDLE: Duration = Duration::from_millis(5);
 const WORK_BUSY: Duration = Duration::from_millis(3);
-/// vCPUs are busy if they use so much of a processor, all together.
+/// vCPUs are busy if together they use this share of a processor.
 const BUSY: f64 = 0.25;
-/// How long they count as busy then: what a vCPU waits for is told late.
+/// How long they count as busy then: the kernel reports the wait of a vCPU late.
 const BUSY_FOR: Duration = Duration::from_millis(250);
 
-/// The clock of a save, and what the guest does.
+/// The clock of a save, and the activity of the guest.
 #[derive(Debug)]
 pub(crate) struct Turns {
     started: Instant,
@@ -38,13 +40,13 @@ pub(crate) struct Turns {
     stands_still: AtomicBool,
     /// Until when vCPUs count as busy.
     busy_until_us: AtomicU64,
-    /// The last turn for which it was looked whether they are.
+    /// The last cycle in which the load was checked.
     looked: AtomicU64,
     demand: Mutex<Option<Demand>>,
 }
 
 impl Turns {
-    /// The guest runs, and has not faulted; it counts as busy until [`Self::watch`].
+    /// The guest runs, and has not faulted; it counts as busy until [`Self::watch_load`].
     pub(crate) fn new() -> Self {
         Self {
             started: Instant::now(),
@@ -72,7 +74,7 @@ impl Turns {
         (us != u64::MAX).then(|| Duration::from_micros(us))
     }
 
-    /// Does something for which the guest is kept waiting: nobody rests meanwhile.
+    /// Does work for which the guest is paused: no thread pauses in this time.
     pub(crate) fn while_still<T>(&self, work: impl FnOnce() -> T) -> T {
         self.stands_still.store(true, Ordering::Relaxed);
         let done = work();
@@ -80,12 +82,12 @@ impl Turns {
         done
     }
 
-    /// From now on it is looked what vCPUs want.
+    /// From now on the load of the vCPUs is measured.
     pub(crate) fn watch(&self, demand: Demand) {
         *self.demand.lock().unwrap_or_else(PoisonError::into_inner) = Some(demand);
     }
 
-    /// Between two pieces of background work: sleeps if it is time to.
+    /// Called between two pieces of background work: sleeps if it is time to.
     pub(crate) fn rest(&self) {
         if self.stands_still.load(Ordering::Relaxed) {
             return;
@@ -97,13 +99,13 @@ impl Turns {
         rest.into_iter().for_each(thread::sleep);
     }
 
-    /// Once in a turn somebody looks what vCPUs want.
+    /// Once in a cycle one thread measures the load of the vCPUs.
     fn look(&self, now: Duration) {
         let turn = (now.as_nanos() / TURN.as_nanos()) as u64;
         if self.looked.swap(turn, Ordering::Relaxed) == turn {
             return;
         }
-        // Who looks for somebody who is just looking need not.
+        // While another thread measures, this one need not.
         let Ok(mut demand) = self.demand.try_lock() else { return };
         let Some(wanted) = demand.as_mut().and_then(|demand| demand.since_last(now)) else {
             return;
@@ -113,7 +115,8 @@ impl Turns {
     }
 }
 
-/// Until when vCPUs count as busy that want so many processors. What was before they were looked at ends.
+/// Until when vCPUs count as busy that use `wanted` processors. The state before the first
+/// measurement ends.
 fn busy_until(now: Duration, wanted: f64, before_us: u64) -> u64 {
     match (wanted >= BUSY, before_us) {
         (true, _) | (false, u64::MAX) => (now + BUSY_FOR).as_micros() as u64,
@@ -121,7 +124,7 @@ fn busy_until(now: Duration, wanted: f64, before_us: u64) -> u64 {
     }
 }
 
-/// How long to sleep, if at all: until the same time, whoever asks.
+/// How long to sleep, if at all: all threads sleep until the same time.
 fn rest_at(now: Duration, work: Duration) -> Option<Duration> {
     let into_turn = Duration::from_nanos((now.as_nanos() % TURN.as_nanos()) as u64);
     (into_turn >= work).then(|| TURN - into_turn)

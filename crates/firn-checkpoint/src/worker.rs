@@ -1,15 +1,17 @@
-//! For which vCPU a kernel worker took a fault.
+//! Kernel workers: finds the vCPU for which a kernel worker took a fault.
 //!
-//! KVM does not let a vCPU wait for a page: it queues the work of bringing it in and lets the guest do something else
-//! (asynchronous page faults). Nearly all faults of user-mode code in the guest come that way, and carry the worker's
-//! thread id. But the work is queued on the processor the vCPU runs on, for one of the workers bound to it:
+//! KVM does not let a vCPU wait for a page: it queues the work of reading it and lets the guest do
+//! something else (asynchronous page faults). Nearly all faults of user-mode code in the guest
+//! happen that way, and carry the worker's thread id. But the work is queued on the processor the
+//! vCPU runs on, for one of the workers bound to it:
 //!
 //! ```text
 //!   vCPU thread on processor 3 --- fault ---> work queue of processor 3 ---> kworker/3:1+events --- userfaultfd
 //! ```
 //!
-//! So the vCPU is the one that ran last on the worker's processor, which the kernel tells of every thread (proc(5),
-//! `/proc/PID/task/TID/stat`, field 39). Where none or several did (they move), nobody is named.
+//! So the vCPU is the one that ran last on the worker's processor, which the kernel reports for
+//! every thread (proc(5), `/proc/PID/task/TID/stat`, field 39). Where none or several did (they
+//! move), the fault is attributed to none.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -18,27 +20,29 @@ use std::path::Path;
 
 use firn_types::{Tid, VcpuId};
 
-/// More than any `stat` line needs.
+/// More bytes than any `stat` line needs.
 const STAT_BYTES: usize = 1024;
-/// Fields between the thread's state (field 3, the first after its name) and its last processor (field 39).
+/// Fields between the thread's state (field 3, the first after its name) and its last processor
+/// (field 39).
 const STATE_TO_PROCESSOR: usize = 36;
 
-/// Knows where the vCPUs run.
+/// The vCPU threads, and the processors of kernel workers.
 pub(crate) struct Workers {
     vcpus: Vec<(VcpuId, File)>,
     bound: HashMap<Tid, Option<u32>>,
 }
 
 impl Workers {
-    /// For a hypervisor with these vCPU threads. One whose `stat` can't be read is left out.
+    /// The workers of a hypervisor with these vCPU threads. A vCPU whose `stat` can't be read is
+    /// left out.
     pub(crate) fn of(pid: i32, vcpus: impl IntoIterator<Item = (Tid, VcpuId)>) -> Self {
         let stat = |tid: Tid| File::open(format!("/proc/{pid}/task/{}/stat", tid.0)).ok();
         let vcpus = vcpus.into_iter().filter_map(|(tid, vcpu)| Some((vcpu, stat(tid)?))).collect();
         Self { vcpus, bound: HashMap::new() }
     }
 
-    /// The vCPU for which this thread works, if it is a kernel worker bound to a processor. Must be asked at once: vCPUs
-    /// move.
+    /// The vCPU for which this thread works, if it is a kernel worker bound to a processor. Must be
+    /// called at once, because vCPUs move.
     pub(crate) fn vcpu_of(&mut self, worker: Tid) -> Option<VcpuId> {
         let processor = (*self.bound.entry(worker).or_insert_with(|| bound_to(worker)))?;
         let mut there =
@@ -58,8 +62,8 @@ fn stat_of(tid: Tid) -> Option<Vec<u8>> {
     fs::read(Path::new("/proc").join(tid.0.to_string()).join("stat")).ok()
 }
 
-/// The processor a kernel worker is bound to. The kernel names workers `kworker/PROCESSOR:NUMBER`, unbound ones
-/// `kworker/uPOOL:NUMBER` (`kernel/workqueue.c`), and binds each for life.
+/// The processor a kernel worker is bound to. The kernel names workers `kworker/PROCESSOR:NUMBER`,
+/// unbound ones `kworker/uPOOL:NUMBER` (`kernel/workqueue.c`), and binds each for life.
 fn bound_to(worker: Tid) -> Option<u32> {
     processor_in_name(name_in(&stat_of(worker)?)?)
 }
@@ -129,7 +133,7 @@ mod tests {
         for (vcpus, expected) in [(1, Some(VcpuId(0))), (2, None)] {
             let all = (0..vcpus).map(|number| (tid, VcpuId(number)));
             let mut workers = Workers::of(pid, all);
-            // A thread may be moved between two looks at it.
+            // A thread may be moved between two reads of its processor.
             let found = (0..100).any(|_| {
                 let bound = processor(&workers);
                 workers.bound.insert(worker, bound);

@@ -1,16 +1,18 @@
-//! Pages written since they were last write-protected: what the pause has to protect again.
+//! Written pages: those written since they were last write-protected, which the pause has to
+//! protect again.
 //!
-//! The whole of RAM is write-protected while the guest runs, which takes as long as it takes. Whatever the guest
-//! writes meanwhile is noted here and made writable. A few rounds protect those pages again, still with the guest
-//! running; each round is shorter than the one before, so fewer pages are written during it. What is left when the
-//! vCPUs stop is a few hundred pages, whatever the size of RAM: the pause does not grow with it.
+//! The whole of RAM is write-protected while the guest runs, however long that takes. Pages that
+//! the guest writes in that time are noted here and made writable. A few rounds protect those pages
+//! again, still with the guest running; each round is shorter than the one before, so fewer pages
+//! are written during it. A few hundred pages are left when the vCPUs stop, whatever the size of
+//! RAM: the pause does not grow with it.
 
 use std::ops::Range;
 
 use firn_types::Page;
 
-/// Pages between two written runs that are protected along with them: one call over a small gap costs less than two
-/// calls, and protecting a protected page changes nothing.
+/// Pages between two written runs that are protected along with them: one call over a small gap
+/// costs less than two calls, and protecting a protected page changes nothing.
 const GAP_PAGES: u32 = 32;
 
 /// A set of written pages.
@@ -25,7 +27,7 @@ impl WrittenSet {
         self.pages.extend(Page::each(pages));
     }
 
-    /// How many pages were noted; a page noted twice counts twice.
+    /// The number of noted pages; a page noted twice counts twice.
     pub(crate) fn len(&self) -> usize {
         self.pages.len()
     }
@@ -51,16 +53,16 @@ fn runs_of(sorted: &[Page]) -> Vec<Range<Page>> {
     runs
 }
 
-/// When to stop re-protecting and pause.
+/// Decides when to stop re-protecting and pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Rounds {
     done: u32,
     fewest: usize,
 }
 
-/// Rounds after which the pause comes whatever the guest does.
+/// Rounds after which the pause begins whatever the guest does.
 const ROUNDS_MAX: u32 = 12;
-/// So few written pages that another round would not make the pause shorter.
+/// The number of written pages up to which another round would not make the pause shorter.
 const SETTLED_PAGES: usize = 64;
 
 impl Rounds {
@@ -69,7 +71,7 @@ impl Rounds {
         Self { done: 0, fewest: usize::MAX }
     }
 
-    /// Whether another round would help, given how many pages were written since the last one.
+    /// Whether another round would help, given the number of pages written since the last one.
     pub(crate) fn another(&mut self, written: usize) -> bool {
         let helps = written > SETTLED_PAGES && self.done < ROUNDS_MAX;
         let stuck = self.done >= 3 && written >= self.fewest;
@@ -78,7 +80,7 @@ impl Rounds {
         helps && !stuck
     }
 
-    /// Rounds asked about so far.
+    /// The number of calls of [`Self::needs_another`] until now.
     pub(crate) fn done(&self) -> u32 {
         self.done
     }

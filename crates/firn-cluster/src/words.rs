@@ -1,4 +1,4 @@
-//! The words of a virtual cluster: who, which epoch, which timeline.
+//! Identifiers of a virtual cluster: VMs, hosts, epochs, generations, frames and requests.
 
 use std::fmt;
 
@@ -9,33 +9,37 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct Vm(pub u16);
 
-/// The agent of a host, from its start to its end. Restarted, it gets another number: the copies it held are gone.
+/// The agent of a host, from its start to its end. After a restart it has another number, because
+/// the standbys that it had are lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Host(pub u16);
 
-/// An epoch of one VM. Its checkpoint is the state at its end. Epochs of different VMs are not synchronized.
+/// An epoch of one VM. Its checkpoint is the state at its end. Epochs of different VMs are not
+/// synchronized.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(transparent)]
 pub struct Epoch(pub u64);
 
-/// A timeline of the cluster: each rollback and each planned failover begins the next one.
+/// A generation of the cluster: each rollback and each planned failover begins the next one.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(transparent)]
 pub struct Generation(pub u32);
 
-/// The place of a frame among all that one VM ever sent to one destination; the first is 1.
+/// The sequence number of a frame among all that one VM ever sent to one destination; the first is
+/// 1.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(transparent)]
 pub struct Seq(pub u64);
 
-/// The number of a request for a cut. Requests of one initiator are counted; a later initiator has a higher term.
+/// The number of a request for a cut. Requests of one initiator are counted; a later initiator has
+/// a higher term.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -52,28 +56,28 @@ impl Epoch {
         Self(self.0 + 1)
     }
 
-    /// The epoch before this one; the first has none before it and stays.
+    /// The epoch before this one; the first epoch has none and returns itself.
     pub fn before(self) -> Self {
         Self(self.0.saturating_sub(1))
     }
 }
 
 impl Generation {
-    /// The timeline that a rollback of this one begins.
+    /// The generation that a rollback of this one begins.
     pub fn next(self) -> Self {
         Self(self.0 + 1)
     }
 }
 
 impl Seq {
-    /// The place after this one.
+    /// The number after this one.
     pub fn next(self) -> Self {
         Self(self.0 + 1)
     }
 }
 
 impl RequestNumber {
-    /// The same initiator's next request.
+    /// The next request of the same initiator.
     pub fn next(self) -> Self {
         Self { count: self.count + 1, ..self }
     }

@@ -1,6 +1,8 @@
-//! What it costs QEMU that a disk is served: the same requests by `qemu-img bench` to a file and to its disk, in turns.
+//! Measures what serving a disk costs QEMU: `qemu-img bench` sends the same requests to a file and
+//! to its served disk, alternately.
 //!
-//! Ratios of medians, above 1 where the disk is slower, and in brackets the smallest and the largest ratio of one turn.
+//! Prints ratios of medians, above 1 where the disk is slower, and in brackets the smallest and the
+//! largest ratio of one round.
 //! `cargo run --release -p firn-disks --example compare -- [TURNS]`
 
 use std::path::Path;
@@ -12,7 +14,7 @@ use firn_disks::Disk;
 use firn_disks::nbd::{Exports, Server};
 
 const BYTES: u64 = 256 << 20;
-/// Name, and what qemu-img is told.
+/// Name, and arguments of qemu-img.
 const LOADS: &[(&str, &[&str])] = &[
     ("read 4k, one at a time", &["-c", "20000", "-d", "1", "-s", "4k", "-S", "68k"]),
     ("read 4k, 16 at once", &["-c", "40000", "-d", "16", "-s", "4k", "-S", "68k"]),
@@ -46,7 +48,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Seconds that the load takes when the disk is served; protected, its log is fetched as if by cuts.
+/// Seconds that the load takes on a served disk. If the disk is protected, its log is cut
+/// regularly.
 fn served(file: &Path, dir: &Path, load: &[&str], is_protected: bool) -> Result<f64> {
     let disk = Arc::new(Disk::open(file, None)?);
     let socket = dir.join("nbd");

@@ -1,43 +1,44 @@
 //! One change of a disk's bytes.
 //!
-//! What a trim leaves behind is for the server to say (NBD, `NBD_CMD_TRIM`). Here it becomes zeros, or nothing is done; so there
-//! are only two changes, and both come out the same on any file system.
+//! The server decides what a trimmed range contains (NBD, `NBD_CMD_TRIM`). Firn fills it with
+//! zeros, or leaves it as it is. So there are only two kinds of changes, and both have the same
+//! result on every file system.
 
 use std::io;
 use std::mem::size_of;
 
 use crate::store::Store;
 
-/// A change, in bytes from the beginning of the disk.
+/// A change of a disk. Offsets count bytes from the beginning of the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// These bytes are there now.
+    /// Writes bytes.
     Write {
-        /// Where they begin.
+        /// The offset of the first byte.
         at: u64,
-        /// What they are.
+        /// The new bytes.
         bytes: Vec<u8>,
     },
-    /// Zeros are there now.
+    /// Writes zeros.
     Zero {
-        /// Where they begin.
+        /// The offset of the first byte.
         at: u64,
-        /// How many.
+        /// The number of bytes.
         length: u64,
-        /// They need not take room.
+        /// The zeros may be a hole, which takes no space.
         hole: bool,
     },
 }
 
 impl Change {
-    /// Its first byte.
+    /// The offset of its first byte.
     pub fn at(&self) -> u64 {
         match self {
             Self::Write { at, .. } | Self::Zero { at, .. } => *at,
         }
     }
 
-    /// How many bytes it changes.
+    /// The number of bytes that it changes.
     pub fn length(&self) -> u64 {
         match self {
             Self::Write { bytes, .. } => bytes.len() as u64,
@@ -50,7 +51,7 @@ impl Change {
         self.at().checked_add(self.length()).is_some_and(|end| end <= size)
     }
 
-    /// Bytes of memory that keeping it takes.
+    /// The number of bytes of memory that it occupies.
     pub fn cost(&self) -> usize {
         size_of::<Self>()
             + match self {
@@ -71,10 +72,10 @@ impl Change {
         })
     }
 
-    /// Makes it.
+    /// Makes the change in a store.
     ///
     /// # Errors
-    /// If the store can't. Some of it may have been made.
+    /// If the store fails. A part of the change may have been made.
     pub fn apply(&self, store: &dyn Store) -> io::Result<()> {
         match self {
             Self::Write { at, bytes } => store.write(*at, bytes),

@@ -1,24 +1,25 @@
-//! What a primary notes of a disk that changes. Pure: changes in, logs out.
+//! Primary disk: records the changes of a disk in a log for each epoch. Pure: changes in, logs out.
 //!
 //! ```text
-//!                 protect              the copy is whole, cut          cut
+//!              begin_protection           whole, cut_log            cut_log
 //!   unprotected ----------> seeding -------------------------> epoch 2 -----> epoch 3 ...
 //!        ^                     |                                  |
-//!        '---------------------+-------------- release -----------'
+//!        '---------------------+---------- end_protection --------'
 //! ```
 //!
-//! While the disk is copied to the standby (*seeding*, epoch 0), a change matters as far as it lies where the copy has been
-//! already: the rest will be read later.
+//! While the disk is copied to the standby (*seeding*, epoch 0), a change is logged only as far as
+//! it lies in the range that was copied already. The rest will be read later.
 //!
 //! ```text
-//!   0              copied         size
+//!   0            seeded          size
 //!   |###############|..............|
-//!        [ note ]
-//!              [ note |   no  ]         of a change across the place, the first part
+//!        [ log  ]
+//!              [ log |   no   ]         of a change across the boundary, the first part
 //! ```
 //!
-//! The place moves on *before* a piece is read, so what is written while it is read is noted. What is noted goes out after the
-//! pieces before it, so the standby ends up with the newest of both.
+//! The boundary is advanced *before* a piece is read, so a write during the read is logged. The
+//! logged changes are sent after the pieces that were read before them, so the standby ends up with
+//! the newer data.
 
 use std::ops::Range;
 
@@ -27,23 +28,23 @@ use thiserror::Error;
 
 use crate::change::Change;
 
-/// Why there is no log to be had.
+/// Why a log can't be returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum PrimaryError {
-    /// Nothing is noted.
+    /// The disk is not protected, and no changes are logged.
     #[error("the disk is not protected any more: protect the VM anew")]
     Unprotected,
-    /// The standby has no whole copy to put a log on.
+    /// The standby has no whole copy to which a log could be applied.
     #[error(
         "the standby has {copied} of the disk's {size} bytes: an epoch can't end before it has all"
     )]
     Seeding {
-        /// How far the copy is.
+        /// The number of bytes that were copied.
         copied: u64,
-        /// How far it has to come.
+        /// The size of the disk.
         size: u64,
     },
-    /// The copy belongs to epoch 0.
+    /// The disk is seeded only in epoch 0.
     #[error("the disk is not copied any more: {0} has begun")]
     Seeded(Epoch),
 }
@@ -51,41 +52,41 @@ pub enum PrimaryError {
 /// All changes of one epoch, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Log {
-    /// Which one.
+    /// The epoch.
     pub epoch: Epoch,
-    /// What was changed.
+    /// The changes.
     pub changes: Vec<Change>,
 }
 
-/// How far a log goes beyond its bound while the VM is being stopped, in bytes. Without an end, a VM that is stopped again and again to
-/// be slowed would fill all memory.
+/// The maximum number of bytes by which a log exceeds its bound while the VM is being stopped.
+/// Without a limit, a VM that is stopped repeatedly to slow it down would fill all memory.
 const OVER_MAX: usize = 512 << 20;
 
-/// A step of the copy.
+/// A step of the seed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// What changed since the step before, where the copy had been. To be sent before the piece.
+    /// Changes since the last step, in the range already copied. To be sent before the piece.
     pub changes: Vec<Change>,
-    /// What to read now.
+    /// The range to read now.
     pub piece: Option<Range<u64>>,
-    /// There is nothing left to read.
+    /// There is no data left to read.
     pub is_whole: bool,
 }
 
 #[derive(Debug)]
 struct Protected {
-    /// The running one; 0 until the first cut.
+    /// The running epoch; 0 until the first cut.
     epoch: Epoch,
-    /// Everything before it has been read, or is being read.
+    /// The end of the range that has been read, or is being read.
     copied: u64,
     log: Vec<Change>,
-    /// Bytes of memory of the log.
+    /// The bytes of memory that the log occupies.
     cost: usize,
     bound: usize,
     is_draining: bool,
 }
 
-/// One disk.
+/// The log of one disk at the primary.
 #[derive(Debug)]
 pub struct Primary {
     size: u64,
@@ -93,42 +94,44 @@ pub struct Primary {
 }
 
 impl Primary {
-    /// A disk of so many bytes, unprotected.
+    /// An unprotected disk of `size` bytes.
     pub fn new(size: u64) -> Self {
         Self { size, protected: None }
     }
 
-    /// Begins anew: whatever changes where the standby has a copy is noted from now on, in logs of about `bound` bytes of memory.
+    /// Begins a protection with an empty seed and log. From now on changes in the range that was
+    /// copied to the standby are logged, in logs of about `bound` bytes of memory.
     pub fn protect(&mut self, bound: usize) {
         let (log, cost) = (Vec::new(), 0);
         let epoch = Epoch(0);
         self.protected = Some(Protected { epoch, copied: 0, log, cost, bound, is_draining: false });
     }
 
-    /// Nothing is noted any more.
+    /// Ends the protection, and logging with it.
     pub fn release(&mut self) {
         self.protected = None;
     }
 
-    /// Whether a change may be made now. One that is larger than what is left may too.
+    /// Whether a change may be made now. The change may be larger than the remaining room.
     pub fn has_room(&self) -> bool {
         self.protected.as_ref().is_none_or(|it| it.is_draining || it.cost < it.bound)
     }
 
-    /// Bytes of memory of the running log, and their bound.
+    /// The bytes of memory of the running log, and its bound.
     pub fn bytes(&self) -> (usize, usize) {
         self.protected.as_ref().map_or((0, 0), |it| (it.cost, it.bound))
     }
 
-    /// The VM is about to be stopped, which takes the end of all that is on its way: there is room for it. Until the next cut, or
-    /// `false`.
+    /// Sets whether the VM is about to be stopped. QEMU then waits for all requests in flight, so
+    /// the log has room for them. It is reset by the next cut.
     pub fn set_draining(&mut self, is_draining: bool) {
         if let Some(protected) = &mut self.protected {
             protected.is_draining = is_draining;
         }
     }
 
-    /// Something has changed. A log that is far beyond its bound, because nobody cuts, is given up: the next cut is an error.
+    /// Records a change. A log that is far beyond its bound, because no cut comes, is given up: the
+    /// next cut is an error.
     pub fn note(&mut self, change: Change) {
         let Some(protected) = &mut self.protected else { return };
         if let Some(change) = change.before(protected.copied) {
@@ -140,10 +143,10 @@ impl Primary {
         }
     }
 
-    /// Where the copy goes on.
+    /// The offset at which the next seed step continues.
     ///
     /// # Errors
-    /// If there is none.
+    /// If the disk is not being seeded.
     pub fn copied(&self) -> Result<u64, PrimaryError> {
         let protected = self.protected.as_ref().ok_or(PrimaryError::Unprotected)?;
         match protected.epoch == Epoch(0) {
@@ -152,11 +155,12 @@ impl Primary {
         }
     }
 
-    /// The copy takes a step of at most `most` bytes. `data` are the first bytes from [`Primary::copied`] on that may be other than
-    /// zeros, and nothing has changed since that was found out.
+    /// Advances the seed by a piece of at most `most` bytes. `data` is the first range at or after
+    /// [`PrimaryDisk::seeded_bytes`] that may contain other bytes than zeros. The disk must not
+    /// have changed since the caller determined it.
     ///
     /// # Errors
-    /// If there is no copy.
+    /// If the disk is not being seeded.
     pub fn step(&mut self, data: Option<Range<u64>>, most: u64) -> Result<Step, PrimaryError> {
         let from = self.copied()?;
         let protected = self.protected.as_mut().ok_or(PrimaryError::Unprotected)?;
@@ -169,10 +173,11 @@ impl Primary {
         Ok(Step { changes: std::mem::take(&mut protected.log), piece, is_whole })
     }
 
-    /// The running epoch ends here: its log. The first is epoch 1, with what changed since the last step of the copy.
+    /// Ends the running epoch and returns its log. The first log is that of epoch 1, and has what
+    /// changed since the last seed step.
     ///
     /// # Errors
-    /// If the copy is not whole.
+    /// If the disk is not protected, or its seed is not whole.
     pub fn cut(&mut self) -> Result<Log, PrimaryError> {
         let protected = self.protected.as_mut().ok_or(PrimaryError::Unprotected)?;
         if protected.copied < self.size {

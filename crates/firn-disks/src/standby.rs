@@ -1,19 +1,22 @@
-//! What a standby has of a disk. Pure: changes in, and changes made to a [`Store`], in order.
+//! Standby disk: stores the epochs of a disk and folds them into a [`DiskStore`] in order. Pure.
 //!
 //! ```text
-//!     the store          kept apart
+//!     the store          stored apart
 //!   [ disk at 7 ]   [ 8 ][ 9 ]   [ 10 ]     [ 11 ..
 //!             |            |        |          \ arriving
-//!             folded       |        complete: dropped by a failure, for an error may be in it
+//!             folded       |        complete: dropped at a failover, for it may contain an error
 //!                          committed: folded soon, and by a failover at the latest
 //! ```
 //!
-//! What is complete and what is committed is decided elsewhere, with the VM's memory (`firn-cluster`, `epoch`). Folding is apart from
-//! committing, for a file system may take its time: what is committed and not yet folded is bounded ([`Standby::is_full`]), and the
-//! stream is not read on until there is room. What is not committed has no bound of its own: the next epoch has to arrive for it to
-//! be committed, and the primary bounds each.
+//! `firn-cluster` (`epoch`) decides when an epoch is complete and when it is committed, together
+//! with the memory of the VM. Folding is separate from committing, because a file system may be
+//! slow: the memory of committed epochs that are not folded is bounded ([`StandbyDisk::is_full`]),
+//! and the receiver does not read the stream while there is no room. Uncommitted epochs have no
+//! bound of their own, because the next epoch has to arrive before they are committed. The primary
+//! bounds each of them.
 //!
-//! Until the copy is whole it is no disk. Changes of epoch 0 are made as they come.
+//! Until the seed is whole, the copy is not a usable disk. Changes of epoch 0 are made as they
+//! arrive.
 
 use std::collections::VecDeque;
 use std::io;
@@ -24,53 +27,53 @@ use thiserror::Error;
 use crate::change::Change;
 use crate::store::Store;
 
-/// Why a standby takes nothing more, or has nothing to give.
+/// Why a standby refuses changes, or has no disk to return.
 #[derive(Debug, Error)]
 pub enum StandbyError {
-    /// An epoch whose turn it is not.
+    /// An epoch arrived out of order.
     #[error(
         "a disk's changes of {got} came where {expected} was expected; start protecting the VM anew"
     )]
     Order {
-        /// What came.
+        /// The epoch that arrived.
         got: Epoch,
-        /// What should have come.
+        /// The epoch that was expected.
         expected: Epoch,
     },
-    /// More is committed than is complete.
+    /// The epoch to commit is not complete.
     #[error("{wanted} of a disk can't be committed: {complete} is the newest that is complete")]
     Incomplete {
-        /// What was asked for.
+        /// The epoch to commit.
         wanted: Epoch,
-        /// The newest there is.
+        /// The newest complete epoch.
         complete: Epoch,
     },
-    /// A change that the disk has no place for.
+    /// A change lies beyond the end of the disk.
     #[error("{length} bytes at {at} are not within the disk, which has {size}")]
     Place {
-        /// Where it begins.
+        /// Its offset.
         at: u64,
-        /// How many bytes it changes.
+        /// The number of bytes it changes.
         length: u64,
-        /// How many the disk has.
+        /// The size of the disk.
         size: u64,
     },
-    /// A change could not be made: the copy is spoiled.
-    #[error("{epoch} could not be written to the disk here; the copy is of no use any more")]
+    /// A change could not be made. The copy is damaged.
+    #[error("{epoch} could not be written to the disk here; the copy is unusable")]
     Store {
-        /// Of which epoch.
+        /// The epoch of the change.
         epoch: Epoch,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// There is no disk.
+    /// No epoch is committed, or the copy is damaged.
     #[error(
         "no epoch of the disk is committed: the primary has to be protected for two intervals after the first whole copy"
     )]
     Nothing,
 }
 
-/// One disk's copy.
+/// The standby's copy of one disk.
 #[derive(Debug)]
 pub struct Standby<S> {
     size: u64,
@@ -86,8 +89,8 @@ pub struct Standby<S> {
 }
 
 impl<S: Store> Standby<S> {
-    /// Of a disk of so many bytes, of which nothing is known: the store is all zeros. About `bound` bytes of memory are taken for what
-    /// is committed.
+    /// A copy of a disk of `size` bytes, with nothing received: the store is all zeros. Committed
+    /// epochs take about `bound` bytes of memory.
     pub fn new(size: u64, store: S, bound: usize) -> Self {
         Self {
             size,
@@ -103,15 +106,16 @@ impl<S: Store> Standby<S> {
         }
     }
 
-    /// The newest epoch that is complete, the newest that is committed, and the newest that is in the store.
+    /// The newest complete epoch, the newest committed epoch, and the newest folded epoch.
     pub fn progress(&self) -> (Epoch, Epoch, Epoch) {
         (self.complete, self.committed, self.folded)
     }
 
-    /// Changes of an epoch, in order.
+    /// Receives changes of an epoch, in order.
     ///
     /// # Errors
-    /// If it is another one's turn, they have no place, or, of epoch 0, can't be made.
+    /// If the epoch is out of order, a change lies beyond the disk, or a change of epoch 0 can't be
+    /// made.
     pub fn receive(&mut self, epoch: Epoch, changes: Vec<Change>) -> Result<(), StandbyError> {
         self.expect(epoch)?;
         if let Some(change) = changes.iter().find(|change| !change.fits(self.size)) {
@@ -127,10 +131,10 @@ impl<S: Store> Standby<S> {
         }
     }
 
-    /// All of an epoch is there, and is what was sent.
+    /// Marks an epoch as complete. The caller has verified it.
     ///
     /// # Errors
-    /// If it is another one's turn.
+    /// If the epoch is out of order.
     pub fn complete(&mut self, epoch: Epoch) -> Result<(), StandbyError> {
         self.expect(epoch)?;
         if !self.is_seeded {
@@ -142,7 +146,7 @@ impl<S: Store> Standby<S> {
         Ok(())
     }
 
-    /// Nothing undoes what is up to this epoch any more.
+    /// Commits all epochs up to this one.
     ///
     /// # Errors
     /// If it is not complete.
@@ -154,17 +158,19 @@ impl<S: Store> Standby<S> {
         Ok(())
     }
 
-    /// Whether what is committed takes too much memory: fold before more is received.
+    /// Whether committed epochs occupy too much memory. The caller then folds before it receives
+    /// more.
     pub fn is_full(&self) -> bool {
         let committed = self.kept.iter().filter(|(epoch, _)| *epoch <= self.committed);
         let cost: usize = committed.flat_map(|(_, changes)| changes).map(Change::cost).sum();
         cost > self.bound
     }
 
-    /// Brings the store one epoch further, and says which; `None` if it is that of the newest committed one.
+    /// Folds the next committed epoch into the store, and returns it; `None` if all committed
+    /// epochs are folded.
     ///
     /// # Errors
-    /// If the store can't be written to. Then there is no disk here any more.
+    /// If the store can't be written. The copy is then damaged.
     pub fn fold(&mut self) -> Result<Option<Epoch>, StandbyError> {
         let is_next = self.kept.front().is_some_and(|(epoch, _)| *epoch <= self.committed);
         let Some((epoch, changes)) = is_next.then(|| self.kept.pop_front()).flatten() else {
@@ -175,11 +181,12 @@ impl<S: Store> Standby<S> {
         Ok(Some(epoch))
     }
 
-    /// The primary is gone: the disk at the end of the newest committed epoch, on storage that survives a loss of power. What came
-    /// later is dropped.
+    /// Promotes the copy after the primary was lost. Returns the newest committed epoch and the
+    /// store, which has the disk at the end of that epoch and was made durable. Later epochs are
+    /// dropped.
     ///
     /// # Errors
-    /// If nothing is committed, or it can't be written.
+    /// If no epoch is committed, or the store can't be written.
     pub fn take_up(mut self) -> Result<(Epoch, S), StandbyError> {
         while self.fold()?.is_some() {}
         if self.committed == Epoch(0) || self.is_spoiled {

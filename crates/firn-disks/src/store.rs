@@ -1,10 +1,12 @@
-//! Where a disk's bytes are: a regular file, locked against everybody else.
+//! Disk store: the bytes of a disk in a regular file, which is locked against other processes.
 //!
-//! What lies between the file's end and the disk's reads as zeros, and a write there lengthens the file. That is how a qcow2 file
-//! grows under QEMU's own driver, for which the disk is larger than the file.
+//! The range between the end of the file and the end of the disk reads as zeros. A write there
+//! extends the file. A qcow2 file grows in this way under QEMU's own driver, for which the disk is
+//! larger than the file.
 //!
-//! The lock is an exclusive one of the open file description (fcntl(2), `F_OFD_SETLK`), over all of it. QEMU locks bytes of its
-//! images in the same way, so neither opens what the other has. It goes with the process, however that ends.
+//! The lock is an exclusive lock of the open file description (fcntl(2), `F_OFD_SETLK`) over the
+//! whole file. QEMU locks bytes of its images in the same way, so neither opens a file that the
+//! other has open. The kernel releases the lock when the process ends, however it ends.
 
 use std::fmt::Debug;
 use std::fs::{File, OpenOptions};
@@ -23,49 +25,51 @@ use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// How long to wait for a lock: whoever was killed may take a moment to be gone.
+/// How long to wait for a lock: the kernel may take a moment to remove a killed owner.
 const LOCK_WAIT: Duration = Duration::from_secs(5);
-/// How often to try meanwhile.
+/// The interval between attempts to take the lock.
 const LOCK_EVERY: Duration = Duration::from_millis(5);
-/// Zeros written at a time where the file system can't make them by itself.
+/// The number of zeros written at a time if the file system can't make them by itself.
 const ZEROS_AT_A_TIME: usize = 64 << 10;
 
 /// The bytes of a disk.
 pub trait Store: Debug + Send + Sync {
-    /// Reads. What was never written is zeros.
+    /// Reads bytes. Bytes that were never written are zeros.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
 
-    /// Writes.
+    /// Writes bytes.
     ///
     /// # Errors
-    /// What the system says. Some of it may be written.
+    /// The error of the system. A part may have been written.
     fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()>;
 
-    /// Makes zeros, which take no room if they may be a `hole` and it can be had.
+    /// Writes zeros. If they may be a `hole` and holes are supported, they take no space.
     ///
     /// # Errors
-    /// What the system says. Some of them may be there.
+    /// The error of the system. A part of the zeros may have been written.
     fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()>;
 
-    /// Makes a hole, which reads as zeros. Says `false`, with nothing done, if holes can't be had.
+    /// Makes a hole, which reads as zeros. Returns `false`, and changes nothing, if holes are not
+    /// supported.
     ///
     /// # Errors
-    /// What the system says. Some of it may be there.
+    /// The error of the system. A part of the hole may have been made.
     fn discard(&self, at: u64, length: u64) -> io::Result<bool>;
 
-    /// What was written before survives a loss of power.
+    /// Makes all earlier writes durable: they survive a loss of power.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     fn sync(&self) -> io::Result<()>;
 
-    /// The first bytes, from there on, that may be other than zeros. `None` if there are none.
+    /// The first range at or after `from` that may contain other bytes than zeros. `None` if there
+    /// is none.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     fn data(&self, from: u64) -> io::Result<Option<Range<u64>>>;
 }
 
@@ -95,24 +99,24 @@ impl<S: Store + ?Sized> Store for Arc<S> {
     }
 }
 
-/// Why a file can't be a disk.
+/// Why a file can't be used as a disk.
 #[derive(Debug, Error)]
 pub enum StoreError {
-    /// It can't be opened or made.
+    /// The file can't be opened or created.
     #[error("{path} can't be opened for reading and writing")]
     Open {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// A directory, a device.
+    /// The path names a directory or a device.
     #[error("{path} is no regular file: give the disk as a file, raw or qcow2")]
     Kind {
-        /// What it is instead.
+        /// The path.
         path: PathBuf,
     },
-    /// Somebody has it open.
+    /// Another process has the file open.
     #[error("{path} is in use by another process: stop the VM, or the Firn, that has it open")]
     InUse {
         /// The file.
@@ -120,16 +124,16 @@ pub enum StoreError {
     },
 }
 
-/// Which file it is, whatever it is called (stat(2), `st_dev` and `st_ino`).
+/// The identity of a file, independent of its path (stat(2), `st_dev` and `st_ino`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileId {
-    /// The file system.
+    /// The device number of the file system.
     pub device: u64,
-    /// Its number there.
+    /// The inode number.
     pub inode: u64,
 }
 
-/// A file.
+/// A disk store in a file.
 #[derive(Debug)]
 pub struct FileStore {
     file: File,
@@ -139,15 +143,16 @@ impl FileStore {
     /// Opens a disk's file and locks it.
     ///
     /// # Errors
-    /// If it is no regular file, can't be had, or is in use.
+    /// If it is no regular file, can't be opened, or is in use.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         Self::with(OpenOptions::new().read(true).write(true), path)
     }
 
-    /// Makes a file of `length` bytes, all of it a hole, for its owner alone: where a standby begins.
+    /// Creates a sparse file of `length` bytes, accessible only by its owner. A standby begins with
+    /// it.
     ///
     /// # Errors
-    /// If there is one already, or it can't be made.
+    /// If the file exists already, or can't be created.
     pub fn create(path: &Path, length: u64) -> Result<Self, StoreError> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
@@ -157,10 +162,10 @@ impl FileStore {
         Ok(store)
     }
 
-    /// Which file it is.
+    /// The identity of the file.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn id(&self) -> io::Result<FileId> {
         let found = self.file.metadata()?;
         Ok(FileId { device: found.dev(), inode: found.ino() })
@@ -169,14 +174,14 @@ impl FileStore {
     /// The length of the file in bytes.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn length(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len())
     }
 
     fn with(options: &OpenOptions, path: &Path) -> Result<Self, StoreError> {
         let opened = |source| StoreError::Open { path: path.to_owned(), source };
-        // What is no file may make opening wait, or do something.
+        // Opening a device or a FIFO could block or have side effects.
         if path.exists() && !path.metadata().map_err(opened)?.is_file() {
             return Err(StoreError::Kind { path: path.to_owned() });
         }
@@ -239,7 +244,7 @@ impl Store for FileStore {
     }
 
     fn data(&self, from: u64) -> io::Result<Option<Range<u64>>> {
-        // Nothing else goes by the position in the file, which this moves.
+        // No other code uses the file position, which this call changes.
         match seek(&self.file, SeekFrom::Data(from)) {
             Ok(start) => Ok(Some(start..seek(&self.file, SeekFrom::Hole(start))?)),
             Err(rustix::io::Errno::NXIO) => Ok(None),
@@ -248,7 +253,7 @@ impl Store for FileStore {
     }
 }
 
-/// Whether the file system knows how to do it at all.
+/// Whether the file system supports an operation, which was tried.
 fn supported(done: rustix::io::Result<()>) -> io::Result<bool> {
     match done {
         Ok(()) => Ok(true),

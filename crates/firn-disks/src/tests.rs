@@ -1,4 +1,4 @@
-//! Random histories of a disk, against a model that keeps what it was at each cut.
+//! Random histories of a disk, compared with a model that stores its contents at each cut.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,23 +17,23 @@ use crate::store::Store;
 use crate::wire;
 
 const SIZE: u64 = 5 << 10;
-/// Of the copy.
+/// The step size of the seed.
 const PIECE_BYTES: u64 = 1 << 10;
 const PLENTY: usize = usize::MAX;
 
-/// A disk in memory, which can fail half-way. Clones are the same one.
+/// A disk in memory, which can fail in the middle of a change. Clones share their contents.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
     bytes: Arc<Mutex<Vec<u8>>>,
-    /// How many changes are made before they fail, having been made by half.
+    /// How many changes succeed before one fails, half of it being made.
     changes_left: Arc<AtomicUsize>,
     fails: Arc<Mutex<bool>>,
-    /// Reading fails too, and one flush.
+    /// Reads fail too, and so does one flush.
     is_bad: Arc<AtomicBool>,
 }
 
 impl Memory {
-    /// What is there, with the zeros that nobody wrote.
+    /// The contents, with zeros for bytes that were never written.
     pub fn bytes(&self, size: usize) -> Vec<u8> {
         let mut bytes = self.bytes.lock().unwrap().clone();
         assert!(bytes.len() <= size);
@@ -41,7 +41,7 @@ impl Memory {
         bytes
     }
 
-    /// The change after so many fails half-way, as do all later ones.
+    /// Makes every change after `changes` more ones fail half-way.
     pub fn fail_from(&self, changes: usize) {
         self.changes_left.store(changes, Ordering::Relaxed);
         *self.fails.lock().unwrap() = changes < usize::MAX;
@@ -88,7 +88,7 @@ impl Store for Memory {
     }
 
     fn discard(&self, at: u64, length: u64) -> io::Result<bool> {
-        // As a file system does that has holes of whole blocks only here and there.
+        // Like a file system that has holes only of whole blocks, and not everywhere.
         match at % 3 == 0 {
             true => self.zero(at, length, true).map(|()| true),
             false => Ok(false),
@@ -96,7 +96,7 @@ impl Store for Memory {
     }
 
     fn sync(&self) -> io::Result<()> {
-        // As the kernel: it is told once.
+        // Like the kernel, which reports a lost write once.
         match self.is_bad.swap(false, Ordering::Relaxed) {
             true => Err(io::Error::other("bad")),
             false => Ok(()),
@@ -111,7 +111,7 @@ impl Store for Memory {
     }
 }
 
-/// What happens to a disk that is protected.
+/// An event in the life of a protected disk.
 #[derive(Clone, Debug)]
 enum Event {
     Write {
@@ -152,7 +152,7 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// A primary, its standby, and what the disk was at each cut.
+/// A primary, its standby, and the disk's contents at each cut.
 struct World {
     file: Memory,
     disk: Disk,
@@ -174,11 +174,11 @@ impl World {
         world
     }
 
-    /// What the guest does. An error is the guest's affair.
+    /// Applies a change of the guest. An error is reported to the guest only.
     fn change(&mut self, event: &Event) {
         let done = match event {
             Event::Write { at, length, fill } => {
-                // No two bytes in a row are alike, so that misplaced ones show.
+                // No two consecutive bytes are equal, so that misplaced ones are found.
                 let bytes = (0..*length).map(|index| fill.wrapping_add(index as u8)).collect();
                 self.disk.write(*at, bytes)
             }
@@ -192,7 +192,7 @@ impl World {
         }
     }
 
-    /// By way of the wire.
+    /// Sends changes through the wire format.
     fn send(&mut self, epoch: Epoch, changes: &[Change]) {
         for message in wire::encode(0, changes) {
             self.standby.receive(epoch, wire::decode(&message).unwrap().1).unwrap();
@@ -232,7 +232,7 @@ impl World {
         }
     }
 
-    /// The primary is lost here.
+    /// Fails over, as if the primary were lost here.
     fn fail_over(self) {
         let committed = self.standby.progress().1;
         match self.standby.take_up() {
@@ -296,7 +296,7 @@ fn a_change_that_failed_by_half_is_on_both_sides_by_half() {
     assert!(bytes[..50] == [1; 50] && bytes[50..100] == [0; 50]);
 }
 
-/// Whatever the standby were sent then, it might be wrong.
+/// After such a failure, any contents sent to the standby might be wrong.
 #[test]
 fn a_change_that_failed_and_cannot_be_read_back_ends_protection() {
     let mut world = World::new(&[]);
@@ -330,7 +330,8 @@ fn after_a_flush_that_failed_none_succeeds() {
     disk.flush().unwrap_err();
 }
 
-/// Many threads write to the same few places while the disk is copied and cut. At a cut they stand still, as a VM does.
+/// Many threads write to the same few ranges while the disk is seeded and cut. At a cut they are
+/// blocked, as in a paused VM.
 #[test]
 fn threads_that_write_to_one_place_leave_the_same_on_both_sides() {
     let mut world = World::new(&[]);
@@ -347,13 +348,13 @@ fn threads_that_write_to_one_place_leave_the_same_on_both_sides() {
                         return;
                     }
                     let _running = running.read().unwrap();
-                    // Each overlaps all others.
+                    // Each range overlaps all others.
                     let at = round % 3 * 100;
                     disk.write(at, vec![thread * 60 + (round % 60) as u8; 500]).unwrap();
                 }
             });
         }
-        // As long as they are there, somebody always waits for room or writes.
+        // While the threads run, one of them always waits for room or writes.
         for _ in 0..30 {
             let seed = disk.seed().unwrap();
             world.send(Epoch(0), &seed.changes);
@@ -378,7 +379,7 @@ fn threads_that_write_to_one_place_leave_the_same_on_both_sides() {
     world.fail_over();
 }
 
-/// A disk that somebody writes to just when the copy has read a piece of it.
+/// A store that writes to its disk just after the seed has read a piece of it.
 #[derive(Debug)]
 struct Meddling {
     memory: Memory,

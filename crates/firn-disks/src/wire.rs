@@ -1,5 +1,5 @@
-//! Changes of disks as bytes: the body of one message in the stream of epochs, which says which epoch they belong to
-//! (`firn-epochs`, `wire`).
+//! Disk change messages: changes of disks as bytes. Each is the body of one message in the
+//! replication stream, whose header names the epoch (`firn-epochs`, `wire`).
 //!
 //! ```text
 //!     0        4        8                 16              16 + 16 * count
@@ -10,12 +10,13 @@
 //!
 //!   entry:   0                 8        12       16
 //!          +-----------------+--------+--------+
-//!          | at              | length | kind   |   1: a write, 2: zeros, 3: zeros that may be a hole
+//!          | at              | length | kind   |   1: a write, 2: zeros, 3: zeros, maybe a hole
 //!          +-----------------+--------+--------+
 //! ```
 //!
-//! Numbers are little-endian. A message is at most [`BYTES_MAX`] long: what is longer is cut, and comes out the same when it is made
-//! in order. Nothing of a message is believed before its check is right, and no memory is taken for a length alone.
+//! Numbers are little-endian. A message has at most [`BYTES_MAX`] bytes: a longer change is split,
+//! which has the same result if the parts are made in order. The receiver checks the checksum
+//! before it uses any other part of a message, and allocates no memory because of a length alone.
 
 use std::hash::Hasher as _;
 
@@ -24,49 +25,49 @@ use twox_hash::XxHash3_64;
 
 use crate::change::Change;
 
-/// The longest message in bytes.
+/// The maximum length of a message in bytes.
 pub const BYTES_MAX: usize = 1 << 20;
 
 const HEAD_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 16;
-/// The most that one entry writes.
+/// The maximum number of bytes that one entry writes.
 const WRITE_BYTES_MAX: usize = BYTES_MAX / 2;
-/// The most zeros of one entry.
+/// The maximum number of zeros of one entry.
 const ZEROS_MAX: u64 = 1 << 30;
 
 const WRITE: u32 = 1;
 const ZERO: u32 = 2;
 const HOLE: u32 = 3;
 
-/// Why bytes are no changes.
+/// Why bytes can't be decoded as changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum WireError {
-    /// They have no room for what they say they hold, or hold more.
+    /// They are too short or too long for the changes that they announce.
     #[error("{bytes} bytes can't hold the {count} changes of a disk that they announce")]
     Length {
-        /// How long they are.
+        /// The length in bytes.
         bytes: usize,
-        /// How many changes they announce.
+        /// The number of changes that they announce.
         count: u32,
     },
-    /// They were damaged.
+    /// The checksum is wrong.
     #[error("changes of a disk are damaged: their checksum is {found:#018x}, not {expected:#018x}")]
     Checksum {
-        /// What they say.
+        /// The checksum in the message.
         expected: u64,
-        /// What they come to.
+        /// The checksum of the received bytes.
         found: u64,
     },
-    /// They were made by something else.
-    #[error("change {index} of a disk makes no sense: kind {kind}, {length} bytes at {at}")]
+    /// An entry is invalid.
+    #[error("change {index} of a disk is invalid: kind {kind}, {length} bytes at {at}")]
     Entry {
-        /// Which one.
+        /// The index of the entry.
         index: usize,
         /// Its kind.
         kind: u32,
-        /// Where it begins.
+        /// The offset of its first byte.
         at: u64,
-        /// How many bytes it changes.
+        /// The number of bytes it changes.
         length: u32,
     },
 }
@@ -78,7 +79,7 @@ struct Entry<'a> {
     bytes: &'a [u8],
 }
 
-/// Messages that hold these changes of a disk, in order.
+/// Encodes changes of a disk as messages, in order.
 pub fn encode(disk: u32, changes: &[Change]) -> impl Iterator<Item = Vec<u8>> {
     let mut entries = changes.iter().flat_map(entries).peekable();
     std::iter::from_fn(move || {
@@ -97,7 +98,7 @@ pub fn encode(disk: u32, changes: &[Change]) -> impl Iterator<Item = Vec<u8>> {
     })
 }
 
-/// A change as entries.
+/// Splits a change into entries.
 fn entries(change: &Change) -> Box<dyn Iterator<Item = Entry<'_>> + '_> {
     match change {
         Change::Write { at, bytes } => {
@@ -133,7 +134,7 @@ fn message(disk: u32, heads: &[u8], written: &[u8]) -> Vec<u8> {
     message
 }
 
-/// Of a message, without the place where it stands.
+/// The checksum of a message, without the field that contains it.
 fn check(message: &[u8]) -> u64 {
     let mut sum = XxHash3_64::new();
     sum.write(&message[..8]);
@@ -141,10 +142,10 @@ fn check(message: &[u8]) -> u64 {
     sum.finish()
 }
 
-/// The changes that a message holds, and of which disk.
+/// Decodes a message: the number of the disk, and the changes.
 ///
 /// # Errors
-/// If it is not what [`encode`] makes. Whether the changes lie within the disk is for others to say.
+/// If [`encode_changes`] did not make it. The caller checks that the changes lie within the disk.
 pub fn decode(message: &[u8]) -> Result<(u32, Vec<Change>), WireError> {
     let bytes = message.len();
     let short = WireError::Length { bytes, count: 0 };
@@ -164,7 +165,8 @@ pub fn decode(message: &[u8]) -> Result<(u32, Vec<Change>), WireError> {
     written.is_empty().then_some((disk, changes)).ok_or(wrong)
 }
 
-/// The change of an entry, which takes its bytes from the front of `written`; `None` if those are too few.
+/// Decodes an entry, and removes its bytes from the front of `written`; `None` if those are too
+/// few.
 fn change(index: usize, head: &[u8], written: &mut &[u8]) -> Result<Option<Change>, WireError> {
     let (at, length, kind) = (long(head, 0), word(head, 8), word(head, 12));
     let nonsense = WireError::Entry { index, kind, at, length };
@@ -180,14 +182,14 @@ fn change(index: usize, head: &[u8], written: &mut &[u8]) -> Result<Option<Chang
     }
 }
 
-/// So many bytes from the front.
+/// Removes `length` bytes from the front.
 fn taken(from: &mut &[u8], length: usize) -> Option<Vec<u8>> {
     let (bytes, rest) = from.split_at_checked(length)?;
     *from = rest;
     Some(bytes.to_vec())
 }
 
-/// Four bytes as a number; the callers have them.
+/// Four bytes as a number. The caller has checked the length.
 fn word(bytes: &[u8], at: usize) -> u32 {
     bytes[at..at + 4].iter().rev().fold(0, |word, &byte| word << 8 | u32::from(byte))
 }

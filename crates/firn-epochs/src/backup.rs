@@ -1,4 +1,4 @@
-//! Receiving a VM's epochs, into memory that a hypervisor can map.
+//! Backup: receives a VM's epochs into memory that a hypervisor can map.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,32 +16,32 @@ use crate::primary_end::PrimaryEnd;
 use crate::standby::{Ram, Standby, StandbyError};
 use crate::wire::{Hello, Message, Reader, WireError, Writer};
 
-/// How much is read from the connection at once.
+/// The number of bytes read from the connection at a time.
 const READ_BYTES: usize = 1 << 20;
 
-/// How long who has connected may take to say who it is.
+/// How long a peer may take after connecting to send its hello.
 const HELLO_MAX: Duration = Duration::from_secs(10);
 
-/// Why no more epochs come.
+/// Why no more epochs are received.
 #[derive(Debug, Error)]
 pub enum BackupError {
-    /// The connection ended, or what came is damaged.
+    /// The connection ended, or a message is damaged.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// What came can't be kept.
+    /// The standby can't store a message.
     #[error(transparent)]
     Standby(#[from] StandbyError),
-    /// The first message is not an introduction.
-    #[error("whoever connected is no primary: it does not introduce itself")]
+    /// The first message is not a hello.
+    #[error("protocol error: the peer sent no hello first, so it is no primary")]
     NoHello,
-    /// The primary goes on alone, and was told that nobody runs the VM here.
-    #[error("its primary has released it, and goes on alone")]
+    /// The primary continues alone, and the backup confirmed that the VM does not run here.
+    #[error("its primary has released it, and continues alone")]
     Released,
-    /// The primary reported how its side ended.
+    /// The primary reported how the protection ended.
     #[error("{0}")]
     Ended(PrimaryEnd),
-    /// The primary would go on alone, and was told nothing: the VM runs here.
-    #[error("its primary would go on alone, but the VM is about to run here")]
+    /// The primary requested to continue alone, and got no confirmation: the VM runs here.
+    #[error("its primary requested to continue alone, but the VM is about to run here")]
     TakenUp,
 }
 
@@ -52,10 +52,10 @@ pub struct RamFiles {
 }
 
 impl RamFiles {
-    /// New files without a name, all zeros.
+    /// Creates files without a name, all zeros.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the system can't create them.
     pub fn create(regions: &RegionMap) -> io::Result<Self> {
         let file = |region: &RamRegion| {
             let file = memfd_create("firn-ram", MemfdFlags::CLOEXEC)?;
@@ -65,7 +65,7 @@ impl RamFiles {
         Ok(Self { files: regions.regions().iter().map(file).collect::<io::Result<_>>()? })
     }
 
-    /// These files, each with the name of the region that it is for. `None` if a region has none.
+    /// Uses these files, each with the name of its region. `None` if a region has none.
     pub fn named(regions: &RegionMap, mut files: BTreeMap<&str, File>) -> Option<Self> {
         let file = |region: &RamRegion| Some((region.clone(), files.remove(region.id.as_str())?));
         Some(Self { files: regions.regions().iter().map(file).collect::<Option<_>>()? })
@@ -85,17 +85,17 @@ impl Ram for RamFiles {
     }
 }
 
-/// A connection from a primary.
+/// The receiving end of a connection from a primary.
 pub struct Receiver {
     reader: Reader<BufReader<Stream>>,
     writer: Writer<BufWriter<Stream>>,
 }
 
 impl Receiver {
-    /// Hears who is there.
+    /// Waits for the hello of a primary.
     ///
     /// # Errors
-    /// If nobody, or no primary.
+    /// If the peer sends no hello in time.
     pub fn meet(stream: &Stream) -> Result<(Self, Hello), BackupError> {
         let from = BufReader::with_capacity(READ_BYTES, stream.try_clone().map_err(WireError::Io)?);
         let to = BufWriter::new(stream.try_clone().map_err(WireError::Io)?);
@@ -109,10 +109,12 @@ impl Receiver {
         }
     }
 
-    /// Receives epochs until the connection ends, which is always an error. What is committed then stays so.
+    /// Receives epochs until the connection ends, which is always an error. Committed epochs remain
+    /// committed.
     ///
-    /// `told` hears of each. `ends` is asked about the end that the primary reports: whether it is noted. Of a release, and of any other wanted
-    /// end, what is here must never be run then.
+    /// `report_progress` is called with the progress after each epoch. `record_end` is called with
+    /// the end that the primary reports, and returns whether it is recorded. After a release, or
+    /// any other intended end, the standby must never be run.
     pub fn receive<R: Ram>(
         &mut self,
         standby: &mut Standby<R>,
@@ -122,7 +124,7 @@ impl Receiver {
         loop {
             if let Err(error) = self.receive_one(standby, told, ends) {
                 if let BackupError::Standby(refusal) = &error {
-                    // It may have gone.
+                    // The primary may have disconnected.
                     let _ = self.writer.refusal(&refusal.to_string());
                 }
                 return error;
@@ -130,7 +132,7 @@ impl Receiver {
         }
     }
 
-    /// That what is here is never run has been seen to before it is said.
+    /// Confirms a release. The caller has recorded before that the standby is never run.
     fn agree(&mut self, agrees: bool) -> BackupError {
         match agrees {
             false => BackupError::TakenUp,
@@ -138,7 +140,7 @@ impl Receiver {
         }
     }
 
-    /// How the primary's side ended has been noted before it is answered.
+    /// Confirms the primary's end. The caller has recorded it before.
     fn note(&mut self, end: PrimaryEnd, is_noted: bool) -> BackupError {
         match is_noted {
             false => BackupError::TakenUp,
@@ -148,13 +150,13 @@ impl Receiver {
 
     /// Reports to a primary why the VM is never run here.
     pub fn decline(&mut self, why: &str) {
-        // It may have gone.
+        // The primary may have disconnected.
         let _ = self.writer.decline(why);
     }
 
-    /// Tells a primary why nothing more is taken from it.
+    /// Reports to a primary why its epochs are refused.
     pub fn refuse(&mut self, why: &str) {
-        // It may have gone.
+        // The primary may have disconnected.
         let _ = self.writer.refusal(why);
     }
 

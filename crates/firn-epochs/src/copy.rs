@@ -1,11 +1,13 @@
-//! What an epoch wrote, as it was at its cut. Pure.
+//! Epoch copy: the pages that an epoch wrote, as they were at its cut. Pure.
 //!
 //! ```text
-//!   ahead          3  4  9                                copied while the VM ran
-//!   pages             4    10  11                         copied in the pause: found written, or left writable
-//!   bytes        [ 3 | 4 | 9 ][ 4 | 10 | 11 ]             in that order; the copy ahead of 4 is of no use
-//!   before         .        ?   .   =    .                in the copy of the epoch before: "=" is as it was, "." a few words of it are new,
-//! ```                                                     "?" it is not in that copy, or much of it is new
+//!   ahead        3  4  9                            copied while the VM ran
+//!   pages           4    10  11                     copied in the pause: written, or left writable
+//!   bytes      [ 3 | 4 | 9 ][ 4 | 10 | 11 ]         in that order; the early copy of 4 is obsolete
+//!   before       .        ?   .   =    .            compared with the copy of the epoch before:
+//! ```
+//!
+//! "=" is unchanged, "." differs in a few words, "?" is not in that copy, or differs in many words.
 
 use firn_cluster::Epoch;
 use firn_cluster::member::OfEpoch;
@@ -17,33 +19,33 @@ use firn_types::{PAGE_SIZE, Page};
 use crate::delta::{Patches, is_little, runs};
 use crate::wire::PATCHES_BYTES;
 
-/// Everything of one epoch.
+/// All parts of one epoch.
 #[derive(Clone, Debug, Default)]
 pub struct EpochCopy {
-    /// Which one.
+    /// The epoch.
     pub epoch: Epoch,
-    /// What was copied, and why.
+    /// The pages that were copied, and why.
     pub plan: CutPlan,
     /// Pages copied ahead, in order.
     pub ahead: Vec<Page>,
     /// The pages of `plan.copy`, in order. Empty if they were sent from within the pause.
     pub pages: Vec<Page>,
-    /// What they held.
+    /// The contents of the pages.
     pub bytes: Vec<u8>,
-    /// Devices and vCPUs.
+    /// The state of devices and vCPUs.
     pub devices: Vec<u8>,
-    /// Small RAM blocks beside guest RAM.
+    /// The auxiliary blocks.
     pub aux: Vec<AuxBlock>,
-    /// What was changed on each disk.
+    /// The changes of each disk.
     pub disks: Vec<Vec<Change>>,
-    /// What of its card goes with it, of a member of a cluster.
+    /// The state of the card that belongs to it, for a member of a cluster.
     pub card: Option<OfEpoch>,
     /// No epoch follows.
     pub last: bool,
 }
 
 impl EpochCopy {
-    /// What a page held, if it was copied.
+    /// The contents of a page, if it was copied.
     pub fn page(&self, page: Page) -> Option<&[u8]> {
         let at = match self.plan.ahead.contains(page) {
             true => self.ahead.binary_search(&page).ok()?,
@@ -52,7 +54,7 @@ impl EpochCopy {
         self.bytes.get(at * PAGE_SIZE..(at + 1) * PAGE_SIZE)
     }
 
-    /// The pages with what they held.
+    /// The pages with their contents.
     pub fn iter(&self) -> impl Iterator<Item = (Page, &[u8])> {
         let (ahead, paused) = self.bytes.split_at(self.ahead.len() * PAGE_SIZE);
         let ahead = self.ahead.iter().copied().zip(ahead.chunks_exact(PAGE_SIZE));
@@ -60,13 +62,13 @@ impl EpochCopy {
         ahead.filter(|(page, _)| self.plan.ahead.contains(*page)).chain(paused)
     }
 
-    /// Memory that its disks' changes take, in pages.
+    /// The memory that its disks' changes occupy, in pages.
     pub fn disk_pages(&self) -> u64 {
         let bytes: usize = self.disks.iter().flatten().map(Change::cost).sum();
         bytes.div_ceil(PAGE_SIZE) as u64
     }
 
-    /// What of it a backup lacks that has the epoch before.
+    /// Compares it with the epoch before, which the backup has: determines what to send.
     pub fn news_since(&self, before: &Self) -> News {
         let mut news = News::default();
         for (page, bytes) in self.iter() {
@@ -80,10 +82,11 @@ impl EpochCopy {
         news
     }
 
-    /// Gives what is new of some pages, about [`PATCHES_BYTES`] at a time: all of it at once would take half as much memory again as the pages.
+    /// Passes the deltas of some pages to `give`, about [`PATCHES_BYTES`] at a time. All of them at
+    /// once would take half as much memory again as the pages.
     ///
     /// # Errors
-    /// Those of `give`.
+    /// The errors of `give`.
     pub fn patches<E>(
         &self,
         before: &Self,
@@ -102,14 +105,14 @@ impl EpochCopy {
     }
 }
 
-/// What is sent of an epoch's pages.
+/// The result of comparing an epoch's pages with the epoch before: how each page is sent.
 #[derive(Clone, Debug, Default)]
 pub struct News {
-    /// Nothing: pages that hold what they did in the epoch before.
+    /// Pages with the same contents, of which nothing is sent.
     pub same: PageSet,
-    /// All of them.
+    /// Pages that are sent as a whole.
     pub whole: PageSet,
-    /// What is new of them, which is little.
+    /// Pages of which a small delta is sent.
     pub patched: PageSet,
 }
 

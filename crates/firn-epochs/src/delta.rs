@@ -1,26 +1,27 @@
-//! What of a page is new, where its copy of the epoch before is known. Pure.
+//! Page delta: the bytes of a page that differ from its copy of the epoch before. Pure.
 //!
 //! ```text
-//!   before   | aaaa | bbbb | cccc | ....           the backup has that, or will when it folds this epoch
+//!   before   | aaaa | bbbb | cccc | ....     the backup has it, or will after it folds this epoch
 //!   now      | aaaa | bXbb | cccc | ....
-//!   patch             ^ page, where, how long, bytes
+//!   patch             ^ page, offset, length, bytes
 //! ```
 //!
-//! A page that is written every epoch is a stack, a counter, a list: mostly a few words of it are new. The idea is that of QEMU's
-//! XBZRLE (`docs/devel/migration`), with runs of words that differ in place of runs of zeros.
+//! A page that is written in every epoch is a stack, a counter or a list: mostly only a few words
+//! of it change. The idea is that of QEMU's XBZRLE (`docs/devel/migration`), with runs of differing
+//! words instead of runs of zeros.
 
 use std::ops::Range;
 
 use firn_types::{PAGE_SIZE, Page};
 
-/// How much is compared at once, and how little may lie between two runs.
+/// The unit of comparison, in bytes. Runs that are not further apart are joined.
 const WORD: usize = 8;
-/// A page of which more is new goes as a whole.
+/// The maximum size of a delta. A page with a larger one is sent as a whole.
 const MOST: usize = PAGE_SIZE / 2;
-/// Of a run: page (4 bytes), where it begins (2), how long it is (2).
+/// The header of a run: page (4 bytes), offset (2), length (2).
 const HEAD: usize = 8;
 
-/// Where a page differs from what it held before.
+/// The ranges in which a page differs from its earlier contents.
 pub fn runs(before: &[u8], now: &[u8]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     let words = before.chunks_exact(WORD).zip(now.chunks_exact(WORD)).enumerate();
@@ -34,17 +35,17 @@ pub fn runs(before: &[u8], now: &[u8]) -> Vec<Range<usize>> {
     runs
 }
 
-/// Whether these runs are worth it, rather than the whole page.
+/// Whether these runs are smaller than the limit for a delta; otherwise the whole page is sent.
 pub fn is_little(runs: &[Range<usize>]) -> bool {
     runs.iter().map(|run| HEAD + run.len()).sum::<usize>() <= MOST
 }
 
-/// Runs of bytes in pages, as they are sent: each with its head, one after another.
+/// Runs of bytes in pages, encoded for sending: each behind its header, one after another.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Patches(Vec<u8>);
 
 impl Patches {
-    /// Adds runs of a page that holds this now.
+    /// Adds runs of a page with the contents `now`.
     pub fn add(&mut self, page: Page, runs: &[Range<usize>], now: &[u8]) {
         for run in runs {
             self.0.extend(page.0.to_le_bytes());
@@ -54,7 +55,7 @@ impl Patches {
         }
     }
 
-    /// What somebody has sent. `None` if it makes no sense.
+    /// Parses received bytes. `None` if they are invalid.
     pub fn parse(bytes: Vec<u8>) -> Option<Self> {
         let mut rest = &bytes[..];
         while !rest.is_empty() {
@@ -65,19 +66,19 @@ impl Patches {
         Some(Self(bytes))
     }
 
-    /// As they are sent.
+    /// The encoded bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// The page, where in it, and what is there.
+    /// For each run, the page, the offset and the bytes.
     pub fn iter(&self) -> impl Iterator<Item = (Page, usize, &[u8])> {
         let mut rest = &self.0[..];
         std::iter::from_fn(move || first(&mut rest))
     }
 }
 
-/// Takes the first run.
+/// Removes the first run from the front.
 fn first<'a>(rest: &mut &'a [u8]) -> Option<(Page, usize, &'a [u8])> {
     let (head, behind) = rest.split_first_chunk::<HEAD>()?;
     let [p0, p1, p2, p3, o0, o1, l0, l1] = *head;

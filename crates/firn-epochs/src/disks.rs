@@ -1,69 +1,72 @@
-//! The disks of a VM that belong to its epochs, where the VM runs (`firn-disks`).
+//! Epoch disks: the disks of a VM that are replicated with its epochs, at the primary
+//! (`firn-disks`).
 //!
 //! ```text
-//!   seed    each disk copied while the VM runs, then what it changed while memory is copied      epoch 0
-//!   pause   the hypervisor is told to stop: drain ... it stands still: cut                       the log of an epoch
+//!   seed    each disk is copied while the VM runs, then its changes while memory is copied
+//!   pause   the hypervisor is ordered to stop: begin_drain ... VM paused: cut_logs
 //! ```
 //!
-//! A hypervisor that is told to stop waits for its disks first, so their logs have no bound from that moment until the cut. It is lifted
-//! after the hypervisor was told, and also where the VM is to stand still without a cut.
+//! A hypervisor that is ordered to stop waits for its disks first, so their logs have no bound from
+//! that moment until the cut. The bound is lifted after the hypervisor got the order, and also if
+//! the VM is paused without a cut.
 
 use std::sync::Arc;
 
 use firn_cluster::Epoch;
 use firn_disks::{Change, Disk, DiskError};
 
-/// Bytes of memory that the log of a disk takes in an epoch before its changes wait.
+/// The bytes of memory that the log of a disk may take in an epoch before changes have to wait.
 const LOG_BYTES: usize = 32 << 20;
 
-/// All disks of a VM that Firn serves, with their ids. Nothing is noted any more when it is dropped.
+/// All disks of a VM that Firn serves, with their ids. Dropping it ends the logging.
 #[derive(Default)]
 pub struct Disks(Vec<(String, Arc<Disk>)>);
 
 impl Disks {
-    /// These, in the order in which the backup knows them.
+    /// These disks, in the order in which the backup numbers them.
     pub fn new(disks: Vec<(String, Arc<Disk>)>) -> Self {
         Self(disks)
     }
 
-    /// Whether this is one of them.
+    /// Whether a disk of this id is among them.
     pub fn has(&self, id: &str) -> bool {
         self.0.iter().any(|(it, _)| it == id)
     }
 
-    /// Their numbers.
+    /// The numbers of the disks.
     pub(crate) fn numbers(&self) -> std::ops::Range<u32> {
         0..self.0.len() as u32
     }
 
-    /// The backup has nothing of them.
+    /// Begins a protection, for a backup that has no copy of them.
     pub(crate) fn begin(&self) {
         self.0.iter().for_each(|(_, disk)| disk.protect(LOG_BYTES));
     }
 
-    /// The next step of copying one, and whether all of it has been read.
+    /// Takes the next seed step of one disk. Also returns whether all of it has been read.
     pub(crate) fn seed(&self, number: u32) -> Result<(Vec<Change>, bool), DiskError> {
         let Some((_, disk)) = self.0.get(number as usize) else { return Ok((Vec::new(), true)) };
         disk.seed().map(|seed| (seed.changes, seed.is_whole))
     }
 
-    /// Bytes that have been read of all, and how many there are.
+    /// The number of bytes that have been read of all disks, and of all bytes.
     pub(crate) fn seeded(&self) -> (u64, u64) {
         let copied = |disk: &Arc<Disk>| disk.copied().unwrap_or_default();
         self.0.iter().fold((0, 0), |(done, all), (_, it)| (done + copied(it), all + it.size()))
     }
 
-    /// The hypervisor has been told to stop the VM.
+    /// Lifts the bounds: the hypervisor has been ordered to stop the VM.
     pub(crate) fn drain(&self) {
         self.0.iter().for_each(|(_, disk)| disk.drain());
     }
 
-    /// The VM goes on, and nothing was cut.
+    /// Restores the bounds: the VM runs again, and there was no cut.
     pub(crate) fn go_on(&self) {
         self.0.iter().for_each(|(_, disk)| disk.go_on());
     }
 
-    /// The VM stands still at the end of an epoch: what it changed.
+    /// Cuts the logs at the end of an epoch, while the VM is paused, and returns the changes of
+    /// each disk.
     pub(crate) fn cut(&self, epoch: Epoch) -> Result<Vec<Vec<Change>>, DiskError> {
         let cut = |(_, disk): &(String, Arc<Disk>)| {
             let log = disk.cut()?;
@@ -73,7 +76,7 @@ impl Disks {
         self.0.iter().map(cut).collect()
     }
 
-    /// Nothing is noted any more.
+    /// Ends the protection, and logging with it.
     pub(crate) fn release(&self) {
         self.0.iter().for_each(|(_, disk)| disk.release());
     }

@@ -1,7 +1,8 @@
-//! Where a backup listens: `unix:PATH`, a socket for its owner alone.
+//! Backup endpoint: the address of a backup, `unix:PATH`, a socket that only its owner can use.
 //!
-//! Nothing is encrypted, and whoever connects says how a hypervisor is to be started: between hosts the socket has to be carried
-//! by something that knows who is there, such as ssh(1) with `-L PATH:PATH`.
+//! The stream is not encrypted, and the peer that connects determines how a hypervisor is started.
+//! So between hosts the socket has to be forwarded by a program that authenticates its peers, such
+//! as ssh(1) with `-L PATH:PATH`.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -16,15 +17,15 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// How long a write may wait for the other side before the connection counts as lost.
+/// How long a write may wait for the peer before the connection counts as lost.
 const WRITE_WAIT: Duration = Duration::from_secs(10);
 
-/// An address: a socket in the file system.
+/// The address of a backup: a socket in the file system.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Endpoint(PathBuf);
 
-/// Words that are no address.
+/// A text that is no address.
 #[derive(Debug, Error)]
 #[error("{0:?} is no address: give unix:PATH")]
 pub struct EndpointError(String);
@@ -61,18 +62,18 @@ impl fmt::Display for Endpoint {
 }
 
 impl Endpoint {
-    /// Connects to a backup that listens there.
+    /// Connects to a backup that listens at this address.
     ///
     /// # Errors
-    /// If nobody does.
+    /// If no process listens there.
     pub fn connect(&self) -> io::Result<Stream> {
         Stream::ready(UnixStream::connect(&self.0)?)
     }
 
-    /// Listens there. The socket is for its owner alone.
+    /// Listens at this address. Only the owner can use the socket.
     ///
     /// # Errors
-    /// If the address can't be had.
+    /// If the socket can't be created.
     pub fn listen(&self) -> io::Result<Listener> {
         let listener = UnixListener::bind(&self.0)?;
         std::fs::set_permissions(&self.0, std::fs::Permissions::from_mode(0o600))?;
@@ -80,7 +81,7 @@ impl Endpoint {
     }
 }
 
-/// Where a backup waits for its primary. The socket goes with it.
+/// The socket at which a backup waits for its primary. Dropping it removes the socket.
 #[derive(Debug)]
 pub struct Listener {
     listener: UnixListener,
@@ -91,7 +92,7 @@ impl Listener {
     /// Waits for a connection.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the system reports an error.
     pub fn accept(&self) -> io::Result<Stream> {
         Stream::ready(self.listener.accept()?.0)
     }
@@ -105,7 +106,7 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // Somebody else may have removed it.
+        // Another process may have removed it.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -120,10 +121,10 @@ impl Stream {
         Ok(Self(stream))
     }
 
-    /// A pair that is connected.
+    /// A pair of connected streams.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the system reports an error.
     pub fn pair() -> io::Result<(Self, Self)> {
         let (one, other) = UnixStream::pair()?;
         Ok((Self::ready(one)?, Self::ready(other)?))
@@ -132,36 +133,36 @@ impl Stream {
     /// Another handle of the same connection.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the system reports an error.
     pub fn try_clone(&self) -> io::Result<Self> {
         self.0.try_clone().map(Self)
     }
 
-    /// How long reading may wait; `None` is for ever.
+    /// Sets how long a read may wait; `None` for no limit.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the system reports an error.
     pub fn set_patience(&self, patience: Option<Duration>) -> io::Result<()> {
         self.0.set_read_timeout(patience)
     }
 
-    /// Nothing more is read from it, by any of its handles, but for what has come.
+    /// Ends reading for all handles. Bytes that have arrived can still be read.
     pub fn hear_no_more(&self) {
-        // The other side may have ended it.
+        // The peer may have closed the connection.
         let _ = self.0.shutdown(Shutdown::Read);
     }
 
-    /// How long writing may wait, from now on.
+    /// Sets how long each further write may wait.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the system reports an error.
     pub fn set_write_patience(&self, patience: Duration) -> io::Result<()> {
         self.0.set_write_timeout(Some(patience))
     }
 
-    /// Ends the connection, for all of its handles. Whoever waits for it goes on.
+    /// Closes the connection, for all of its handles. Threads that wait for it wake up.
     pub fn close(&self) {
-        // The other side may have done so.
+        // The peer may have closed it.
         let _ = self.0.shutdown(Shutdown::Both);
     }
 }

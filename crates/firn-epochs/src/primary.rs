@@ -1,4 +1,4 @@
-//! A VM's epochs, from the seed until it is released or lost.
+//! Primary: runs a VM's epochs, from the seed until the VM is released or lost.
 //!
 //! ```text
 //!   seed ---> every interval: Cut ---> sender's thread ---> backup ---> Progress
@@ -6,8 +6,9 @@
 //!              '--- Compared, spare buffers-'<-----------------------------'
 //! ```
 //!
-//! One thread has the VM. It asks `epoch::Primary` what to do at each turn and does it; comparing and sending, and hearing the
-//! backup, are two more threads. They end with the connection, and the VM runs on without protection.
+//! One thread controls the VM. In each step it asks `PrimaryEpochs` for actions and carries them
+//! out. Two more threads compare and send epochs, and read the replies of the backup. They end with
+//! the connection, and the VM continues without protection.
 
 use std::io::{self, BufWriter};
 use std::thread;
@@ -38,63 +39,66 @@ pub use options::{CutNumbers, Ending, Options, Told, Watch};
 use pause::{Found, Inside, Stopping};
 use seed::Seed;
 
-/// Jobs that wait for the sender: parts of a large epoch among them.
+/// The maximum number of jobs that wait for the sender. Parts of a large epoch are jobs as well.
 const JOBS_MAX: usize = 16;
-/// Pages that a buffer has room for at least. It is made a little larger than the last epoch needed ahead of the pause, for growing
-/// takes page faults. One that is far too large is made smaller: an epoch may have been out of the ordinary.
+/// The minimum room of a buffer, in pages. A buffer is made a little larger than the last epoch
+/// needed ahead of the pause, because growing takes page faults. A buffer that is far too large is
+/// made smaller: the epoch that needed it may have been an exception.
 const ROOM_MIN: usize = 1024;
 const ROOM_TOO_LARGE: usize = 3;
-/// Buffers that are kept for later epochs. Two are in use where the sender keeps up: one is filled while the other is what the next is compared
-/// with. A third is needed now and then.
+/// The maximum number of buffers retained for later epochs. Two are in use if the sender keeps up:
+/// one is filled while the next epoch is compared with the other. A third is needed now and then.
 const SPARES_MAX: usize = 1;
-/// How often whoever asked is looked at.
+/// The interval at which an end request is checked.
 const LOOK: Duration = Duration::from_millis(20);
-/// The same while what another member has sent waits for a cut.
+/// The same while a frame of another member waits for a cut.
 const LOOK_OF_WANTED: Duration = Duration::from_millis(1);
-/// How often room is looked for when there is none; a VM that is slowed stands still for as long in each turn.
+/// The interval at which room is checked when there is none. A VM that is slowed is paused for as
+/// long in each step.
 const NO_ROOM: Duration = Duration::from_millis(5);
-/// How long a VM that is stopped stands still in each turn. Between two turns it runs for a moment: whoever else wants to stop it, or
-/// to ask it something, is heard then.
+/// The length of each pause of a VM that is stopped. Between two pauses it runs for a moment, so
+/// that other requests to stop or to query it are served.
 const STOPPED: Duration = Duration::from_millis(50);
-/// How long the backup's last words may take after nothing more can be sent to it.
+/// How long to wait for the backup's last message after sending has failed.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// How long a backup may take to say that it has an epoch.
+/// How long a backup may take to acknowledge an epoch.
 const ANSWER_MAX: Duration = Duration::from_secs(10);
 
-/// Why a VM is not protected any more.
+/// Why the protection of a VM ended.
 #[derive(Debug, Error)]
 pub enum PrimaryError {
-    /// The interval or the buffer.
+    /// The interval or the buffer size is invalid.
     #[error(transparent)]
     Limits(#[from] LimitsError),
-    /// The VM.
+    /// The VM can't be tracked or paused.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The connection to the backup.
+    /// The connection to the backup ended.
     #[error("the connection to the backup ended")]
     Wire(#[from] WireError),
     /// The connection could not be used.
     #[error("the connection to the backup can't be used")]
     Io(#[from] io::Error),
-    /// The system starts no more threads.
+    /// The system can't start a thread.
     #[error("a thread for the connection to the backup can't be started")]
     Thread(#[source] io::Error),
-    /// The backup's own words.
+    /// The backup refuses further epochs, with its reason.
     #[error("the backup takes nothing more: {0}")]
     Refused(String),
-    /// The backup never runs the VM, and says why.
+    /// The backup reports that it never runs the VM, and why.
     #[error("the backup never runs the VM: {0}")]
     Declined(String),
-    /// The backup does not say that it has what was sent.
+    /// The backup does not acknowledge what was sent.
     #[error("the backup has not answered for {} s", ANSWER_MAX.as_secs())]
     Silent,
-    /// The backup said something that only a primary says.
-    #[error("whoever listens there is no backup")]
+    /// The peer sent a message that only a primary may send, or one that was not expected.
+    #[error("protocol error: the peer sent a message that no backup may send here")]
     Confused,
 }
 
-/// Protects a VM until `ending` says so, which is no error, or until it can't be any more. The VM runs on then, if it lives.
+/// Protects a VM until `ending` requests the end, which is no error, or until an error prevents it.
+/// The VM then continues, if it still exists.
 ///
 /// # Errors
 /// If the connection ends, the backup refuses, or the VM can't be paused.
@@ -119,7 +123,7 @@ pub fn protect(
     Ok(detached?)
 }
 
-/// A connection to a backup, and what is to be done with it.
+/// A connection to a backup, and the parameters of the protection.
 struct Connection<'a> {
     stream: &'a Stream,
     hello: &'a Hello,
@@ -129,7 +133,7 @@ struct Connection<'a> {
 }
 
 impl<'a> Connection<'a> {
-    /// Threads that hear and send end with the connection.
+    /// Runs the protection. The threads that read and send end with the connection.
     fn protect(&self, guest: &mut Guest) -> Result<(), PrimaryError> {
         let epochs = Primary::new(
             self.options.limits(self.hello.member.is_some())?,
@@ -198,7 +202,7 @@ impl<'a> Connection<'a> {
     }
 }
 
-/// Ends the connection, whatever happens: threads wait for that.
+/// Closes the connection in every case, because threads wait for that.
 struct Closing<'a>(&'a Stream);
 
 impl Drop for Closing<'_> {
@@ -218,7 +222,9 @@ fn begin<'scope>(
     builder.spawn_scoped(scope, run).map(drop).map_err(PrimaryError::Thread)
 }
 
-/// A backup that takes nothing more says why, and closes the connection: that it can't be written to may be seen first.
+/// Replaces a connection error by the reason that the backup reported. A backup that refuses
+/// further epochs sends the reason and closes the connection, and the primary may notice the failed
+/// write first.
 pub(crate) fn said_by_backup(error: PrimaryError, events: &Receiver<Event>) -> PrimaryError {
     use PrimaryError::{Confused, Declined, Guest, Io, Refused, Wire};
     if !matches!(error, Wire(_) | Io(_) | Guest(GuestError::NobodyTakes)) {
@@ -233,7 +239,7 @@ pub(crate) fn said_by_backup(error: PrimaryError, events: &Receiver<Event>) -> P
     error
 }
 
-/// A VM that is being protected.
+/// The loop that protects a VM.
 struct Protection<'a> {
     guest: &'a mut Guest,
     epochs: Primary,
@@ -245,14 +251,15 @@ struct Protection<'a> {
     told: &'a dyn Watch,
     started: Instant,
     spares: Vec<Vec<u8>>,
-    /// Pages that the last cut copied.
+    /// The number of pages that the last cut copied.
     copied: usize,
-    /// When the backup was heard last, or had nothing to say.
+    /// The time at which the backup last sent a message, or had nothing to acknowledge.
     heard: Duration,
-    /// The epoch that was cut last, until it is sent.
+    /// The newest epoch that was cut, until it is sent.
     cut: Option<Box<EpochCopy>>,
     pace: Pace,
-    /// Of a member: the newest epoch that the backup was told to fold, and the newest frame that it knows to have left.
+    /// For a member of a cluster: the newest epoch that the backup was ordered to fold, and the
+    /// newest frame that it knows to have been sent.
     told_backup: Option<(Epoch, Seq)>,
 }
 
@@ -265,7 +272,7 @@ impl Protection<'_> {
         ended
     }
 
-    /// How this side ended, if the backup can and should be informed.
+    /// How the protection ended, if the backup can and should be informed.
     fn end_of(&mut self, ended: &Result<(), PrimaryError>) -> Option<PrimaryEnd> {
         let error = match ended {
             Ok(()) if self.ending.is_release() => return None,
@@ -294,7 +301,7 @@ impl Protection<'_> {
         }
     }
 
-    /// Waits until the backup has said that it never runs the VM.
+    /// Waits until the backup has confirmed that it never runs the VM.
     fn released(&self) -> Result<(), PrimaryError> {
         self.jobs.send(Job::Release).map_err(|_| GuestError::NobodyTakes)?;
         let deadline = Instant::now() + ANSWER_MAX;
@@ -327,7 +334,7 @@ impl Protection<'_> {
 
     fn on(&mut self, event: Event) -> Result<(), PrimaryError> {
         match event {
-            // One that comes after the next cut is about pages that may have changed since.
+            // A comparison that ends after the next cut is about pages that may have changed since.
             Event::Compared { epoch, plan, same } if epoch.next() == self.epochs.epoch() => {
                 self.predictor.unchanged(&plan, &same);
                 self.told.told(Told::Counts(self.predictor.counts()));
@@ -340,7 +347,7 @@ impl Protection<'_> {
             Event::Spare(bytes) if self.spares.len() < SPARES_MAX => self.spares.push(bytes),
             Event::Spare(_) => {}
             Event::Progress(progress) => {
-                // What is believed here lets out what the VM has sent.
+                // This progress releases output of the VM, so it is checked first.
                 let is_cut = progress.complete < self.epochs.epoch();
                 if !is_cut || progress.committed > progress.complete {
                     return Err(PrimaryError::Confused);
@@ -355,7 +362,7 @@ impl Protection<'_> {
                 let actions = self.epochs.acknowledged(self.now(), progress);
                 self.perform(actions)?;
             }
-            // Nobody has asked for that yet.
+            // Not requested yet.
             Event::Released | Event::EndNoted => return Err(PrimaryError::Confused),
             Event::Lost(error) => return Err(error),
         }
@@ -376,7 +383,7 @@ impl Protection<'_> {
         if self.is_far_ahead()? {
             return Ok(());
         }
-        // How much is written counts only where room is scarce.
+        // The number of written pages matters only if room is scarce.
         let is_scarce = self.now() >= self.due() && self.epochs.buffered() > 0;
         let written = if is_scarce { self.guest.glance()?.len() as u64 } else { 0 };
         let mut actions = self.epochs.tick(self.now(), written);
@@ -391,8 +398,10 @@ impl Protection<'_> {
         }
     }
 
-    /// Tells the backup of a member what can't be undone any more. It keeps what is newer than the newest global checkpoint, so many
-    /// epochs and no more: until there is another, the epoch that runs is not cut.
+    /// Reports to the backup of a member which epochs and frames can't be undone any more. The
+    /// backup stores the epochs after the newest global checkpoint, up to a maximum number. Returns
+    /// whether that is reached: then the running epoch is not cut until there is another global
+    /// checkpoint.
     fn is_far_ahead(&mut self) -> Result<bool, PrimaryError> {
         let Some((global, gone)) = &mut self.told_backup else { return Ok(false) };
         let newest = self.told.globally();
@@ -426,7 +435,7 @@ impl Protection<'_> {
         Ok(())
     }
 
-    /// For the copies of an epoch that is likely to be as large as the last.
+    /// A buffer for the copies of an epoch that is likely to be as large as the last one.
     fn buffer(&mut self) -> Vec<u8> {
         let mut bytes = self.spares.pop().unwrap_or_default();
         let most = usize::try_from(self.options.buffer_pages).unwrap_or(usize::MAX);

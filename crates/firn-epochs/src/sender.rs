@@ -1,4 +1,5 @@
-//! What happens to an epoch after its pause, in a thread of its own: compared with the one before, and sent.
+//! Epoch sender: compares an epoch with the one before after its pause, and sends it, in a thread
+//! of its own.
 
 use std::io::{BufReader, BufWriter, Write};
 
@@ -14,39 +15,39 @@ use crate::primary::PrimaryError;
 use crate::primary_end::PrimaryEnd;
 use crate::wire::{Message, Pages, Reader, WireError, Writer};
 
-/// What is to be sent.
+/// A job of the sender.
 #[derive(Debug)]
 pub(crate) enum Job {
     /// A part of an epoch that is too large for the buffer, from within its pause.
     Part(Epoch, Pages),
     /// An epoch, or the rest of one.
     Epoch(Box<EpochCopy>),
-    /// A global checkpoint has this epoch.
+    /// A global checkpoint includes this epoch.
     Globally(Epoch),
-    /// What a member has sent outside has left, up to this.
+    /// A member's frames to the outside were sent, up to this one.
     Gone(Seq),
-    /// The primary goes on alone.
+    /// The primary continues alone.
     Release,
-    /// The primary's side ended like this.
+    /// The protection ended at the primary, in this way.
     PrimaryEnd(PrimaryEnd),
 }
 
-/// What the connection tells the VM's thread.
+/// An event of the connection, for the thread that controls the VM.
 #[derive(Debug)]
 pub(crate) enum Event {
     /// An epoch was compared with the one before.
     Compared { epoch: Epoch, plan: CutPlan, same: PageSet },
     /// An epoch was sent.
     Sent { epoch: Epoch, pages: u64, bytes: u64 },
-    /// A buffer that nobody needs any more.
+    /// A buffer that is not needed any more.
     Spare(Vec<u8>),
-    /// How far the backup is.
+    /// The progress of the backup.
     Progress(Progress),
-    /// The backup never runs the VM.
+    /// The backup confirms that it never runs the VM.
     Released,
-    /// The backup has noted how the primary's side ended.
+    /// The backup has recorded how the protection ended.
     EndNoted,
-    /// Nothing more can be sent.
+    /// The connection can't be used any more.
     Lost(PrimaryError),
 }
 
@@ -62,7 +63,7 @@ impl<W: Write> Sending<W> {
         Self { writer, events, before: EpochCopy::default() }
     }
 
-    /// Sends what comes until nothing does any more, or nothing can be sent.
+    /// Runs jobs until there are no more, or sending fails.
     pub(crate) fn run(mut self, jobs: &Receiver<Job>) {
         for job in jobs {
             if let Err(error) = self.send(job) {
@@ -87,7 +88,7 @@ impl<W: Write> Sending<W> {
         let epoch = copy.epoch;
         let News { mut same, whole, patched } = copy.news_since(&self.before);
         let pages = copy.plan.pages() - same.len();
-        // Of the others it is known that they were written, if only with what was there.
+        // The other pages are known to have been written, even if their contents are the same.
         same.subtract(&copy.plan.written);
         self.tell(Event::Compared { epoch, plan: copy.plan.clone(), same });
         let before = self.writer.sent();
@@ -109,13 +110,13 @@ impl<W: Write> Sending<W> {
         Ok(())
     }
 
-    /// Whoever is told may have gone: then nothing more is to be sent, and the jobs end too.
+    /// Emits an event. If its receiver has ended, no more jobs follow either.
     fn tell(&self, event: Event) {
         let _ = self.events.send(event);
     }
 }
 
-/// Hears what the backup says until the connection ends.
+/// Reads the backup's messages until the connection ends.
 pub(crate) fn hear(stream: Stream, events: &Sender<Event>) {
     let mut reader = Reader::new(BufReader::new(stream));
     loop {
@@ -135,7 +136,7 @@ pub(crate) fn hear(stream: Stream, events: &Sender<Event>) {
     }
 }
 
-/// The writing end of a connection.
+/// The buffered writer of a connection.
 pub(crate) fn writer(stream: Stream) -> Writer<BufWriter<Stream>> {
     Writer::new(BufWriter::with_capacity(1 << 18, stream))
 }

@@ -1,15 +1,17 @@
-//! What the backup holds of a VM. Pure: messages in, progress out, and pages into a [`Ram`].
+//! Standby: the state of a VM at its backup. Pure: messages in, progress out, and pages into a
+//! [`StandbyRam`].
 //!
 //! ```text
-//!                  pages, devices                end, checksum right
-//!     nothing -----------------> arriving(n) ------------------------> kept(n): complete      the newest
-//!        |                                                                |
-//!        |  epoch 0, the seed:                                            |  n + 1 complete
-//!        '--> written as it comes; no state by itself                     v
-//!                                                   folded into RAM, devices(n): committed    what a failover runs
+//!                 pages, devices                end, checksum right
+//!     nothing ----------------> arriving(n) --------------------> stored(n): complete, the newest
+//!        |                                                            |
+//!        |  epoch 0, the seed:                                        |  n + 1 complete
+//!        '--> written as it arrives; no state by itself               v
+//!                                         folded into RAM, devices(n): committed; failover runs it
 //! ```
 //!
-//! Of a member of a cluster, what is newer than the newest global checkpoint stays apart, for a failover goes back to that:
+//! For a member of a cluster, epochs after the newest global checkpoint are stored apart, because a
+//! failover goes back to that checkpoint:
 //!
 //! ```text
 //!     [ RAM, devices at 7 ]   [ 8 ][ 9 ] .. [ 12 ]    [ 13 ]          Globally(9) folds 8 and 9
@@ -17,8 +19,9 @@
 //!       has it                  them may be marked
 //! ```
 //!
-//! RAM changes only by folding a committed epoch: it always is that of the newest committed one, ready to be mapped by a
-//! hypervisor. What arrives is kept apart until it is whole, and then until the next is.
+//! RAM changes only by folding a committed epoch: it always has the state of the newest folded
+//! epoch, ready to be mapped by a hypervisor. An arriving epoch is stored apart until it is whole,
+//! and then until the next one is.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -35,130 +38,130 @@ use thiserror::Error;
 use crate::delta::Patches;
 use crate::wire::{Message, Pages};
 
-/// Epochs kept at most: one that is complete, and one that has just become so.
+/// The maximum number of stored epochs: a complete one, and one that has just become complete.
 const KEPT_MAX: u64 = 2;
-/// Bytes that what is kept of a member's card is counted by; the primary bounds it.
+/// The bound of the stored state of a member's card, in bytes. The primary enforces it.
 const CARD_BYTES_MAX: usize = 64 << 20;
 
-/// Blocks of memory beside RAM that an epoch has at most, and their bytes in all.
+/// The maximum number of auxiliary blocks of an epoch, and their maximum size in all.
 const AUX_MAX: usize = 64;
 const AUX_BYTES_MAX: usize = 1 << 30;
 
-/// Where the memory of the committed epoch is.
+/// The memory of the committed epoch.
 pub trait Ram {
-    /// Gives some bytes of a page new contents, from `at` on.
+    /// Writes new contents to a part of a page, from offset `at` on.
     ///
     /// # Errors
-    /// If there is no room for it.
+    /// If the memory can't be written.
     fn write(&mut self, page: Page, at: usize, bytes: &[u8]) -> io::Result<()>;
 }
 
-/// Why the backup takes nothing more.
+/// Why the standby refuses a message.
 #[derive(Debug, Error)]
 pub enum StandbyError {
-    /// A message of an epoch whose turn it is not, or of another direction.
+    /// A message of an epoch that arrived out of order.
     #[error("a message of {got} came where {expected} was expected; start protecting the VM anew")]
     Order {
-        /// What came.
+        /// The epoch that arrived.
         got: Epoch,
-        /// What should have come.
+        /// The epoch that was expected.
         expected: Epoch,
     },
-    /// A message that no primary sends there.
-    #[error("the primary sent a message that only a backup sends, or introduced itself twice")]
+    /// A message that no primary may send at this point.
+    #[error("protocol error: the primary sent a message that only a backup may send, or a second hello")]
     Message,
-    /// A page that the VM does not have.
+    /// A page number beyond the VM's memory.
     #[error("{page} is no page of the VM, which has {pages}")]
     Page {
         /// The page.
         page: Page,
-        /// How many there are.
+        /// The number of pages of the VM.
         pages: u32,
     },
-    /// An epoch of more pages than the VM has, or of more blocks beside them than any has.
+    /// An epoch with more pages than the VM has, or with too many auxiliary blocks.
     #[error("{epoch} is larger than the VM")]
     Much {
-        /// Which one.
+        /// The epoch.
         epoch: Epoch,
     },
-    /// An epoch that nothing could be run from.
+    /// An epoch without device state, from which the VM could not run.
     #[error("{epoch} has no state of the VM's devices")]
     NoDevices {
-        /// Which one.
+        /// The epoch.
         epoch: Epoch,
     },
-    /// An epoch could not be folded: the copy is spoiled.
-    #[error("{epoch} could not be written to the VM's memory here; the copy is of no use any more")]
+    /// An epoch could not be folded. The standby is damaged.
+    #[error("{epoch} could not be written to the VM's memory here; the standby is unusable")]
     Ram {
-        /// Which one.
+        /// The epoch.
         epoch: Epoch,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// A disk.
-    #[error("the VM's disk here takes nothing more; its copy is of no use")]
+    /// A disk refuses changes.
+    #[error("the VM's disk here takes nothing more; its copy is unusable")]
     Disk(#[from] firn_disks::standby::StandbyError),
-    /// There is no such disk.
+    /// The disk number is unknown.
     #[error("the VM has no disk {number}; it has {count}")]
     NoDisk {
-        /// Which one.
+        /// The disk number.
         number: u32,
-        /// How many there are.
+        /// The number of disks.
         count: usize,
     },
-    /// A disk and memory disagree, which is a bug.
-    #[error("a disk is that of {disk}, memory that of {memory}")]
+    /// A disk and memory have different epochs, which is a bug.
+    #[error("a disk has the state of {disk}, but memory that of {memory}")]
     Apart {
         /// The disk's epoch.
         disk: Epoch,
-        /// Memory's.
+        /// The memory's epoch.
         memory: Epoch,
     },
-    /// There is nothing that could be run.
+    /// No epoch is committed, or the standby is damaged.
     #[error(
         "no epoch is committed: the primary has to be protected for two intervals after the first whole copy"
     )]
     Nothing,
-    /// What only a member of a cluster has, or what it has to have.
-    #[error("{epoch} has no part of the VM's network card, or one for a VM that is in no cluster")]
+    /// A member's epoch lacks the state of its card, or the epoch of another VM has one.
+    #[error("{epoch} lacks the state of the VM's network card, or has one though the VM is in no cluster")]
     Card {
-        /// Which one.
+        /// The epoch.
         epoch: Epoch,
     },
-    /// An epoch that is not here any more, or not yet.
+    /// An epoch that is not stored any more, or not yet committed.
     #[error(transparent)]
     Restore(#[from] RestoreError),
 }
 
-/// An epoch that is not yet in RAM.
+/// An epoch that is not folded into RAM yet.
 #[derive(Debug, Default)]
 struct Apart {
     pages: Vec<Pages>,
-    /// Parts of others.
+    /// Parts of other pages.
     patches: Vec<Patches>,
-    /// How many pages both take.
+    /// The number of pages that both occupy.
     count: u64,
     devices: Vec<u8>,
     aux: Vec<AuxBlock>,
     card: Option<OfEpoch>,
 }
 
-/// The state of a VM that can be run.
+/// The state from which a VM can run.
 #[derive(Debug)]
 pub struct Committed<R> {
-    /// At the end of which epoch.
+    /// The epoch at whose end the VM had this state.
     pub epoch: Epoch,
-    /// Its memory.
+    /// The memory.
     pub ram: R,
-    /// Devices and vCPUs.
+    /// The state of devices and vCPUs.
     pub devices: Vec<u8>,
-    /// Small RAM blocks beside guest RAM.
+    /// The auxiliary blocks.
     pub aux: Vec<AuxBlock>,
-    /// Its network card, if it belongs to a cluster.
+    /// The network card, if the VM belongs to a cluster.
     pub card: Option<(Membership, Kept)>,
 }
 
-/// The copies of one VM.
+/// The standby of one VM.
 #[derive(Debug)]
 pub struct Standby<R> {
     regions: RegionMap,
@@ -168,24 +171,24 @@ pub struct Standby<R> {
     is_spoiled: bool,
     arriving: Apart,
     kept: BTreeMap<Epoch, Apart>,
-    /// Devices and the like of the newest committed epoch.
+    /// Devices and auxiliary blocks of the newest folded epoch.
     committed: Apart,
     disks: Vec<DiskCopy>,
     member: Option<(Membership, Kept)>,
-    /// The newest epoch that a global checkpoint has.
+    /// The newest epoch that belongs to a global checkpoint.
     global: Epoch,
 }
 
-/// The copy of a disk.
+/// The standby's copy of a disk.
 pub type DiskCopy = firn_disks::Standby<Arc<dyn Store>>;
 
 impl<R: Ram> Standby<R> {
-    /// Of a VM with this RAM, of which nothing is known: `ram` is all zeros.
+    /// A standby of a VM with this RAM, with nothing received: `ram` is all zeros.
     pub fn new(regions: RegionMap, ram: R) -> Self {
         Self::with_disks(regions, ram, Vec::new())
     }
 
-    /// The same, of a VM that has disks as well, of which nothing is known either.
+    /// The same for a VM with disks, whose copies are all zeros as well.
     pub fn with_disks(regions: RegionMap, ram: R, disks: Vec<DiskCopy>) -> Self {
         Self {
             regions,
@@ -202,7 +205,7 @@ impl<R: Ram> Standby<R> {
         }
     }
 
-    /// The same, of a VM that belongs to a cluster, if it does.
+    /// The same for a VM that belongs to a cluster; unchanged for `None`.
     pub fn of_member(mut self, of: Option<Membership>) -> Self {
         if let Some(of) = of {
             self.epochs = Backup::new(Epoch(0), EPOCHS_KEPT_MAX);
@@ -211,12 +214,12 @@ impl<R: Ram> Standby<R> {
         self
     }
 
-    /// How far it is.
+    /// The progress of the replication.
     pub fn progress(&self) -> Progress {
         self.epochs.progress()
     }
 
-    /// Takes a message. The progress is to be told to the primary.
+    /// Handles a message. A returned progress has to be sent to the primary.
     pub fn receive(&mut self, message: Message) -> Result<Option<Progress>, StandbyError> {
         match message {
             Message::Pages(epoch, pages) => self.pages(epoch, pages)?,
@@ -239,7 +242,8 @@ impl<R: Ram> Standby<R> {
         Ok(None)
     }
 
-    /// Gives up what is newer than `at`, the newest that is committed if it is not said, and everything else to whoever runs it.
+    /// Promotes the standby at the end of epoch `at`, or of the newest committed epoch. Later
+    /// epochs are dropped.
     pub fn take_up(mut self, at: Option<Epoch>) -> Result<Committed<R>, StandbyError> {
         let epoch = at.unwrap_or(self.progress().committed);
         if epoch == Epoch(0) || self.is_spoiled {
@@ -264,7 +268,7 @@ impl<R: Ram> Standby<R> {
         Ok(Committed { epoch, ram: self.ram, devices, aux, card })
     }
 
-    /// What has arrived of an epoch, if it is its turn.
+    /// The arriving epoch, if the message belongs to it.
     fn expect(&mut self, got: Epoch) -> Result<&mut Apart, StandbyError> {
         let expected = match self.is_seeded {
             true => self.progress().complete.next(),
@@ -289,7 +293,8 @@ impl<R: Ram> Standby<R> {
         Ok(())
     }
 
-    /// What is patched is in the epoch before, so the seed can't be.
+    /// Receives patches, which modify the epoch before. The seed has none before it, so it can't
+    /// have patches.
     fn patches(&mut self, epoch: Epoch, patches: Patches) -> Result<(), StandbyError> {
         self.expect(epoch)?;
         self.check(epoch, patches.iter().map(|(page, ..)| page))?;
@@ -301,7 +306,7 @@ impl<R: Ram> Standby<R> {
         Ok(())
     }
 
-    /// Whether the VM has these pages, and could have that many.
+    /// Checks that the VM has these pages, and that the epoch has no more pages than the VM.
     fn check(
         &self,
         epoch: Epoch,
@@ -372,7 +377,7 @@ impl<R: Ram> Standby<R> {
         Ok(self.progress())
     }
 
-    /// A global checkpoint has this epoch.
+    /// Records that a global checkpoint includes this epoch.
     fn globally(&mut self, epoch: Epoch) -> Result<(), StandbyError> {
         if self.member.is_none() {
             return Err(StandbyError::Card { epoch });
@@ -385,7 +390,8 @@ impl<R: Ram> Standby<R> {
         Ok(())
     }
 
-    /// It need not be sent again, whichever epoch a failover goes back to.
+    /// Records that frames were sent. They need not be sent again, whichever epoch a failover goes
+    /// back to.
     fn gone(&mut self, seq: Seq) -> Result<(), StandbyError> {
         let epoch = self.progress().complete;
         let (_, kept) = self.member.as_mut().ok_or(StandbyError::Card { epoch })?;
@@ -399,8 +405,8 @@ impl<R: Ram> Standby<R> {
         self.fold_disks(epoch)
     }
 
-    /// Brings disks to an epoch that is committed. Nobody is told that it is committed before: of what could not be folded nothing
-    /// has left the primary.
+    /// Folds the disks up to a committed epoch. The primary is not informed of the commit before:
+    /// while the epoch could not be folded, none of its output has left the primary.
     fn fold_disks(&mut self, committed: Epoch) -> Result<(), StandbyError> {
         let folded = self.disks.iter_mut().try_for_each(|disk| {
             disk.commit(committed)?;
@@ -411,7 +417,7 @@ impl<R: Ram> Standby<R> {
         Ok(folded?)
     }
 
-    /// Writes these to RAM, in order.
+    /// Writes these epochs to RAM, in order.
     fn fold(&mut self, epochs: Vec<Epoch>) -> Result<(), StandbyError> {
         for epoch in epochs {
             let Some(apart) = self.kept.remove(&epoch) else { continue };
@@ -589,7 +595,7 @@ mod tests {
         standby().of_member(Some(Membership { cluster, own, members, generation, layout }))
     }
 
-    /// An epoch of a member: one page, and one frame to the other.
+    /// An epoch of a member: one page, and one frame to the other member.
     fn epoch(number: u64) -> Vec<Message> {
         let bytes = [&[2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 8, 0][..], &[number as u8]].concat();
         let sent = vec![Sent { to: To::Vm(Vm(1)), seq: Seq(number), frame: bytes.into() }];
@@ -630,7 +636,7 @@ mod tests {
             for number in 1..=4 {
                 let bytes = vec![2; 60];
                 let sent = Sent { to: To::Outside, seq: Seq(number), frame: bytes.into() };
-                // The last one says that the first had left.
+                // The last epoch reports that the first frame had been sent.
                 let trimmed = if number == 4 { vec![(To::Outside, Seq(1))] } else { Vec::new() };
                 let of = OfEpoch { sent: vec![sent], trimmed, ..OfEpoch::default() };
                 let card = Message::Card(Epoch(number), of);

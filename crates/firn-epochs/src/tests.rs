@@ -1,5 +1,6 @@
-//! A VM's memory that is written at random, its epochs through the sender and the wire, and the backup at the other end: its
-//! memory must be that of the primary at the cut of the committed epoch, byte for byte.
+//! Writes a VM's memory at random, and passes its epochs through the sender and the wire to a
+//! backup. The memory of the backup must be that of the primary at the cut of the committed epoch,
+//! byte for byte.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -24,15 +25,16 @@ use crate::standby::{Ram, Standby};
 use crate::wire::{Hello, Pages, Reader, VERSION, WireError, Writer};
 
 const PAGES: u32 = 8;
-/// So many pages of them make a busy guest.
+/// The number of written pages that makes a guest busy.
 const BUSY: Range<usize> = 2..PAGES as usize;
 /// An epoch with more pages is sent from within its pause.
 const BUFFER_PAGES: usize = 5;
 
-/// What was written last to each page.
+/// The value that was last written to each page.
 type Bytes = [u8; PAGES as usize];
 
-/// What a page holds then: of 0 and 1 a few bytes differ, of 2 nearly all.
+/// The contents of a page with a value: values 0 and 1 differ in a few bytes, value 2 in nearly
+/// all.
 fn held(value: u8) -> Vec<u8> {
     let mut bytes = vec![value / 2; PAGE_SIZE];
     [9, 2000, 2001].into_iter().for_each(|at| bytes[at] = value);
@@ -52,7 +54,7 @@ impl Ram for Vec<u8> {
     }
 }
 
-/// Both ends of a connection, and where it is cut.
+/// Both ends of a connection, and the position at which it is cut.
 #[derive(Clone, Default)]
 struct Link(Rc<RefCell<VecDeque<u8>>>);
 
@@ -74,12 +76,12 @@ impl Write for Link {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// The guest writes a value, perhaps the one that is there.
+    /// The guest writes a value, perhaps the one that the page has already.
     Write(u32, u8),
     /// Pages are protected and copied ahead of the next cut.
     Ahead,
     Cut,
-    /// What comparing found reaches the predictor.
+    /// The predictor receives the result of a comparison.
     Hear,
 }
 
@@ -145,7 +147,7 @@ impl World {
         (pages, bytes)
     }
 
-    /// Once for each cut.
+    /// Executed once for each cut.
     fn copy_ahead(&mut self) {
         if self.ahead.0.is_empty() {
             let pages = self.predictor.ahead(&self.writable());
@@ -187,7 +189,7 @@ impl World {
         }
     }
 
-    /// The backup takes all that has come.
+    /// The backup handles all messages that have arrived.
     fn arrive(&mut self) -> Result<(), Box<dyn Error>> {
         while !self.link.0.borrow().is_empty() {
             let message = self.reader.receive()?;
@@ -196,7 +198,7 @@ impl World {
         Ok(())
     }
 
-    /// Whether what a failover would run is what the primary was.
+    /// Whether the state that a failover would run is that of the primary.
     fn ends_well(self) -> bool {
         let expected = self.standby.progress().committed;
         match self.standby.take_up(None) {
@@ -223,7 +225,7 @@ fn why_a_backup_refuses_is_heard_also_when_sending_fails_first() {
     assert!(matches!(&said, PrimaryError::Refused(why) if why == "there is no room"), "{said:?}");
 }
 
-/// A primary that wants to go on alone is answered only if nobody ever runs the VM here.
+/// A primary that requests to continue alone gets a confirmation only if the VM is never run here.
 #[test]
 fn a_release_is_agreed_to_or_not_answered() {
     for agrees in [true, false] {
@@ -246,7 +248,8 @@ fn a_release_is_agreed_to_or_not_answered() {
     }
 }
 
-/// How the primary's side ended is noted by the backup, and the primary learns that; a backup that is about to run the VM notes nothing.
+/// The backup records how the protection ended at the primary, and the primary is informed of that.
+/// A backup that is about to run the VM records nothing.
 #[test]
 fn how_the_primary_ended_is_noted_or_not_answered() {
     for notes in [true, false] {
@@ -325,7 +328,7 @@ proptest! {
         steps.iter().for_each(|step| world.step(step));
         let length = world.link.0.borrow().len();
         world.link.0.borrow_mut().truncate(at.index(length));
-        // It may have been cut between two messages.
+        // The connection may have been cut between two messages.
         let _ = world.arrive();
         prop_assert!(world.ends_well());
     }

@@ -1,4 +1,4 @@
-//! The stream from a primary to its backup, and what comes back.
+//! Replication stream: the messages from a primary to its backup, and the replies.
 //!
 //! Messages in both directions, all numbers little-endian:
 //!
@@ -10,32 +10,37 @@
 //!                                         XXH3-64 of bytes 0 to 15
 //!
 //!   kind  epoch       body
-//!   1     0           XXH3-64 of what follows (8 bytes), Hello as JSON                 once, first
-//!   2     of these    per page: its number (4 bytes); then per page: 4096 bytes        any number of times
+//!   1     0           XXH3-64 of the rest (8 bytes), hello as JSON                  once, first
+//!   2     of these    per page: its number (4 bytes); then per page: 4096 bytes     repeated
 //!   3     of this     device state
-//!   4     of these    length of the name (2 bytes), name, what a small RAM block held  any number of times
+//!   4     of these    length of the name (2 bytes), name, bytes of an aux. block    repeated
 //!   5     that ends   last (1: no epoch follows, else 0; 8 bytes), XXH3-64 (8 bytes)
-//!   6     complete    committed (8 bytes)                                              from the backup
-//!   7     0           why the backup takes nothing more, UTF-8                         from the backup
-//!   8     0           nothing: the primary goes on alone                               last
-//!   8     0           nothing: then the backup never runs the VM                       from the backup, last
-//!   9     of these    changes of a disk (`firn_disks::wire`)                           any number of times
-//!   10    of this     the card of a member of a cluster: `OfEpoch`, postcard           of a member
-//!   11    in it       nothing: a global checkpoint has this epoch                      of a member, between epochs
-//!   12    a frame     nothing: what it sent outside has left, up to this frame         of a member, between epochs
-//!   13    of these    per run of bytes: page (4 bytes), where (2), how long (2),       any number of times
+//!   6     complete    committed (8 bytes)                                           backup's
+//!   7     0           why the backup refuses further epochs, UTF-8                  backup's
+//!   8     0           empty: the primary continues alone                            last
+//!   8     0           empty: the backup confirms, and never runs the VM             backup's, last
+//!   9     of these    changes of a disk (`firn_disks::wire`)                        repeated
+//!   10    of this     the card of a member of a cluster, `NicEpoch` by postcard     member's
+//!   11    in it       empty: a global checkpoint includes this epoch                member's (*)
+//!   12    a frame     empty: frames to the outside were sent, up to this one        member's (*)
+//!   13    of these    per run of bytes: page (4 bytes), offset (2), length (2),     repeated
 //!                     bytes; the rest of the page is as in the epoch before
-//!   14    0           how the primary's side ended: `PrimaryEnd` as JSON               last
-//!   15    0           nothing: the backup has noted that                               from the backup, last
-//!   16    0           why the backup never runs the VM, UTF-8                          from the backup, last
+//!   14    0           how the protection ended: `PrimaryEnd` as JSON                last
+//!   15    0           empty: the backup has recorded that end                       backup's, last
+//!   16    0           why the backup never runs the VM, UTF-8                       backup's, last
+//!
+//!   (*) between epochs
 //! ```
 //!
-//! The checksum of kind 5 is over all messages of kinds 2 to 4, 9, 10 and 13 since the last of kind 5, heads and bodies. So each epoch has
-//! one, and until it has been compared nothing of the epoch may be applied: [`Reader::receive`] gives [`Message::End`] only if it is
-//! right. Epoch 0 is the seed. Kind 12 has the place of a frame on its way in place of an epoch.
+//! The checksum of kind 5 is over the headers and bodies of all messages of kinds 2 to 4, 9, 10 and
+//! 13 since the last one of kind 5. So each epoch has one. Until it has been compared, no part of
+//! the epoch may be applied: [`EpochReader::read_message`] returns the end of an epoch only if the
+//! checksum is right. Epoch 0 is the seed. Kind 12 has the sequence number of a frame instead of an
+//! epoch.
 //!
-//! The check of a head keeps a damaged length from being believed. Lengths have bounds, and memory for a body is taken as its bytes
-//! come in, so that nobody can have it taken by a number alone.
+//! The check of a header protects the receiver from a damaged length. Lengths have bounds, and
+//! memory for a body is allocated as its bytes arrive, so that no peer can cause an allocation by a
+//! number alone.
 
 use std::hash::Hasher as _;
 use std::io::{self, Read, Write};
@@ -53,22 +58,23 @@ use twox_hash::XxHash3_64;
 use crate::delta::Patches;
 use crate::primary_end::PrimaryEnd;
 
-/// What both sides must agree on.
+/// The version of the protocol, on which both sides must agree.
 pub const VERSION: u32 = 6;
-/// Most pages in one message.
+/// The maximum number of pages in one message.
 pub const PAGES_MAX: usize = 256;
 
 const HEAD_BYTES: usize = 24;
-/// Bytes of a page with its number.
+/// The bytes of a page with its number.
 const NUMBERED_BYTES: usize = 4 + PAGE_SIZE;
-/// Bytes of patches after which the next ones go in another message.
+/// The bytes of patches after which the next ones go into another message.
 pub const PATCHES_BYTES: usize = 1 << 19;
-/// The longest JSON: it holds a command line of up to 2 MiB, escaped.
+/// The maximum length of the JSON: it contains a command line of up to 2 MiB, escaped.
 const HELLO_BYTES_MAX: usize = 16 << 20;
-/// The most device state, and the largest small RAM block.
+/// The maximum size of the device state and of an auxiliary block.
 const STATE_BYTES_MAX: usize = 256 << 20;
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
-/// The most that a card can have sent in an epoch: what its outbox holds, and what it takes to write that.
+/// The maximum size of a card's state in an epoch: what its outbox holds, and the overhead of its
+/// encoding.
 const CARD_BYTES_MAX: usize = 64 << 20;
 
 const HELLO: u32 = 1;
@@ -88,92 +94,94 @@ const PRIMARY_END: u32 = 14;
 const END_NOTED: u32 = 15;
 const DECLINE: u32 = 16;
 
-/// Why a stream can't be gone on with.
+/// Why a stream can't continue.
 #[derive(Debug, Error)]
 pub enum WireError {
     /// The connection failed, or ended in the middle of a message.
     #[error("the connection failed")]
     Io(#[from] io::Error),
-    /// The head of a message is damaged.
+    /// The header of a message is damaged.
     #[error(
-        "the head of a message is damaged: its checksum is {found:#018x}, not {expected:#018x}"
+        "the header of a message is damaged: its checksum is {found:#018x}, not {expected:#018x}"
     )]
     Head {
-        /// What the head says.
+        /// The checksum in the header.
         expected: u64,
-        /// What its bytes come to.
+        /// The checksum of its bytes.
         found: u64,
     },
-    /// A body does not belong to its head.
-    #[error("a message of kind {kind} with {bytes} bytes makes no sense")]
+    /// A body does not match its header.
+    #[error("a message of kind {kind} with {bytes} bytes is invalid")]
     Body {
         /// The kind.
         kind: u32,
-        /// How many bytes it has.
+        /// The length of the body in bytes.
         bytes: usize,
     },
-    /// What arrived of an epoch is not what was sent.
+    /// The received bytes of an epoch differ from the sent ones.
     #[error("{epoch} is damaged: its checksum is {found:#018x}, not {expected:#018x}")]
     Checksum {
-        /// Which one.
+        /// The epoch.
         epoch: Epoch,
-        /// What the sender says.
+        /// The sender's checksum.
         expected: u64,
-        /// What the bytes come to.
+        /// The checksum of the received bytes.
         found: u64,
     },
-    /// The introduction is damaged, or of another version.
-    #[error("the other side does not introduce itself as Firn {VERSION} does")]
+    /// The hello is damaged, or of another version.
+    #[error("the peer's hello is damaged, or not of protocol version {VERSION}")]
     Hello(#[source] Option<serde_json::Error>),
-    /// A disk's changes are damaged.
+    /// The changes of a disk are damaged.
     #[error(transparent)]
     Changes(#[from] firn_disks::wire::WireError),
-    /// Something is too large to be sent.
+    /// An item is too large to be sent.
     #[error("{bytes} bytes of {what} are more than can be sent")]
     TooLarge {
-        /// What.
+        /// What is too large.
         what: &'static str,
-        /// Its size.
+        /// Its size in bytes.
         bytes: usize,
     },
 }
 
-/// What a primary says first.
+/// The first message of a primary.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Hello {
-    /// [`VERSION`].
+    /// The protocol version, [`VERSION`].
     pub version: u32,
-    /// The VM's RAM.
+    /// The VM's RAM regions.
     pub regions: RegionMap,
-    /// Its disks that belong to its epochs.
+    /// The disks that are replicated with its epochs.
     pub disks: Vec<DiskHello>,
-    /// Hosts agree who runs it: a failover goes by their record.
+    /// Whether hosts decide by consensus where the VM runs, so that a failover follows their
+    /// record.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leased: bool,
-    /// The cluster that it belongs to: its epochs are kept until a global checkpoint has them.
+    /// The cluster of the VM. The backup stores its epochs until a global checkpoint includes them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<Membership>,
-    /// Whatever else the backup needs to start it.
+    /// Further data that the backup needs to start the VM.
     pub meta: serde_json::Value,
 }
 
-/// A disk that belongs to a VM's epochs.
+/// A disk that is replicated with a VM's epochs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskHello {
     /// Its id on the VM's command line.
     pub id: String,
-    /// Its bytes, with those that its file may still grow by.
+    /// Its size in bytes, including the space into which its file may still grow.
     pub size: u64,
-    /// What its file begins with: a hypervisor that is started before there is more of it looks at that.
+    /// The first bytes of its file. A hypervisor that is started before the rest has arrived reads
+    /// them.
     pub head: Vec<u8>,
 }
 
-/// Pages and what they hold.
+/// Pages and their contents.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pages {
-    /// Their numbers.
+    /// The page numbers.
     pub numbers: Vec<Page>,
-    /// Their contents, one after another.
+    /// The contents, one page after another.
     pub bytes: Vec<u8>,
 }
 
@@ -184,49 +192,49 @@ impl Pages {
     }
 }
 
-/// What is received.
+/// A received message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Message {
-    /// Who the primary is.
+    /// The hello of a primary.
     Hello(Box<Hello>),
     /// Pages of an epoch.
     Pages(Epoch, Pages),
-    /// Parts of pages of an epoch; all else in them is as in the epoch before.
+    /// Parts of pages of an epoch; the rest of these pages is as in the epoch before.
     Patches(Epoch, Patches),
     /// The device state at the end of an epoch.
     Devices(Epoch, Vec<u8>),
-    /// A small RAM block at the end of an epoch.
+    /// An auxiliary block at the end of an epoch.
     Aux(Epoch, AuxBlock),
     /// Changes of the disk of this number, in order.
     Changes(Epoch, u32, Vec<Change>),
-    /// What of the card of a member of a cluster belongs to an epoch.
+    /// The state of the card of a member of a cluster that belongs to an epoch.
     Card(Epoch, OfEpoch),
-    /// A global checkpoint has this epoch: nothing goes back behind it.
+    /// A global checkpoint includes this epoch: no failover goes back behind it.
     Globally(Epoch),
-    /// What a member of a cluster has sent outside has left, up to this frame.
+    /// A member's frames to the outside were sent, up to this one.
     Gone(Seq),
-    /// All of an epoch is there, and is what was sent.
+    /// The end of an epoch, which has been received completely and verified.
     End {
-        /// Which one.
+        /// The epoch.
         epoch: Epoch,
-        /// None follows.
+        /// No epoch follows.
         last: bool,
     },
-    /// How far the backup is.
+    /// The progress of the backup.
     Progress(Progress),
-    /// The backup takes nothing more.
+    /// The backup refuses further epochs.
     Refusal(String),
-    /// The primary goes on alone; the backup agrees, and never runs the VM.
+    /// The primary continues alone; or the backup confirms that, and never runs the VM.
     Release,
-    /// How the primary's side ended.
+    /// How the protection ended at the primary.
     PrimaryEnd(PrimaryEnd),
-    /// The backup has noted how it ended.
+    /// The backup has recorded how it ended.
     EndNoted,
     /// Why the backup never runs the VM.
     Decline(String),
 }
 
-/// The sending end.
+/// The sending end of a stream.
 pub struct Writer<W> {
     to: W,
     sum: XxHash3_64,
@@ -234,24 +242,24 @@ pub struct Writer<W> {
 }
 
 impl<W: Write> Writer<W> {
-    /// To a stream on which nothing was sent yet.
+    /// Writes to a stream on which nothing was sent yet.
     pub fn new(to: W) -> Self {
         Self { to, sum: XxHash3_64::new(), sent: 0 }
     }
 
-    /// Bytes sent so far.
+    /// The number of bytes sent so far.
     pub fn sent(&self) -> u64 {
         self.sent
     }
 
-    /// The introduction.
+    /// Sends the hello.
     pub fn hello(&mut self, hello: &Hello) -> Result<(), WireError> {
         let json = serde_json::to_vec(hello).map_err(|error| WireError::Hello(Some(error)))?;
         let check = XxHash3_64::oneshot(&json).to_le_bytes();
         self.message(HELLO, Epoch(0), &[&check, &json])
     }
 
-    /// Pages of an epoch, in as many messages as it takes.
+    /// Sends pages of an epoch, in as many messages as necessary.
     pub fn pages<'a>(
         &mut self,
         epoch: Epoch,
@@ -268,12 +276,12 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    /// Parts of pages of an epoch, of about [`PATCHES_BYTES`] at most.
+    /// Sends parts of pages of an epoch, about [`PATCHES_BYTES`] at most.
     pub fn patches(&mut self, epoch: Epoch, patches: &Patches) -> Result<(), WireError> {
         self.message(PATCHES, epoch, &[patches.bytes()])
     }
 
-    /// Changes of a disk, in as many messages as it takes.
+    /// Sends changes of a disk, in as many messages as necessary.
     pub fn changes(
         &mut self,
         epoch: Epoch,
@@ -284,25 +292,25 @@ impl<W: Write> Writer<W> {
             .try_for_each(|body| self.message(DISK, epoch, &[&body]))
     }
 
-    /// What of the card of a member of a cluster belongs to an epoch.
+    /// Sends the state of a member's card that belongs to an epoch.
     pub fn card(&mut self, epoch: Epoch, of: &OfEpoch) -> Result<(), WireError> {
         let body = postcard::to_stdvec(of).map_err(io::Error::other)?;
         self.message(CARD, epoch, &[&body])
     }
 
-    /// That a global checkpoint has an epoch.
+    /// Reports that a global checkpoint includes an epoch.
     pub fn globally(&mut self, epoch: Epoch) -> Result<(), WireError> {
         self.message(GLOBAL, epoch, &[])?;
         Ok(self.to.flush()?)
     }
 
-    /// That what was sent outside has left, up to a frame.
+    /// Reports that frames to the outside were sent, up to this one.
     pub fn gone(&mut self, seq: Seq) -> Result<(), WireError> {
         self.message(GONE, Epoch(seq.0), &[])?;
         Ok(self.to.flush()?)
     }
 
-    /// What is saved beside RAM, and the end of an epoch.
+    /// Sends device state and auxiliary blocks, and ends an epoch.
     pub fn end(
         &mut self,
         epoch: Epoch,
@@ -324,38 +332,38 @@ impl<W: Write> Writer<W> {
         Ok(self.to.flush()?)
     }
 
-    /// How far the backup is.
+    /// Reports the progress of the backup.
     pub fn progress(&mut self, progress: Progress) -> Result<(), WireError> {
         self.message(PROGRESS, progress.complete, &[&progress.committed.0.to_le_bytes()])?;
         Ok(self.to.flush()?)
     }
 
-    /// Why the backup takes nothing more.
+    /// Reports why the backup refuses further epochs.
     pub fn refusal(&mut self, why: &str) -> Result<(), WireError> {
         self.message(REFUSAL, Epoch(0), &[why.as_bytes()])?;
         Ok(self.to.flush()?)
     }
 
-    /// That the primary goes on alone, or that the backup agrees.
+    /// Reports that the primary continues alone, or that the backup confirms it.
     pub fn release(&mut self) -> Result<(), WireError> {
         self.message(RELEASE, Epoch(0), &[])?;
         Ok(self.to.flush()?)
     }
 
-    /// How the primary's side ended.
+    /// Reports how the protection ended at the primary.
     pub fn primary_end(&mut self, end: &PrimaryEnd) -> Result<(), WireError> {
         let json = serde_json::to_vec(end).map_err(io::Error::other)?;
         self.message(PRIMARY_END, Epoch(0), &[&json])?;
         Ok(self.to.flush()?)
     }
 
-    /// That the backup has noted how it ended.
+    /// Reports that the backup has recorded how it ended.
     pub fn end_noted(&mut self) -> Result<(), WireError> {
         self.message(END_NOTED, Epoch(0), &[])?;
         Ok(self.to.flush()?)
     }
 
-    /// Why the backup never runs the VM.
+    /// Reports why the backup never runs the VM.
     pub fn decline(&mut self, why: &str) -> Result<(), WireError> {
         self.message(DECLINE, Epoch(0), &[why.as_bytes()])?;
         Ok(self.to.flush()?)
@@ -378,19 +386,19 @@ impl<W: Write> Writer<W> {
     }
 }
 
-/// The receiving end.
+/// The receiving end of a stream.
 pub struct Reader<R> {
     from: R,
     sum: XxHash3_64,
 }
 
 impl<R: Read> Reader<R> {
-    /// From a stream of which nothing was read yet.
+    /// Reads from a stream of which nothing was read yet.
     pub fn new(from: R) -> Self {
         Self { from, sum: XxHash3_64::new() }
     }
 
-    /// The next message. After an error nothing more can be understood.
+    /// Reads the next message. After an error the stream can't be decoded any further.
     pub fn receive(&mut self) -> Result<Message, WireError> {
         let mut head = [0; HEAD_BYTES];
         self.from.read_exact(&mut head)?;

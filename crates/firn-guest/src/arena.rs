@@ -4,7 +4,8 @@ use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use crate::stamp::{PageWords, WORDS};
 
-/// Pages of this process, aligned to 4096 bytes, zero and not yet backed by memory until they are touched.
+/// Pages of this process, aligned to 4096 bytes, zero, and not backed by memory until the first
+/// access.
 pub struct Arena {
     words: Vec<u64>,
     first_word: usize,
@@ -15,13 +16,13 @@ pub struct Arena {
 const HUGE: usize = 512;
 
 impl Arena {
-    /// `pages` pages.
+    /// An arena of `pages` pages.
     pub fn new(pages: usize) -> Self {
         Self::aligned(pages, 1)
     }
 
-    /// `pages` pages, the first at a multiple of 2 MiB: the kernel may back them with huge pages, and pages that are
-    /// neighbours here are then neighbours in guest-physical memory.
+    /// An arena of `pages` pages, the first at a multiple of 2 MiB: the kernel may back them with
+    /// huge pages, and pages that are neighbours here are then neighbours in guest-physical memory.
     pub fn huge(pages: usize) -> Self {
         Self::aligned(pages, HUGE)
     }
@@ -38,17 +39,17 @@ impl Arena {
         Self::new(mib * 256)
     }
 
-    /// How many pages.
+    /// The number of pages.
     pub fn pages(&self) -> usize {
         self.pages
     }
 
-    /// A page to read. `index` is taken modulo the number of pages.
+    /// A page, for reading. `index` is taken modulo the number of pages.
     pub fn page(&self, index: usize) -> &PageWords {
         &self.all()[index % self.pages]
     }
 
-    /// A page to write. `index` is taken modulo the number of pages.
+    /// A page, for writing. `index` is taken modulo the number of pages.
     pub fn page_mut(&mut self, index: usize) -> &mut PageWords {
         let pages = self.pages;
         &mut self.all_mut()[index % pages]
@@ -57,11 +58,11 @@ impl Arena {
     /// All pages.
     pub fn all(&self) -> &[PageWords] {
         let words = &self.words[self.first_word..][..self.pages * WORDS];
-        // Whole pages, aligned as words are: nothing is left for this to fail on.
+        // These are whole pages, aligned as words are, so this cannot fail.
         <[PageWords]>::ref_from_bytes(words.as_bytes()).unwrap_or_default()
     }
 
-    /// All pages, to write.
+    /// All pages, for writing.
     pub fn all_mut(&mut self) -> &mut [PageWords] {
         let words = &mut self.words[self.first_word..][..self.pages * WORDS];
         <[PageWords]>::mut_from_bytes(words.as_mut_bytes()).unwrap_or_default()

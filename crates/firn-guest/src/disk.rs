@@ -1,13 +1,13 @@
-//! `firn-guest disk-dma`: a disk that writes guest memory and reads it, past every cache.
+//! `firn-guest disk-dma`: DMA of a disk into and from guest memory, past every cache.
 //!
-//! Blocks go through `O_DIRECT`, so the device's DMA is what fills the buffer and what reads it. Every page on the disk
-//! is stamped as in memory, with its number on the disk as index. Three modes:
+//! Blocks are transferred with `O_DIRECT`, so the device's DMA fills the buffer and reads it. Every
+//! page on the disk is stamped as in memory, with its number on the disk as index. Three modes:
 //!
 //! ```text
 //!   prepare   write every block once, sequence 0, and end
-//!   read      read prepared blocks and check them: the disk never changes, so any restore finds it right
-//!   write     check that a block is as it was written last, write it anew, read it back, check: needs a disk that goes
-//!             back with the checkpoint, and notices one that is older or newer than memory
+//!   read      read prepared blocks and check them: the disk never changes, so it is right after any restore
+//!   write     check that a block is as it was last written, write it again, read it back, check: needs a disk that is
+//!             restored with the checkpoint, and detects one that is older or newer than memory
 //! ```
 
 use std::fs::{File, OpenOptions};
@@ -24,29 +24,30 @@ use crate::arena::Arena;
 use crate::pace::Pace;
 use crate::stamp::{self, Stamp, Style, mix};
 
-/// Region number of pages on a disk: told from memory's, should a buffer turn up in an image.
+/// Region number of pages on a disk. It differs from those in memory, so that a buffer found in an
+/// image is recognized.
 pub const REGION: u32 = 0xd15c;
 const PAGE_BYTES: u64 = 4096;
 
 /// Reads and writes a disk past every cache, and checks it.
 #[derive(Args, Clone, Debug)]
 pub struct DiskDma {
-    /// What to do.
+    /// The mode.
     #[arg(value_enum)]
     mode: Mode,
     /// The disk. All but `read` overwrite it from its beginning.
     #[arg(long, default_value = "/dev/vda")]
     device: PathBuf,
-    /// How much of the disk.
+    /// The part of the disk that is used, in MiB.
     #[arg(long, default_value_t = 16)]
     mib: u64,
     /// Size of a request.
     #[arg(long, default_value_t = 64)]
     block_kib: u64,
-    /// Requests per second; 0 is flat out.
+    /// Requests per second; 0 is as fast as possible.
     #[arg(long, default_value_t = 0.0)]
     rate: f64,
-    /// Ends after so many seconds; 0 goes on for ever.
+    /// Ends after this many seconds; 0 runs for ever.
     #[arg(long, default_value_t = 0.0)]
     seconds: f64,
     /// Chooses the order of blocks.
@@ -61,7 +62,7 @@ enum Mode {
     Write,
 }
 
-/// Works to the end. False if a block was wrong.
+/// Runs to the end. False if a block was wrong.
 pub fn run(args: &DiskDma) -> Result<bool> {
     let mut disk = Disk::open(args)?;
     if args.mode == Mode::Prepare {

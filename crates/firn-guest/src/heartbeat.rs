@@ -1,14 +1,15 @@
-//! `firn-guest heartbeat`: a steady sign of life, seen from outside.
+//! `firn-guest heartbeat`: a steady signal that the guest is alive, for an observer outside.
 //!
 //! ```text
 //!   SEQUENCE GUEST_NS WORK STALL_US\n        one line per beat, decimal
 //! ```
 //!
-//! `GUEST_NS` is the guest's monotonic clock and `WORK` counts the steps of a thread that walks through memory, so a
-//! prober sees three things apart: whether the guest answers at all, what its own clock makes of a pause, and how fast
-//! it really gets on. `STALL_US` is the longest time since the beat before that a vCPU was late for a write to a page of its
-//! own: what its clock does not tell, as that goes on while the vCPU waits for a page. Beats nobody
-//! listens to are dropped, never queued.
+//! `GUEST_NS` is the guest's monotonic clock and `WORK` counts the steps of a thread that walks
+//! through memory. So a prober distinguishes three things: whether the guest answers at all, the
+//! length of a pause by its own clock, and how fast it really makes progress. `STALL_US` is the
+//! longest delay since the last beat of a vCPU's write to a page of its own. The guest's clock does
+//! not show that, as it continues while the vCPU waits for a page. Beats without a listener are
+//! dropped, never queued.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -41,18 +42,18 @@ pub struct Heartbeat {
     /// Beats per second.
     #[arg(long, default_value_t = 100.0)]
     rate: f64,
-    /// Memory the working thread walks through; 0 for no work.
+    /// Memory that the working thread walks through; 0 for no work.
     #[arg(long, default_value_t = 8)]
     work_mib: usize,
-    /// Pages the working thread visits per second; 0 is flat out.
+    /// Pages that the working thread visits per second; 0 is as fast as possible.
     #[arg(long, default_value_t = 2000.0)]
     work_rate: f64,
-    /// On each vCPU, watch for stalls by writing to so much memory; 0 watches none.
+    /// On each vCPU, detect stalls by writing to this much memory; 0 detects none.
     #[arg(long, default_value_t = 0)]
     stall_mib: usize,
 }
 
-/// How often a vCPU's watch writes a page.
+/// The interval at which a vCPU's watch writes a page.
 const WATCH: Duration = Duration::from_millis(1);
 
 enum Outlet {
@@ -60,7 +61,7 @@ enum Outlet {
     Udp(UdpSocket),
 }
 
-/// Beats for ever.
+/// Sends beats for ever.
 pub fn run(args: &Heartbeat) -> Result<()> {
     let mut outlet = Outlet::open(args)?;
     let work = Arc::new(AtomicU64::new(0));
@@ -87,7 +88,7 @@ impl Outlet {
         Ok(Self::Udp(socket))
     }
 
-    /// Best effort: a beat that cannot be sent now is worth nothing later. Whether it was.
+    /// Sends a beat, if that is possible now: later it is useless. Returns whether it was sent.
     fn send(&mut self, line: &str) -> bool {
         let sent = match self {
             Self::Port(port) => port.write(line.as_bytes()),
@@ -97,13 +98,13 @@ impl Outlet {
     }
 }
 
-/// The longest stall of any vCPU that was not told yet, in microseconds.
+/// The longest stall of any vCPU that was not reported yet, in microseconds.
 #[derive(Clone, Debug, Default)]
 struct Stalls(Arc<AtomicU64>);
 
 impl Stalls {
-    /// Watches each vCPU with a thread that writes a page of its own at a steady pace. It is late by what it had to wait
-    /// for: for the page, for the vCPU, or for other programs that run there.
+    /// Watches each vCPU with a thread that writes a page of its own at a fixed interval. Its delay
+    /// is the time that it waited for the page, for the vCPU, or for other programs that run there.
     fn watch(mib: usize) -> Result<Self> {
         let stalls = Self::default();
         let watched = if mib == 0 { 0 } else { vcpus() };
@@ -111,7 +112,7 @@ impl Stalls {
             let (stalls, mut arena) = (stalls.clone(), Arena::of_mib(mib));
             arena.all_mut().iter_mut().for_each(|page| page[0] = 1);
             thread::Builder::new().name(format!("watch {vcpu}")).spawn(move || {
-                // Where it can't be pinned it watches some vCPU.
+                // A thread that can't be pinned watches some vCPU.
                 let _ = pin(vcpu);
                 stalls.watch_one(&mut arena);
             })?;
@@ -128,7 +129,7 @@ impl Stalls {
             page[0] = mix(page[0] ^ step);
             let now = Instant::now();
             self.note(now.saturating_duration_since(due).as_micros() as u64);
-            // What came late puts off what follows.
+            // A late write postpones the following ones.
             due = due.max(now - WATCH);
         }
     }

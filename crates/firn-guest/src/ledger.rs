@@ -1,7 +1,9 @@
-//! `firn-guest ledger`: an application with transactions, which knows itself what each of them changed.
+//! `firn-guest ledger`: an application with transactions, which knows itself what each of them
+//! changed.
 //!
-//! It writes random words on random pages of a critical data area, commits, and compares what `firn_app` says has changed
-//! with what it did: a change that is not told is what a tracker must never do. Output is JSON lines:
+//! It writes random words on random pages of a critical data area, commits, and compares the
+//! changes that `firn_app` reports with its own: a tracker must never fail to report a change.
+//! Output is JSON lines:
 //!
 //! ```text
 //!   {"ready":true,"tracker":"pt_host"}
@@ -24,14 +26,14 @@ use crate::stamp::mix;
 /// Words of a page.
 const WORDS: u64 = PAGE as u64 / 8;
 
-/// Commits transactions, and checks what it is told of them.
+/// Commits transactions, and checks the changes that are reported for them.
 #[derive(Args, Clone, Debug)]
 pub struct Ledger {
-    /// How it is known what was written: pt, emul, pt_assisted, scan, compare, pt_host (Firn on the host tells), or emul_host
-    /// (its plugin there notes stores).
+    /// The tracker that finds the writes: pt, emul, pt_assisted, scan, compare, pt_host (Firn on
+    /// the host tracks), or emul_host (its plugin there records stores).
     #[arg(long, default_value = "pt_host")]
     tracker: String,
-    /// With pt_host and emul_host: as which application.
+    /// With pt_host and emul_host: the application's name.
     #[arg(long, default_value = "ledger")]
     name: String,
     /// With pt_host and emul_host: its key, 64 hexadecimal digits.
@@ -40,27 +42,28 @@ pub struct Ledger {
     /// Pages of its area.
     #[arg(long, default_value_t = 80)]
     pages: u64,
-    /// Words that a transaction writes, each on a page drawn anew.
+    /// Words that a transaction writes, each on a page drawn at random.
     #[arg(long, default_value_t = 4)]
     writes: u64,
-    /// Transactions; 0 goes on for ever.
+    /// Transactions; 0 runs for ever.
     #[arg(long, default_value_t = 10_000)]
     transactions: u64,
     /// Count whole pages as changed, without comparing.
     #[arg(long)]
     whole_pages: bool,
-    /// With emul_host: keep no copy of what was committed, so that what is noted is told as it is.
+    /// With emul_host: keep no copy of committed data, so that recorded stores are reported without
+    /// a comparison.
     #[arg(long)]
     no_undo: bool,
     /// Milliseconds between progress lines.
     #[arg(long, default_value_t = 200)]
     progress_ms: u64,
-    /// Chooses what is written.
+    /// Chooses the words that are written.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// Runs to the end. False if something was not told.
+/// Runs to the end. False if a change was not reported.
 pub fn run(args: &Ledger) -> Result<bool> {
     let (mut session, area) = open(args)?;
     println!("{}", json!({ "ready": true, "tracker": session.tracker().name() }));
@@ -91,12 +94,12 @@ fn open(args: &Ledger) -> Result<(Session, Area)> {
         other => Session::open(options.tracker(other.parse::<Kind>()?))?,
     };
     let area = session.allocate("accounts", args.pages as usize * PAGE)?;
-    // The first commit of an area tells all of it.
+    // The first commit of an area reports all of it.
     session.begin()?.commit()?;
     Ok((session, area))
 }
 
-/// One transaction; the words that it changed.
+/// Runs one transaction; returns the words that it changed.
 fn transaction(
     session: &mut Session,
     area: &Area,
@@ -110,7 +113,7 @@ fn transaction(
     let mut open = session.begin()?;
     let words = open.words(area);
     for n in 0..args.writes {
-        // Never what is there already.
+        // The count makes each value differ from the word's old one.
         words[at(n)] = tally.count << 8 | n & 0xff;
     }
     open.commit()?;
@@ -118,7 +121,7 @@ fn transaction(
     Ok((0..args.writes).map(at).collect())
 }
 
-/// Whether each of these words was told, and, where words are told, no other.
+/// Whether each of these words was reported, and, where the tracker reports words, no other.
 fn is_told(session: &Session, whole_pages: bool, expected: &BTreeSet<usize>) -> bool {
     let told: BTreeSet<usize> = session
         .changes()

@@ -1,6 +1,6 @@
 //! `firn-guest VERB`: see the library's documentation.
 //!
-//! Exit code: 0 done and right, 1 done and something was wrong (a page, a sector, an echo), 2 could not be done.
+//! Exit code: 0 success, 1 a check failed (a page, a sector, an echo), 2 an error.
 
 #![forbid(unsafe_code)]
 
@@ -40,7 +40,7 @@ enum Verb {
     Npb(npb::Npb),
     Programs(programs::Programs),
     Transactions(transactions::Transactions),
-    /// Prints what the kernel says about memory.
+    /// Prints the kernel's report on memory.
     MemReport,
 }
 

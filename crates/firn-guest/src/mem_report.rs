@@ -1,4 +1,4 @@
-//! `firn-guest mem-report`: what the guest's kernel says about its memory, as one JSON line.
+//! `firn-guest mem-report`: the guest kernel's report on its memory, as one JSON line.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,7 +6,8 @@ use std::fs;
 use anyhow::{Context as _, Result};
 use serde_json::json;
 
-/// Prints the report. Sizes in KiB, as /proc/meminfo(5) has them; free blocks per zone and order from /proc/buddyinfo.
+/// Prints the report. Sizes in KiB, as in /proc/meminfo(5); free blocks per zone and order from
+/// /proc/buddyinfo.
 pub fn run() -> Result<()> {
     let meminfo = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
     let buddies = fs::read_to_string("/proc/buddyinfo").unwrap_or_default();

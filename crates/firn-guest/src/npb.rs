@@ -1,4 +1,5 @@
-//! `firn-guest npb`: EP or IS of the NAS Parallel Benchmarks, alone or among several guests (see `firn_npb`).
+//! `firn-guest npb`: EP or IS of the NAS Parallel Benchmarks, alone or among several guests (see
+//! `firn_npb`).
 //!
 //! ```text
 //!   {"begun":true,"rank":0}
@@ -16,15 +17,15 @@ use serde_json::json;
 /// Runs a benchmark. Exit code 1 if its result is not the specified one.
 #[derive(Args, Clone, Debug)]
 pub struct Npb {
-    /// Which.
+    /// The benchmark.
     program: Program,
     /// S, W or A.
     #[arg(long, default_value = "S")]
     class: Class,
-    /// Addresses of all processes, by rank; without any it runs alone.
+    /// Addresses of all processes, by rank; without any, the benchmark runs alone.
     #[arg(long, value_delimiter = ',')]
     peers: Vec<SocketAddr>,
-    /// Which of them this is.
+    /// The rank of this process.
     #[arg(long, default_value_t = 0)]
     rank: usize,
 }
@@ -55,14 +56,14 @@ impl Program {
 /// Runs to the end. False if the result is wrong.
 ///
 /// # Errors
-/// If another process can't be reached, or is gone.
+/// If another process can't be reached, or has ended.
 pub fn run(args: &Npb) -> Result<bool> {
     let mut peers = match args.peers.len() {
         0 if args.rank > 0 => bail!("there is no rank {} without --peers", args.rank),
         0 => None,
         _ => Some(Peers::meet(args.rank, &args.peers)?),
     };
-    // They are all there: starting them is no part of it.
+    // All processes are connected: the time to start them does not count.
     println!("{}", json!({ "begun": true, "rank": args.rank }));
     let since = Instant::now();
     let right = match &mut peers {

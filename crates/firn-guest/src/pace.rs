@@ -1,25 +1,25 @@
-//! Keeping a rate.
+//! A limit on the rate of steps.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// Lets `per_second` steps pass per second, or all of them at once.
+/// Allows `per_second` steps per second, or any number at once.
 ///
-/// A guest that stood still (it was checkpointed, or waits for pages) does not make up for lost time in a burst: after
-/// a stall of more than a second the rate counts from now.
+/// A guest that was paused (it was checkpointed, or waited for pages) does not make up for lost
+/// time in a burst: after a stall of more than a second the rate counts from now.
 pub struct Pace {
     interval: Option<Duration>,
     next: Instant,
 }
 
 impl Pace {
-    /// `per_second` steps per second; 0 means flat out.
+    /// A limit of `per_second` steps per second; 0 means no limit.
     pub fn new(per_second: f64) -> Self {
         let interval = (per_second > 0.0).then(|| Duration::from_secs_f64(1.0 / per_second));
         Self { interval, next: Instant::now() }
     }
 
-    /// Waits until `steps` more steps are due.
+    /// Waits until `steps` more steps are allowed.
     pub fn wait(&mut self, steps: u32) {
         let Some(interval) = self.interval else { return };
         let now = Instant::now();

@@ -1,8 +1,8 @@
 //! Virtio serial ports: the guest's end of a unix socket on the host.
 //!
-//! A port outlives what is connected to it. While nobody is, reading gives end of file and poll gives a hang-up; after
-//! a restore the hypervisor's socket is a new one and the next client finds the same open port. So end of file means
-//! "nobody there now", never "the end".
+//! A port outlives its clients. While there is none, reading returns end of file and poll a
+//! hang-up; after a restore the hypervisor's socket is a new one and the next client uses the same
+//! open port. So end of file means "no client now", never "the end".
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _};
@@ -14,10 +14,10 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 
 const SYSFS: &str = "/sys/class/virtio-ports";
-/// How long to wait before looking again for somebody at the other end.
+/// Interval between checks for a client at the other end.
 const NOBODY_WAIT: Duration = Duration::from_millis(20);
 
-/// The device of the port the hypervisor calls `name`, if there is one.
+/// The device of the port that the hypervisor calls `name`, if there is one.
 pub fn find(name: &str) -> Option<PathBuf> {
     let entries = fs::read_dir(SYSFS).ok()?;
     let named = |path: &PathBuf| {
@@ -27,9 +27,9 @@ pub fn find(name: &str) -> Option<PathBuf> {
     Some(PathBuf::from("/dev").join(port.file_name()?))
 }
 
-/// Opens the port called `name`, or the path itself where it is one. A port can be open once only.
+/// Opens the port called `name`, or the path itself where it is one. A port can be open only once.
 ///
-/// `blocking`: whether a write waits while nobody is at the other end.
+/// `blocking`: whether a write waits while there is no client at the other end.
 pub fn open(name: &str, blocking: bool) -> Result<File> {
     let path = if name.starts_with('/') { Some(PathBuf::from(name)) } else { find(name) };
     let Some(path) = path else { bail!("this guest has no virtio port called {name}") };
@@ -42,7 +42,7 @@ pub fn open(name: &str, blocking: bool) -> Result<File> {
         .with_context(|| format!("cannot open {}", path.display()))
 }
 
-/// Reads lines from a port for ever: see the module's words on end of file.
+/// Reads lines from a port for ever: see the module documentation on end of file.
 pub struct Lines {
     port: File,
     pending: Vec<u8>,
@@ -50,12 +50,12 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Lines of at most `bytes_max` bytes; longer ones are dropped.
+    /// A reader of lines of at most `bytes_max` bytes; it drops longer ones.
     pub fn new(port: File, bytes_max: usize) -> Self {
         Self { port, pending: Vec::new(), bytes_max }
     }
 
-    /// The next line, without its end. Waits as long as it takes.
+    /// The next line, without its end. Waits without a limit.
     pub fn next_line(&mut self) -> io::Result<Vec<u8>> {
         loop {
             if let Some(end) = self.pending.iter().position(|&byte| byte == b'\n') {
@@ -70,7 +70,7 @@ impl Lines {
     fn fill(&mut self) -> io::Result<()> {
         let mut chunk = [0; 4096];
         match self.port.read(&mut chunk) {
-            // Whoever comes next starts a line of their own.
+            // The next client starts with a new line.
             Ok(0) => {
                 self.pending.clear();
                 sleep(NOBODY_WAIT);

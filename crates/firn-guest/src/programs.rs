@@ -1,11 +1,12 @@
-//! `firn-guest programs`: random programs on critical data areas, with a tracker that needs a host below (see `firn_programs`).
+//! `firn-guest programs`: random programs on critical data areas, with a tracker that needs Firn on
+//! the host (see `firn_programs`).
 //!
 //! ```text
 //!   {"done":true,"tracker":"emul_host","transactions":10055}
 //! ```
 //!
-//! A change that is not told, or told otherwise than it was, ends it with what differs and where; so does what was only read and
-//! is told as written.
+//! The program ends with the difference and its position if a change is not reported, or is
+//! reported wrongly, or if data that was only read is reported as written.
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -13,22 +14,23 @@ use firn_app::{Area, Host, Kind, Options, Precision, Session, Source};
 use firn_programs::{Extent, Variant, run_all};
 use serde_json::json;
 
-/// Copied in several ways, by C libraries: by vectors, by one instruction that loads and stores.
+/// Sizes that C libraries copy in several ways: by vectors, by one instruction that loads and
+/// stores.
 const READ_BYTES: [usize; 6] = [8, 24, 100, 1000, 3000, 64 << 10];
 
 /// Runs random programs with a tracker.
 #[derive(Args, Clone, Debug)]
 pub struct Programs {
-    /// pt_host, emul_host, or pt_host_noted (pages, of stores that are noted).
+    /// pt_host, emul_host, or pt_host_noted (pages, of stores that are recorded).
     #[arg(long)]
     tracker: String,
-    /// As which application.
+    /// The application's name.
     #[arg(long, default_value = "ledger")]
     name: String,
-    /// Its key, 64 hexadecimal digits.
+    /// The application's key, 64 hexadecimal digits.
     #[arg(long)]
     key: String,
-    /// Where randomness starts.
+    /// Chooses the programs.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
@@ -57,9 +59,9 @@ impl Programs {
 /// If the tracker does not work here.
 ///
 /// # Panics
-/// If something is wrong.
+/// If a change is reported wrongly.
 pub fn run(args: &Programs) -> Result<()> {
-    // Once with an error that is one, before sessions that must open.
+    // Opens one session whose error is returned, before those that must open.
     let notes_words = args.open(Precision::Pages, true)?.tracker() == Kind::Stores;
     let without = if notes_words { Precision::Words } else { Precision::Pages };
     #[expect(clippy::expect_used, reason = "documented: it opened before")]
@@ -79,7 +81,7 @@ pub fn run(args: &Programs) -> Result<()> {
     Ok(())
 }
 
-/// Copies parts of an area out and looks at what is told.
+/// Copies parts of an area, and checks that no change is reported.
 fn what_is_read_is_not_told(mut session: Session) -> Result<()> {
     let area = session.allocate("read", 64 << 10)?;
     let mut transaction = session.begin()?;
@@ -88,7 +90,8 @@ fn what_is_read_is_not_told(mut session: Session) -> Result<()> {
     READ_BYTES.iter().try_for_each(|&bytes| is_not_told(&mut session, &area, bytes))
 }
 
-/// Noted stores are those to the same addresses, by whomever: it is tried more than once.
+/// Checks one size. Recorded stores match by address, whichever program made them, so the check is
+/// tried several times.
 fn is_not_told(session: &mut Session, area: &Area, bytes: usize) -> Result<()> {
     let mut told = String::new();
     for _ in 0..3 {
@@ -100,5 +103,5 @@ fn is_not_told(session: &mut Session, area: &Area, bytes: usize) -> Result<()> {
         }
         told = format!("{:?}", session.changes());
     }
-    bail!("{bytes} bytes were read, nothing was written, and told is {told}")
+    bail!("{bytes} bytes were read and nothing was written, but the reported changes are {told}")
 }

@@ -1,4 +1,4 @@
-//! What the agent in a guest understands: one JSON object per line, one answer line per request.
+//! The protocol of the agent in a guest: one JSON object per line, one reply line per request.
 //!
 //! ```text
 //!   -> {"id":1,"do":"run","argv":["uname","-r"]}
@@ -9,18 +9,19 @@
 //!   <- {"id":3,"running":true,"stdout":"...","stderr":""}
 //! ```
 //!
-//! Requests run side by side: an answer comes when it is ready, so answers may change places. A `run` whose client has
-//! gone when it ends (the guest was checkpointed and restored meanwhile) has nobody to answer to: what must span a
-//! restore is a `spawn`, and polled. Clients start with an empty line, which ends whatever a former client left half
-//! said, and skip answers to ids they did not use.
+//! Requests run concurrently: a reply is sent when it is ready, so replies may come in another
+//! order. A `run` whose client has disconnected when it ends (the guest was checkpointed and
+//! restored meanwhile) cannot deliver its reply: a program that spans a restore is started by
+//! `spawn`, and polled. Clients start with an empty line, which ends the incomplete line of a
+//! former client, and skip replies to ids that they did not use.
 
 use serde::{Deserialize, Serialize};
 
-/// Name of the virtio port the agent listens on.
+/// Name of the virtio port on which the agent listens.
 pub const AGENT_PORT: &str = "firn.agent";
-/// Name of the virtio port heartbeats are written to.
+/// Name of the virtio port to which heartbeats are written.
 pub const HEARTBEAT_PORT: &str = "firn.heartbeat";
-/// Longest request or answer line, in bytes.
+/// Maximum length of a request or reply line, in bytes.
 pub const LINE_BYTES_MAX: usize = 4 << 20;
 /// How much of a program's output is kept, in bytes: the last part of it.
 pub const OUTPUT_BYTES_MAX: usize = 256 << 10;
@@ -28,18 +29,18 @@ pub const OUTPUT_BYTES_MAX: usize = 256 << 10;
 /// A request line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
-    /// Chosen by the client; the answer carries it.
+    /// Chosen by the client; the reply repeats it.
     pub id: u64,
-    /// What to do.
+    /// The requested action.
     #[serde(flatten)]
     pub action: Action,
 }
 
-/// What a request asks for.
+/// The action of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum Action {
-    /// Says that the agent is there.
+    /// Replies that the agent is running.
     Ping,
     /// Runs a program to its end.
     Run {
@@ -48,50 +49,51 @@ pub enum Action {
         /// Given to the program as standard input.
         #[serde(default)]
         stdin: String,
-        /// After so many seconds it is killed and the answer is an error; 0 waits for ever.
+        /// After this many seconds the program is killed and the reply is an error; 0 waits for
+        /// ever.
         #[serde(default)]
         timeout_s: u64,
     },
-    /// Starts a program and answers at once.
+    /// Starts a program and replies at once.
     Spawn {
         /// Name for later requests; a name can be used again once its program has ended.
         job: String,
         /// The program and its arguments.
         argv: Vec<String>,
     },
-    /// How a spawned program is doing, and its output so far.
+    /// Returns the state of a spawned program, and its output so far.
     Poll {
-        /// The name it was given.
+        /// Its name from the `spawn`.
         job: String,
     },
-    /// Waits for a spawned program to end; answered like `run`.
+    /// Waits for a spawned program to end; the reply is that of `run`.
     Wait {
-        /// The name it was given.
+        /// Its name from the `spawn`.
         job: String,
-        /// After so many seconds the answer is an error; 0 waits for ever.
+        /// After this many seconds the reply is an error; 0 waits for ever.
         #[serde(default)]
         timeout_s: u64,
     },
     /// Sends a signal to a spawned program and its children.
     Signal {
-        /// The name it was given.
+        /// Its name from the `spawn`.
         job: String,
         /// The signal's number.
         signal: i32,
     },
 }
 
-/// An answer line.
+/// A reply line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Response {
     /// The id of the request.
     pub id: u64,
-    /// What came of it.
+    /// The result of the request.
     #[serde(flatten)]
     pub outcome: Outcome,
 }
 
-/// What came of a request.
+/// The result of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Outcome {
@@ -111,19 +113,19 @@ pub enum Outcome {
         /// Always true.
         started: bool,
     },
-    /// The agent is there (`ping`).
+    /// The agent is running (`ping`).
     Pong {
         /// Milliseconds since the guest booted, by its own clock.
         uptime_ms: u64,
     },
-    /// It could not be done.
+    /// The request failed.
     Failed {
-        /// Why.
+        /// The reason.
         error: String,
     },
 }
 
-/// How a program ended.
+/// The exit code and the output of a program that has ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ended {
     /// Its exit code, or 128 + the signal that killed it.

@@ -1,12 +1,12 @@
 //! `firn-guest sha`: a long computation with one right answer.
 //!
-//! Each thread fills an arena from a seed and goes through `rounds` rounds: hash a page, let the digest choose the
-//! next page, write the digest into the page just read. Any bit of the arena or of the program's state that changes on
-//! the way changes the final digest, and it is the same on every machine: a guest restored in the middle must print
-//! what an uninterrupted one prints.
+//! Each thread fills an arena from a seed and executes `rounds` rounds: hash a page, let the digest
+//! choose the next page, write the digest into the page just read. Any change of a bit of the arena
+//! or of the program's state changes the final digest, and the digest is the same on every machine:
+//! a guest restored in the middle must print the digest that an uninterrupted one prints.
 //!
-//! With `--progress-ms` it also says how far it is, as the walkers do: `{"progress":12000,"seconds":1.0}`, in rounds of all
-//! threads together.
+//! With `--progress-ms` it also prints its progress, as the walkers do:
+//! `{"progress":12000,"seconds":1.0}`, in rounds of all threads together.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,13 +31,13 @@ pub struct Sha {
     /// Memory of each thread.
     #[arg(long, default_value_t = 16)]
     pub mib: usize,
-    /// Pages each thread hashes.
+    /// Pages that each thread hashes.
     #[arg(long, default_value_t = 20_000)]
     pub rounds: u64,
-    /// Threads. Part of the question: another number gives another digest.
+    /// Number of threads. Another number gives another digest.
     #[arg(long, default_value_t = 1)]
     pub threads: usize,
-    /// Milliseconds between lines about how far it is; 0 for none.
+    /// Milliseconds between progress lines; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub progress_ms: u64,
 }
@@ -48,7 +48,7 @@ pub fn run(args: &Sha) -> Result<()> {
     Ok(())
 }
 
-/// The digest: what a guest that was never interrupted prints.
+/// Computes the digest that an uninterrupted guest prints.
 pub fn digest(args: &Sha) -> Result<String> {
     let done = Arc::new(AtomicU64::new(0));
     let workers: Vec<_> = (0..args.threads.max(1))
@@ -73,7 +73,7 @@ pub fn digest(args: &Sha) -> Result<String> {
     Ok(whole.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Says how many rounds are done, until all are.
+/// Prints the number of rounds that are done, until all are.
 fn say_how_far(done: &AtomicU64, every: Duration, is_over: impl Fn() -> bool) {
     let since = Instant::now();
     while !is_over() {

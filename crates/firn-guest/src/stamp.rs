@@ -1,17 +1,20 @@
-//! Self-describing pages: a page that says which page it is, how often it was written, and whether it is whole.
+//! Self-describing pages: a page records its own number, how often it was written, and whether it
+//! is complete.
 //!
 //! ```text
 //!   byte  0        8        12      16       24         32        40                         4088     4096
 //!         | MAGIC  | region | noise | index  | sequence | seal    | body: 506 words          | seal   |
 //! ```
 //!
-//! `seal` is a mix of all header fields. The body is `noise` words drawn from a generator (they don't compress) and
-//! zeros after that, so `noise` chooses how well the page compresses. In a page stamped in full the generator starts
-//! from (region, index, sequence): no word of it survives the next write, and a page that mixes two writes is found.
-//! In a lightly stamped page it starts from (region, index) alone: rewriting it touches header and tail only, which
-//! dirties memory as fast as a guest can.
+//! `seal` is a mix of all header fields. The body is `noise` words drawn from a generator (they
+//! don't compress) and zeros after that, so `noise` determines how well the page compresses. In a
+//! page stamped in full the generator starts from (region, index, sequence): no word of it survives
+//! the next write, and a mix of two writes is detected. In a lightly stamped page it starts from
+//! (region, index) alone: rewriting it changes header and tail only, which dirties memory as fast
+//! as a guest can.
 //!
-//! Exactly one page per writer may legitimately be torn in a copy taken from outside: the one it was writing.
+//! Only one page per writer may legitimately be torn in a copy taken from outside: the one that the
+//! writer was writing.
 
 use thiserror::Error;
 use zerocopy::IntoBytes as _;
@@ -26,21 +29,21 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"FIRNPAGE");
 const HEADER_WORDS: usize = 5;
 const LIGHT: u32 = 1 << 31;
 
-/// A page as the guest programs see it.
+/// A page as the guest programs access it.
 pub type PageWords = [u64; WORDS];
 
-/// What a page says about itself.
+/// The contents of a page's stamp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stamp {
-    /// Which writer's region: one per vCPU.
+    /// The region of the writer: one per vCPU.
     pub region: u32,
-    /// Which page of that region.
+    /// The number of the page in that region.
     pub index: u64,
-    /// How often it was written; 0 is the first fill.
+    /// The number of rewrites; 0 is the first fill.
     pub sequence: u64,
 }
 
-/// How a page is stamped.
+/// The way in which a page is stamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Style {
     /// Body words that don't compress; the others are zero. At most [`BODY_WORDS`].
@@ -49,7 +52,7 @@ pub struct Style {
     pub light: bool,
 }
 
-/// Why a page is not what its stamp promises.
+/// The reason why a page does not match its stamp.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum Broken {
     /// The first word is not [`MAGIC`].
@@ -61,9 +64,9 @@ pub enum Broken {
     /// A word of the body or the tail belongs to another write.
     #[error("word {word} of {stamp:?} belongs to another write")]
     Body {
-        /// What the header says.
+        /// The stamp in the header.
         stamp: Stamp,
-        /// Which word of the page, from 0.
+        /// The number of the word in the page, from 0.
         word: usize,
     },
 }
@@ -111,7 +114,7 @@ pub fn fill(page: &mut PageWords, stamp: Stamp, style: Style) {
     seal(page, stamp, style);
 }
 
-/// Stamps a page that was filled before: in full, or header and tail only where the style is light.
+/// Stamps a page that was filled before: in full, or header and tail only for a light style.
 pub fn rewrite(page: &mut PageWords, stamp: Stamp, style: Style) {
     if style.light { seal(page, stamp, style) } else { fill(page, stamp, style) }
 }
@@ -145,8 +148,8 @@ pub fn check(page: &PageWords) -> Result<Stamp, Broken> {
     }
 }
 
-/// The stamp of a page seen from outside, as bytes; `None` where the page is not a stamped one. Only the header is
-/// checked: enough to say whose page it is.
+/// The stamp of a page from outside, as bytes; `None` where the page is not a stamped one. Only the
+/// header is checked: enough to identify the page's owner.
 pub fn owner_of(page: &[u8]) -> Option<Stamp> {
     let word = |at: usize| Some(u64::from_le_bytes(page.get(at * 8..at * 8 + 8)?.try_into().ok()?));
     let mut words = [0; WORDS];
@@ -156,7 +159,7 @@ pub fn owner_of(page: &[u8]) -> Option<Stamp> {
     header(&words).ok().map(|(stamp, _)| stamp)
 }
 
-/// Checks a whole page seen from outside, as 4096 bytes.
+/// Checks a whole page from outside, as 4096 bytes.
 pub fn check_bytes(page: &[u8; 4096]) -> Result<Stamp, Broken> {
     let mut words = [0_u64; WORDS];
     words.as_mut_bytes().copy_from_slice(page);

@@ -1,4 +1,5 @@
-//! `firn-guest transactions`: what transactions cost in this guest, by tracker (see `firn_transactions`).
+//! `firn-guest transactions`: the cost of transactions in this guest, by tracker (see
+//! `firn_transactions`).
 //!
 //! ```text
 //!   {"round":0,"opt":1,"system":"pt","us":310.2,"us_with_copy":312.9,"bytes":8192000.0,"runs":2000.0,"blind":0,"called":0}
@@ -9,7 +10,8 @@ use clap::Args;
 use firn_transactions::{Calls, Shape, System, Taken, Workload};
 use serde::{Deserialize, Serialize};
 
-/// Measures operations on a data structure, or writes of a shape, once with each tracker in each round.
+/// Measures operations on a data structure, or writes of a shape, once with each tracker in each
+/// round.
 #[derive(Args, Clone, Debug)]
 pub struct Transactions {
     /// Structure and operation, such as avl-insert.
@@ -30,10 +32,10 @@ pub struct Transactions {
     /// Rounds.
     #[arg(long, default_value_t = 1)]
     rounds: usize,
-    /// For trackers on the host: as which application.
+    /// For trackers on the host: the application's name.
     #[arg(long, default_value = "ledger")]
     name: String,
-    /// For trackers on the host: its key, 64 hexadecimal digits.
+    /// For trackers on the host: the application's key, 64 hexadecimal digits.
     #[arg(long, default_value = "")]
     key: String,
 }
@@ -49,16 +51,16 @@ impl Transactions {
     }
 }
 
-/// What is said of each run.
+/// The output line of each run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Measured {
-    /// Which round.
+    /// The number of the round.
     pub round: usize,
     /// Operations per transaction.
     pub opt: usize,
     /// The tracker.
     pub system: String,
-    /// What it took.
+    /// The measured costs.
     #[serde(flatten)]
     pub taken: Taken,
 }

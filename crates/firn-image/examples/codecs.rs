@@ -1,12 +1,14 @@
-//! Measures what each codec makes of real memory: how small, how long to compress, how long a fault waits for it.
+//! Measures each codec on real memory: the compressed size, the time to compress, and the time that
+//! a fault waits for it.
 //!
 //! ```text
 //!   codecs [--blocks N] [--pages P] SOURCE...       SOURCE: a flat file (a guest's RAM file), or the pid of a process
 //! ```
 //!
-//! Of all blocks that are not zero, N (20,000) are taken evenly. Compression is measured in CPU time of this thread;
-//! decoding, block by block in shuffled order, as the time that passes: its median is what a fault waits for, checksum
-//! included. The numbers behind the default codec are in `docs/design/001-codec.md`.
+//! Of all blocks that are not zero, N (20,000) are taken evenly. Compression is measured in CPU
+//! time of this thread; decoding, block by block in shuffled order, as the time that passes: its
+//! median is what a fault waits for, checksum included. The numbers behind the default codec are in
+//! `docs/design/001-codec.md`.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -152,7 +154,8 @@ fn cpu_time() -> Result<Duration> {
     Ok(clock_gettime(ClockId::ThreadCPUTime).try_into()?)
 }
 
-/// The time each block takes from stored bytes in memory to a checked memory block, in shuffled order.
+/// The time each block takes from stored bytes in memory to a checked memory block, in shuffled
+/// order.
 fn decode_all(image: &Image) -> Result<Vec<Duration>> {
     let mut out = vec![0; image.geometry().block_size.bytes()];
     let mut units = Vec::new();

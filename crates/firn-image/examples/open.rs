@@ -1,10 +1,10 @@
-//! Measures how long an image takes to open, by size of the guest, and what a look-up costs.
+//! Measures the time to open an image, by the size of the guest, and the time of a look-up.
 //!
 //! ```text
 //!   cargo run --release -p firn-image --example open -- [GIB...]        (1 and 8 unless given)
 //! ```
 //!
-//! The worst index there can be: every memory block stored, in an order without neighbours.
+//! The index is the worst possible: every memory block is stored, in an order without neighbours.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -75,7 +75,7 @@ fn time_to_open(path: &Path) -> Result<Duration> {
     Ok(opened)
 }
 
-/// The mean over a million look-ups, here and there.
+/// The mean over a million scattered look-ups.
 fn time_to_look_up(image: &Image) -> Duration {
     let blocks = image.geometry().blocks();
     let start = Instant::now();

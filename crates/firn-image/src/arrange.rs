@@ -1,4 +1,4 @@
-//! In which order memory blocks go into an image: access, physical or random. Pure.
+//! The order of memory blocks in an image: by access, physical or random. Pure.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,19 +9,20 @@ use crate::reorder::ListedWorkingSet;
 use crate::runs::{Runs, Untaken};
 use crate::sections::AccessGroup;
 
-/// Memory blocks by number.
+/// Orders memory blocks by number.
 pub(crate) fn physical(stored: &Runs) -> Vec<AccessGroup> {
     vec![AccessGroup { filled_by: FilledBy::Unknown, blocks: stored.blocks().collect() }]
 }
 
-/// Memory blocks shuffled: the same seed and blocks give the same order.
+/// Shuffles memory blocks: the same seed and blocks give the same order.
 pub(crate) fn random(stored: &Runs, seed: u64) -> Vec<AccessGroup> {
     let mut blocks: Vec<Block> = stored.blocks().collect();
     shuffle(&mut blocks, seed);
     vec![AccessGroup { filled_by: FilledBy::Unknown, blocks }]
 }
 
-/// Memory blocks as the groups list them; what none lists follows by number, as if swept.
+/// Orders memory blocks as the groups list them; blocks that no group lists follow by number, as if
+/// swept.
 pub(crate) fn access(stored: &Runs, groups: &[AccessGroup]) -> Vec<AccessGroup> {
     let mut left = Untaken::new(stored);
     let mut out: Vec<_> = groups
@@ -36,7 +37,7 @@ pub(crate) fn access(stored: &Runs, groups: &[AccessGroup]) -> Vec<AccessGroup> 
     out
 }
 
-/// A working set after it was made worse. What is left of it stays in its order.
+/// Makes a listed working set worse. The blocks that it keeps stay in their order.
 pub(crate) fn listed(
     change: ListedWorkingSet,
     working_set: Vec<Block>,
@@ -66,8 +67,9 @@ pub(crate) fn listed(
     }
 }
 
-/// Groups of memory blocks of one size as groups of another. A block that falls together with an earlier one is left
-/// out; one that falls apart is listed part by part.
+/// Converts groups of memory blocks of one size to another size. If several old blocks fall into
+/// one new block, it is listed once, at the first of them. If an old block falls into several new
+/// ones, each is listed.
 pub(crate) fn resize(groups: &[AccessGroup], from: BlockSize, to: BlockSize) -> Vec<AccessGroup> {
     let mut seen = HashMap::new();
     let mut first_time = |block: &Block| seen.insert(*block, ()).is_none();
@@ -78,7 +80,8 @@ pub(crate) fn resize(groups: &[AccessGroup], from: BlockSize, to: BlockSize) -> 
     groups.iter().map(resized).collect()
 }
 
-/// Blocks of one size as blocks of another, one after another; neighbours that fall together are listed twice.
+/// Converts blocks of one size to another size, one after another. A new block is listed once for
+/// each old block that falls into it.
 pub(crate) fn resize_blocks(
     blocks: &[Block],
     from: BlockSize,
@@ -87,18 +90,19 @@ pub(crate) fn resize_blocks(
     blocks.iter().flat_map(move |&block| blocks_of(block, from, to)).map(Block)
 }
 
-/// The blocks of another size that have pages of a block.
+/// The blocks of another size that share pages with a block.
 pub(crate) fn blocks_of(block: Block, from: BlockSize, to: BlockSize) -> std::ops::Range<u32> {
     let pages = from.pages_of(block);
     to.block_of(pages.start).0..to.blocks_in(pages.end.0)
 }
 
-/// Fisher and Yates, with SplitMix64 for numbers.
+/// The shuffle of Fisher and Yates, with SplitMix64 for random numbers.
 fn shuffle(blocks: &mut [Block], seed: u64) {
     let mut state = seed;
     for end in (1..blocks.len()).rev() {
         let below = end as u64 + 1;
-        // The high half of the product: uniform to within 2^-32 for any number of blocks there can be.
+        // The high half of the product: uniform to within 2^-32 for any number of blocks there can
+        // be.
         let other = (u128::from(split_mix(&mut state)) * u128::from(below)) >> 64;
         blocks.swap(end, other as usize);
     }

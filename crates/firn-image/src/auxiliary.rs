@@ -1,4 +1,4 @@
-//! Auxiliary RAM, read piece by piece: a few bytes of a file can stand for a gigabyte of it.
+//! Auxiliary blocks, read piece by piece: a few bytes of a file can stand for a gigabyte of them.
 
 use std::io::{self, Read};
 
@@ -7,13 +7,13 @@ use crate::footer::Kind;
 use crate::reader::Image;
 use crate::sections::AuxBlock;
 
-/// Auxiliary blocks in an image at most.
+/// The maximum number of auxiliary blocks in an image.
 pub const AUX_BLOCKS_MAX: u32 = 1024;
 
-/// Bytes of their ids at most, all together.
+/// The maximum length of their ids, all together, in bytes.
 pub const AUX_ID_BYTES_MAX: usize = 1 << 20;
 
-/// Bytes in a piece at most.
+/// The maximum length of a piece in bytes.
 const PIECE: usize = 64 << 10;
 
 /// A piece of an auxiliary block.
@@ -21,28 +21,29 @@ const PIECE: usize = 64 << 10;
 pub struct AuxPiece<'a> {
     /// The hypervisor's name for the block.
     pub id: &'a str,
-    /// How many bytes the block has.
+    /// The length of the block in bytes.
     pub block_bytes: u64,
-    /// Where in the block the piece lies.
+    /// The offset of the piece in the block.
     pub offset: u64,
-    /// What it holds. A block without bytes has one piece, an empty one.
+    /// The bytes of the piece. A block without bytes has one piece, an empty one.
     pub bytes: &'a [u8],
 }
 
-/// What an image says of an auxiliary block.
+/// The name and length of an auxiliary block.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct AuxInfo {
     /// The hypervisor's name for it.
     pub id: String,
-    /// How many bytes it has.
+    /// Its length in bytes.
     pub bytes: u64,
 }
 
 impl Image {
-    /// Reads all auxiliary blocks, piece by piece, in their order. No more than one piece is in memory at a time.
+    /// Reads all auxiliary blocks, piece by piece, in their order. No more than one piece is in
+    /// memory at a time.
     ///
     /// # Errors
-    /// What is wrong with the section, or what `take` returned.
+    /// If the section is damaged, or the error that `take` returned.
     pub fn each_aux_piece<E: From<ImageError>>(
         &self,
         mut take: impl FnMut(AuxPiece<'_>) -> Result<(), E>,
@@ -72,10 +73,10 @@ impl Image {
         Ok(())
     }
 
-    /// The auxiliary blocks without what they hold.
+    /// The names and lengths of the auxiliary blocks, without their bytes.
     ///
     /// # Errors
-    /// What is wrong with the section.
+    /// If the section is damaged.
     pub fn aux_list(&self) -> Result<Vec<AuxInfo>, ImageError> {
         let mut list = Vec::new();
         self.each_aux_piece(|piece| {
@@ -90,7 +91,7 @@ impl Image {
     /// The auxiliary blocks, whole: up to 1 GiB.
     ///
     /// # Errors
-    /// What is wrong with the section.
+    /// If the section is damaged.
     pub fn aux_blocks(&self) -> Result<Vec<AuxBlock>, ImageError> {
         let mut blocks: Vec<AuxBlock> = Vec::new();
         self.each_aux_piece(|piece| {
@@ -106,7 +107,7 @@ impl Image {
     }
 }
 
-/// The decoded section, as far as it has not been read.
+/// The part of the decoded section that has not been read yet.
 struct Parts<R> {
     reader: R,
     left: u64,
@@ -132,7 +133,8 @@ impl<R: Read> Parts<R> {
         }
     }
 
-    /// The id and the length of the next block. `ids` is how many bytes the ids so far have.
+    /// Reads the id and the length of the next block. `ids` is the total length of the ids so far,
+    /// in bytes.
     fn head(&mut self, ids: &mut usize) -> io::Result<(String, u64)> {
         let id_len = usize::from(u16::from_le_bytes(self.array()?));
         *ids += id_len;
@@ -149,7 +151,7 @@ impl<R: Read> Parts<R> {
         }
     }
 
-    /// What is left, which must be nothing.
+    /// Checks that nothing is left.
     fn end(mut self) -> io::Result<()> {
         match self.left {
             0 if self.reader.read(&mut [0])? == 0 => Ok(()),

@@ -1,4 +1,4 @@
-//! A set of memory blocks that changes: a bit for each, where there are any.
+//! A set of memory blocks that changes: a bitmap, allocated only where blocks were added.
 
 use firn_types::Block;
 
@@ -20,7 +20,7 @@ impl Bitmap {
         Self { parts: vec![None; (blocks as usize).div_ceil(PART)], blocks }
     }
 
-    /// Adds a block. One past the last is left out.
+    /// Adds a block. A block past the last one is ignored.
     pub(crate) fn insert(&mut self, block: Block) {
         if block.0 >= self.blocks {
             return;
@@ -31,7 +31,7 @@ impl Bitmap {
         }
     }
 
-    /// Removes a block, and says whether it was there.
+    /// Removes a block, and returns whether the set had it.
     pub(crate) fn take(&mut self, block: Block) -> bool {
         let (word, bit) = place(block);
         let Some(Some(part)) = self.parts.get_mut(block.index() / PART) else { return false };
@@ -59,7 +59,7 @@ impl Bitmap {
     }
 }
 
-/// Where a block is in its part.
+/// The word and the bit of a block in its part.
 fn place(block: Block) -> (usize, u64) {
     (block.index() % PART / 64, 1 << (block.0 % 64))
 }

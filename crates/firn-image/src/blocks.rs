@@ -1,8 +1,9 @@
-//! Memory blocks out of an image.
+//! Reads of memory blocks from an image.
 //!
-//! Three ways to the stored bytes: a locality block with one `pread(2)` of its used bytes, several that lie side by side
-//! with one, or a single memory block with one. Each has, or can be given, a form that takes what the page cache has and
-//! never waits for storage. All of them reuse the caller's buffer.
+//! There are three methods to read the stored bytes: a locality block with one `pread(2)` of its
+//! used bytes, several neighbouring ones with one, or a single memory block with one. Each has, or
+//! can get, a variant that reads from the page cache only and never waits for storage. All of them
+//! reuse the caller's buffer.
 
 use std::ops::Range;
 
@@ -19,14 +20,15 @@ use crate::source::Source;
 /// The order in which an image is going to be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadOrder {
-    /// Here and there: the kernel reads what is asked for and no more.
+    /// Scattered reads: the kernel reads the requested bytes and no more.
     Random,
     /// From front to back: the kernel reads ahead.
     Sequential,
 }
 
 impl Image {
-    /// Reads the used bytes of a locality block: one `pread(2)`. [`Entry::range`] is a memory block's place in them.
+    /// Reads the used bytes of a locality block: one `pread(2)`. [`BlockEntry::range`] is the range
+    /// of a memory block in them.
     pub fn read_locality_block(
         &self,
         id: LocalityBlockId,
@@ -36,7 +38,8 @@ impl Image {
         source.read_exact_at(bytes, at)
     }
 
-    /// The same, from the page cache alone: false if it is not there, and then the kernel goes on to read it.
+    /// As [`Self::read_locality_block`], from the page cache alone: false if it is not there, and
+    /// then the kernel begins to read it.
     pub fn try_read_locality_block(
         &self,
         id: LocalityBlockId,
@@ -46,11 +49,13 @@ impl Image {
         source.try_read_exact_at(bytes, at)
     }
 
-    /// Reads neighbouring locality blocks: one `pread(2)` in each file, up to the last one's used bytes. The first starts
-    /// at byte 0, each of the others [`crate::Geometry::locality_block_bytes`] further on.
+    /// Reads neighbouring locality blocks: one `pread(2)` in each file, up to the last one's used
+    /// bytes. The first starts at byte 0, each of the others
+    /// [`crate::Geometry::locality_block_bytes`] later.
     ///
-    /// Who reads in order, and wants what follows too, gets more of most storage: the kernel reads ahead of it, with
-    /// longer requests than one such read is cut into.
+    /// With [`ReadOrder::Sequential`], for a caller that also needs the blocks that follow, most
+    /// storage is faster: the kernel reads ahead, with longer requests than one such read is split
+    /// into.
     pub fn read_locality_blocks(
         &self,
         ids: Range<LocalityBlockId>,
@@ -88,7 +93,7 @@ impl Image {
         source.read_exact_at(bytes, at)
     }
 
-    /// Reads the stored bytes of one memory block: one `pread(2)`, no more.
+    /// Reads the stored bytes of one memory block with one `pread(2)`.
     pub fn read_entry(
         &self,
         entry: &Entry,
@@ -99,7 +104,8 @@ impl Image {
         source.read_exact_at(bytes, at)
     }
 
-    /// The same, from the page cache alone: false if it is not there, and then the kernel goes on to read it.
+    /// As [`Self::read_entry`], from the page cache alone: false if it is not there, and then the
+    /// kernel begins to read it.
     pub fn try_read_entry(
         &self,
         entry: &Entry,
@@ -110,7 +116,7 @@ impl Image {
         source.try_read_exact_at(bytes, at)
     }
 
-    /// Makes room for a locality block's used bytes, and says where in the file they are.
+    /// Resizes the buffer for a locality block's used bytes, and returns their file and offset.
     fn place_locality_block(
         &self,
         id: LocalityBlockId,
@@ -121,7 +127,7 @@ impl Image {
         Ok(self.place(id))
     }
 
-    /// Makes room for a memory block's stored bytes, and says where in the file they are.
+    /// Resizes the buffer for a memory block's stored bytes, and returns their file and offset.
     fn place_entry(
         &self,
         entry: &Entry,
@@ -146,8 +152,9 @@ impl Image {
         Err(ImageError::NoLocalityBlock { path: self.path().to_owned(), id, count })
     }
 
-    /// Makes a memory block whole again from its stored bytes, and checks it. `out` has the length of a memory block;
-    /// after an error its content is undefined. After a thread's first block nothing is allocated.
+    /// Decodes a memory block from its stored bytes, and checks it. `out` has the length of a
+    /// memory block; after an error its content is undefined. After a thread's first block nothing
+    /// is allocated.
     pub fn decode(&self, entry: &Entry, stored: &[u8], out: &mut [u8]) -> Result<(), BlockError> {
         let expected = self.geometry().block_size.bytes();
         if out.len() != expected {
@@ -170,8 +177,8 @@ impl Image {
         }
     }
 
-    /// Reads one memory block whole, zeros where nothing is stored; says whether it is stored. For work that is not in
-    /// a hurry: one read per memory block.
+    /// Reads one memory block, zeros where nothing is stored; returns whether it is stored. For
+    /// work without urgency: one read per memory block.
     pub fn read_block(
         &self,
         block: Block,
@@ -192,7 +199,8 @@ impl Image {
         }
     }
 
-    /// Whether a memory block has these bytes here. `buffer` may hold anything. No, if that can't be read.
+    /// Whether a memory block has these bytes in this image. The old content of `buffer` does not
+    /// matter. False if the block cannot be read.
     pub fn holds(&self, block: Block, bytes: &[u8], buffer: &mut Vec<u8>) -> bool {
         let Some((id, entry)) = self.entry_of(block) else { return is_zero(bytes) };
         if entry.checksum != checksum(bytes) || self.read_entry(entry, id, buffer).is_err() {
@@ -202,7 +210,8 @@ impl Image {
         self.decode(entry, buffer, &mut found).is_ok() && found == bytes
     }
 
-    /// Tells the kernel how the image is going to be read. Without effect on what is read.
+    /// Advises the kernel of the order in which the image is going to be read. The bytes that are
+    /// read do not depend on it.
     pub fn advise(&self, order: ReadOrder) {
         let advice = match order {
             ReadOrder::Random => rustix::fs::Advice::Random,

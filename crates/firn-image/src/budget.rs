@@ -1,4 +1,4 @@
-//! How much memory an image may take: no more than the length of its files explains.
+//! The limit on the memory of an open image: no more than the length of its files justifies.
 //!
 //! ```text
 //!   memory of an open chain  <=  32 MiB + 32 x bytes of its files        budget: sections and index, decoded and parsed
@@ -6,26 +6,29 @@
 //!                              + 16 MiB                                  directory of placements
 //! ```
 //!
-//! A few kilobytes of Zstandard can stand for a gigabyte, so the length of a section says little about what it takes. Each
-//! kind of section has a factor: bytes of memory for each decoded byte, at most. It is charged before anything is
-//! allocated. A writer stores a section as it is where a reader would refuse it compressed: then the file explains it.
+//! A few kilobytes of Zstandard can stand for a gigabyte, so the length of a section does not limit
+//! its memory. Each kind of section has a factor: the maximum number of bytes of memory for each
+//! decoded byte. The memory is charged before anything is allocated. A writer stores a section
+//! uncompressed where a reader would refuse it compressed: then the length of the file justifies
+//! it.
 
 use crate::footer::Kind;
 
-/// What an image of any length may take.
+/// The memory that an image of any length may take.
 const FLOOR: u64 = 32 << 20;
 
-/// What each byte of a file adds.
+/// The memory that each byte of a file adds.
 const PER_FILE_BYTE: u64 = 32;
 
-/// What a writer uses of the floor for one section at most: seven kinds are charged together, and values of JSON besides.
+/// The part of the floor that a writer uses for one section at most: seven kinds are charged
+/// together, and values of JSON besides.
 const FLOOR_PER_SECTION: u64 = FLOOR / 16;
 
-/// The same for tables of placements.
+/// As [`FLOOR`] and [`PER_FILE_BYTE`], for tables of placements.
 const TABLES_FLOOR: u64 = 16 << 20;
 const TABLES_PER_FILE_BYTE: u64 = 16;
 
-/// What is left of the memory that an image may take.
+/// The memory that an image may still take.
 pub(crate) struct Budget {
     left: u64,
     file_bytes: u64,
@@ -65,7 +68,7 @@ impl Budget {
     }
 }
 
-/// Bytes of tables of placements that a file of this length may have.
+/// The maximum size of the placement tables of a file of this length, in bytes.
 pub(crate) fn table_bytes_max(file_bytes: u64, is_first: bool) -> u64 {
     let floor = if is_first { TABLES_FLOOR } else { 0 };
     file_bytes.saturating_mul(TABLES_PER_FILE_BYTE).saturating_add(floor)
@@ -77,16 +80,17 @@ pub(crate) fn explains(kind: Kind, stored_len: usize, decoded_len: usize) -> boo
     cost <= FLOOR_PER_SECTION || cost <= (stored_len as u64).saturating_mul(PER_FILE_BYTE)
 }
 
-/// Bytes of memory for each decoded byte of a section, at most.
+/// The maximum number of bytes of memory for each decoded byte of a section.
 fn memory_factor(kind: Kind) -> u64 {
     match kind {
-        // Strings, twice, and what is printed of them. Other values are charged by number.
+        // Strings, twice, and their printed form. Other values are charged by number.
         Kind::Meta | Kind::Regions => 4,
         Kind::DeviceState | Kind::Parent => 1,
         // Read piece by piece, and never kept.
         Kind::AuxBlocks => 0,
         Kind::WorkingSet | Kind::PageTableRoots => 2,
-        // An entry has 15 bytes here, and 24 in memory; a run of zeros 8, and 8 and a node of a tree.
+        // An entry has 15 bytes in the section and 24 in memory; a run of zeros has 8, and 8 and a
+        // node of a tree.
         Kind::Index => 8,
         // A group of one memory block has 10 bytes, and 64 in memory.
         Kind::AccessOrder => 8,

@@ -1,8 +1,8 @@
-//! Numbers out of bytes, little-endian, never past their end.
+//! A reader of little-endian numbers that never reads past the end of its bytes.
 
 use crate::error::Flaw;
 
-/// A part of the file that is being taken apart.
+/// A part of the file that is being parsed.
 #[derive(Clone)]
 pub(crate) struct Bytes<'a> {
     place: &'static str,
@@ -11,7 +11,7 @@ pub(crate) struct Bytes<'a> {
 }
 
 impl<'a> Bytes<'a> {
-    /// The bytes of a part, which errors will call `place`.
+    /// A reader of the bytes of a part, which errors will call `place`.
     pub(crate) fn new(place: &'static str, all: &'a [u8]) -> Self {
         Self { place, all, at: 0 }
     }
@@ -56,7 +56,7 @@ impl<'a> Bytes<'a> {
         self.take(len).map(Column)
     }
 
-    /// What is left, which must be nothing.
+    /// Checks that nothing is left.
     pub(crate) fn end(self) -> Result<(), Flaw> {
         match self.all.len() - self.at {
             0 => Ok(()),
@@ -64,7 +64,7 @@ impl<'a> Bytes<'a> {
         }
     }
 
-    /// What is left, which must be zeros.
+    /// Checks that only zeros are left.
     pub(crate) fn zeros_to_the_end(self) -> Result<(), Flaw> {
         match self.all.iter().skip(self.at).position(|&byte| byte != 0) {
             None => Ok(()),
@@ -75,7 +75,7 @@ impl<'a> Bytes<'a> {
         }
     }
 
-    /// A flaw in what was taken last.
+    /// A flaw in the bytes that were read last.
     pub(crate) fn flaw(&self, problem: impl Into<String>) -> Flaw {
         Flaw::new(self.place, self.at as u64, problem)
     }

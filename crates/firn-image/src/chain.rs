@@ -1,20 +1,23 @@
-//! An image and those it builds on.
+//! An image and the images it builds on: a chain, opened as one image.
 //!
 //! ```text
 //!   d3.firn --parent--> d2.firn --parent--> d1.firn --parent--> base.firn
 //!   lb 0..a             lb a..b             lb b..c             lb c..d        one numbering for all of them
 //! ```
 //!
-//! An incremental image has the memory blocks that changed since its parent was made. What it does not mention is as in
-//! the parent. The files of a chain are opened together and read as one image: every memory block is looked up once, in
-//! an index over all of them, so a look-up costs the same at any depth.
+//! An incremental image has the memory blocks that changed since its parent was made. A block that
+//! it does not mention is as in the parent. The files of a chain are opened together and read as
+//! one image: every memory block is looked up once, in an index over all of them, so a look-up
+//! costs the same at any depth.
 //!
-//! A parent is found by the path that the image records, from the image's own directory, and known by its identity: a
-//! file of that name with other content is never taken for it.
+//! A parent is found by the path that the image records, relative to the image's own directory, and
+//! recognized by its identity: a file of that name with other content is never accepted as the
+//! parent.
 //!
-//! Opening a parent is one read, of its end: where a disk has to seek, a chain of a hundred files would otherwise take
-//! seconds to open. Its header says nothing that is not known: the identity is in the footer too, and the sizes are those of
-//! every image of the chain. [`Layer::check_header`] is for who wants to know that it is all right as well.
+//! Opening a parent is one read, of its end: on a disk that has to seek, a chain of a hundred files
+//! would otherwise take seconds to open. Its header contains nothing new: the identity is in the
+//! footer too, and the sizes are those of every image of the chain. [`ChainLayer::check_header`] is
+//! for a caller that wants the header checked as well.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -32,7 +35,7 @@ use crate::header::{Header, Identity};
 use crate::index::{self, Index};
 use crate::source::Source;
 
-/// Images in one chain at most: each is an open file.
+/// The maximum number of images in one chain: each is an open file.
 pub const CHAIN_MAX: usize = 256;
 
 pub(crate) const PATH_BYTES_MAX: usize = 4096;
@@ -45,22 +48,23 @@ pub(crate) struct Layer {
     pub(crate) footer: Footer,
     /// The number of its first locality block.
     pub(crate) first: u32,
-    /// Bytes of the files before it.
+    /// Total length of the newer files of the chain, in bytes.
     pub(crate) start: u64,
-    /// What this file has, whatever newer ones have.
+    /// The contents of this file, whether or not newer files replace them.
     pub(crate) own: Own,
 }
 
-/// Which image another one builds on.
+/// The reference of an image to its parent.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Parent {
     pub(crate) identity: Identity,
-    /// From the directory of the image that names it, if it is not absolute.
+    /// Relative to the directory of the image that names it, if it is not absolute.
     pub(crate) path: PathBuf,
 }
 
 impl Parent {
-    /// How the image at `child` names its parent: by file name if both are in one directory, which can then be moved.
+    /// The link of the image at `child` to its parent: relative if the parent is below its
+    /// directory, which can then be moved.
     pub(crate) fn of(child: &Path, parent: &Path, identity: Identity) -> Result<Self, ImageError> {
         let whole = |path: &Path| {
             std::path::absolute(path).map_err(|source| ImageError::Io {
@@ -89,7 +93,7 @@ impl Parent {
     }
 
     fn seen_from(&self, child: &Path) -> PathBuf {
-        // Beside the file itself, not beside a link to it.
+        // In the directory of the file itself, not of a link to it.
         let child = std::fs::canonicalize(child).unwrap_or_else(|_| child.to_owned());
         child.parent().unwrap_or(Path::new("")).join(&self.path)
     }
@@ -109,7 +113,8 @@ impl Layer {
         Ok((Self { source, geometry, footer, first: 0, start: 0, own: Own::default() }, header))
     }
 
-    /// Opens the file again by its name, and reads it by that from now on. It has to be the same image.
+    /// Opens the file again by its name, and reads that one from now on. It has to be the same
+    /// image.
     pub(crate) fn reopen(&self) -> Result<(), ImageError> {
         let (again, _) = Self::open(self.path())?;
         if again.footer != self.footer {
@@ -120,7 +125,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Opens a file that is known to have blocks of these sizes.
+    /// Opens a file whose blocks are known to have these sizes.
     fn open_alike(path: &Path, geometry: Geometry) -> Result<Self, ImageError> {
         let mut source = Source::open(path)?;
         source.read_tail();
@@ -128,7 +133,7 @@ impl Layer {
         Ok(Self { source, geometry, footer, first: 0, start: 0, own: Own::default() })
     }
 
-    /// Checks what opening it within a chain does not look at.
+    /// Checks the header, which opening the file within a chain does not read.
     pub(crate) fn check_header(&self) -> Result<(), ImageError> {
         let header = self.source.read_header()?;
         self.source.check_pair(&header, &self.footer)?;
@@ -149,7 +154,7 @@ impl Layer {
         self.source.parse(&self.footer, Kind::Parent, budget, |bytes, _| Parent::parse(&bytes))
     }
 
-    /// Bytes of tables of placements that this file explains.
+    /// The maximum size of the placement tables that the length of this file justifies, in bytes.
     fn table_bytes_max(&self, is_first: bool) -> u64 {
         budget::table_bytes_max(self.source.file_bytes(), is_first)
     }
@@ -178,7 +183,7 @@ impl Layer {
             let header = Source::open(&path).and_then(|source| source.read_header());
             let (mismatch, source) = match header {
                 Ok(header) => (self.mismatch(&header, parent), source),
-                // A file that is no image at all says so there.
+                // For a file that is not an image, this error is the better one.
                 Err(error) => (None, error),
             };
             let (path, parent, source) = (self.path().to_owned(), path.clone(), Box::new(source));
@@ -190,7 +195,7 @@ impl Layer {
         }
     }
 
-    /// Why a header is not that of an image's parent, if it is not.
+    /// The reason why a header is not that of the image's parent; `None` if it is.
     fn mismatch(&self, found: &Header, parent: &Parent) -> Option<String> {
         let differs = found.geometry != self.geometry;
         let sizes = || differs.then(|| "its blocks or its RAM have other sizes".to_owned());
@@ -203,17 +208,18 @@ fn other_identity(found: Identity, parent: &Parent) -> Option<String> {
     (found != expected).then(|| format!("its identity is {found} instead of {expected}"))
 }
 
-/// An image's own file and those it builds on, each with the number of its first locality block, and the index over all.
+/// An image's own file and those it builds on, each with the number of its first locality block,
+/// and the index over all.
 pub(crate) struct Chain {
     pub(crate) layers: Vec<Layer>,
     pub(crate) index: Index,
-    /// How the blocks of the image's own file are arranged.
+    /// The block organization of the image's own file.
     pub(crate) organization: Organization,
-    /// What is left of it.
+    /// The memory that the chain may still take.
     pub(crate) budget: Budget,
 }
 
-/// What an image's own file has.
+/// The block counts of one file.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Own {
     pub(crate) stored_blocks: u32,
@@ -233,7 +239,8 @@ impl Own {
 }
 
 impl Chain {
-    /// Opens an image and all it builds on from descriptors of their files, whatever has their names now.
+    /// Opens an image and all it builds on from descriptors of their files, whichever files have
+    /// their names now.
     pub(crate) fn open_from(path: &Path, files: &[File]) -> Result<Self, ImageError> {
         let by_descriptor =
             |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
@@ -273,7 +280,8 @@ impl Chain {
         oldest.parent(&mut self.budget)
     }
 
-    /// Opens an image and all it builds on. Its parent is at `moved`, if that is given, or else where the image says.
+    /// Opens an image and all it builds on. Its parent is at `moved`, if that is given, or else at
+    /// the path that the image records.
     pub(crate) fn open(path: &Path, moved: Option<&Path>) -> Result<Self, ImageError> {
         let (layer, header) = Layer::open(path)?;
         let mut chain = Self::begin(layer, &header)?;
@@ -318,7 +326,7 @@ impl Chain {
         layer.own = Own::of(&older);
         self.index.placements.add_room(layer.table_bytes_max(false));
         self.index.add_older(&older);
-        // The next one's place is in it.
+        // The path of the next parent is in it.
         if let Some(newer) = self.layers.iter_mut().skip(1).last() {
             newer.source.forget_tail();
         }

@@ -1,7 +1,8 @@
-//! Comparing an image with a flat copy of guest memory.
+//! Comparison of an image with a flat copy of guest memory.
 //!
-//! The reference is a file in the order of the RAM page space: page 0 first, 4096 bytes each, zeros between regions.
-//! A test makes one while the VM is paused; a checkpoint taken at that pause must equal it byte for byte.
+//! The reference is a file in the order of the RAM page space: page 0 first, 4096 bytes each, zeros
+//! between regions. A test makes one while the VM is paused; a checkpoint taken at that pause must
+//! equal it byte for byte.
 
 use std::io::{self, BufReader, Read};
 use std::path::Path;
@@ -23,9 +24,9 @@ pub struct Mismatch {
     pub in_image: u8,
     /// That byte in the reference.
     pub in_reference: u8,
-    /// How many bytes of the page differ.
+    /// The number of bytes of the page that differ.
     pub bytes: u16,
-    /// Whether the image stores the page, rather than calling it zero or untouched.
+    /// Whether the image stores the page; otherwise the page is zero or untouched there.
     pub is_stored: bool,
 }
 

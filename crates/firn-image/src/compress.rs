@@ -1,6 +1,6 @@
-//! From a memory block to what is stored of it.
+//! Compression of memory blocks.
 //!
-//! Compressors are kept per thread, so that none is made for every block.
+//! Each thread keeps its compressors, so that none is made for every block.
 
 use std::cell::RefCell;
 
@@ -14,17 +14,17 @@ use crate::codec::{Codec, StoredAs};
 /// The stored form of one memory block.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PackedBlock {
-    /// Which memory block.
+    /// The memory block.
     pub block: Block,
-    /// Its stored bytes: no more than the memory block has.
+    /// Its stored bytes: at most as many as the memory block has.
     pub stored: Vec<u8>,
-    /// How they are stored.
+    /// The form in which they are stored.
     pub stored_as: StoredAs,
     /// xxh3 (64 bits) of the uncompressed bytes.
     pub checksum: u64,
 }
 
-/// What became of a memory block.
+/// The result of compressing a memory block.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Compressed {
     /// It is all zeros, and takes no space.
@@ -33,7 +33,7 @@ pub enum Compressed {
     Packed(PackedBlock),
 }
 
-/// Makes the stored form of a memory block.
+/// Compresses a memory block into its stored form.
 pub fn compress(codec: Codec, block: Block, raw: &[u8]) -> Compressed {
     if is_zero(raw) {
         return Compressed::Zero;
@@ -53,7 +53,7 @@ pub fn checksum(raw: &[u8]) -> u64 {
     XxHash3_64::oneshot(raw)
 }
 
-/// Whether all bytes are zero. Stops at the first 64 that are not.
+/// Whether all bytes are zero. Stops at the first 64 bytes that are not.
 pub(crate) fn is_zero(bytes: &[u8]) -> bool {
     let lines = bytes.chunks_exact(64);
     let rest = lines.remainder();
@@ -65,7 +65,7 @@ thread_local! {
     static COMPRESSORS: RefCell<Compressors> = RefCell::new(Compressors::default());
 }
 
-/// One thread's compressors. Each is made when first used, and again when another level is asked for.
+/// The compressors of one thread. Each is made at its first use, and again when the level changes.
 #[derive(Default)]
 struct Compressors {
     out: Vec<u8>,
@@ -75,7 +75,7 @@ struct Compressors {
 }
 
 impl Compressors {
-    /// Compresses. `None` if the codec is `none`, or the result would be longer than it may be.
+    /// Compresses. `None` if the codec is `none`, or the result would be longer than allowed.
     fn squeeze(&mut self, codec: Codec, raw: &[u8]) -> Option<(StoredAs, &[u8])> {
         let (stored_as, len) = match codec {
             Codec::None => return None,

@@ -1,7 +1,7 @@
-//! From what is stored of a memory block back to its bytes.
+//! Decompression of memory blocks.
 //!
-//! This is what a fault waits for. Decompressors that have state keep it per thread: after its first block, a thread
-//! decodes without allocating.
+//! A faulting vCPU waits for this. Each thread keeps the state of its decompressors: after its
+//! first block, a thread decodes without allocating.
 
 use std::cell::RefCell;
 
@@ -15,43 +15,44 @@ thread_local! {
     static DECOMPRESSORS: RefCell<Decompressors> = RefCell::new(Decompressors::default());
 }
 
-/// One thread's decompressors that have state worth keeping.
+/// The decompressors of one thread that have state worth keeping.
 #[derive(Default)]
 struct Decompressors {
     zstd: Option<zstd::bulk::Decompressor<'static>>,
     deflate: Option<Decompress>,
 }
 
-/// Why stored bytes did not become a memory block again.
+/// Why stored bytes could not be decoded to a memory block.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum DecodeError {
-    /// The stored bytes are not what the codec writes.
+    /// The stored bytes are not valid data of the codec.
     #[error("its {stored_len} stored bytes are not valid {stored_as:?} data")]
     Codec {
-        /// How it should be stored.
+        /// The form in which they should be stored.
         stored_as: StoredAs,
-        /// How many bytes are stored.
+        /// The number of stored bytes.
         stored_len: usize,
     },
-    /// They are, but not of a memory block's length.
+    /// The stored bytes are valid, but decode to another length than a memory block's.
     #[error("its stored bytes make {found} bytes instead of {expected}")]
     Length {
         /// Bytes of a memory block.
         expected: usize,
-        /// Bytes that came out.
+        /// Bytes that were decoded.
         found: usize,
     },
-    /// The bytes that came out are not those that went in.
+    /// The decoded bytes differ from those that were compressed.
     #[error("its checksum is {found:#018x} instead of {expected:#018x}")]
     Checksum {
         /// As recorded in the index.
         expected: u64,
-        /// Of the bytes that came out.
+        /// Of the decoded bytes.
         found: u64,
     },
 }
 
-/// Makes a memory block whole again, into `out`, which has its length. What is in `out` after an error is undefined.
+/// Decodes a memory block into `out`, which has its length. After an error the content of `out` is
+/// undefined.
 pub(crate) fn decode(
     stored_as: StoredAs,
     stored: &[u8],

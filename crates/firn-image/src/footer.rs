@@ -1,4 +1,4 @@
-//! The last 1 KiB of an image: written last, it is what makes the file an image.
+//! The last 1 KiB of an image. It is written last, and makes the file an image.
 //!
 //! ```text
 //!      0  8  magic: "FIRN-END"
@@ -14,8 +14,8 @@
 //!   1016  8  xxh3 of the bytes before
 //! ```
 //!
-//! Sections lie behind the last locality block without gaps, in the order of the table, up to the footer: every byte of
-//! the file belongs to something that is checked.
+//! Sections lie behind the last locality block without gaps, in the order of the table, up to the
+//! footer: every byte of the file belongs to a part that is checked.
 
 use crate::bytes::Bytes;
 use crate::chain::PATH_BYTES_MAX;
@@ -27,26 +27,27 @@ use crate::locality::LocalityBlockId;
 /// Bytes of the footer.
 pub const FOOTER_BYTES: u64 = 1024;
 
-/// What the table of sections has room for.
+/// The capacity of the table of sections.
 pub(crate) const SECTIONS_MAX: usize = 16;
 
-/// Bytes of a decoded section at most, the index excepted.
+/// The maximum length of a decoded section in bytes, except for the index.
 pub const SECTION_BYTES_MAX: u64 = 1 << 30;
 
-/// Bytes of the metadata and of the region map at most, both JSON.
+/// The maximum length of the metadata and of the region map in bytes, both JSON.
 pub const JSON_BYTES_MAX: u64 = 16 << 20;
 
-/// Values in the metadata or the region map at most: each takes hundreds of bytes of memory.
+/// The maximum number of values in the metadata or the region map: each takes hundreds of bytes of
+/// memory.
 pub const JSON_VALUES_MAX: usize = 32_768;
 
-/// Bytes of the parent section at most: an identity and a path.
+/// The maximum length of the parent section in bytes: an identity and a path.
 const PARENT_BYTES_MAX: u64 = 16 + PATH_BYTES_MAX as u64;
 
 const MAGIC: [u8; 8] = *b"FIRN-END";
 const PLACE: &str = "footer";
 const LEN: usize = FOOTER_BYTES as usize;
 
-/// What a section holds.
+/// The content of a section.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, PartialOrd, Ord)]
 #[repr(u32)]
 pub(crate) enum Kind {
@@ -74,7 +75,7 @@ impl Kind {
         Self::Parent,
     ];
 
-    /// What errors call it.
+    /// Its name in errors.
     pub(crate) fn place(self) -> &'static str {
         match self {
             Self::Meta => "metadata section",
@@ -89,8 +90,9 @@ impl Kind {
         }
     }
 
-    /// Bytes it has at most when decoded, however long the file is: see `budget` for what its length explains. The index
-    /// has a limit of its own, which follows from the geometry.
+    /// Its maximum decoded length in bytes, however long the file is: see `budget` for the memory
+    /// that the length of a file justifies. The index has a limit of its own, which follows from
+    /// the geometry.
     pub(crate) fn bytes_max(self) -> u64 {
         match self {
             Self::Meta | Self::Regions => JSON_BYTES_MAX,
@@ -104,7 +106,7 @@ impl Kind {
     }
 }
 
-/// Where a section lies.
+/// The location of a section in the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct SectionAt {
     pub(crate) kind: Kind,
@@ -115,7 +117,7 @@ pub(crate) struct SectionAt {
     pub(crate) checksum: u64,
 }
 
-/// What the footer says.
+/// The contents of the footer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Footer {
     pub(crate) version: u32,
@@ -125,7 +127,7 @@ pub(crate) struct Footer {
 }
 
 impl Footer {
-    /// Where the sections so far end: where the footer goes after the last of them.
+    /// The end of the sections so far: after the last of them, the offset of the footer.
     pub(crate) fn end(&self, geometry: &Geometry) -> u64 {
         let sections: u64 = self.sections.iter().map(|section| section.stored_len).sum();
         geometry.offset_of(LocalityBlockId(self.locality_blocks)) + sections
@@ -153,7 +155,7 @@ impl Footer {
         seal(bytes, LEN)
     }
 
-    /// Takes a footer apart that was found at the end of a file of `file_bytes` bytes.
+    /// Parses a footer that was found at the end of a file of `file_bytes` bytes.
     pub(crate) fn parse(bytes: &[u8], geometry: &Geometry, file_bytes: u64) -> Result<Self, Flaw> {
         let mut foot = Bytes::new(PLACE, bytes);
         if foot.array()? != MAGIC {
@@ -186,7 +188,8 @@ impl Footer {
         Ok(footer)
     }
 
-    /// Sections follow one another and the locality blocks without gaps, each kind once at most.
+    /// Checks that sections follow one another and the locality blocks without gaps, each kind at
+    /// most once.
     fn check_places(&self, geometry: &Geometry, file_bytes: u64) -> Result<(), Flaw> {
         let mut end = geometry.offset_of(LocalityBlockId(self.locality_blocks));
         for (number, section) in self.sections.iter().enumerate() {

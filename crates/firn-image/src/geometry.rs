@@ -1,4 +1,4 @@
-//! The sizes an image is built on, and how its blocks are arranged.
+//! The sizes of an image's blocks, and its block organization.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,24 +18,26 @@ pub const LOCALITY_BLOCK_BYTES_MIN: u32 = 16 << 10;
 /// Largest locality block, in bytes.
 pub const LOCALITY_BLOCK_BYTES_MAX: u32 = 1 << 20;
 
-/// Default locality block, in bytes: a good trade-off between disk efficiency and latency (Halite, section 4.2).
+/// Default locality block, in bytes: a good trade-off between disk efficiency and latency (Halite,
+/// section 4.2).
 pub const LOCALITY_BLOCK_BYTES_DEFAULT: u32 = 64 << 10;
 
-/// Largest RAM page space: what a region map can have at most (16 TiB less alignment).
+/// Largest RAM page space: the maximum of a region map (16 TiB less alignment).
 const TOTAL_PAGES_MAX: u32 = u32::MAX - 2 * firn_types::REGION_ALIGN;
 
-/// The sizes an image is built on.
+/// The sizes of an image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Geometry {
     /// Pages in a memory block.
     pub block_size: BlockSize,
-    /// Bytes in a locality block: a power of two from 16 KiB to 1 MiB, and no smaller than a memory block.
+    /// Bytes in a locality block: a power of two from 16 KiB to 1 MiB, and no smaller than a memory
+    /// block.
     pub locality_block_bytes: u32,
     /// Pages of the RAM page space, those between regions included.
     pub total_pages: u32,
 }
 
-/// Sizes an image can't be built on.
+/// Sizes that an image cannot have.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum GeometryError {
     /// Not a power of two in range.
@@ -44,7 +46,7 @@ pub enum GeometryError {
          {LOCALITY_BLOCK_BYTES_MAX}, not {0}"
     )]
     LocalityBlock(u32),
-    /// A memory block stored as it is would not fit.
+    /// An uncompressed memory block would not fit.
     #[error(
         "a memory block of {block} bytes does not fit into a locality block of {locality} bytes"
     )]
@@ -54,7 +56,7 @@ pub enum GeometryError {
         /// Bytes of a locality block.
         locality: u32,
     },
-    /// No RAM, or more than the page space holds.
+    /// No RAM, or more than fits into the page space.
     #[error("an image holds 1 to {TOTAL_PAGES_MAX} pages, not {0}")]
     TotalPages(u32),
 }
@@ -69,7 +71,7 @@ impl Geometry {
         }
     }
 
-    /// Whether an image can be built on these sizes.
+    /// Checks that an image can have these sizes.
     pub fn check(&self) -> Result<(), GeometryError> {
         let (block, locality) = (self.block_size.bytes(), self.locality_block_bytes);
         let range = LOCALITY_BLOCK_BYTES_MIN..=LOCALITY_BLOCK_BYTES_MAX;
@@ -95,22 +97,24 @@ impl Geometry {
         u64::from(self.total_pages) * PAGE_SIZE as u64
     }
 
-    /// Where a locality block starts in the file, in bytes. Also where the `id`-th would, were there one.
+    /// The offset of a locality block in the file, in bytes. For the number after the last one: the
+    /// offset it would have.
     pub fn offset_of(&self, id: LocalityBlockId) -> u64 {
         HEADER_BYTES + u64::from(id.0) * u64::from(self.locality_block_bytes)
     }
 }
 
-/// How memory blocks are arranged in an image (Halite, section 8.1.2).
+/// The block organization of an image: the order of its memory blocks (Halite, section 8.1.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Organization {
-    /// In order of first access per vCPU, then in guest-virtual order: what a save writes. Also called `locality`.
+    /// In order of first access per vCPU, then in guest-virtual order. A save writes this order.
+    /// Also called `locality`.
     #[serde(alias = "locality")]
     Access,
     /// By memory block number.
     Physical,
-    /// Shuffled: memory blocks that share a locality block have nothing to do with one another.
+    /// Shuffled: memory blocks that share a locality block are unrelated.
     Random,
 }
 

@@ -13,8 +13,9 @@
 //!   4088  8  xxh3 of the bytes before
 //! ```
 //!
-//! Numbers are little-endian, reserved bytes are zero. The magic number shows, as PNG's does, what a transfer in text
-//! mode breaks: the eighth bit, line endings, and what follows an end-of-file character.
+//! Numbers are little-endian, reserved bytes are zero. As in PNG, the magic number shows the damage
+//! of a transfer in text mode: to the eighth bit, to line endings, and to the bytes after an
+//! end-of-file character.
 
 use std::fmt;
 
@@ -28,7 +29,7 @@ use crate::geometry::{Geometry, HEADER_BYTES, Organization};
 /// The newest version that this Firn reads, and writes where an image needs it.
 pub const VERSION: u32 = 2;
 
-/// What an image is written as that holds all of memory, and each memory block once.
+/// The version of an image that holds all of memory, and each memory block once.
 pub(crate) const VERSION_WHOLE: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"\x89FIRN\r\n\x1a";
@@ -36,7 +37,7 @@ const PLACE: &str = "header";
 const LEN: usize = HEADER_BYTES as usize;
 const CHECKED: usize = LEN - 8;
 
-/// A random number that says which header and which footer belong together.
+/// A random number that shows which header and which footer belong together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Identity(pub(crate) [u8; 16]);
 
@@ -46,7 +47,7 @@ impl fmt::Display for Identity {
     }
 }
 
-/// What the header says.
+/// The contents of the header.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Header {
     pub(crate) version: u32,
@@ -98,7 +99,7 @@ fn check_reserved(reserved: u16, mut rest: Bytes<'_>) -> Result<(), Flaw> {
     rest.zeros_to_the_end()
 }
 
-/// Fills up with zeros to `len` bytes, the last 8 being the checksum of those before.
+/// Appends zeros up to `len` bytes, of which the last 8 are the checksum of the others.
 pub(crate) fn seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
     bytes.resize(len - 8, 0);
     let checksum = XxHash3_64::oneshot(&bytes);
@@ -106,7 +107,7 @@ pub(crate) fn seal(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Checks what [`seal`] made.
+/// Checks the checksum that [`append_seal`] wrote.
 pub(crate) fn check_seal(place: &'static str, bytes: &[u8], len: usize) -> Result<(), Flaw> {
     let mut all = Bytes::new(place, bytes);
     let found = XxHash3_64::oneshot(all.take(len - 8)?);
@@ -119,7 +120,7 @@ pub(crate) fn check_seal(place: &'static str, bytes: &[u8], len: usize) -> Resul
     Err(Flaw::new(place, 0, problem))
 }
 
-/// The next number, if it is a version this Firn reads.
+/// Reads the next number, which must be a version that this Firn reads.
 pub(crate) fn parse_version(place: &'static str, bytes: &mut Bytes<'_>) -> Result<u32, Flaw> {
     match bytes.u32()? {
         version @ VERSION_WHOLE..=VERSION => Ok(version),

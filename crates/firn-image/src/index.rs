@@ -1,8 +1,8 @@
-//! The index: which memory block lies where.
+//! The index of an image: the location of each memory block.
 //!
 //! ```text
 //!   4  number of locality blocks (n)     4  of stored memory blocks (m)     4  of zero runs (z)     4  reserved
-//!   n x 2  who filled locality block i: a vCPU, fffd devices, fffe the sweep, ffff not recorded
+//!   n x 2  origin of locality block i: a vCPU, fffd devices, fffe the sweep, ffff not recorded
 //!   n x 2  how many memory blocks it has
 //!   n x 8  xxh3 of its used bytes
 //!   m x 4  memory block, as the zigzag difference to the one before (the first: to 0)
@@ -13,17 +13,18 @@
 //!   z x 4  its length in memory blocks, less one
 //! ```
 //!
-//! Columns, because a column compresses better than a row and is parsed by one loop. Memory blocks are listed as they
-//! lie: a block's offset in its locality block is the sum of the stored lengths before it. Zero runs are in ascending
-//! order and as long as can be. Blocks that are neither listed nor in a run are untouched.
+//! The index consists of columns, because a column compresses better than a row and is parsed by
+//! one loop. Memory blocks are listed in the order in which they lie: a block's offset in its
+//! locality block is the sum of the stored lengths before it. Zero runs are in ascending order and
+//! as long as possible. Blocks that are neither listed nor in a run are untouched.
 //!
-//! A memory block's checksum is that of what comes out, which is what a guest gets. The locality block's is that of what
-//! is stored: codecs have several ways to say the same thing, so a flipped bit may leave the memory block as it was, and
-//! only this checksum shows it.
+//! A memory block's checksum is that of the decoded bytes, which a guest gets. The locality block's
+//! checksum is that of the stored bytes: codecs can encode the same bytes in several forms, so a
+//! flipped bit may leave the memory block unchanged, and only this checksum shows it.
 //!
-//! In version 1 a memory block is listed once at most. From version 2 on it may be listed again (it was copied while the
-//! guest ran, and copied again later): the last listing counts, and a run of zeros counts before any. In what a reader
-//! keeps, earlier listings are gone.
+//! In version 1 a memory block is listed at most once. From version 2 on it may be listed again (it
+//! was copied while the guest ran, and copied again later): the last listing counts, and a run of
+//! zeros takes precedence over any. A reader drops the earlier listings.
 
 use firn_types::Block;
 
@@ -45,10 +46,10 @@ pub(crate) struct Index {
     starts: Vec<u32>,
     filled_by: Vec<FilledBy>,
     checksums: Vec<u64>,
-    /// Bytes of each locality block that hold a memory block, whether it still counts or not.
+    /// Bytes of each locality block that hold a memory block, whether that one still counts or not.
     used: Vec<u32>,
     entries: Vec<Entry>,
-    /// Runs of zero blocks: the first, and how many.
+    /// Runs of zero blocks: the first block, and the number of blocks.
     zeros: Vec<(u32, u32)>,
     pub(crate) placements: Placements,
     pub(crate) zero_blocks: u32,
@@ -82,13 +83,13 @@ impl Index {
         self.used.len() as u32
     }
 
-    /// Drops what only an index that is added to a newer one needs.
+    /// Drops data that is only needed when this index is added to a newer one.
     pub(crate) fn forget_zeros(&mut self) {
         self.zeros = Vec::new();
     }
 
-    /// Adds what an older image has of the memory blocks that this one says nothing of. Its locality blocks follow those
-    /// that are here already.
+    /// Adds the contents of an older image for the memory blocks that this one does not mention.
+    /// Its locality blocks follow those that are in this index already.
     pub(crate) fn add_older(&mut self, older: &Self) {
         let first = self.locality_blocks();
         for &(start, len) in &older.zeros {
@@ -111,10 +112,11 @@ impl Index {
     }
 }
 
-/// How often a memory block is listed in an image of version 2, on average and at most.
+/// The maximum number of times that a memory block is listed in an image of version 2, on average.
 pub(crate) const LISTED_MAX: u32 = 4;
 
-/// Bytes of the largest index that an image of this version, geometry, and so many locality blocks can have.
+/// The maximum length of the index of an image of this version, geometry, and number of locality
+/// blocks, in bytes.
 pub(crate) fn bytes_max(version: u32, geometry: &Geometry, locality_blocks: u32) -> u64 {
     let (blocks, locality_blocks) = (u64::from(geometry.blocks()), u64::from(locality_blocks));
     let listed = if version == VERSION_WHOLE { blocks } else { blocks * u64::from(LISTED_MAX) };
@@ -122,7 +124,7 @@ pub(crate) fn bytes_max(version: u32, geometry: &Geometry, locality_blocks: u32)
     HEAD_BYTES as u64 + locality_blocks * 12 + stored * 15 + (blocks / 2 + 1) * 8
 }
 
-/// Takes an index apart and checks all of it. Tables of placements take `table_bytes_max` bytes at most.
+/// Parses an index and checks all of it. Placement tables take `table_bytes_max` bytes at most.
 pub(crate) fn parse(
     bytes: &[u8],
     version: u32,
@@ -161,7 +163,7 @@ fn flaw(problem: impl Into<String>) -> Flaw {
     Flaw::new(PLACE, 0, problem)
 }
 
-/// From counts per locality block to the number of the first entry of each.
+/// Converts counts per locality block to the number of the first entry of each.
 fn parse_counts(counts: impl Iterator<Item = u16>, m: usize) -> Result<Vec<u32>, Flaw> {
     let mut starts = vec![0];
     let mut end = 0u64;
@@ -193,7 +195,8 @@ fn place_zeros(runs: &[(u32, u32)], placements: &mut Placements) -> Result<u32, 
     Ok(zero_blocks)
 }
 
-/// What the index says of a stored memory block. Where in its locality block it lies follows from those before it.
+/// The index's data on a stored memory block. Its offset in its locality block follows from the
+/// blocks before it.
 struct Row {
     block: Block,
     stored_len: u32,
@@ -244,7 +247,7 @@ fn used_bytes(entries: &[Entry], starts: &[u32]) -> Vec<u32> {
 }
 
 impl Index {
-    /// Version 1: what is listed twice, or is a zero block as well, is a flaw.
+    /// Version 1: a block that is listed twice, or is a zero block as well, is a flaw.
     fn place_each_once(&mut self) -> Result<(), Flaw> {
         for (id, pair) in self.starts.windows(2).enumerate() {
             let id = LocalityBlockId(id as u32);
@@ -260,7 +263,7 @@ impl Index {
         Ok(())
     }
 
-    /// Version 2: the last listing counts, and the others are taken out.
+    /// Version 2: the last listing counts, and the others are removed.
     fn place_last_listed(&mut self, geometry: &Geometry) -> Result<(), Flaw> {
         if let Some(entry) = self.entries.iter().find(|it| it.block.0 >= geometry.blocks()) {
             return Err(flaw(format!("{} is past the end", entry.block)));
@@ -296,7 +299,7 @@ impl Row {
     }
 }
 
-/// Whether a memory block can lie so in a locality block.
+/// Checks that a memory block can lie in a locality block in this form.
 pub(crate) fn check_entry(entry: &Entry, geometry: &Geometry) -> Result<(), String> {
     let (len, whole) = (entry.stored_len as usize, geometry.block_size.bytes());
     let len_is_possible = match entry.stored_as {

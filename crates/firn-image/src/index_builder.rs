@@ -1,4 +1,4 @@
-//! The index of an image while it is written. What a reader would refuse is refused here.
+//! The index of an image while it is written. It refuses everything that a reader would refuse.
 
 use firn_types::Block;
 use twox_hash::XxHash3_64;
@@ -10,12 +10,12 @@ use crate::locality::{ENTRIES_MAX, Entry, FilledBy, LocalityBlock, LocalityBlock
 use crate::runs::Runs;
 use crate::steps::steps;
 
-/// Whether a memory block may be listed again.
+/// The rule for listing a memory block again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Listing {
-    /// No: version 1.
+    /// It may not be listed again: version 1.
     Once,
-    /// Yes, and the last time counts: version 2.
+    /// It may, and the last listing counts: version 2.
     Last,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct IndexBuilder {
     zero_runs: Runs,
 }
 
-/// Why a locality block can't be added.
+/// Why a locality block or a zero block cannot be added.
 pub(crate) enum Refusal {
     Entry(String),
     Range(Block),
@@ -56,7 +56,7 @@ impl IndexBuilder {
         }
     }
 
-    /// How many locality blocks were added.
+    /// The number of locality blocks that were added.
     pub(crate) fn locality_blocks(&self) -> u32 {
         self.counts.len() as u32
     }
@@ -65,7 +65,7 @@ impl IndexBuilder {
         self.stored.len()
     }
 
-    /// Stored bytes of the memory blocks, each as it was listed last.
+    /// Stored bytes of the memory blocks, each by its last listing.
     pub(crate) fn stored_bytes(&self) -> u64 {
         let mut left = self.stored.clone();
         let last = self.entries.iter().rev().filter(|entry| left.take(entry.block));
@@ -76,7 +76,7 @@ impl IndexBuilder {
         self.zeros.len() + self.zero_runs.len()
     }
 
-    /// Records zero blocks, before anything else is.
+    /// Records zero blocks. Call this before any other block is added.
     pub(crate) fn set_zeros(&mut self, zeros: Runs) {
         self.zero_runs = zeros;
     }
@@ -124,7 +124,7 @@ impl IndexBuilder {
         Ok(())
     }
 
-    /// Forgets what was recorded of a block, if anything: something else is going to be.
+    /// Forgets the earlier record of a block, if any: the caller is about to record it anew.
     fn claim(&mut self, block: Block) -> Result<(), Refusal> {
         if block.0 >= self.geometry.blocks() {
             return Err(Refusal::Range(block));
@@ -144,7 +144,7 @@ impl IndexBuilder {
         self.entries.len() as u64 >= u64::from(self.geometry.blocks()) * u64::from(LISTED_MAX)
     }
 
-    /// The index as it is stored.
+    /// The index in its stored form.
     pub(crate) fn encode(self) -> Vec<u8> {
         let runs = self.zero_runs();
         let entries = &self.entries;
@@ -169,7 +169,7 @@ impl IndexBuilder {
         out
     }
 
-    /// Zero blocks as runs, each as long as can be: (first, length in blocks).
+    /// Zero blocks as runs, each as long as possible: (first, length in blocks).
     fn zero_runs(&self) -> Vec<(u32, u32)> {
         let noted: Runs = self.zeros.iter().map(|block| block.0..block.0 + 1).collect();
         let all = noted.union(&self.zero_runs);

@@ -8,17 +8,21 @@
 //!     4 KiB     64 KiB each, memory blocks compressed                               1 KiB
 //! ```
 //!
-//! The file is written from front to back and valid only once its footer is. `docs/format.md` in the repository tells
-//! the format in words; the bytes are drawn in the module that writes and reads them. What is promised:
+//! The file is written from front to back and valid only once its footer is written.
+//! `docs/format.md` in the repository describes the format in words; the module that writes and
+//! reads a part has a drawing of its bytes. This crate promises:
 //!
-//! - Every byte is covered by a checksum or must be zero. [`Image::open`] checks everything but the memory blocks;
-//!   [`Image::decode`] checks a memory block when it is asked for; [`verify()`] checks all of it.
-//! - A damaged, truncated or hostile file gives an error that names the place: never a wrong page, a panic, a hang, or
-//!   more memory than its own size explains.
-//! - [`Writer`] leaves the whole image at the target path, or nothing new at all.
+//! - Every byte is covered by a checksum or must be zero. [`Image::open`] checks everything but the
+//!   memory blocks; [`Image::decode_block`] checks a memory block when it is needed;
+//!   [`verify_image()`] checks all of it.
+//! - A damaged, truncated or hostile file gives an error that names the part: never a wrong page, a
+//!   panic, a hang, or more memory than its own size justifies.
+//! - [`ImageWriter`] leaves the whole image at the target path, or nothing new at all.
 //!
-//! An image may build on another one and hold only what changed since. The two, and however many more there are, are
-//! opened and read as one; [`merge()`] and [`rebase()`] make one file of several.
+//!
+//! An image may build on another one and hold only what differs from it. The files of such a chain
+//! are opened and read as one image; [`merge_chain()`] and [`rebase_image()`] make one file of
+//! several.
 //!
 //! [`Packer`] is pure: memory blocks in, locality blocks out.
 

@@ -1,9 +1,10 @@
-//! The file an image grows in until it is whole.
+//! The partial file in which an image grows until it is complete.
 //!
-//! `dir/web.firn` grows as `dir/.web.firn.partial`: for its owner alone (0600), and locked (`flock(2)`) while somebody
-//! writes it. Only when everything is on disk is it renamed, so that a name always stands for a whole image: the old
-//! one or the new one. Dropped before, it is removed. What a killed writer left behind is not locked, and the next
-//! writer of the same image clears it away.
+//! `dir/web.firn` grows as `dir/.web.firn.partial`: for its owner alone (0600), and locked
+//! (`flock(2)`) while a process writes it. It is renamed only when everything is on disk, so that a
+//! name always stands for a whole image: the old one or the new one. If it is dropped before, it is
+//! removed. A partial file that a killed writer left behind is not locked, and the next writer of
+//! the same image removes it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -37,7 +38,7 @@ impl Partial {
         Ok(Self { file, path, target: target.to_owned(), is_renamed: false })
     }
 
-    /// Where it will be once it is whole.
+    /// Its path once it is complete.
     pub(crate) fn target(&self) -> &Path {
         &self.target
     }
@@ -56,11 +57,11 @@ impl Partial {
         })
     }
 
-    /// Brings everything to disk and gives the file its name.
+    /// Syncs everything to disk and gives the file its name.
     pub(crate) fn publish(mut self) -> Result<(), ImageError> {
         let dir = dir_of(&self.target);
         let names = File::open(dir).map_err(io_error("open", dir))?;
-        // Writing took its time.
+        // Check again: the writing took time.
         check_output(&self.target)?;
         fault("image.sync", || self.file.sync_all()).map_err(io_error("sync", &self.path))?;
         fault("image.rename", || std::fs::rename(&self.path, &self.target))
@@ -73,19 +74,21 @@ impl Partial {
 impl Drop for Partial {
     fn drop(&mut self) {
         if !self.is_renamed {
-            // Nothing more can be done about a file that can't be removed; the next writer tries again.
+            // There is no remedy for a file that can't be removed; the next writer tries again.
             drop(std::fs::remove_file(&self.path));
         }
     }
 }
 
-/// Removes what a killed writer left of an image, unless one is at work. Returns whether there was anything.
+/// Removes the partial file that a killed writer left, unless a writer holds its lock. Returns
+/// whether there was one.
 pub fn remove_partial(target: &Path) -> Result<bool, ImageError> {
     remove_stale(&partial_path(target)?, target)
 }
 
-/// Removes what this very process has written of an image, though a thread of it may be stuck in writing more: for a
-/// process that is about to end. An image that has its name already stays.
+/// Removes the partial file that this very process has written, although one of its threads may be
+/// blocked in a write to it: for a process that is about to end. An image that has its name already
+/// stays.
 pub fn abandon_partial(target: &Path) -> Result<(), ImageError> {
     let path = partial_path(target)?;
     match std::fs::remove_file(&path) {

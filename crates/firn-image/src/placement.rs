@@ -1,13 +1,15 @@
-//! Where each memory block is: one look-up, two loads, whatever the size of the guest.
+//! The map of memory blocks to their locations: one look-up, two loads, whatever the size of the
+//! guest.
 //!
 //! ```text
 //!   directory, one entry per 256 memory blocks        leaves, 256 to a table
 //!   | untouched | zero | table 0 | sparse | ...       | lb 3 slot 7 | zero | untouched | lb 3 slot 8 | ...
 //! ```
 //!
-//! A chunk that is zero or untouched throughout costs four bytes. What is allocated therefore grows with what an index
-//! holds, not with the RAM size a damaged or hostile one claims: the directory of a large guest has larger chunks, and is
-//! in memory only where it is used; and once tables have taken all that the file explains, chunks become sparse, with a
+//! A chunk that is zero or untouched throughout costs four bytes. The allocated memory therefore
+//! grows with the contents of an index, not with the RAM size that a damaged or hostile one claims:
+//! the directory of a large guest has larger chunks, and is in memory only where it is used; and
+//! once tables have taken all that the length of the file justifies, chunks become sparse, with a
 //! look-up in a tree of runs.
 
 use std::collections::BTreeMap;
@@ -18,30 +20,30 @@ use firn_types::Block;
 use crate::locality::LocalityBlockId;
 use crate::runs::Runs;
 
-/// What an image has of a memory block.
+/// The location of a memory block in an image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Placement {
     /// It was all zeros.
     Zero,
-    /// It was never backed by the hypervisor: zeros too, if ever read.
+    /// It was never backed by the hypervisor. It would read as zeros.
     Untouched,
     /// It is stored.
     Stored {
-        /// In this locality block.
+        /// The locality block.
         locality_block: LocalityBlockId,
-        /// As this one of its entries.
+        /// The number of its entry there.
         slot: u16,
     },
 }
 
-/// Memory blocks in a chunk at least.
+/// The minimum number of memory blocks in a chunk.
 const CHUNK_MIN: usize = 256;
 
-/// Chunks at most: guests of more than 8 TiB have larger ones.
+/// The maximum number of chunks: guests of more than 8 TiB have larger ones.
 const CHUNKS_MAX: usize = 4 << 20;
 
-/// Directory entries for chunks without a table of their own. Untouched is zero, so that the kernel provides memory for
-/// those only that are written.
+/// Directory entries for chunks without a table of their own. Untouched is zero, so that the kernel
+/// provides memory only for entries that are written.
 const ALL_UNTOUCHED: u32 = 0;
 const ALL_ZERO: u32 = 1;
 const SPARSE: u32 = 2;
@@ -76,17 +78,18 @@ impl Leaf {
 pub(crate) struct Placements {
     directory: Vec<u32>,
     leaves: Vec<Leaf>,
-    /// Runs in sparse chunks, by their first block: where they end, and what they are.
+    /// Runs in sparse chunks, by their first block: their end, and their leaf.
     sparse: BTreeMap<u32, (u32, Leaf)>,
     blocks: u32,
     /// Memory blocks in a chunk, as a power of two.
     shift: u32,
-    /// How many bytes tables may still take.
+    /// The number of bytes that tables may still take.
     room: u64,
 }
 
 impl Placements {
-    /// All `blocks` memory blocks untouched, with room for about `stored` that are not. Tables take `room` bytes at most.
+    /// All `blocks` memory blocks untouched, with capacity for about `stored` that are not. Tables
+    /// take `room` bytes at most.
     pub(crate) fn new(blocks: u32, stored: usize, room: u64) -> Self {
         let chunk = (blocks as usize).div_ceil(CHUNKS_MAX).next_power_of_two().max(CHUNK_MIN);
         let chunks = (blocks as usize).div_ceil(chunk);
@@ -102,12 +105,12 @@ impl Placements {
         1 << self.shift
     }
 
-    /// Lets tables take more bytes.
+    /// Raises the limit on the bytes of tables.
     pub(crate) fn add_room(&mut self, bytes: u64) {
         self.room = self.room.saturating_add(bytes);
     }
 
-    /// Where a memory block is; untouched if it is past the last.
+    /// The placement of a memory block; untouched if it is past the last.
     pub(crate) fn get(&self, block: Block) -> Placement {
         let index = block.index();
         match self.directory.get(index >> self.shift) {
@@ -129,13 +132,14 @@ impl Placements {
         ((table - FIRST_TABLE) as usize) << self.shift
     }
 
-    /// What a block of a sparse chunk is, if it is in a run.
+    /// The leaf of a block in a sparse chunk, if it is in a run.
     fn run_of(&self, block: u32) -> Option<Leaf> {
         let (_, &(end, leaf)) = self.sparse.range(..=block).next_back()?;
         (block < end).then_some(leaf)
     }
 
-    /// Records a stored block. False, and nothing changes, if it is past the last block or recorded already.
+    /// Records a stored block. False, and nothing changes, if it is past the last block or recorded
+    /// already.
     pub(crate) fn set_stored(&mut self, block: Block, id: LocalityBlockId, slot: u16) -> bool {
         let (index, leaf) = (block.index(), Leaf { locality_block: id.0, slot });
         if block.0 >= self.blocks {
@@ -157,13 +161,14 @@ impl Placements {
         }
     }
 
-    /// Records `len` zero blocks from `first` on. False if one is past the last block, or recorded already.
+    /// Records `len` zero blocks from `first` on. False if one is past the last block, or recorded
+    /// already.
     pub(crate) fn set_zero(&mut self, first: Block, len: u32) -> bool {
         let end = first.index() + len as usize;
         end <= self.blocks as usize && self.fill_zero(first, len) == len
     }
 
-    /// Tells a stored block another slot.
+    /// Changes the location of a stored block.
     pub(crate) fn move_to(&mut self, block: Block, id: LocalityBlockId, slot: u16) {
         let (index, new) = (block.index(), Leaf { locality_block: id.0, slot });
         match self.directory.get(index >> self.shift) {
@@ -182,7 +187,7 @@ impl Placements {
         }
     }
 
-    /// Records as zero what is untouched of `len` blocks from `first` on. Gives how many blocks that were.
+    /// Records the untouched ones of `len` blocks from `first` on as zero. Returns their number.
     pub(crate) fn fill_zero(&mut self, first: Block, len: u32) -> u32 {
         let end = (first.index() + len as usize).min(self.blocks as usize);
         let (mut at, mut filled, chunk) = (first.index(), 0, self.chunk());
@@ -200,7 +205,7 @@ impl Placements {
         filled
     }
 
-    /// Records what is untouched of some blocks of one chunk. Gives how many blocks that were.
+    /// Records the untouched ones of some blocks of one chunk. Returns their number.
     fn fill(&mut self, range: Range<usize>, new: Leaf) -> u32 {
         let chunk = range.start >> self.shift;
         match self.used(chunk) {
@@ -233,7 +238,8 @@ impl Placements {
         filled
     }
 
-    /// The directory entry of a chunk that is about to hold something: a table, if there is room for one.
+    /// The directory entry of a chunk that is about to be written: a table, if there is room for
+    /// one.
     fn used(&mut self, chunk: usize) -> u32 {
         let bytes = (self.chunk() * size_of::<Leaf>()) as u64;
         let tables = (self.leaves.len() >> self.shift) as u32;

@@ -1,11 +1,12 @@
-//! Reading an image.
+//! An open image: look-ups, reads, and its sections.
 //!
-//! Opening reads and checks everything but the locality blocks: header, footer, sections, index. From then on a
-//! look-up is two loads, a locality block is one `pread(2)` of its used bytes, and every memory block is checked
-//! against its checksum when it is decoded: what does not match is an error that names it, never a wrong page.
+//! Opening reads and checks everything but the locality blocks: header, footer, sections, index.
+//! From then on a look-up is two loads, a locality block is one `pread(2)` of its used bytes, and
+//! every memory block is checked against its checksum when it is decoded: a mismatch is an error
+//! that names the block, never a wrong page.
 //!
-//! An incremental image is opened with all that it builds on, and read as if it were one file: its locality blocks come
-//! first, then its parent's, and so on (see `chain`).
+//! An incremental image is opened with all that it builds on, and read as if it were one file: its
+//! locality blocks come first, then its parent's, and so on (see `chain`).
 
 use std::fs::File;
 use std::io::Read;
@@ -30,15 +31,15 @@ use crate::writer::{Summary, overhead_bytes};
 
 /// An open image. Any number of threads may read it at once.
 pub struct Image {
-    /// Its own file, then the one it builds on, and so on.
+    /// Its own file, then its parent, and so on.
     layers: Vec<Layer>,
     sections: Sections,
-    /// Over all of them.
+    /// The index over all files.
     index: Index,
     organization: Organization,
 }
 
-/// One file of a chain, in numbers.
+/// The numbers of one file of a chain.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ChainFile {
     /// The file.
@@ -47,11 +48,11 @@ pub struct ChainFile {
     pub identity: String,
     /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// Memory blocks that it stores or says are zero.
+    /// The number of memory blocks that it stores or lists as zero.
     pub mentioned_blocks: u32,
 }
 
-/// A section that is read piece by piece, and where it lies.
+/// A section that is read piece by piece, and its location.
 type OpenSection = (Box<dyn Read>, SectionAt);
 
 impl Image {
@@ -60,13 +61,13 @@ impl Image {
         Self::of(Chain::open(path, None)?)
     }
 
-    /// Opens an image whose parent is not where it was: at `parent`, where the very same image is.
+    /// Opens an image whose parent was moved to `parent`, where the very same image must be.
     pub fn open_with_parent(path: &Path, parent: &Path) -> Result<Self, ImageError> {
         Self::of(Chain::open(path, Some(parent))?)
     }
 
-    /// Opens an image from descriptors of its file and of those it builds on, the newest first, as [`Self::try_clone_files`] gives
-    /// them: whatever has their names now.
+    /// Opens an image from descriptors of its file and of those it builds on, the newest first, as
+    /// [`Self::try_clone_files`] returns them, whichever files have their names now.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -82,8 +83,9 @@ impl Image {
         self.layers.iter().map(|layer| layer.source.try_clone()).collect()
     }
 
-    /// Opens its files again by their names, and reads them by that from now on, if they are the same image. A descriptor may be
-    /// of no use after its storage was away, and the file may have been taken away and put back.
+    /// Opens its files again by their names, and reads those from now on, if they are the same
+    /// image. A descriptor may be useless after its storage was disconnected, and the file may have
+    /// been removed and put back.
     ///
     /// # Errors
     /// The first file that can't be opened again; it is read as before.
@@ -96,7 +98,8 @@ impl Image {
         let Chain { mut layers, index, organization, mut budget } = chain;
         let Layer { source, geometry, footer, .. } = &layers[0];
         let sections = read_sections(source, footer, geometry, &mut budget)?;
-        // Decoded when asked for; but opening says whether they are damaged.
+        // These sections are decoded when they are needed, but opening reports whether they are
+        // damaged.
         source.check_section(footer, Kind::AuxBlocks)?;
         source.check_section(footer, Kind::AccessOrder)?;
         layers.iter_mut().for_each(|layer| layer.source.forget_tail());
@@ -119,7 +122,7 @@ impl Image {
         self.layers.iter().map(Layer::path)
     }
 
-    /// The files of its chain in numbers, the newest first.
+    /// The numbers of the files of its chain, the newest first.
     pub fn chain_files(&self) -> impl ExactSizeIterator<Item = ChainFile> {
         self.layers.iter().map(|layer| ChainFile {
             path: layer.path().to_owned(),
@@ -129,32 +132,33 @@ impl Image {
         })
     }
 
-    /// A random number that tells it from every other image, in hexadecimal. A copy of the file has the same.
+    /// A random number that distinguishes it from every other image, in hexadecimal. A copy of the
+    /// file has the same.
     pub fn identity(&self) -> String {
         self.layer().footer.identity.to_string()
     }
 
-    /// The sizes it is built on.
+    /// Its sizes.
     pub fn geometry(&self) -> Geometry {
         self.layer().geometry
     }
 
-    /// How its blocks are arranged.
+    /// Its block organization.
     pub fn organization(&self) -> Organization {
         self.organization
     }
 
-    /// Where RAM lies.
+    /// The layout of RAM.
     pub fn regions(&self) -> &RegionMap {
         &self.sections.regions
     }
 
-    /// What the writer stored about the VM.
+    /// The metadata that the writer stored about the VM.
     pub fn meta(&self) -> &serde_json::Value {
         &self.sections.meta
     }
 
-    /// Devices and vCPUs, as the hypervisor saved them.
+    /// The state of devices and vCPUs, as the hypervisor saved it.
     pub fn device_state(&self) -> &[u8] {
         &self.sections.device_state
     }
@@ -169,19 +173,19 @@ impl Image {
         &self.sections.page_table_roots
     }
 
-    /// What it holds beside memory blocks, but for auxiliary RAM.
+    /// Its contents beside memory blocks, except for auxiliary blocks.
     pub(crate) fn sections(&self) -> &Sections {
         &self.sections
     }
 
-    /// A section to be read piece by piece, if there is one, and where it lies.
+    /// A reader for a section, if it exists, to read it piece by piece; and its location.
     pub(crate) fn section_reader(&self, kind: Kind) -> Result<Option<OpenSection>, ImageError> {
         let Layer { source, footer, .. } = self.layer();
         let Some(at) = footer.section(kind) else { return Ok(None) };
         Ok(Some((source.section_reader(at)?, *at)))
     }
 
-    /// A section as it is stored, if there is one. Its checksum was found right.
+    /// A section in its stored form, if it exists. Its checksum was checked.
     pub(crate) fn stored_section(
         &self,
         kind: Kind,
@@ -195,12 +199,12 @@ impl Image {
         self.layer().source.section_flaw(at, problem)
     }
 
-    /// Where all memory blocks are.
+    /// The placements of all memory blocks.
     pub(crate) fn placements(&self) -> &Placements {
         &self.index.placements
     }
 
-    /// The image's own file in numbers.
+    /// The numbers of the image's own file.
     pub fn summary(&self) -> Summary {
         let geometry = self.geometry();
         let Own { stored_blocks, stored_bytes, zero_blocks } = self.layer().own;
@@ -222,7 +226,7 @@ impl Image {
         }
     }
 
-    /// Where a memory block is. Untouched if it is past the last. Allocates nothing.
+    /// The placement of a memory block. Untouched if it is past the last. Allocates nothing.
     pub fn lookup(&self, block: Block) -> Placement {
         self.index.placements.get(block)
     }
@@ -237,12 +241,13 @@ impl Image {
         }
     }
 
-    /// How many locality blocks there are, with those of the images it builds on.
+    /// The number of locality blocks, including those of the images it builds on.
     pub fn locality_blocks(&self) -> u32 {
         self.index.locality_blocks()
     }
 
-    /// The file in which a locality block is, and where. Past the last one: where it would be.
+    /// The file and the offset of a locality block. Past the last one: the offset that it would
+    /// have.
     pub(crate) fn place(&self, id: LocalityBlockId) -> (&Source, u64) {
         let layer = self.layer_of(id);
         let own = LocalityBlockId(id.0 - layer.first);
@@ -255,14 +260,15 @@ impl Image {
         &self.layers[after.saturating_sub(1)]
     }
 
-    /// Where a locality block starts, in bytes, as if the files of the chain lay one behind another, its own first.
+    /// The offset of a locality block in bytes, as if the files of the chain lay one behind
+    /// another, its own first.
     pub fn offset_of(&self, id: LocalityBlockId) -> u64 {
         let layer = self.layer_of(id);
         let own = LocalityBlockId(id.0 - layer.first);
         layer.start + layer.geometry.offset_of(own)
     }
 
-    /// Cuts a range of locality blocks into parts that are in one file each.
+    /// Splits a range of locality blocks into parts that are in one file each.
     pub(crate) fn by_file(&self, ids: Range<u32>) -> impl Iterator<Item = Range<u32>> + '_ {
         let ends = self.layers.iter().skip(1).map(|layer| layer.first).chain([u32::MAX]);
         let starts = self.layers.iter().map(|layer| layer.first);
@@ -271,29 +277,30 @@ impl Image {
         parts.filter(|part| !part.is_empty())
     }
 
-    /// The memory blocks of a locality block, as they lie in it. Empty past the last locality block, and where newer
-    /// images of the chain have others instead of all of them.
+    /// The memory blocks of a locality block, in their order in it. Empty past the last locality
+    /// block, and where newer images of the chain replace all of them.
     pub fn entries(&self, id: LocalityBlockId) -> &[Entry] {
         self.index.entries_of(id).unwrap_or_default()
     }
 
-    /// Who filled a locality block.
+    /// The origin of a locality block's memory blocks.
     pub fn filled_by(&self, id: LocalityBlockId) -> FilledBy {
         self.index.filled_by(id).unwrap_or_default()
     }
 
-    /// Whether these are the used bytes of a locality block, by its checksum. Stricter than [`Image::decode`], which lets
-    /// stored bytes pass that make the right memory block in another way.
+    /// Whether these are the used bytes of a locality block, by its checksum. Stricter than
+    /// [`Image::decode_block`], which accepts stored bytes that encode the right memory block in
+    /// another form.
     pub fn has_checksum(&self, id: LocalityBlockId, used_bytes: &[u8]) -> bool {
         self.index.checksum_of(id) == Some(XxHash3_64::oneshot(used_bytes))
     }
 
-    /// How many bytes of a locality block are used.
+    /// The number of used bytes of a locality block.
     pub fn used_bytes(&self, id: LocalityBlockId) -> usize {
         self.index.used_bytes(id).unwrap_or_default() as usize
     }
 
-    /// The groups in which blocks lay when the image was organized by access, if that is recorded.
+    /// The groups of blocks from when the image was organized by access, if they are recorded.
     pub(crate) fn access_order(&self) -> Result<Option<Vec<AccessGroup>>, ImageError> {
         let Layer { source, footer, .. } = self.layer();
         let Some(at) = footer.section(Kind::AccessOrder) else { return Ok(None) };

@@ -1,13 +1,13 @@
-//! The same checkpoint on another image, or on none.
+//! Rewriting a checkpoint so that it builds on another image, or on none.
 //!
 //! ```text
-//!   base <- d1 <- d2 <- d3        merge(d3)          d3, whole
-//!                                 rebase(d3, d1)     base <- d1 <- d3      d3 has what was in d2 as well
-//!                                 rebase(d3, other)  other <- d3           d3 has what differs from other
+//!   base <- d1 <- d2 <- d3        merge_chain(d3)          d3, whole
+//!                                 rebase_image(d3, d1)     base <- d1 <- d3      d3 has what was in d2 as well
+//!                                 rebase_image(d3, other)  other <- d3           d3 has what differs from other
 //! ```
 //!
-//! The rewritten image is the same checkpoint, and keeps its identity: images that build on it go on doing so, whether
-//! it takes its old place or another one.
+//! The rewritten image is the same checkpoint, and keeps its identity: images that build on it
+//! continue to do so, whether it replaces the old file or has another path.
 
 use std::path::Path;
 
@@ -19,8 +19,8 @@ use crate::reorder::{Reorder, Target, rewrite};
 use crate::runs::Runs;
 use crate::writer::Summary;
 
-/// Writes the checkpoint in `image` to `out` so that it needs no other image. `out` may be the image's own path.
-/// `progress` is told (done, total) in memory blocks.
+/// Writes the checkpoint in `image` to `out` so that it needs no other image. `out` may be the
+/// image's own path. `progress` is called with (done, total) in memory blocks.
 pub fn merge(
     image: &Image,
     out: &Path,
@@ -30,8 +30,9 @@ pub fn merge(
     onto(None, image, out, threads, progress)
 }
 
-/// Writes the checkpoint in `image` to `out` so that it builds on `parent`: it has what differs from there. `out` may be
-/// the image's own path. `progress` is told (done, total) in memory blocks.
+/// Writes the checkpoint in `image` to `out` so that it builds on `parent`: it has only what
+/// differs from `parent`. `out` may be the image's own path. `progress` is called with (done,
+/// total) in memory blocks.
 ///
 /// # Errors
 /// If the RAM or the blocks of `parent` have other sizes, or it builds on the image itself.
@@ -65,8 +66,8 @@ fn onto(
     rewrite(image, &how, &Target { path: out, parent, identity }, progress)
 }
 
-/// What an image on a parent has: which of the stored blocks are not there as they are in the parent, and which blocks are
-/// zero that the parent stores.
+/// The contents of an image on a parent: the stored blocks that differ from the parent's, and the
+/// zero blocks that the parent stores.
 pub(crate) fn leave_to(parent: &Image, image: &Image, stored: &Runs) -> (Runs, Runs) {
     let mut compare = Comparison::new(image);
     let parents = parent.placements().stored();
@@ -77,7 +78,7 @@ pub(crate) fn leave_to(parent: &Image, image: &Image, stored: &Runs) -> (Runs, R
     (differing.map(|block| block.0..block.0 + 1).collect(), zero)
 }
 
-/// Buffers to compare stored memory blocks with.
+/// Buffers for comparing stored memory blocks.
 struct Comparison {
     stored: Vec<u8>,
     bytes: Vec<u8>,
@@ -89,7 +90,8 @@ impl Comparison {
         Self { stored: Vec::new(), bytes }
     }
 
-    /// Whether two images that store a block have the same there. What can't be read is not the same.
+    /// Whether a block that both images store has the same bytes in both. False if it cannot be
+    /// read.
     fn is_same(&mut self, block: Block, image: &Image, parent: &Image) -> bool {
         let (Some((id, entry)), Some((parents_id, parents))) =
             (image.entry_of(block), parent.entry_of(block))

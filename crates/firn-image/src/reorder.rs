@@ -1,4 +1,5 @@
-//! The same checkpoint with its blocks arranged otherwise, so that a comparison varies one thing.
+//! Rewriting of a checkpoint with another block organization, so that a comparison varies one
+//! thing.
 //!
 //! ```text
 //!   by access   -->  random:    shuffled; the access order is kept in a section of its own
@@ -7,9 +8,9 @@
 //!   anything    -->  physical:  by memory block number
 //! ```
 //!
-//! On the way, memory blocks may be recompressed, both block sizes changed, and the listed working set made worse, to see
-//! what a restore makes of a bad one. What is not recompressed is copied as
-//! it is stored, after it was decoded and found right: damage is never copied.
+//! At the same time, memory blocks may be recompressed, both block sizes changed, and the listed
+//! working set made worse, to measure a restore with a bad one. Blocks that are not recompressed
+//! are copied in their stored form, after they were decoded and checked: damage is never copied.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -31,42 +32,43 @@ use crate::sections::{AccessGroup, Sections};
 use crate::writer::{Draft, Summary, Writer};
 use crate::{ZLIB_LEVEL_DEFAULT, ZSTD_LEVEL_DEFAULT};
 
-/// Memory blocks that one thread packs in one go.
+/// The number of memory blocks that one thread packs at once.
 const BATCH: usize = 256;
 
-/// How an image is to be rewritten.
+/// The options for rewriting an image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Reorder {
     /// The new block organization.
     pub by: Organization,
-    /// Compress again, with this codec. Otherwise memory blocks stay as they are stored.
+    /// The codec for compressing again. Without it memory blocks stay in their stored form.
     pub codec: Option<Codec>,
-    /// Another size of memory blocks.
+    /// A new size of memory blocks.
     pub block_size: Option<BlockSize>,
-    /// Another size of locality blocks, in bytes.
+    /// A new size of locality blocks, in bytes.
     pub locality_block_bytes: Option<u32>,
-    /// What becomes of the working set that the image lists.
+    /// The change of the working set that the image lists.
     pub working_set: ListedWorkingSet,
-    /// For whatever is drawn by lot: the same seed gives the same order.
+    /// The seed for random choices: the same seed gives the same order.
     pub seed: u64,
     /// Threads that compress.
     pub threads: usize,
 }
 
-/// What becomes of a working set. The blocks themselves, and where they lie, do not depend on it.
+/// The change of a working set. The blocks themselves, and their locations, do not depend on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ListedWorkingSet {
-    /// It stays.
+    /// It stays unchanged.
     #[default]
     Kept,
-    /// So many percent of its blocks, drawn by lot, are no longer listed (Zhang et al., VEE 2011, Figure 8).
+    /// This percentage of its blocks, chosen at random, is no longer listed (Zhang et al., VEE
+    /// 2011, Figure 8).
     Dropped(u8),
-    /// As many stored blocks are listed instead that were not: a list for which the guest has no use.
+    /// The list has as many other stored blocks instead: a list that is useless for the guest.
     Wrong,
 }
 
 impl Reorder {
-    /// Rearranges and changes nothing else.
+    /// Options that change the block organization and nothing else.
     pub fn by(by: Organization) -> Self {
         let (codec, block_size, locality_block_bytes) = (None, None, None);
         let working_set = ListedWorkingSet::Kept;
@@ -82,8 +84,8 @@ impl Reorder {
     }
 }
 
-/// Writes the checkpoint in `image` to `out`, arranged as `how` says. `out` may be the image's own path: it is replaced
-/// when all is done. `progress` is told (done, total) in memory blocks.
+/// Writes the checkpoint in `image` to `out`, with the given options. `out` may be the image's own
+/// path: it is replaced when all is done. `progress` is called with (done, total) in memory blocks.
 pub fn reorder(
     image: &Image,
     how: &Reorder,
@@ -93,12 +95,12 @@ pub fn reorder(
     rewrite(image, how, &Target { path: out, parent: None, identity: None }, progress)
 }
 
-/// Where a rewritten image goes.
+/// The target of a rewritten image.
 pub(crate) struct Target<'a> {
     pub(crate) path: &'a Path,
-    /// What it is to build on. Block sizes must be its.
+    /// The image it is to build on. Block sizes must be the same.
     pub(crate) parent: Option<&'a Image>,
-    /// The identity it keeps, if others may build on it.
+    /// The identity it keeps, if other images may build on it.
     pub(crate) identity: Option<Identity>,
 }
 
@@ -112,7 +114,7 @@ impl Target<'_> {
     }
 }
 
-/// What [`reorder`] does, for any target.
+/// As [`reorder_image`], for any target.
 pub(crate) fn rewrite(
     image: &Image,
     how: &Reorder,
@@ -161,7 +163,7 @@ pub(crate) fn rewrite(
     packing.finish()?.finish(sections)
 }
 
-/// Which blocks of the new size have something stored, and which are zero.
+/// The blocks of the new size that have stored bytes, and those that are zero.
 fn survey(image: &Image, to: Geometry) -> (Runs, Runs) {
     let from = image.geometry();
     let resize = |run: std::ops::Range<u32>| {
@@ -195,7 +197,7 @@ fn resized(groups: Vec<AccessGroup>, from: Geometry, to: Geometry) -> Vec<Access
     arrange::resize(&groups, from.block_size, to.block_size)
 }
 
-/// The working set as the one group of which the order is known.
+/// The working set as a single group, the only one whose order is known.
 fn working_set_order(image: &Image, to: Geometry) -> Result<Vec<AccessGroup>, ImageError> {
     if image.working_set().is_empty() {
         let (path, organization) = (image.path().to_owned(), image.organization());
@@ -206,7 +208,7 @@ fn working_set_order(image: &Image, to: Geometry) -> Result<Vec<AccessGroup>, Im
     Ok(resized(vec![group], image.geometry(), to))
 }
 
-/// The sections of the image, in terms of the new block size.
+/// The sections of the image, converted to the new block size.
 fn sections(image: &Image, to: Geometry) -> Sections {
     let mut sections = image.sections().clone();
     if image.geometry().block_size != to.block_size {
@@ -219,7 +221,7 @@ fn sections(image: &Image, to: Geometry) -> Sections {
     sections
 }
 
-/// One packer for each that filled locality blocks, as in a save.
+/// The output of a rewrite: one packer for each origin of blocks, as in a save.
 struct Packing {
     writer: Writer,
     open: BTreeMap<FilledBy, Packer>,
@@ -248,7 +250,8 @@ impl Packing {
         Ok(())
     }
 
-    /// Where nothing but the order changes, a group becomes the locality block that it was.
+    /// Ends a group. Where nothing but the order changes, a group becomes the locality block that
+    /// it was.
     fn end_group(&mut self, filled_by: FilledBy) -> Result<(), ImageError> {
         let packer = self.open.get_mut(&filled_by).filter(|_| self.keeps_groups);
         match packer.and_then(Packer::finish) {
@@ -265,7 +268,7 @@ impl Packing {
     }
 }
 
-/// Where memory blocks of the new size come from.
+/// The source of memory blocks of the new size.
 struct BlockSource<'a> {
     image: &'a Image,
     to: Geometry,
@@ -322,7 +325,7 @@ impl BlockSource<'_> {
         }
     }
 
-    /// Puts a block of the new size together from the old blocks that share pages with it.
+    /// Assembles a block of the new size from the old blocks that share pages with it.
     fn assemble(&self, block: Block, buffers: &mut Buffers) -> Result<(), ImageError> {
         let (from, to) = (self.image.geometry().block_size, self.to.block_size);
         let pages = to.pages_of(block);
@@ -356,7 +359,7 @@ fn usual_codec(image: &Image) -> Codec {
     }
 }
 
-/// One thread's buffers: stored bytes, a block of the old size, one of the new.
+/// The buffers of one thread: stored bytes, a block of the old size, one of the new.
 struct Buffers {
     stored: Vec<u8>,
     old: Vec<u8>,

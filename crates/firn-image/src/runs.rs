@@ -1,4 +1,5 @@
-//! Sets of memory blocks as runs: what they take depends on what is in them, not on how much RAM there could be.
+//! Sets of memory blocks as runs: their memory depends on their contents, not on the possible size
+//! of RAM.
 
 use std::ops::Range;
 
@@ -22,7 +23,7 @@ impl Runs {
         self.0.is_empty()
     }
 
-    /// How many memory blocks are in it.
+    /// The number of memory blocks in it.
     pub(crate) fn len(&self) -> u32 {
         self.0.iter().map(|run| run.end - run.start).sum()
     }
@@ -35,7 +36,7 @@ impl Runs {
         self.each().flatten().map(Block)
     }
 
-    /// Which run has a block.
+    /// The index of the run that has a block.
     fn position(&self, block: Block) -> Option<usize> {
         let after = self.0.partition_point(|run| run.start <= block.0);
         let at = after.checked_sub(1)?;
@@ -46,7 +47,7 @@ impl Runs {
         self.position(block).is_some()
     }
 
-    /// What is in this set and not in the other.
+    /// The blocks that are in this set and not in the other.
     pub(crate) fn without(&self, other: &Self) -> Self {
         let (mut left, mut others) = (Self::default(), other.0.iter().peekable());
         for run in self.each() {
@@ -64,7 +65,7 @@ impl Runs {
         left
     }
 
-    /// What is in one of the sets.
+    /// The blocks that are in either set.
     pub(crate) fn union(&self, other: &Self) -> Self {
         let mut all: Vec<_> = self.each().chain(other.each()).collect();
         all.sort_unstable_by_key(|run| run.start);
@@ -83,7 +84,7 @@ impl FromIterator<Range<u32>> for Runs {
 /// The blocks of a set that have not been taken yet.
 pub(crate) struct Untaken<'a> {
     all: &'a Runs,
-    /// How many blocks are in the runs before each.
+    /// The number of blocks in the runs before each.
     before: Vec<u32>,
     /// A bit for each block, in their order.
     taken: Vec<u64>,
@@ -100,7 +101,7 @@ impl<'a> Untaken<'a> {
         Self { all, before, taken: vec![0; all.len().div_ceil(64) as usize] }
     }
 
-    /// Takes a block. False if it is not there, or was taken before.
+    /// Takes a block. False if it is not in the set, or was taken before.
     pub(crate) fn take(&mut self, block: Block) -> bool {
         let Some(at) = self.all.position(block) else { return false };
         let (Some(run), Some(before)) = (self.all.0.get(at), self.before.get(at)) else {
@@ -114,7 +115,7 @@ impl<'a> Untaken<'a> {
         is_free
     }
 
-    /// Those that are left.
+    /// The blocks that were not taken.
     pub(crate) fn left(&self) -> Runs {
         let is_left = |rank: usize| {
             self.taken.get(rank / 64).is_some_and(|word| word & (1 << (rank % 64)) == 0)

@@ -1,4 +1,4 @@
-//! What an image holds beside memory blocks.
+//! The sections of an image: its contents beside memory blocks.
 //!
 //! ```text
 //!   metadata         JSON, opaque here
@@ -10,7 +10,8 @@
 //!   access order     4 groups (g), 4 memory blocks (n), g x 2 filled by, g x 4 how many, n x 4 memory blocks
 //! ```
 //!
-//! The access order is there only in an image that is not organized by it: it says how to get back.
+//! The access order is only in an image that is not organized by it: it allows a return to that
+//! order.
 
 use firn_types::{Block, GuestPhys, RegionMap};
 
@@ -23,16 +24,16 @@ use crate::geometry::Geometry;
 use crate::locality::FilledBy;
 use crate::steps::{blocks_of_steps, steps};
 
-/// What an image holds beside memory blocks.
+/// The contents of an image beside memory blocks.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Sections {
-    /// Facts about the VM that this crate does not look into: hypervisor version, arguments, disks.
+    /// Facts about the VM that this crate does not interpret: hypervisor version, arguments, disks.
     pub meta: serde_json::Value,
-    /// Where RAM lies.
+    /// The layout of RAM.
     pub regions: RegionMap,
-    /// Devices and vCPUs, as the hypervisor saved them.
+    /// The state of devices and vCPUs, as the hypervisor saved it.
     pub device_state: Vec<u8>,
-    /// RAM beside guest RAM that the device state does not carry.
+    /// Auxiliary blocks: RAM beside guest RAM that the device state does not carry.
     pub aux_blocks: Vec<AuxBlock>,
     /// Memory blocks the guest touched after the cut, in order of first access.
     pub working_set: Vec<Block>,
@@ -45,7 +46,7 @@ pub struct Sections {
 pub struct AuxBlock {
     /// The hypervisor's name for it: at most 1024 bytes.
     pub id: String,
-    /// What it held.
+    /// Its contents.
     pub bytes: Vec<u8>,
 }
 
@@ -57,7 +58,7 @@ pub(crate) struct AccessGroup {
 }
 
 impl Sections {
-    /// Each section's bytes. Those without content are left out.
+    /// The bytes of each section. Sections without content are left out.
     pub(crate) fn encode(&self) -> serde_json::Result<Vec<(Kind, Vec<u8>)>> {
         let all = [
             (Kind::Meta, serde_json::to_vec(&self.meta)?),
@@ -96,7 +97,7 @@ pub(crate) fn parse_regions(
     Ok(map)
 }
 
-/// Bytes of memory for a value of JSON, or a key, at most.
+/// The maximum number of bytes of memory for a value of JSON, or a key.
 const VALUE_BYTES: u64 = 256;
 
 fn charge_values(kind: Kind, json: &[u8], budget: &mut Budget) -> Result<(), Flaw> {
@@ -109,7 +110,7 @@ fn charge_values(kind: Kind, json: &[u8], budget: &mut Budget) -> Result<(), Fla
     }
 }
 
-/// How many values JSON has at most: keys count, too.
+/// The maximum number of values in this JSON: keys count, too.
 pub(crate) fn count_values(json: &[u8]) -> usize {
     let (mut count, mut in_string, mut is_escaped) = (1, false, false);
     for &byte in json {
@@ -128,10 +129,10 @@ fn not_json(kind: Kind, error: &serde_json::Error) -> Flaw {
     Flaw::new(kind.place(), 0, format!("not the JSON it should be: {error}"))
 }
 
-/// Bytes of an id that is written at most, so that all of them fit.
+/// The maximum length of an id that is written, in bytes, so that all of them fit.
 const AUX_ID_BYTES: usize = AUX_ID_BYTES_MAX / AUX_BLOCKS_MAX as usize;
 
-/// What can't be written down, if anything.
+/// The reason why auxiliary blocks cannot be stored, if there is one.
 pub(crate) fn unstorable_aux(blocks: &[AuxBlock]) -> Option<String> {
     if blocks.len() > AUX_BLOCKS_MAX as usize {
         return Some(format!("{} blocks, at most {AUX_BLOCKS_MAX} fit", blocks.len()));
@@ -218,7 +219,7 @@ pub(crate) fn parse_access_order(
             let blocks = blocks.by_ref().take(count as usize).collect();
             AccessGroup { filled_by, blocks }
         })
-        // Empty ones say nothing, and there may be any number of them.
+        // Empty groups carry no information, and there may be any number of them.
         .filter(|group| !group.blocks.is_empty())
         .collect();
     if groups.iter().map(|group| group.blocks.len()).sum::<usize>() != n {

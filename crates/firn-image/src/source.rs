@@ -1,4 +1,4 @@
-//! The file behind an image, and the parts of it that are read whole.
+//! The file of an image, and reads of its parts.
 
 use std::fs::File;
 use std::io::{self, BufRead, IoSliceMut, Read};
@@ -19,15 +19,17 @@ use crate::footer::{FOOTER_BYTES, Footer, Kind, SectionAt};
 use crate::geometry::{Geometry, HEADER_BYTES};
 use crate::header::Header;
 
-/// What is read of the end of a file at once when it is opened: its footer, and, if they are not larger than usual for an
-/// increment, its index and what lies before that. Where a disk has to seek this costs as much as the footer alone.
+/// The bytes at the end of a file that are read at once when it is opened: its footer, and, if they
+/// are not larger than usual for an increment, its index and the sections before it. On a disk that
+/// has to seek this costs as much as the footer alone.
 const TAIL_BYTES: u64 = 64 << 10;
 
-/// A frame whose window is larger than 8 MiB is refused: a decoder allocates a window before it decodes. A window is no
-/// larger than half a mebibyte at the level at which sections are compressed.
+/// A frame whose window is larger than 8 MiB is refused: a decoder allocates a window before it
+/// decodes. At the level at which sections are compressed, a window is no larger than half a
+/// mebibyte.
 const WINDOW_LOG_MAX: u32 = 23;
 
-/// The file behind an image.
+/// The file of an image.
 pub(crate) struct Source {
     /// Replaced when the file is opened again.
     open_file: RwLock<Arc<OpenFile>>,
@@ -40,9 +42,10 @@ pub(crate) struct Source {
 /// The descriptors of a file.
 struct OpenFile {
     file: File,
-    /// The same file for who reads from front to back: the kernel keeps its readahead with the descriptor.
+    /// The same file for callers that read from front to back: the kernel keeps its readahead state
+    /// with the descriptor.
     in_order: OnceLock<File>,
-    /// Device and inode: which file it is, whatever its name.
+    /// Device and inode, which identify the file, whatever its name.
     id: (u64, u64),
     is_in_memory: bool,
 }
@@ -61,7 +64,8 @@ impl Source {
             None => failed(error),
         })?;
         let metadata = file.metadata().map_err(failed)?;
-        // The kernel reads mebibytes ahead of a few sequential reads, and goes on from there whatever it is told later.
+        // The kernel reads mebibytes ahead of a few sequential reads, and continues from there
+        // despite later advice.
         let _ = fadvise(&file, 0, None, Advice::Random);
         let is_in_memory = is_in_memory(&file);
         let id = (metadata.dev(), metadata.ino());
@@ -86,13 +90,14 @@ impl Source {
         self.open_file().file.try_clone().map_err(failed)
     }
 
-    /// Advises the kernel how the file is going to be read. That a file system takes no advice is no loss.
+    /// Advises the kernel of the order in which the file is going to be read. If a file system
+    /// ignores it, nothing is lost.
     pub(crate) fn advise(&self, advice: Advice) {
         let _ = fadvise(&self.open_file().file, 0, None, advice);
     }
 
-    /// Reads the end of the file ahead, until [`Self::forget_tail`]. What can't be read so may not be needed: who needs it is
-    /// told then.
+    /// Reads the end of the file in advance, until [`Self::forget_tail`]. An error is ignored:
+    /// these bytes may not be needed, and a later read of them reports it.
     pub(crate) fn read_tail(&mut self) {
         let mut tail = vec![0; self.len.min(TAIL_BYTES) as usize];
         let at = self.len - tail.len() as u64;
@@ -101,12 +106,12 @@ impl Source {
         }
     }
 
-    /// It is open.
+    /// Drops the end of the file that was read in advance.
     pub(crate) fn forget_tail(&mut self) {
         self.tail = Vec::new();
     }
 
-    /// What was read ahead of these bytes: all of them, or nothing.
+    /// The given bytes, if they were read in advance: all of them, or nothing.
     fn ahead(&self, offset: u64, len: usize) -> Option<&[u8]> {
         let at = offset.checked_sub(self.len - self.tail.len() as u64)? as usize;
         self.tail.get(at..at.checked_add(len)?).filter(|_| len > 0)
@@ -133,7 +138,8 @@ impl Source {
         self.read_exact_of(&self.open_file().file, bytes, offset)
     }
 
-    /// The same, and what follows is wanted too: the kernel reads ahead.
+    /// As [`Self::read_exact_at`], for a caller that also needs the bytes that follow: the kernel
+    /// reads ahead.
     pub(crate) fn read_exact_in_order(
         &self,
         bytes: &mut [u8],
@@ -152,9 +158,9 @@ impl Source {
         })
     }
 
-    /// Reads what is in the page cache and never waits. False if some of it is not there: the kernel is told that it
-    /// will be needed. File systems that can't read that way (`RWF_NOWAIT`, preadv2(2)) never have anything, except
-    /// those that have everything in memory.
+    /// Reads from the page cache and never waits. False if some of the bytes are not there: then
+    /// the kernel is advised that they will be needed. File systems that do not support such reads
+    /// (`RWF_NOWAIT`, preadv2(2)) never have anything, except those that have everything in memory.
     pub(crate) fn try_read_exact_at(
         &self,
         bytes: &mut [u8],
@@ -186,7 +192,7 @@ impl Source {
         Header::parse(&bytes).map_err(|flaw| self.flaw(flaw))
     }
 
-    /// The footer of a file whose blocks have these sizes.
+    /// Reads the footer of a file whose blocks have these sizes.
     pub(crate) fn read_footer(&self, geometry: &Geometry) -> Result<Footer, ImageError> {
         self.check_len()?;
         let mut bytes = vec![0; FOOTER_BYTES as usize];
@@ -195,7 +201,7 @@ impl Source {
         Footer::parse(&bytes, geometry, self.len).map_err(|flaw| self.flaw(flaw.shifted(at)))
     }
 
-    /// That a footer is of the same image as the header.
+    /// Checks that a footer is of the same image as the header.
     pub(crate) fn check_pair(&self, header: &Header, footer: &Footer) -> Result<(), ImageError> {
         if (footer.identity, footer.version) == (header.identity, header.version) {
             return Ok(());
@@ -224,7 +230,7 @@ impl Source {
         parse(bytes, budget).map(Some).map_err(|flaw| self.flaw(flaw.shifted(at.offset)))
     }
 
-    /// The decoded bytes of a section, after its checksum was found right, and what it takes was charged.
+    /// The decoded bytes of a section. Its checksum was checked, and its memory was charged.
     pub(crate) fn read_section(
         &self,
         at: &SectionAt,
@@ -244,7 +250,7 @@ impl Source {
         })
     }
 
-    /// A section to be read piece by piece. Its checksum was found right.
+    /// A reader for a section, to read it piece by piece. Its checksum was checked.
     pub(crate) fn section_reader(&self, at: &SectionAt) -> Result<Box<dyn Read>, ImageError> {
         let stored = io::Cursor::new(self.read_stored(at)?);
         self.check_decoded_len(at, at.kind.bytes_max())?;
@@ -307,8 +313,8 @@ impl OpenFile {
     }
 }
 
-/// Opens a regular file, and has the kernel not record its access time, which costs each read. Only the file's owner may
-/// do that (open(2)); for others it is recorded.
+/// Opens a regular file, and makes the kernel not record its access time, which costs each read.
+/// Only the file's owner may do that (open(2)); for other users it is recorded.
 fn open_for_reading(path: &Path) -> io::Result<File> {
     let file = firn_files::open_input(path)?;
     let _ = fcntl_setfl(&file, OFlags::NOATIME);
@@ -322,9 +328,10 @@ fn is_in_memory(file: &File) -> bool {
     fstatfs(file).is_ok_and(|it| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(it.f_type as u64)))
 }
 
-/// Decompresses to exactly `len` bytes, which the budget has. The kernel provides memory for what comes out only.
+/// Decompresses to exactly `len` bytes, which the budget has. The kernel provides memory only for
+/// bytes that are written.
 fn inflate(stored: &[u8], len: u64) -> Option<Vec<u8>> {
-    // One more, so that reading finds the end without making room for it.
+    // One more byte, so that reading finds the end without growing the buffer.
     let mut out = Vec::with_capacity(usize::try_from(len).ok()?.checked_add(1)?);
     decoder(stored).ok()?.take(len + 1).read_to_end(&mut out).ok()?;
     (out.len() as u64 == len).then_some(out)

@@ -1,4 +1,5 @@
-//! Lists of memory blocks as steps from each to the next: small numbers where neighbours follow one another.
+//! Lists of memory blocks, encoded as steps from each to the next: small numbers where neighbours
+//! follow one another.
 
 use firn_types::Block;
 
@@ -10,7 +11,7 @@ fn unzigzag(code: u32) -> u32 {
     (code >> 1) ^ (code & 1).wrapping_neg()
 }
 
-/// Steps from each block to the next; the first from block 0.
+/// The steps from each block to the next; the first from block 0.
 pub(crate) fn steps(blocks: impl Iterator<Item = Block>) -> impl Iterator<Item = u32> {
     blocks.scan(0u32, |before, block| {
         let step = block.0.wrapping_sub(*before);
@@ -19,7 +20,7 @@ pub(crate) fn steps(blocks: impl Iterator<Item = Block>) -> impl Iterator<Item =
     })
 }
 
-/// The inverse of [`steps`].
+/// The inverse of [`encode_steps`].
 pub(crate) fn blocks_of_steps(steps: impl Iterator<Item = u32>) -> impl Iterator<Item = Block> {
     steps.scan(0u32, |block, code| {
         *block = block.wrapping_add(unzigzag(code));

@@ -1,4 +1,5 @@
-//! Checking all of an image: the headers of what it builds on, every memory block and every locality block against its checksum, padding against zero.
+//! Verification of a whole image: the headers of the images it builds on, every memory block and
+//! every locality block against its checksum, padding against zero.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,48 +13,48 @@ use crate::error::{BlockError, ImageError};
 use crate::locality::LocalityBlockId;
 use crate::reader::Image;
 
-/// Problems of one locality block that are kept at most.
+/// The maximum number of problems that are kept of one locality block.
 const PER_LOCALITY_BLOCK_MAX: usize = 256;
 
-/// Threads that verify one image at most.
+/// The maximum number of threads that verify one image.
 const THREADS_MAX: usize = 64;
 
-/// Problems that are listed at most; the others are counted.
+/// The maximum number of problems that are listed; the others are counted.
 pub const PROBLEMS_MAX: usize = 1000;
 
-/// What verifying an image found.
+/// The result of verifying an image.
 #[derive(Debug, Default, Serialize)]
 pub struct VerifyReport {
     /// Locality blocks read.
     pub locality_blocks: u32,
-    /// Memory blocks that are as they were written.
+    /// Memory blocks that are intact.
     pub good_blocks: u32,
-    /// What is not, in the order of the file: the first [`PROBLEMS_MAX`].
+    /// The problems, in the order of the file: the first [`PROBLEMS_MAX`].
     pub problems: Vec<Problem>,
-    /// How many problems there are.
+    /// The number of all problems.
     pub problem_count: usize,
 }
 
 impl VerifyReport {
-    /// Whether nothing is wrong.
+    /// Whether there is no problem.
     pub fn is_clean(&self) -> bool {
         self.problem_count == 0
     }
 }
 
-/// Something in an image that is not as it was written.
+/// A part of an image that differs from what was written.
 #[derive(Debug, Error)]
 pub enum Problem {
     /// A memory block is damaged.
     #[error(transparent)]
     Block(BlockError),
-    /// Stored bytes have changed, and yet every memory block in them is as it was: codecs have several ways to say the
-    /// same thing.
+    /// Stored bytes have changed, but every memory block in them is intact: codecs can encode the
+    /// same bytes in several forms.
     #[error("the stored bytes of {id} have changed (from byte {offset} of {path} on)")]
     Stored {
         /// The locality block.
         id: LocalityBlockId,
-        /// Where it starts in the file.
+        /// Its offset in the file.
         offset: u64,
         /// The image.
         path: PathBuf,
@@ -63,23 +64,23 @@ pub enum Problem {
     Padding {
         /// The locality block.
         id: LocalityBlockId,
-        /// Where in the file.
+        /// The offset in the file.
         offset: u64,
         /// The image.
         path: PathBuf,
     },
-    /// An image that this one builds on has a header that is not its own, or none.
+    /// An image that this one builds on has a wrong header, or none.
     #[error(transparent)]
     Header(ImageError),
-    /// A section that opening does not take apart is damaged.
+    /// A section that opening does not parse is damaged.
     #[error(transparent)]
     Section(ImageError),
-    /// A locality block can't be read at all.
+    /// A locality block cannot be read at all.
     #[error("{id} can't be read")]
     Unreadable {
         /// The locality block.
         id: LocalityBlockId,
-        /// Why.
+        /// The error of the read.
         source: ImageError,
     },
 }
@@ -90,7 +91,8 @@ impl Serialize for Problem {
     }
 }
 
-/// Reads and checks every locality block, those of the images it builds on included. `progress` is told (done, total) in locality blocks, on this thread.
+/// Reads and checks every locality block, including those of the images it builds on. `progress` is
+/// called with (done, total) in locality blocks, on this thread.
 pub fn verify(image: &Image, threads: usize, progress: &dyn Fn(u32, u32)) -> VerifyReport {
     let total = image.locality_blocks();
     let next = AtomicU32::new(0);
@@ -127,24 +129,24 @@ impl VerifyReport {
     }
 }
 
-/// Opening a chain looks at the first header only.
+/// Checks the headers of parents: opening a chain reads the first header only.
 fn wrong_headers(image: &Image) -> impl Iterator<Item = Problem> + '_ {
     let builds_on = image.layers().iter().skip(1);
     builds_on.filter_map(|layer| layer.check_header().err()).map(Problem::Header)
 }
 
-/// What became of one locality block.
+/// The result of checking one locality block.
 struct Checked {
     id: LocalityBlockId,
     good_blocks: u32,
     problems: Vec<Problem>,
-    /// How many more there are.
+    /// The number of further problems.
     left_out: usize,
 }
 
 impl Checked {
     fn add(&mut self, problem: Problem) {
-        // Those of one locality block are enough.
+        // These problems of one locality block are enough.
         match self.problems.len() < PER_LOCALITY_BLOCK_MAX {
             true => self.problems.push(problem),
             false => self.left_out += 1,
@@ -152,7 +154,7 @@ impl Checked {
     }
 }
 
-/// Takes locality blocks until there are no more, or nobody wants to know.
+/// Checks locality blocks until there are no more, or the receiver is gone.
 fn check_some(image: &Image, next: &AtomicU32, results: &Sender<Checked>) {
     let mut stored = Vec::new();
     let mut out = vec![0; image.geometry().block_size.bytes()];
@@ -191,7 +193,7 @@ fn check_one(image: &Image, id: LocalityBlockId, stored: &mut Vec<u8>, out: &mut
     checked
 }
 
-/// What no memory block's own checksum shows.
+/// Finds a change of stored bytes that no memory block's own checksum shows.
 fn changed_bytes(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<Problem> {
     if image.has_checksum(id, stored.get(..image.used_bytes(id))?) {
         return None;
@@ -200,7 +202,7 @@ fn changed_bytes(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<Pr
     Some(Problem::Stored { id, offset, path: source.path.clone() })
 }
 
-/// The first byte behind the memory blocks that is not zero, if any.
+/// Finds the first byte behind the memory blocks that is not zero, if any.
 fn dirty_padding(image: &Image, id: LocalityBlockId, stored: &[u8]) -> Option<Problem> {
     let used = image.used_bytes(id);
     let at = stored.get(used..)?.iter().position(|&byte| byte != 0)?;

@@ -1,4 +1,4 @@
-//! Writing an image: one file, from front to back, valid only once its footer is.
+//! Writing an image: one file, from front to back, valid only once its footer is written.
 //!
 //! ```text
 //!   create --> header --> append locality blocks ... --> finish: sections, index, footer --> fsync --> rename
@@ -31,21 +31,21 @@ use crate::sections::{AccessGroup, Sections, count_values, encode_access_order, 
 /// The level at which sections and the index are compressed.
 const ZSTD_LEVEL: i32 = 1;
 
-/// What is settled about an image before its first byte is written.
+/// The properties of an image that are fixed before its first byte is written.
 #[derive(Clone, Copy, Debug)]
 pub struct Draft<'a> {
-    /// The sizes it is built on: its parent's, if it has one.
+    /// Its sizes: those of its parent, if it has one.
     pub geometry: Geometry,
-    /// How its blocks are arranged.
+    /// Its block organization.
     pub organization: Organization,
-    /// The image it builds on. What is not given to the writer is as it is there.
+    /// The image it builds on. Memory blocks that the writer does not get are as in the parent.
     pub parent: Option<&'a Image>,
     /// Whether a memory block may be given again: the last time counts.
     pub again: bool,
 }
 
 impl Draft<'_> {
-    /// An image that holds all there is, and each memory block once.
+    /// An image that holds all of memory, and each memory block once.
     pub fn whole(geometry: Geometry, organization: Organization) -> Self {
         Self { geometry, organization, parent: None, again: false }
     }
@@ -88,49 +88,51 @@ fn is_same_file(one: &Path, other: &Path) -> bool {
 pub struct Writer {
     partial: Partial,
     header: Header,
-    /// The image it builds on, and how RAM lies there.
+    /// The image it builds on, and the layout of its RAM.
     parent: Option<(Parent, RegionMap)>,
     index: IndexBuilder,
     access_order: Option<Vec<AccessGroup>>,
-    /// Auxiliary RAM as another image stores it: encoded, compressed or not.
+    /// Auxiliary blocks in the stored form of another image: encoded, compressed or not.
     stored_aux: Option<(SectionAt, Vec<u8>)>,
     refused: Option<ImageError>,
 }
 
-/// An image in numbers.
+/// The numbers of an image.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Summary {
     /// The image.
     pub path: PathBuf,
-    /// The sizes it is built on.
+    /// Its sizes.
     pub geometry: Geometry,
-    /// How its blocks are arranged.
+    /// Its block organization.
     pub organization: Organization,
     /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// How many locality blocks it has.
+    /// The number of locality blocks.
     pub locality_blocks: u32,
-    /// How many memory blocks are stored.
+    /// The number of stored memory blocks.
     pub stored_blocks: u32,
     /// Their stored bytes, compressed.
     pub stored_bytes: u64,
-    /// How many memory blocks are zero.
+    /// The number of zero memory blocks.
     pub zero_blocks: u32,
-    /// How many memory blocks are untouched.
+    /// The number of untouched memory blocks.
     pub untouched_blocks: u32,
-    /// How many memory blocks are as in the image it builds on.
+    /// The number of memory blocks that are as in the image it builds on.
     pub inherited_blocks: u32,
     /// Bytes of everything that is not a locality block: header, sections, index, footer.
     pub overhead_bytes: u64,
 }
 
 impl Writer {
-    /// Begins an image that will be at `path`. Until [`Self::finish`], only a hidden file beside it is written.
+    /// Begins an image that will be at `path`. Until [`Self::finish`], only a hidden file beside it
+    /// is written.
     pub fn create(path: &Path, draft: &Draft<'_>) -> Result<Self, ImageError> {
         Self::with_identity(path, draft, random_identity()?)
     }
 
-    /// The same for the same checkpoint in another form, on which others may build already.
+    /// As [`Self::create`], for another form of an existing checkpoint, on which other images may
+    /// build already.
     pub(crate) fn with_identity(
         path: &Path,
         draft: &Draft<'_>,
@@ -154,12 +156,12 @@ impl Writer {
         })
     }
 
-    /// The random number by which the image will be known, in hexadecimal.
+    /// The random number that will identify the image, in hexadecimal.
     pub fn identity(&self) -> String {
         self.header.identity.to_string()
     }
 
-    /// The sizes the image is built on.
+    /// The sizes of the image.
     pub fn geometry(&self) -> Geometry {
         self.header.geometry
     }
@@ -185,26 +187,27 @@ impl Writer {
         written.map(|()| id)
     }
 
-    /// Records a memory block that was all zeros. A mistake (past the end, given twice) is told by [`Self::finish`].
+    /// Records a memory block of zeros. [`Self::finish`] reports a mistake (a block past the end,
+    /// or given twice).
     pub fn set_zero(&mut self, block: Block) {
         if let Err(refusal) = self.index.add_zero(block) {
             self.refused = Some(self.refusal(refusal));
         }
     }
 
-    /// Records zero blocks, before anything else is. A mistake is told by [`Self::finish`].
+    /// Records zero blocks, before any other block is. [`Self::finish`] reports a mistake.
     pub(crate) fn set_zeros(&mut self, zeros: Runs) {
         self.index.set_zeros(zeros);
     }
 
-    /// Adopts the auxiliary RAM of another image as it is stored there, after it was checked.
+    /// Takes the auxiliary blocks of another image in their stored form, after checking them.
     pub(crate) fn set_stored_aux(&mut self, image: &Image) -> Result<(), ImageError> {
         image.aux_list()?;
         self.stored_aux = image.stored_section(Kind::AuxBlocks)?;
         Ok(())
     }
 
-    /// Records how to get back to the access order, in an image that is not organized by it.
+    /// Records the access order, in an image that is not organized by it.
     pub(crate) fn set_access_order(&mut self, groups: Vec<AccessGroup>) {
         self.access_order = Some(groups);
     }
@@ -220,8 +223,9 @@ impl Writer {
         }
     }
 
-    /// Writes the rest, brings it to disk, and gives the file its name. Memory blocks never mentioned are untouched, or as
-    /// in the image it builds on.
+    /// Writes the sections, the index and the footer, syncs everything to disk, and gives the file
+    /// its name. Memory blocks that were never mentioned are untouched, or as in the image it
+    /// builds on.
     pub fn finish(mut self, sections: Sections) -> Result<Summary, ImageError> {
         if let Some(refused) = self.refused.take() {
             return Err(refused);
@@ -261,7 +265,8 @@ impl Writer {
         if regions != image {
             return Err(ImageError::Pages { regions, image });
         }
-        // Where the guest sees a region is its own affair, and changes while it boots.
+        // The guest-physical address of a region does not matter: the guest changes it while it
+        // boots.
         let is_other = |ram: &RegionMap| ram.regions() != sections.regions.regions();
         if let Some((parent, _)) = self.parent.as_ref().filter(|(_, ram)| is_other(ram)) {
             return Err(ImageError::OtherRam { parent: parent.path.clone() });
@@ -319,7 +324,7 @@ pub(crate) fn overhead_bytes(footer: &Footer, geometry: &Geometry) -> u64 {
     footer.file_bytes(geometry) - blocks_end + HEADER_BYTES
 }
 
-/// What a reader would refuse is not written.
+/// Refuses a section that a reader would refuse.
 fn check_length(kind: Kind, bytes: &[u8]) -> Result<(), ImageError> {
     let refused = |problem| Err(ImageError::Section { place: kind.place(), problem });
     if bytes.len() as u64 > kind.bytes_max() {

@@ -1,7 +1,8 @@
-//! `firn-lab demo`: what `make demo` shows.
+//! Checkpoint demo: `firn-lab demo`, which `make demo` runs.
 //!
-//! A real VM with Redis is loaded, checkpointed while a client asks it, killed, and restored in each mode. Every key is
-//! read back and compared after each restore. One table at the end says what the client saw.
+//! The demo boots a real VM with Redis, loads it, checkpoints it while a client sends requests,
+//! kills it, and restores it in each mode. After each restore it reads and compares every key. One
+//! table at the end shows what the client measured.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -23,19 +24,19 @@ const REDIS: u16 = 6379;
 const KEYS: u64 = 50_000;
 const VALUE_BYTES: usize = 1000;
 const MEMORY_MIB: u32 = 1024;
-/// Questions per second of the client.
+/// Requests per second of the client.
 const RATE: f64 = 100.0;
-/// How long the client asks before the checkpoint.
+/// How long the client sends requests before the checkpoint.
 const STEADY: Duration = Duration::from_secs(4);
-/// A restored guest is back when it gives so much of its steady rate ...
+/// A restored guest has recovered when it reaches this share of its steady rate ...
 const BACK: f64 = 0.9;
-/// ... over so long.
+/// ... over this time.
 const WINDOW: Duration = Duration::from_secs(1);
 const BOOT: Duration = Duration::from_secs(180);
 const LIMIT: Duration = Duration::from_secs(120);
 const MODES: [&str; 4] = ["eager", "lazy", "locality", "auto"];
 
-/// What one restore was like.
+/// The result of one restore.
 struct Row {
     mode: &'static str,
     running: f64,
@@ -44,7 +45,7 @@ struct Row {
     keys: u64,
 }
 
-/// Runs it, and prints the table.
+/// Runs the demo and prints the table.
 pub fn run(lab: &Lab) -> Result<()> {
     let demo = Demo::new(lab)?;
     let steady = demo.start_and_save()?;
@@ -84,7 +85,8 @@ impl<'a> Demo<'a> {
         })
     }
 
-    /// Boots the VM, loads it, checkpoints it while the client asks, kills it. Returns the client's steady rate.
+    /// Boots the VM, loads it, checkpoints it while the client sends requests, and kills it.
+    /// Returns the client's steady rate.
     fn start_and_save(&self) -> Result<f64> {
         let firn = self.lab.firn();
         firn.run(VM, &self.args)?;
@@ -108,10 +110,10 @@ impl<'a> Demo<'a> {
         let before = client.now();
         let said = self.lab.firn().checkpoint(VM, &self.image, &SaveArgs::default())?;
         let gap = client.timeline().longest_gap(before..client.now());
-        let pause = said.number("/report/pause/downtime_ms").context("no downtime was told")?;
+        let pause = said.number("/report/pause/downtime_ms").context("firn reported no downtime")?;
         let mib = std::fs::metadata(&self.image)?.len() as f64 / f64::from(1 << 20);
         self.lab.say(&format!(
-            "checkpointed while it ran: {mib:.0} MiB in {:.1} s; the guest stood still for {pause:.1} ms; the client \
+            "checkpointed while it ran: {mib:.0} MiB in {:.1} s; the guest was paused for {pause:.1} ms; the client \
              never waited longer than {:.0} ms",
             said.took.as_secs_f64(),
             gap.as_secs_f64() * 1e3
@@ -119,10 +121,10 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// SIGKILL to the hypervisor: the VM is gone.
+    /// Sends SIGKILL to the hypervisor, which ends the VM.
     fn kill(&self) -> Result<()> {
         let status = self.lab.firn().status(VM)?;
-        let pid = pid_in(&status).context("firn status tells no process")?;
+        let pid = pid_in(&status).context("firn status reports no process id")?;
         kill(Pid::from_raw(pid), Signal::SIGKILL)?;
         self.lab.say("killed (SIGKILL)");
         wait_for("the end of the VM", LIMIT, || {
@@ -165,16 +167,16 @@ impl<'a> Demo<'a> {
         Ok(row)
     }
 
-    /// Reads every key back.
+    /// Reads every key and compares its value.
     fn verify(&self) -> Result<u64> {
         let mut redis = Redis::connect(self.address, BOOT)?;
         let report = self.load.verify(&mut redis)?;
-        ensure!(report.is_right(), "the restored data is not what was saved: {:?}", report.told);
+        ensure!(report.is_right(), "the restored data differs from the saved data: {:?}", report.told);
         Ok(report.keys)
     }
 }
 
-/// The hypervisor's process id in what `firn status` says.
+/// The hypervisor's process id in the output of `firn status`.
 fn pid_in(status: &serde_json::Value) -> Option<i32> {
     i32::try_from(status.get("pid")?.as_i64()?).ok()
 }

@@ -1,7 +1,8 @@
-//! The `firn` program, used as a user uses it.
+//! Client of the `firn` program: runs its commands as a user does.
 //!
-//! Experiments start, checkpoint and restore VMs by these commands only, so that what is measured is what is shipped.
-//! Each has a runtime directory of its own: VMs of experiments and of the person at the machine never meet.
+//! Experiments start, checkpoint and restore VMs by these commands only, so that they measure what
+//! is shipped. Each experiment has its own runtime directory, so its VMs never meet those of the
+//! machine's user.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -20,63 +21,64 @@ use crate::guest::{QemuArgs, default_program};
 /// Environment variable that names another `firn`.
 pub const VARIABLE: &str = "FIRN";
 
-/// Environment variable that lists programs which `firn` may restore a VM with: the hypervisor of an experiment may be anywhere.
+/// Environment variable that lists the hypervisors that `firn` may restore a VM with: an
+/// experiment's hypervisor may be anywhere.
 pub const QEMU_ALLOW_VARIABLE: &str = "FIRN_QEMU_ALLOW";
 
-/// `firn` did not do it.
+/// A `firn` command failed.
 #[derive(Debug, Error)]
 pub enum FirnError {
-    /// The program is not there.
+    /// The program does not exist or cannot be started.
     #[error("cannot start {}; set {VARIABLE} to the path of firn", .0.display())]
     Start(PathBuf, #[source] io::Error),
-    /// It failed, and said why.
+    /// The command failed and printed why.
     #[error("firn {verb} failed ({status}): {said}")]
     Failed {
-        /// Which command.
+        /// The command.
         verb: String,
-        /// How it ended.
+        /// Its exit status.
         status: String,
-        /// What it said.
+        /// Its output.
         said: String,
     },
-    /// It did not say what was expected.
-    #[error("firn {verb} gave facts that make no sense: {said}")]
+    /// The command printed something unexpected.
+    #[error("firn {verb} printed unexpected output: {said}")]
     Facts {
-        /// Which command.
+        /// The command.
         verb: String,
-        /// What it said.
+        /// Its output.
         said: String,
-        /// What is wrong with it.
+        /// Why the output could not be parsed.
         source: serde_json::Error,
     },
 }
 
-/// A `firn` with a runtime directory.
+/// A `firn` program with a runtime directory.
 #[derive(Clone, Debug)]
 pub struct Firn {
     program: PathBuf,
     runtime: PathBuf,
-    /// The network namespace that it is run in, if not this program's.
+    /// The network namespace it runs in, if not this program's.
     namespace: Option<String>,
-    /// What is broken on purpose in it, and in what it starts.
+    /// The fault point that is armed in it and in the processes it starts.
     fault: Option<String>,
-    /// The disk that the last restore was from.
+    /// The disk profile of the last restore.
     disk: Arc<Mutex<Option<DiskProfile>>>,
 }
 
-/// What a command said, and how long it took.
+/// The output of a command, and its duration.
 #[derive(Clone, Debug)]
 pub struct Said {
-    /// Its facts.
+    /// The JSON that it printed.
     pub facts: Value,
-    /// When it was started.
+    /// When it started.
     pub started: Instant,
     /// How long it ran.
     pub took: Duration,
 }
 
 impl Said {
-    /// The facts as a type.
+    /// Parses the facts as a type.
     pub fn to<T: DeserializeOwned>(&self, verb: &str) -> Result<T, FirnError> {
         serde_json::from_value(self.facts.clone()).map_err(|source| FirnError::Facts {
             verb: verb.to_owned(),
@@ -91,7 +93,7 @@ impl Said {
     }
 }
 
-/// How to save.
+/// Options of `firn checkpoint`.
 #[derive(Clone, Debug, Default)]
 pub struct SaveArgs {
     words: Vec<OsString>,
@@ -104,7 +106,7 @@ impl SaveArgs {
         self
     }
 
-    /// Adds a bare option.
+    /// Adds an option without a value.
     pub fn flag(mut self, option: &str) -> Self {
         self.words.push(option.into());
         self
@@ -126,7 +128,7 @@ impl Firn {
         }
     }
 
-    /// The same, run in a network namespace: its VMs are there.
+    /// The same, in a network namespace, in which its VMs run too.
     pub fn within(runtime: &Path, namespace: &str) -> Self {
         Self { namespace: Some(namespace.to_owned()), ..Self::new(runtime) }
     }
@@ -136,7 +138,7 @@ impl Firn {
         Self { fault: fault.map(str::to_owned), ..self.clone() }
     }
 
-    /// The program.
+    /// The path of the program.
     pub fn program(&self) -> &Path {
         &self.program
     }
@@ -158,15 +160,17 @@ impl Firn {
         self.finish("run", command)
     }
 
-    /// `firn checkpoint`: saves a guest that goes on.
+    /// `firn checkpoint`: saves a guest that continues to run.
     pub fn checkpoint(&self, name: &str, image: &Path, how: &SaveArgs) -> Result<Said, FirnError> {
         let mut command = self.command("checkpoint");
         command.arg(name).arg("-o").arg(image).args(&how.words);
         self.finish("checkpoint", command)
     }
 
-    /// `firn restore`, under a disk profile: the supervisor that reads the image is its child. It neither goes by
-    /// restores of the image before it nor leaves anything to those after it; but it knows the disk if they have got to know it.
+    /// `firn restore` under a disk profile, which applies to the supervisor that reads the image
+    /// because it is a child of the command. The restore neither uses what earlier restores of the
+    /// image learned nor leaves anything to later ones. It does use the storage profile that
+    /// earlier restores measured.
     pub fn restore(
         &self,
         image: &Path,
@@ -177,7 +181,7 @@ impl Firn {
         self.restore_and_learn(image, name, &[how, &["--no-learn"]].concat(), throttle)
     }
 
-    /// As [`Self::restore`], but it learns.
+    /// Like [`Self::restore`], but learns blocks for later restores.
     pub fn restore_and_learn(
         &self,
         image: &Path,
@@ -191,7 +195,7 @@ impl Firn {
         self.finish("restore", command)
     }
 
-    /// What restores have found storage to be like was of another disk, if this is another.
+    /// Forgets what restores have measured about storage when the disk profile changes.
     fn meet_disk(&self, profile: DiskProfile) {
         let mut disk = self.disk.lock().unwrap_or_else(PoisonError::into_inner);
         if disk.replace(profile) != Some(profile) {
@@ -200,25 +204,25 @@ impl Firn {
         }
     }
 
-    /// `firn detach`: lets go of a guest, which goes on.
+    /// `firn detach`: stops managing a guest, which continues to run.
     pub fn detach(&self, name: &str) -> Result<Said, FirnError> {
         let mut command = self.command("detach");
         command.arg(name);
         self.finish("detach", command)
     }
 
-    /// `firn attach`: takes a guest up again that was let go of.
+    /// `firn attach`: manages a detached guest again.
     pub fn attach(&self, name: &str, how: &[&str]) -> Result<Said, FirnError> {
         let mut command = self.command("attach");
         command.arg(name).args(how);
         self.finish("attach", command)
     }
 
-    /// `firn stop --force`: ends a guest at once. That there is none is fine.
+    /// `firn stop --force`: ends a guest at once. A missing guest is no error.
     pub fn stop(&self, name: &str) {
         let mut command = self.command("stop");
         command.args([name, "--force"]);
-        // Used to clean up; what is left behind shows when its name is used again.
+        // Used to clean up: whatever is left behind shows up when its name is used again.
         let _ = self.finish("stop", command);
     }
 
@@ -228,26 +232,26 @@ impl Firn {
         for vm in vms.as_array().into_iter().flatten() {
             let Some(name) = vm["name"].as_str() else { continue };
             if vm["state"] == "detached" {
-                // Nobody's to stop otherwise.
+                // No supervisor could stop it otherwise.
                 let _ = self.attach(name, &[]);
             }
             self.stop(name);
         }
     }
 
-    /// `firn status`: what is known about a VM.
+    /// `firn status`: the facts about a VM.
     pub fn status(&self, name: &str) -> Result<Value, FirnError> {
         let mut command = self.command("status");
         command.arg(name);
         Ok(self.finish("status", command)?.facts)
     }
 
-    /// Where a VM's run record is.
+    /// The path of a VM's run record.
     pub fn run_record(&self, name: &str) -> PathBuf {
         self.runtime.join(name).join("restore.json")
     }
 
-    /// Any other command.
+    /// Runs any other command.
     pub fn call(&self, verb: &str, words: &[&str]) -> Result<Said, FirnError> {
         let mut command = self.command(verb);
         command.args(words);
@@ -261,12 +265,12 @@ impl Firn {
         self.finish(&format!("image {verb}"), command)
     }
 
-    /// `firn image compare`: what it found, also if that is differences.
+    /// `firn image compare`: the result, also when the images differ.
     pub fn compare(&self, image: &Path, reference: &Path) -> Result<Value, FirnError> {
         let mut command = self.command("image");
         command.arg("compare").args([image, reference]);
         let output = self.output(command)?;
-        // Which fails in any other way prints no facts.
+        // Any other failure prints no facts.
         match serde_json::from_slice(&output.stdout) {
             Ok(facts) => Ok(facts),
             Err(_) => facts_of("image compare", &output),

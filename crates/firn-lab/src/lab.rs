@@ -1,4 +1,5 @@
-//! What every experiment needs: a directory on a real disk, a `firn`, a choice of how much to do.
+//! The lab that every experiment runs in: a directory on a real disk, a `firn`, options that say
+//! how much to do.
 
 use std::fs;
 use std::io;
@@ -21,47 +22,50 @@ use crate::firn::Firn;
 use crate::guest::{GuestImage, accel, default_program};
 use crate::report::Report;
 
-/// Environment variable that names the directory for images; it should be on a disk that can be throttled.
+/// Environment variable that names the directory for images. It should be on a disk that can be
+/// throttled.
 pub const VARIABLE: &str = "FIRN_LAB_DIR";
 
-/// A start of the hypervisor, with its firmware and a device that has a ROM.
+/// Arguments that start the hypervisor paused, with its firmware and a device that has a ROM.
 const STANDING: [&str; 9] =
     ["-S", "-display", "none", "-serial", "none", "-monitor", "stdio", "-device", "virtio-net-pci"];
 
-/// How much to do.
+/// How much an experiment does.
 #[derive(Clone, Debug, Default)]
 pub struct Extent {
-    /// Every key, at most five minutes.
+    /// Produce all figures, in at most five minutes.
     pub quick: bool,
-    /// Where randomness starts.
+    /// Seed of the random numbers.
     pub seed: u64,
-    /// How many repetitions; `None` lets the experiment choose.
+    /// Number of repetitions; `None` lets the experiment choose.
     pub runs: Option<usize>,
-    /// Words that choose among the experiment's guests and disks, where it has several; none chooses all.
+    /// Words that select among the experiment's guests and disks, where it has several. An empty
+    /// list selects all.
     pub only: Vec<String>,
 }
 
 impl Extent {
-    /// Of several things of a kind those that are wanted. Words that name none of them choose among something else.
+    /// Returns the values whose names the user gave. When the words name none of them, the words
+    /// select something else, and all values are returned.
     pub fn wanted<T: Copy>(&self, kind: &[T], name: impl Fn(T) -> String) -> Vec<T> {
         let is_named = |&&one: &&T| self.only.contains(&name(one));
         let named: Vec<T> = kind.iter().filter(is_named).copied().collect();
         if named.is_empty() { kind.to_vec() } else { named }
     }
 
-    /// Repetitions: what the user asked for, or one of two defaults.
+    /// Number of repetitions: the user's, or one of two defaults.
     pub fn runs(&self, quick: usize, full: usize) -> usize {
         self.runs.unwrap_or(if self.quick { quick } else { full }).max(1)
     }
 
-    /// One of two values.
+    /// One of two values, by `quick`.
     pub fn pick<T>(&self, quick: T, full: T) -> T {
         if self.quick { quick } else { full }
     }
 }
 
-/// The place where experiments run. Everything in it goes when it is dropped, its VMs first; also when the program is
-/// interrupted.
+/// The directory, VMs and `firn` of a run. Dropping it stops the VMs, then removes the directory.
+/// The same happens when the program is interrupted.
 pub struct Lab {
     /// How much to do.
     pub extent: Extent,
@@ -71,7 +75,7 @@ pub struct Lab {
     ends: Ends,
 }
 
-/// What else is to be done when the program is interrupted.
+/// Further cleanup that runs when the program is interrupted.
 type Ends = Arc<Mutex<Vec<Box<dyn Fn() + Send>>>>;
 
 impl Lab {
@@ -90,17 +94,18 @@ impl Lab {
         Ok(Self { extent, firn, dir, since: Instant::now(), ends })
     }
 
-    /// Has something done as well when the program is interrupted: what an experiment leaves beside the lab's directory and VMs.
+    /// Registers cleanup for an interrupt: an experiment that leaves something outside the lab's
+    /// directory and VMs removes it there.
     pub fn when_interrupted(&self, end: impl Fn() + Send + 'static) {
         self.ends.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(end));
     }
 
-    /// Where images go.
+    /// The directory for images.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
 
-    /// A file of the lab.
+    /// The path of a file in the lab's directory.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
@@ -110,13 +115,13 @@ impl Lab {
         &self.firn
     }
 
-    /// Says on standard error what is going on, with the time since the start.
+    /// Prints progress to standard error, with the time since the start.
     pub fn say(&self, text: &str) {
         let seconds = self.since.elapsed().as_secs_f64();
         eprintln!("[{seconds:6.1} s] {text}");
     }
 
-    /// An empty report that knows the machine, and what runs guests on it.
+    /// An empty report that describes this machine and the accelerator of its guests.
     pub fn vm_report(&self, experiment: &str) -> Report {
         let mut report = self.report(experiment);
         let accel = accel::decide();
@@ -125,7 +130,7 @@ impl Lab {
         report
     }
 
-    /// An empty report that knows the machine.
+    /// An empty report that describes this machine.
     pub fn report(&self, experiment: &str) -> Report {
         let mut report = Report::new(experiment, self.extent.quick);
         report.host("kernel", kernel());
@@ -134,13 +139,14 @@ impl Lab {
         report
     }
 
-    /// Evicts an image from the page cache, when the disk is as quick as this profile asks for; what a hypervisor reads
-    /// beside it stays or comes back. Says so if the disk is not as quick in time.
+    /// Evicts an image from the page cache once the disk is as fast as this profile requires. What
+    /// a hypervisor reads beside the image stays cached or is read again. Logs it if the disk did
+    /// not become fast enough in time.
     pub fn make_cold(&self, image: &Path, profile: DiskProfile) -> Result<(), ThrottleError> {
         if !make_cold_when_ready(image, profile)? {
             self.say(&format!("the disk is slower than {profile} now"));
         }
-        // Evicting it may have taken dropping all caches.
+        // Evicting the image may have dropped all caches.
         let guests = GuestImage::known();
         guests
             .iter()
@@ -152,9 +158,11 @@ impl Lab {
         Ok(())
     }
 
-    /// A disk profile for files of this lab, measured; what it achieves goes into the report.
+    /// Throttles the disk of this lab's directory as a profile requires, measures the result, and
+    /// adds it to the report.
     ///
-    /// `None` where the disk can't be imitated here: the report says so, and the caller leaves its figures missing.
+    /// `None` where this machine can't imitate the disk: the report says so, and the caller leaves
+    /// its figures missing.
     pub fn disk(&self, profile: DiskProfile, report: &mut Report) -> Option<Throttle> {
         match self.try_disk(profile) {
             Ok((throttle, facts)) => {
@@ -179,13 +187,14 @@ impl Lab {
 }
 
 impl Drop for Lab {
-    /// An experiment that fails leaves no VM behind: the directory that goes next is theirs.
+    /// Stops every VM, so that an experiment that fails leaves none: the VMs use the directory that
+    /// is removed next.
     fn drop(&mut self) {
         self.firn.stop_all();
     }
 }
 
-/// A guest must not outlive the experiment it was for.
+/// On SIGINT or SIGTERM, cleans up and ends the program. A guest must not outlive its experiment.
 fn clean_up_when_interrupted(firn: Firn, dir: PathBuf, ends: Ends) -> io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
@@ -209,7 +218,8 @@ fn private_dir(path: &Path) -> io::Result<()> {
     fs::DirBuilder::new().mode(0o700).create(path)
 }
 
-/// Rounds of systems in turn, A B C A B C: what drifts on the machine meanwhile meets all of them alike.
+/// Runs rounds of all systems alternately, A B C A B C: drift of the machine affects all of them
+/// alike.
 pub fn interleaved<S>(
     rounds: usize,
     systems: &[S],
@@ -218,7 +228,7 @@ pub fn interleaved<S>(
     (0..rounds).try_for_each(|round| systems.iter().try_for_each(|system| run(round, system)))
 }
 
-/// Asks again and again until there is an answer, or too much time has passed.
+/// Polls until there is an answer, or the limit has passed.
 pub fn wait_for<T>(
     what: &str,
     limit: Duration,
@@ -234,7 +244,8 @@ pub fn wait_for<T>(
     }
 }
 
-/// Starts a hypervisor that does nothing, so that what every one reads is in memory.
+/// Starts and ends an idle hypervisor, so that the files every hypervisor reads are in the page
+/// cache.
 fn start_and_quit() -> io::Result<()> {
     let mut command = Command::new(default_program());
     command.args(STANDING).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());

@@ -1,6 +1,7 @@
 //! `firn-lab`: runs Firn's experiments.
 //!
-//! Exit code: 0 all figures were measured, 1 something could not be measured or came out wrong, 2 it could not be run.
+//! Exit code: 0 all figures were measured, 1 something could not be measured or came out wrong, 2
+//! the experiment could not run.
 
 #![forbid(unsafe_code)]
 
@@ -27,35 +28,36 @@ struct Cli {
 enum Verb {
     /// Lists the experiments.
     List,
-    /// Runs an experiment, or all.
+    /// Runs one experiment, or all of them.
     Run(Run),
     /// Boots a VM, checkpoints it, kills it, restores it in each mode.
     Demo,
-    /// Kills an application under load, which comes back with all it acknowledged: a memcached with its cache in a critical
-    /// data area, beside one as it is.
+    /// Kills memcached under load and restarts it. With its cache in a critical data area it
+    /// recovers every acknowledged write; stock memcached runs beside it for comparison.
     DemoApp {
-        /// How often each is killed.
+        /// How often each memcached is killed.
         #[arg(long, default_value_t = 20)]
         kills: u64,
     },
-    /// Loses a host of three: a VM with Redis under load goes on at another, by itself, and is protected again.
+    /// Kills one host of three: a VM with Redis under load fails over to another host
+    /// automatically, and is protected again.
     DemoCluster {
-        /// What hosts agree by.
+        /// Which consensus the hosts use.
         #[arg(long, value_enum, default_value_t = Membership::Both)]
         membership: Membership,
     },
     KvmHost(firn_lab::kvm_host::Command),
-    /// Reads randomly from a file and says how fast that went.
+    /// Reads randomly from a file and prints how fast that was.
     #[command(hide = true)]
     ProbeDisk {
         file: PathBuf,
     },
-    /// Touches memory as told on standard input.
+    /// Touches the memory pages that are named on standard input.
     #[command(hide = true)]
     TouchMemory {
         pages: u32,
     },
-    /// Restores a guest as told on standard input, and says what happened.
+    /// Restores the guest that is described on standard input, and prints a run record.
     #[command(hide = true)]
     RestoreRecorded,
 }
@@ -87,17 +89,17 @@ struct Run {
     /// Print one JSON object per experiment rather than a table.
     #[arg(long)]
     json: bool,
-    /// Where NAME.json and figures go.
+    /// Directory for NAME.json and the drawings.
     #[arg(long, default_value = "target/lab")]
     out: PathBuf,
-    /// Repetitions, or randomized runs.
+    /// Number of repetitions, or of randomized runs.
     #[arg(long)]
     runs: Option<usize>,
-    /// Where randomness starts.
+    /// Seed of the random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Only these guests and disks, where an experiment has several: words such as jvm, or hdd7200. Figures of the
-    /// others are missing.
+    /// Only these guests and disks, where an experiment has several: words such as jvm, or hdd7200.
+    /// Figures of the others are missing.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 }

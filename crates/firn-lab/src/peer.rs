@@ -1,13 +1,13 @@
-//! QEMU's own ways to save and restore a VM, used as its documentation says.
+//! QEMU's own methods to save and restore a VM, used as QEMU's documentation describes.
 //!
 //! ```text
 //!   file                  migrate to exec:cat > FILE, pre-copy          -incoming exec:cat FILE
 //!   background-snapshot   the same with the capability of that name     the same
-//!   mapped-ram            migrate to file:FILE, pages at fixed places   migrate-incoming file:FILE (QEMU 9.0)
+//!   mapped-ram            migrate to file:FILE, pages at fixed offsets  migrate-incoming file:FILE (QEMU 9.0)
 //! ```
 //!
-//! Bandwidth is unlimited: QEMU's default limit would measure itself. Each of them restores all memory before the
-//! guest runs.
+//! Bandwidth is unlimited: otherwise the measurement would be of QEMU's default limit. Each method
+//! restores all memory before the guest runs.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -26,25 +26,25 @@ use crate::lab::wait_for;
 
 /// How long a save or a restore may take.
 const LIMIT: Duration = Duration::from_secs(300);
-/// As good as unlimited, in bytes per second.
+/// A limit that no storage reaches, in bytes per second.
 const BANDWIDTH: u64 = 100 << 30;
 
-/// A way of QEMU's to save.
+/// A method of QEMU to save a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Way {
     /// Live migration into a file.
     File,
-    /// The guest runs on while its memory is written, write-protected by userfaultfd.
+    /// The guest continues to run while its memory is written, write-protected by userfaultfd.
     BackgroundSnapshot,
-    /// Migration with pages at fixed places in the file.
+    /// Migration with each page at a fixed offset in the file.
     MappedRam,
 }
 
 impl Way {
-    /// All of them.
+    /// All methods.
     pub const ALL: [Self; 3] = [Self::File, Self::BackgroundSnapshot, Self::MappedRam];
 
-    /// What it is called, here and in QEMU where it has a name.
+    /// The method's name here, which is also QEMU's where QEMU has one.
     pub fn name(self) -> &'static str {
         match self {
             Self::File => "qemu-file",
@@ -53,7 +53,7 @@ impl Way {
         }
     }
 
-    /// The migration capability it needs.
+    /// The migration capability that the method needs.
     fn capability(self) -> Option<&'static str> {
         match self {
             Self::File => None,
@@ -76,7 +76,7 @@ impl Way {
         }
     }
 
-    /// Whether this QEMU has it.
+    /// Whether this QEMU has the method.
     pub fn is_known_to(self, qmp: &mut Qmp) -> Result<bool> {
         let Some(wanted) = self.capability() else { return Ok(true) };
         let known = qmp.execute("query-migrate-capabilities", Value::Null)?;
@@ -98,10 +98,10 @@ impl fmt::Display for Way {
     }
 }
 
-/// A save, as QEMU tells it.
+/// The result of a save, as QEMU reports it.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Saved {
-    /// How long the vCPUs stood still, in milliseconds.
+    /// How long the vCPUs were paused, in milliseconds.
     pub downtime_ms: f64,
     /// From the command to the end, in milliseconds.
     pub total_ms: f64,
@@ -109,7 +109,7 @@ pub struct Saved {
     pub image_bytes: u64,
 }
 
-/// Saves the VM whose monitor this is; it goes on afterwards.
+/// Saves the VM of this monitor. The VM continues to run afterwards.
 pub fn save(qmp: &mut Qmp, way: Way, file: &Path) -> Result<Saved> {
     way.set(qmp, true)?;
     qmp.execute("migrate-set-parameters", json!({ "max-bandwidth": BANDWIDTH }))?;
@@ -124,7 +124,7 @@ pub fn save(qmp: &mut Qmp, way: Way, file: &Path) -> Result<Saved> {
     Ok(Saved { downtime_ms, total_ms, image_bytes: fs::metadata(file)?.len() })
 }
 
-/// Waits for the end of a migration, out or in.
+/// Waits for the end of a migration, outgoing or incoming.
 fn finished(qmp: &mut Qmp, what: &str) -> Result<Value> {
     wait_for(what, LIMIT, || {
         let state = qmp.execute("query-migrate", Value::Null)?;
@@ -136,7 +136,7 @@ fn finished(qmp: &mut Qmp, what: &str) -> Result<Value> {
     })
 }
 
-/// A QEMU that restores, or has restored. Dropped, it is killed.
+/// A QEMU that restores a VM, or has restored it. Dropping it kills the process.
 #[derive(Debug)]
 pub struct Restored {
     child: Child,
@@ -144,7 +144,8 @@ pub struct Restored {
 }
 
 impl Restored {
-    /// Starts a QEMU with the arguments of the saved one. The guest runs once all memory is read.
+    /// Starts a QEMU with the arguments of the saved one. The guest runs once all memory has been
+    /// read.
     pub fn start(
         guest: &QemuArgs,
         way: Way,
@@ -177,7 +178,7 @@ impl Restored {
         Ok(())
     }
 
-    /// An error with QEMU's own words if it has ended.
+    /// Fails with QEMU's own messages if QEMU has ended.
     pub fn check(&mut self) -> Result<()> {
         let ended = self.child.try_wait()?;
         let said = || fs::read_to_string(&self.log).unwrap_or_default();
@@ -194,8 +195,8 @@ impl Drop for Restored {
     }
 }
 
-/// A guest whose memory stays where it is, in a shared file, and whose device state alone was saved: what QEMU needs to start
-/// it is the least that anybody needs.
+/// A guest whose memory stays in a shared file, and of which only the device state was saved. The
+/// time in which QEMU starts it is a lower bound for every restore.
 #[derive(Debug)]
 pub struct SharedMemory {
     guest: QemuArgs,
@@ -223,7 +224,8 @@ impl SharedMemory {
         Ok(saved)
     }
 
-    /// From starting QEMU until it says that the vCPUs run. The guest is ended then: its memory has gone on since.
+    /// Measures the time from starting QEMU until QEMU reports that the vCPUs run. Ends the guest
+    /// then, because its memory has changed since the save.
     pub fn start(&self) -> Result<Duration> {
         let since = Instant::now();
         let mut child = self.spawn(&["-incoming", "defer"])?;
@@ -263,7 +265,7 @@ impl SharedMemory {
 
 impl Drop for SharedMemory {
     fn drop(&mut self) {
-        // What is left of it is only memory of this machine.
+        // Only memory of this machine is lost with the file.
         let _ = fs::remove_file(&self.ram);
     }
 }
@@ -274,7 +276,7 @@ fn ignore_shared(qmp: &mut Qmp) -> Result<()> {
     Ok(())
 }
 
-/// A process that ends when dropped.
+/// A process that is killed when the value is dropped.
 #[derive(Debug)]
 struct Killed(Child);
 

@@ -1,34 +1,36 @@
-//! Which processors guests run on, and which all else.
+//! Processor split: separate processors for guests and for everything else.
 //!
-//! Where clusters are, a host has processors that no VM uses; the hosts of a lab share the few of one machine, and what Firn does beside a
-//! guest would be taken from the guest. So that it is seen by itself, hypervisors get processors that nothing else of the lab runs on, with
-//! and without Firn.
+//! A real host of a cluster has processors that no VM uses. The hosts of a lab share the few
+//! processors of one machine, so Firn's work beside a guest would slow the guest. To measure Firn's
+//! other effects alone, hypervisors get processors that nothing else of the lab runs on, with and
+//! without Firn.
 //!
 //! ```text
 //!   processor   0 .. guests     hypervisors, all their threads
 //!               guests ..       the lab, agents, supervisors, standbys
 //! ```
 //!
-//! Source: sched_setaffinity(2): threads and processes begin where who makes them may run.
+//! Source: sched_setaffinity(2): threads and processes inherit the processors of their creator.
 
 use std::io;
 
 use procfs::process::Process;
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
-/// Processors of this machine that were split, until this is dropped.
+/// A split of this machine's processors, until this is dropped.
 #[derive(Debug)]
 pub struct Split {
     before: CpuSet,
     guests: CpuSet,
-    /// How many guests have.
+    /// Number of processors for guests.
     pub for_guests: usize,
-    /// How many all else has.
+    /// Number of processors for everything else.
     pub for_others: usize,
 }
 
 impl Split {
-    /// Has this thread, and what it starts from now on, leave half of its processors to guests, `most` at most. `None` if it has but one.
+    /// Leaves half of this thread's processors to guests, `most` at most. This thread, and those
+    /// that it starts from now on, run on the others. `None` if the thread has only one processor.
     pub fn new(most: usize) -> io::Result<Option<Self>> {
         let before = sched_getaffinity(None)?;
         let all: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| before.is_set(cpu)).collect();
@@ -41,12 +43,12 @@ impl Split {
         Ok(Some(Self { before, guests: set(guests), for_guests, for_others: others.len() }))
     }
 
-    /// Has a hypervisor run on the guests' processors.
+    /// Moves a hypervisor to the guests' processors.
     pub fn give(&self, pid: i32) -> io::Result<()> {
         let threads = Process::new(pid).and_then(|process| process.tasks());
         for thread in threads.map_err(io::Error::other)? {
             let tid = thread.map_err(io::Error::other)?.tid;
-            // It may have ended.
+            // The thread may have ended.
             match sched_setaffinity(Pid::from_raw(tid), &self.guests) {
                 Ok(()) | Err(rustix::io::Errno::SRCH) => {}
                 Err(errno) => return Err(errno.into()),
@@ -58,7 +60,7 @@ impl Split {
 
 impl Drop for Split {
     fn drop(&mut self) {
-        // Should this fail, what comes next has fewer processors: nothing to do about it.
+        // If this fails, later work has fewer processors; there is no remedy.
         sched_setaffinity(None, &self.before).unwrap_or_default();
     }
 }

@@ -1,14 +1,14 @@
-//! A restore that is watched: the same libraries as `firn restore`, with a run record at the end.
+//! Recorded restore: uses the same libraries as `firn restore` and returns a complete run record.
 //!
-//! `firn restore` tells when the guest runs and when all memory is there. Tables and figures need more: each fault and
-//! how long it waited, each read, which prefetched pages were used. That costs the guest time, so runs that are timed
-//! use `firn`, and runs that are counted use this: `firn-lab restore-recorded`, a process of its own, so that it can be
-//! put under a disk profile.
+//! `firn restore` reports when the guest runs and when all memory is present. Tables and figures
+//! need more: each fault and its wait, each read, which prefetched pages were used. Recording that
+//! costs the guest time. So timed runs use `firn`, and counted runs use this: `firn-lab
+//! restore-recorded`, a separate process, so that a disk profile can apply to it.
 //!
 //! ```text
 //!   -> {"image":"x.firn","mode":"locality","account_use":true,"dir":"/var/tmp/..."}
 //!   <- {"running":true}              the guest runs
-//!   -> (a line)                      enough
+//!   -> (a line)                      end the recording
 //!   <- {"version":1,"mode":...}      the run record; the guest is killed
 //! ```
 
@@ -33,27 +33,27 @@ use serde_json::{Value, json};
 
 use crate::disk_profile::Throttle;
 
-/// The verb that starts the other end.
+/// The verb that starts the restoring process.
 pub const VERB: &str = "restore-recorded";
-/// How much of QEMU's output goes into an error, in bytes.
+/// How much of QEMU's output an error contains, in bytes.
 const LOG_BYTES: u64 = 2000;
 
-/// What to restore, and how.
+/// Request for a recorded restore.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Recorded {
     /// The image.
     pub image: PathBuf,
-    /// In which order memory comes back.
+    /// The restore mode.
     pub mode: Mode,
-    /// Whether to see which prefetched pages are used.
+    /// Whether to find out which prefetched pages are used.
     pub account_use: bool,
     /// Whether memory is filled in the background too.
     pub fill: Fill,
-    /// Where sockets and logs go.
+    /// The directory for sockets and logs.
     pub dir: PathBuf,
 }
 
-/// Our end of a recorded restore. Dropped, the guest ends.
+/// The client of a recorded restore. Dropping it ends the guest.
 pub struct Recording {
     child: Child,
     stdin: ChildStdin,
@@ -61,7 +61,8 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// Starts a restore and returns once the guest runs. `lab` is the `firn-lab` program.
+    /// Starts a restore and returns once the guest runs. `lab` is the path of the `firn-lab`
+    /// program.
     pub fn start(lab: &Path, what: &Recorded, throttle: &Throttle) -> Result<Self> {
         let mut child = throttle
             .command(lab)
@@ -79,7 +80,7 @@ impl Recording {
         Ok(recording)
     }
 
-    /// Ends the guest; what happened until now.
+    /// Ends the guest and returns its run record.
     pub fn finish(mut self) -> Result<RunRecord> {
         writeln!(self.stdin)?;
         self.answer()
@@ -94,13 +95,13 @@ impl Recording {
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        // At the end of its input it kills the guest and ends.
+        // At the end of its input the process kills the guest and ends.
         let _ = writeln!(self.stdin);
         let _ = self.child.wait();
     }
 }
 
-/// The restoring end: one restore, told on standard input.
+/// Serves one restore, which standard input describes.
 pub fn serve() -> Result<()> {
     let mut lines = io::stdin().lines();
     let what: Recorded = serde_json::from_str(&lines.next().context("nothing to restore")??)?;
@@ -119,13 +120,13 @@ fn say(what: &impl Serialize) -> Result<()> {
     Ok(out.flush()?)
 }
 
-/// A restored guest. Dropped, first the threads that serve it end, then it is killed.
+/// A restored guest. Dropping it ends the threads that serve it, then kills it.
 struct RunningGuest {
     restore: Restore,
     _hypervisor: Hypervisor,
 }
 
-/// A QEMU; dropped, it is killed.
+/// A QEMU process; dropping it kills the process.
 struct Hypervisor(Launched);
 
 impl Drop for Hypervisor {
@@ -169,10 +170,10 @@ impl RunningGuest {
     }
 }
 
-/// Starts the image's QEMU so that it waits for device state.
+/// Starts the image's QEMU, which then waits for device state.
 fn launch(image: &Image, qmp: &Path, dir: &Path) -> Result<Hypervisor> {
     let args: Vec<String> = serde_json::from_value(image.meta()["qemu"]["user_args"].clone())
-        .context("the image does not say how its QEMU was started")?;
+        .context("the image does not record how its QEMU was started")?;
     let plan = command_line::plan(&args)?;
     let ram = plan.ram().iter().map(ram_file).collect::<Result<Vec<_>>>()?;
     let path = |file: &File| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
@@ -190,7 +191,7 @@ fn ram_file(plan: &RamPlan) -> Result<File> {
     Ok(file.into())
 }
 
-/// A hypervisor's guest memory, where its layout says it is.
+/// Opens a hypervisor's guest memory at the addresses in its layout.
 pub(crate) fn open_memory(process: &Arc<Process>, layout: &Layout) -> Result<Arc<GuestMemory>> {
     let place = |region: &firn_types::RamRegion| {
         let location = layout.locations.iter().find(|location| location.id == region.id)?;
@@ -202,5 +203,5 @@ pub(crate) fn open_memory(process: &Arc<Process>, layout: &Layout) -> Result<Arc
 
 fn log_of(dir: &Path) -> String {
     let tail = firn_vmm::log_tail(&dir.join("recorded.log"), LOG_BYTES).unwrap_or_default();
-    format!("QEMU said: {}", tail.trim())
+    format!("end of QEMU's log: {}", tail.trim())
 }

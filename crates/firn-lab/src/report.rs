@@ -1,9 +1,10 @@
-//! What an experiment found: one JSON object with flat keys, and the same as a table.
+//! Experiment report: the figures of an experiment as one JSON object with flat keys, and as a
+//! table.
 //!
 //! ```text
 //!   halite-organization (quick)                  1 experiment, its figures
 //!     disk_reads.lazy         22975 (22901 .. 23040)      n=3     median (smallest .. largest)
-//!     overhead_s.locality     -                                   why it is missing stands below
+//!     overhead_s.locality     -                                   missing; the table's end says why
 //!
 //!   {"experiment":"halite-organization","quick":true,
 //!    "disk_reads.lazy":22975,"disk_reads.lazy.min":22901,"disk_reads.lazy.max":23040,"disk_reads.lazy.n":3,
@@ -11,8 +12,9 @@
 //!    "missing":{"overhead_s.locality":"..."},"notes":["..."],"host":{...},"repetitions":[{...},{...}]}
 //! ```
 //!
-//! A key that could not be measured is there and `null`, with the reason beside it: a figure that is silently absent
-//! reads like one that was never promised. `repetitions` has every single run as it was measured.
+//! A key that could not be measured is present and `null`, with the reason beside it: a silently
+//! absent figure reads like one that was never promised. `repetitions` contains every single run as
+//! it was measured.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -33,7 +35,7 @@ pub enum Figure {
     Sample(Sample),
     /// A value per second, or per step.
     Series(Vec<f64>),
-    /// It could not be measured here: why.
+    /// The figure could not be measured here; the text is the reason.
     Missing(String),
 }
 
@@ -61,12 +63,12 @@ impl Report {
         &self.experiment
     }
 
-    /// Says something about the machine: cores, kernel, hypervisor.
+    /// Records a fact about the machine: cores, kernel, hypervisor.
     pub fn host(&mut self, key: &str, value: impl Into<Value>) {
         self.host.insert(key.to_owned(), value.into());
     }
 
-    /// Adds a figure; a key that is there already is replaced.
+    /// Adds a figure, or replaces the figure that has this key.
     pub fn figure(&mut self, key: impl Into<String>, figure: Figure) {
         let key = key.into();
         match self.figures.iter_mut().find(|(known, _)| *known == key) {
@@ -84,7 +86,7 @@ impl Report {
         self.figure(key, figure);
     }
 
-    /// Adds repeated measurements; none at all is a missing figure.
+    /// Adds repeated measurements; without any, the figure is missing.
     pub fn sample(&mut self, key: impl Into<String>, values: impl IntoIterator<Item = f64>) {
         let figure = match Sample::new(values) {
             Some(sample) => Figure::Sample(sample),
@@ -98,12 +100,12 @@ impl Report {
         self.figure(key, Figure::Missing(why.into()));
     }
 
-    /// Says something that a reader of the figures must know.
+    /// Adds a note that a reader of the figures needs.
     pub fn note(&mut self, note: impl Into<String>) {
         self.notes.push(note.into());
     }
 
-    /// Says that something came out wrong: the report is not a success, whatever its figures say.
+    /// Marks the report as failed because something came out wrong, whatever its figures are.
     pub fn fail(&mut self, why: impl Into<String>) {
         self.failed = true;
         self.note(why);
@@ -129,7 +131,7 @@ impl Report {
         self.file(format!("{}.svg", name.into()), svg);
     }
 
-    /// What stands under a key: the number, or the median.
+    /// The value under a key: the number, or the median.
     pub fn value(&self, key: &str) -> Option<f64> {
         match self.figures.iter().find(|(known, _)| known == key)?.1 {
             Figure::Number(value) => Some(value),
@@ -150,7 +152,7 @@ impl Report {
         })
     }
 
-    /// All of it as one JSON object.
+    /// The whole report as one JSON object.
     pub fn json(&self) -> Value {
         let mut object = Map::new();
         object.insert("experiment".to_owned(), json!(self.experiment));
@@ -166,7 +168,7 @@ impl Report {
         Value::Object(object)
     }
 
-    /// The figures as a table, with what is missing and why, and the notes.
+    /// The figures as a table, then the missing ones with their reasons, and the notes.
     pub fn table(&self) -> String {
         let quick = if self.quick { " (quick)" } else { "" };
         let mut text = format!("{}{quick}\n", self.experiment);
@@ -183,7 +185,8 @@ impl Report {
         text
     }
 
-    /// Writes `NAME.json` and the other files into a directory, which is made. Returns what was written.
+    /// Writes `NAME.json` and the other files into a directory, which it creates. Returns the paths
+    /// it wrote.
     pub fn write(&self, dir: &Path) -> io::Result<Vec<PathBuf>> {
         fs::create_dir_all(dir)?;
         let json = dir.join(format!("{}.json", self.experiment));

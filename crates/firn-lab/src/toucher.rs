@@ -1,17 +1,18 @@
 //! A process whose only job is to touch its memory and time each touch.
 //!
-//! It stands in for a hypervisor where a whole one would blur what is measured: shared memory in a memfd, one thread
-//! that touches pages in the order it is told. It knows nothing of Firn. It is this program, started again as
-//! `firn-lab touch-memory`:
+//! It replaces a hypervisor where a whole one would blur the measurement: shared memory in a memfd,
+//! and one thread that touches pages in the order it is given. It has no knowledge of Firn. It is
+//! this program, started as `firn-lab touch-memory`:
 //!
 //! ```text
-//!   <- {"hva":139812345,"tid":4711}           where its memory is, which thread touches it
+//!   <- {"hva":139812345,"tid":4711}           address of its memory, thread that touches it
 //!   -> {"writes":false,"pages":[17,4,99]}     touch these pages
-//!   <- [11250,9800,10100]                     how long each took, in nanoseconds
+//!   <- [11250,9800,10100]                     duration of each touch, in nanoseconds
 //! ```
 //!
-//! A touch is `process_vm_readv(2)` or `process_vm_writev(2)` of the process by itself: eight bytes, with the page fault taken by
-//! the calling thread inside the kernel. It costs a system call more than a load or a store and needs no raw pointer.
+//! A touch is `process_vm_readv(2)` or `process_vm_writev(2)` of the process by itself: eight
+//! bytes, with the page fault taken by the calling thread inside the kernel. It costs a system call
+//! more than a load or a store and needs no raw pointer.
 
 use std::io::{self, BufRead, BufReader, IoSlice, IoSliceMut, Write};
 use std::path::Path;
@@ -28,27 +29,27 @@ use nix::unistd::Pid;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde::{Deserialize, Serialize};
 
-/// The verb that starts the other end.
+/// The verb that starts the touching process.
 pub const VERB: &str = "touch-memory";
 
 /// Name of its one RAM region.
 const REGION: &str = "ram";
 
-/// What it says first.
+/// The first message of the touching process.
 #[derive(Serialize, Deserialize)]
 struct Hello {
     hva: u64,
     tid: i32,
 }
 
-/// What it is asked to do.
+/// A request to touch pages.
 #[derive(Serialize, Deserialize)]
 struct Touches {
     writes: bool,
     pages: Vec<u32>,
 }
 
-/// The touching end: serves requests on standard input until it ends.
+/// Serves requests on standard input until it ends.
 pub fn serve(pages: u32) -> Result<()> {
     let toucher = std::thread::Builder::new().name("toucher".into());
     let toucher = toucher.spawn(move || touch_all(pages))?;
@@ -98,12 +99,12 @@ fn bytes(pages: u32) -> u64 {
     u64::from(pages) * PAGE_SIZE as u64
 }
 
-/// The region map of a toucher with this many pages.
+/// The region map of a toucher with this number of pages.
 pub fn regions(pages: u32) -> Result<RegionMap> {
     Ok(RegionMap::lay_out([(REGION, bytes(pages))])?)
 }
 
-/// Our end of a toucher. Dropped, it is killed.
+/// The client of a touching process. Dropping it kills the process.
 pub struct Toucher {
     child: Child,
     stdin: ChildStdin,
@@ -113,7 +114,7 @@ pub struct Toucher {
 }
 
 impl Toucher {
-    /// Starts one with this many pages. `lab` is the `firn-lab` program.
+    /// Starts a process with this number of pages. `lab` is the path of the `firn-lab` program.
     pub fn start(lab: &Path, pages: u32) -> Result<Self> {
         let mut child = Command::new(lab)
             .args([VERB, &pages.to_string()])
@@ -128,22 +129,23 @@ impl Toucher {
         Ok(Self { child, stdin, stdout, memory, tid: Tid(hello.tid) })
     }
 
-    /// Its memory.
+    /// The process's memory.
     pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 
-    /// Stops a thread of it, not the one that touches.
+    /// Stops one of its threads with ptrace, not the one that touches pages.
     pub fn seize(&self) -> Result<Tracee<'_>> {
         Ok(Tracee::seize(self.memory.process(), &[self.tid])?)
     }
 
-    /// Has pages read, one after the other; how long each touch took, in microseconds.
+    /// Reads pages one after the other in the process; returns the duration of each touch, in
+    /// microseconds.
     pub fn touch(&mut self, pages: &[Page]) -> Result<Vec<f64>> {
         self.ask(false, pages)
     }
 
-    /// Has pages written, as [`Self::touch`].
+    /// Writes pages in the process, otherwise like [`Self::read_pages`].
     pub fn write(&mut self, pages: &[Page]) -> Result<Vec<f64>> {
         self.ask(true, pages)
     }
@@ -158,7 +160,7 @@ impl Toucher {
 
 impl Drop for Toucher {
     fn drop(&mut self) {
-        // Reaped either way; nothing is lost with it.
+        // It is reaped either way; nothing is lost with it.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,13 +1,13 @@
-//! Clients of a guest's Redis: what they ask for, and how often.
+//! Redis clients: the keys that they request, and the rate.
 //!
-//! Keys are chosen by Zipf's law with the exponent 0.99 that key-value stores are usually measured with: a few keys are
-//! asked for all the time, and each has its chance. The client asks a fixed number of times per second and falls
-//! behind if the guest does, as a front end would.
+//! Clients choose keys by Zipf's law with the exponent 0.99 that key-value stores are usually
+//! measured with: they request a few keys very often, and every key sometimes. A client sends a
+//! fixed number of requests per second and falls behind if the guest does, as a front end would.
 
-//!
-//! While the guest is not there yet, a connection attempt may be lost and its repetition be seconds away. So the client
-//! *knocks*: it opens one more connection every 15 ms and takes the first that is answered. When a first reply came is
-//! then known to some milliseconds, whatever became of the attempts before it.
+//! Before the guest runs, a connection attempt may be lost, and TCP may repeat it only seconds
+//! later. So the client opens one more connection every 15 ms and uses the first one on which a
+//! reply arrives. This determines the time of the first reply to some milliseconds, whatever
+//! happened to the attempts before it.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -21,17 +21,17 @@ use crate::prober::Source;
 
 /// Zipf exponent.
 const EXPONENT: f64 = 0.99;
-/// How long one question may remain unanswered before it is asked anew on a new connection.
+/// How long the client waits for a reply before it repeats the request on a new connection.
 const PATIENCE: Duration = Duration::from_millis(1000);
-/// How often a client that has no answer yet tries one more connection.
+/// How often a client that has had no reply yet tries one more connection.
 const KNOCK: Duration = Duration::from_millis(15);
-/// How many connections it tries at once: more than a few stall in QEMU's user networking.
+/// Maximum number of simultaneous attempts: more than a few stall in QEMU's user networking.
 const KNOCKS_MAX: usize = 8;
 
 /// Ranks by Zipf's law, from a seed.
 #[derive(Clone, Debug)]
 pub struct Zipf {
-    /// Probability of a rank up to and including each.
+    /// For each rank, the probability of a rank up to and including it.
     cumulated: Vec<f64>,
     state: u64,
 }
@@ -62,7 +62,7 @@ impl Iterator for Zipf {
     }
 }
 
-/// Connections that ask for a sign of life, and wait.
+/// Connections on which a client has sent a PING and waits for the reply.
 #[derive(Debug, Default)]
 struct Knocks {
     pending: Vec<TcpStream>,
@@ -70,7 +70,7 @@ struct Knocks {
 }
 
 impl Knocks {
-    /// Whether somebody answers within a moment. All attempts are forgotten then.
+    /// Whether a server replies within 2 ms. Then all attempts are dropped.
     fn answered(&mut self, address: SocketAddr) -> bool {
         if self.last.is_none_or(|last| last.elapsed() >= KNOCK) {
             self.last = Some(Instant::now());
@@ -106,7 +106,7 @@ impl Knocks {
     }
 }
 
-/// What a stream with something to read says. A closed one says nothing.
+/// Whether a readable stream contains a PONG. A closed stream contains nothing.
 fn is_pong(stream: &mut TcpStream) -> bool {
     let mut answer = [0; 5];
     stream.read_exact(&mut answer).is_ok() && answer == *b"+PONG"
@@ -123,13 +123,14 @@ pub struct RedisGets {
 }
 
 impl RedisGets {
-    /// Of `keys` keys at this address. Which of them are popular is always the same, the order is the seed's.
+    /// Requests for `keys` keys at this address. The same keys are always popular; the seed
+    /// determines the order.
     pub fn new(address: SocketAddr, keys: u64, seed: u64) -> Self {
         let ranks = Zipf::new(keys as usize, seed);
         Self { address, redis: None, knocks: Knocks::default(), keys, ranks }
     }
 
-    /// Popular keys are spread over all of memory.
+    /// Chooses a key. Popular keys are spread over all of memory.
     fn key(&mut self) -> u64 {
         let rank = self.ranks.next().unwrap_or_default() as u64;
         mix(rank) % self.keys.max(1)

@@ -1,7 +1,8 @@
 //! Clients of the full guest's web server.
 //!
-//! Pages are chosen as in Halite, section 8.2.3: at random with a Gaussian distribution, so that pages in the middle are
-//! asked for often and those at the ends hardly ever. A connection is kept for the next page, as browsers do.
+//! Clients choose pages as in Halite, section 8.2.3: at random with a Gaussian distribution, so
+//! that they often request pages in the middle, and hardly ever those at the ends. A client keeps
+//! its connection for the next page, as browsers do.
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -13,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use firn_guest::stamp::mix;
 
-/// Pages of the full guest: `/page/N.html` for N below it.
+/// Pages of the full guest: `/page/N.html` for each N below this number.
 pub const PAGES: u32 = 5000;
 /// Standard deviations from the middle to either end.
 const DEVIATIONS: f64 = 5.0;
-/// How long to wait before asking again where nobody listens yet.
+/// How long a client waits before it tries again where no server listens yet.
 const MOMENT: Duration = Duration::from_millis(1);
 
 /// Page numbers with a Gaussian distribution around the middle, from a seed.
@@ -58,7 +59,7 @@ pub struct WebClient {
     stream: Option<BufReader<TcpStream>>,
 }
 
-/// What the head of an answer says.
+/// The head of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Head {
     length: u64,
@@ -66,12 +67,12 @@ struct Head {
 }
 
 impl WebClient {
-    /// Nothing may take longer than `patience`.
+    /// Creates a client of which no operation takes longer than `patience`.
     pub fn new(address: SocketAddr, patience: Duration) -> Self {
         Self { address, patience, stream: None }
     }
 
-    /// Asks for a page and reads all of it. Connects first where there is no connection.
+    /// Requests a page and reads all of it. Connects first if there is no connection.
     pub fn get(&mut self, page: u32) -> io::Result<()> {
         let mut stream = match self.stream.take() {
             Some(stream) => stream,
@@ -97,7 +98,7 @@ impl WebClient {
     }
 }
 
-/// The head of an answer that must be a page.
+/// Reads the head of a response, which must have status 200.
 fn head(stream: &mut BufReader<TcpStream>) -> io::Result<Head> {
     if !line(stream)?.starts_with("http/1.1 200") {
         return Err(io::ErrorKind::InvalidData.into());
@@ -122,8 +123,8 @@ fn line(stream: &mut BufReader<TcpStream>) -> io::Result<String> {
     }
 }
 
-/// Asks until a page is answered: on one more connection each time that `again` is over, while the others go on. The
-/// first answer counts.
+/// Requests a page until a response arrives. Each time `again` has passed, it opens one more
+/// connection, while earlier ones continue. The first response counts.
 ///
 /// # Errors
 /// The last one, if no page was answered within `limit`.
@@ -153,7 +154,7 @@ pub fn first_page(
     }
 }
 
-/// Clients that ask as fast as they are answered. Dropped, they stop.
+/// Clients that request pages as fast as the server responds. Dropping them stops them.
 #[derive(Debug)]
 pub struct WebLoad {
     stop: Arc<AtomicBool>,
@@ -161,7 +162,7 @@ pub struct WebLoad {
 }
 
 impl WebLoad {
-    /// Starts `clients` of them; more than two stall in QEMU's user networking.
+    /// Starts `clients` clients; more than two stall in QEMU's user networking.
     pub fn start(address: SocketAddr, clients: u64, seed: u64, patience: Duration) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let start = |number| {
@@ -185,7 +186,7 @@ fn ask(address: SocketAddr, pages: Gaussian, patience: Duration, stop: &AtomicBo
 impl Drop for WebLoad {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // A client that panicked asks no more.
+        // A client that panicked requests nothing any more.
         self.clients.drain(..).for_each(|client| drop(client.join()));
     }
 }
@@ -197,7 +198,7 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(5);
 
-    /// Answers one connection with these bytes, whatever it asks.
+    /// Answers one connection with these bytes, whatever it requests.
     fn server(answer: &'static str) -> (SocketAddr, JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

@@ -1,49 +1,51 @@
-//! A bank: accounts, and money that goes from one to another.
+//! Model of a bank: accounts, and transfers between them.
 //!
-//! A state is what each account holds, or that this isn't known. Accounts that no transfer connects have nothing to do with each other
-//! (a part); of a single one, money comes from elsewhere and goes elsewhere (a view).
+//! A state is the balance of each account, or that it is unknown. Accounts that no transfer
+//! connects are independent (a part); in the view of a single account, money comes from elsewhere
+//! and goes elsewhere.
 
 use crate::history::Call;
 use crate::model::{CallOf, Model};
 
-/// A bank, by what each account holds in the beginning.
+/// A bank, by the initial balance of each account.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bank(pub Vec<i64>);
 
-/// What a client asks for.
+/// A request of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// So much from one account to another, if the one holds it. `None` is an account that isn't looked at, and holds enough.
+    /// Transfers an amount from one account to another, if the balance suffices. `None` is an
+    /// account outside of the view, whose balance always suffices.
     Transfer {
-        /// From which.
+        /// The account to debit.
         from: Option<usize>,
-        /// To which.
+        /// The account to credit.
         to: Option<usize>,
-        /// How much.
+        /// The amount.
         amount: i64,
     },
-    /// What an account holds.
+    /// The balance of an account.
     Balance(usize),
-    /// What all hold together.
+    /// The sum of all balances.
     Total,
 }
 
-/// What the bank says.
+/// An answer of the bank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Answer {
-    /// It is done.
+    /// The transfer is done.
     Done,
-    /// The account holds too little, nothing is done.
+    /// The balance is too low, and nothing was done.
     Refused,
-    /// So much.
+    /// The balance or the sum.
     Holds(i64),
 }
 
-/// What is known of the accounts.
+/// The known balances of the accounts.
 type Holdings = Vec<Option<i64>>;
 
 impl Operation {
-    /// From one account to another.
+    /// A transfer from one account to another.
     pub fn transfer(from: usize, to: usize, amount: i64) -> Self {
         Self::Transfer { from: Some(from), to: Some(to), amount }
     }
@@ -75,7 +77,7 @@ fn transferred(
             }
             Some(state)
         }
-        // Without an answer, it is refused.
+        // A transfer without an answer that the balance does not permit was refused.
         None => Some(state.clone()),
         Some(_) => None,
     }
@@ -145,7 +147,7 @@ impl Model for Bank {
         matches!(operation, Operation::Transfer { .. })
     }
 
-    /// By accounts that transfers connect, if nobody has asked for the total.
+    /// Parts by accounts that transfers connect, if no client has requested the total.
     fn parts(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
         if history.iter().any(|call| call.operation == Operation::Total) {
             return vec![history.to_vec()];
@@ -158,7 +160,7 @@ impl Model for Bank {
         }
         let group = |call: &CallOf<Self>| {
             let [one, other] = accounts(&call.operation);
-            // An account that there isn't is a part by itself, and wrong.
+            // An account that does not exist is a part by itself, and wrong.
             one.or(other).map(|account| *groups.get(account).unwrap_or(&account))
         };
         let mut kinds: Vec<Option<usize>> = history.iter().map(group).collect();
@@ -168,14 +170,14 @@ impl Model for Bank {
         kinds.into_iter().map(of).collect()
     }
 
-    /// One account each.
+    /// One view for each account.
     fn views(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
         let of = |account| history.iter().filter_map(|call| seen_by(account, call)).collect();
         (0..self.0.len()).map(of).collect()
     }
 }
 
-/// The accounts that an operation names.
+/// The accounts that an operation accesses.
 fn accounts(operation: &Operation) -> [Option<usize>; 2] {
     match *operation {
         Operation::Transfer { from, to, .. } => [from, to],
@@ -184,19 +186,19 @@ fn accounts(operation: &Operation) -> [Option<usize>; 2] {
     }
 }
 
-/// Gives both the lower number of their groups.
+/// Gives both groups the lower of their numbers.
 fn join(groups: &mut [usize], one: usize, other: usize) {
     let (Some(&one), Some(&other)) = (groups.get(one), groups.get(other)) else { return };
     let (low, high) = (one.min(other), one.max(other));
     groups.iter_mut().filter(|group| **group == high).for_each(|group| *group = low);
 }
 
-/// What an operation is to one account, if anything.
+/// The operation as seen by one account, if it affects the account.
 fn seen_by(account: usize, call: &CallOf<Bank>) -> Option<CallOf<Bank>> {
     let its = |side: Option<usize>| side.filter(|&it| it == account);
     let operation = match call.operation {
         Operation::Transfer { from, to, amount } => {
-            // Refused elsewhere is nothing here.
+            // A transfer that another account refused is nothing to this account.
             let is_refused = matches!(call.answer, Some((_, Answer::Refused)));
             let (from, to) = (its(from), its(to).filter(|_| !is_refused));
             (from.is_some() || to.is_some()).then_some(Operation::Transfer { from, to, amount })?

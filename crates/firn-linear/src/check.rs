@@ -1,22 +1,23 @@
-//! Whether a history is right.
+//! The check of a history.
 
 use crate::explain::{Explanation, explain};
 use crate::model::{CallOf, Model};
 use crate::search::{Outcome, search};
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict<O, A> {
-    /// There is an order.
+    /// There is an order of the operations.
     Linearizable,
     /// There is none.
     Wrong(Box<Explanation<O, A>>),
-    /// It would take too long to know.
+    /// The search needs too many tries.
     Undecided,
 }
 
-/// Looks for an order of the whole history, trying at most so many times to put an operation into its place: a thousand times as many as
-/// there are operations is plenty for clients that are few.
+/// Searches for an order of the whole history, with at most `tries_max` attempts to put an
+/// operation into the order. If there are few clients, a thousand times the count of operations is
+/// plenty.
 pub fn check<M: Model>(
     model: &M,
     history: &[CallOf<M>],

@@ -1,12 +1,14 @@
-//! Few operations that contradict each other.
+//! Explanation of a wrong history: few operations that contradict each other.
 //!
-//! A history of thousands that is wrong says nothing to a reader. What is left out here, step by step, is only what makes more
-//! possible: what remains has no order either, so the whole hasn't.
+//! A reader cannot understand a wrong history of thousands of operations. Each step here leaves out
+//! only what makes more orders possible: the remaining history has no order either, so the whole
+//! has none.
 //!
-//! 1. A view, where one is wrong: of a bank, one account.
+//! 1. A view, if one is wrong: of a bank, one account.
 //! 2. The end: nothing is needed after the answer before which there is an order.
-//! 3. The beginning: the state at some moment may have been any, and what was under way may have been done before.
-//! 4. Of the rest as many as possible may have been done or not.
+//! 3. The beginning: the state at some moment may have been any, and operations in progress may
+//!    have been done before.
+//! 4. Of the remaining operations as many as possible become optional.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,24 +17,25 @@ use crate::history::Call;
 use crate::model::{CallOf, Model};
 use crate::search::{Outcome, search};
 
-/// How often a shorter explanation is tried: what isn't decided by then stays as it is.
+/// The maximum count of tries for a shorter explanation: a step that is not decided by then is not
+/// taken.
 const TRIES_MAX: u64 = 50_000;
 
-/// How many answers that were possible are told.
+/// The maximum count of possible answers to print.
 const POSSIBLE_TOLD: usize = 6;
 
 /// Answers that can't all be true.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation<O, A> {
-    /// The last of them.
+    /// The last of these answers.
     pub answer: Call<O, A>,
-    /// What it could have been instead.
+    /// The answers that would have been possible instead.
     pub possible: Vec<A>,
-    /// The others, by the time of their questions.
+    /// The other answers, by the time of their requests.
     pub against: Vec<Call<O, A>>,
-    /// What may have been done within its time or not: it makes no difference.
+    /// Operations that may have been done within their time or not: it makes no difference.
     pub whatever: Vec<Call<O, A>>,
-    /// Whether nothing needs to be known of the state before them.
+    /// Whether nothing needs to be known of the state before these operations.
     pub from_any_state: bool,
 }
 
@@ -50,7 +53,7 @@ impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for Explanation<O, A> {
         self.against.iter().try_for_each(|call| writeln!(f, "  {}", Line(call)))?;
         match self.whatever.len() {
             0 => Ok(()),
-            others => writeln!(f, "  whatever became of {others} others"),
+            others => writeln!(f, "  regardless of {others} other calls"),
         }
     }
 }
@@ -72,15 +75,15 @@ impl<O: fmt::Debug, A: fmt::Debug> fmt::Display for Line<'_, O, A> {
 /// A part of a history that has no order.
 struct Wrong<M: Model> {
     history: Vec<CallOf<M>>,
-    /// Which of them may have been done or not.
+    /// Which of the calls are optional.
     optional: Vec<bool>,
-    /// Which answer it is about, and what it could have been.
+    /// The impossible answer's call, and the answers that would have been possible.
     call: usize,
     possible: Vec<M::Answer>,
     from_any_state: bool,
 }
 
-/// Of a history that has no order, because of the answer of this operation.
+/// Explains a history that has no order because of the answer of this operation.
 pub(crate) fn explain<M: Model>(
     model: &M,
     history: &[CallOf<M>],
@@ -95,7 +98,7 @@ pub(crate) fn explain<M: Model>(
     wrong.told(model)
 }
 
-/// The view that is wrong soonest.
+/// The view that is wrong at the earliest answer.
 fn view<M: Model>(model: &M, history: &[CallOf<M>]) -> Option<Wrong<M>> {
     let views = model.views(history).into_iter().filter_map(|history| {
         match search(model, model.start(), &history, &[], TRIES_MAX) {
@@ -112,12 +115,12 @@ impl<M: Model> Wrong<M> {
         Self { history, optional, call, possible, from_any_state: false }
     }
 
-    /// When the answer came.
+    /// The time of the answer.
     fn until(&self) -> u64 {
         self.history[self.call].answered().unwrap_or(u64::MAX)
     }
 
-    /// Leaves out all that isn't wanted. Nothing is said of the others yet.
+    /// Leaves out all calls that are not wanted. The wanted ones stay as they are.
     fn keep(&mut self, is_wanted: impl Fn(&CallOf<M>) -> bool) {
         let wanted = |number: &usize| is_wanted(&self.history[*number]);
         let kept: Vec<usize> = (0..self.history.len()).filter(wanted).collect();
@@ -126,20 +129,21 @@ impl<M: Model> Wrong<M> {
         self.history = kept.into_iter().map(|number| self.history[number].clone()).collect();
     }
 
-    /// What was called later is nothing to it.
+    /// Leaves out calls after the answer: they cannot affect it.
     fn end(&mut self) {
         let until = self.until();
         self.keep(|call| call.called <= until);
     }
 
-    /// The latest moment from which on it is wrong, whatever the state was then; not after the operation itself may have been done.
+    /// Begins at the latest moment from which on the history is wrong, whatever the state was then.
+    /// This moment is not after the request of the operation itself.
     fn begin_later(&mut self, model: &M) {
         let called = self.history[self.call].called;
         let times = self.history.iter().map(|call| call.called);
         let mut times: Vec<u64> = times.filter(|&time| time <= called).collect();
         times.sort_unstable();
         times.dedup();
-        // Whoever begins earlier knows more.
+        // An earlier beginning includes more knowledge.
         let later = times.partition_point(|&time| self.since(time).is_wrong(model));
         let last = later.checked_sub(1).and_then(|last| times.get(last));
         if let Some(since) = last.map(|&time| self.since(time)) {
@@ -147,7 +151,7 @@ impl<M: Model> Wrong<M> {
         }
     }
 
-    /// What was not over at this time. What was under way may have been done before.
+    /// The calls that were not finished at this time. Those in progress may have been done before.
     fn since(&self, time: u64) -> Self {
         let Self { history, optional, possible, .. } = self;
         let (history, optional) = (history.clone(), optional.clone());
@@ -169,7 +173,7 @@ impl<M: Model> Wrong<M> {
         search(model, start, &self.history, optional, TRIES_MAX)
     }
 
-    /// Makes operations optional, many at a time at first.
+    /// Makes operations optional, many at once at first.
     fn weaken(&mut self, model: &M) {
         let mut many = self.history.len().next_power_of_two();
         while many > 0 {
@@ -189,7 +193,7 @@ impl<M: Model> Wrong<M> {
     }
 
     fn told(mut self, model: &M) -> Explanation<M::Operation, M::Answer> {
-        // With less known there may be more that it could have been.
+        // With less knowledge more answers may be possible.
         if let Outcome::Impossible { possible, .. } = self.search(model, &self.optional) {
             self.possible = possible;
         }

@@ -1,40 +1,42 @@
-//! What was seen from outside.
+//! History: the operations that clients observed.
 
-/// One operation: what a client asked for, and what came of it.
+/// One operation: a client's request, and its result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call<O, A> {
-    /// Who asked.
+    /// The client.
     pub client: u32,
-    /// When, by a clock that all clients share.
+    /// The time of the request, by a clock that all clients share.
     pub called: u64,
-    /// What for.
+    /// The request.
     pub operation: O,
-    /// When the answer came, and what it was. Without one it may have been done at any moment since, or be done yet, or never.
+    /// The time of the answer, and the answer. Without one the operation may have been done at any
+    /// moment since, may be done later, or never.
     pub answer: Option<(u64, A)>,
 }
 
 impl<O, A> Call<O, A> {
-    /// When the answer came. Clocks are coarse: not before the question.
+    /// The time of the answer. Clocks are coarse: never before the request.
     pub(crate) fn answered(&self) -> Option<u64> {
         self.answer.as_ref().map(|(at, _)| *at.max(&self.called))
     }
 
-    /// What it was.
+    /// The answer.
     pub(crate) fn told(&self) -> Option<&A> {
         self.answer.as_ref().map(|(_, answer)| answer)
     }
 }
 
-/// A question or an answer, of the operation with a number.
+/// A request or an answer, of the operation with a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Event {
     Call(u32),
     Return(u32),
-    /// An answer that nobody needs: if the operation isn't in the order by now, it never is.
+    /// An optional answer: if the operation is not in the order by now, it never is.
     Gone(u32),
 }
 
-/// All events as they came. Of those at the same time questions are first: their operations may then change places.
+/// All events by time. Of simultaneous ones requests come first: their operations may then be in
+/// either order.
 pub(crate) fn events<O, A>(
     history: &[Call<O, A>],
     is_optional: impl Fn(u32) -> bool,

@@ -1,4 +1,4 @@
-//! What the system would be if it did one thing after another.
+//! Sequential model: the behavior of the system if it performed one operation after another.
 
 use std::hash::Hash;
 
@@ -9,20 +9,21 @@ pub type CallOf<M> = Call<<M as Model>::Operation, <M as Model>::Answer>;
 
 /// A sequential program.
 pub trait Model {
-    /// What it can be asked for.
+    /// A request to the program.
     type Operation: Clone;
-    /// What it says.
+    /// The program's answer.
     type Answer: Clone + PartialEq;
-    /// What it keeps.
+    /// The program's state.
     type State: Clone + Eq + Hash;
 
-    /// In the beginning.
+    /// The initial state.
     fn start(&self) -> Self::State;
 
-    /// When nothing is known of it: every answer is possible that can be possible in some state.
+    /// The state of which nothing is known: it permits every answer that some state permits.
     fn unknown(&self) -> Self::State;
 
-    /// What it keeps afterwards, if it can have given this answer; without one, if it has done it.
+    /// The state after the operation, if this answer is possible; without an answer, the state if
+    /// the operation was done.
     fn step(
         &self,
         state: &Self::State,
@@ -30,18 +31,18 @@ pub trait Model {
         answer: Option<&Self::Answer>,
     ) -> Option<Self::State>;
 
-    /// What it says in a state of which that is known.
+    /// The answer in this state, if the state determines it.
     fn expected(&self, state: &Self::State, operation: &Self::Operation) -> Option<Self::Answer>;
 
-    /// Whether the operation can leave anything behind.
+    /// Whether the operation can change the state.
     fn changes(&self, operation: &Self::Operation) -> bool;
 
-    /// Histories that are right if and only if the whole is: of things that have nothing to do with each other.
+    /// Splits a history into independent parts: they are all right if and only if the whole is.
     fn parts(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
         vec![history.to_vec()]
     }
 
-    /// Histories that are right if the whole is, and that less has to do with: where one is wrong, it says more shortly why.
+    /// Simpler histories that are right if the whole is: a wrong one gives a shorter explanation.
     fn views(&self, history: &[CallOf<Self>]) -> Vec<Vec<CallOf<Self>>> {
         let _ = history;
         Vec::new()

@@ -1,18 +1,19 @@
-//! Is there an order?
+//! Search for an order of a history's operations.
 //!
 //! ```text
-//!   node   | at: events gone through | open: called, and not in the order yet | state |
+//!   node   | at: processed events | open: called, and not in the order yet | state |
 //!
-//!   a question:   its operation is open                           -> the same, one event on
-//!   an answer:    its operation is in the order already           -> the same, one event on
+//!   a request:    its operation is open                           -> the same node, one event later
+//!   an answer:    its operation is in the order already           -> the same node, one event later
 //!                 it is open: it comes next, or another does      -> a node each; the nodes are the choices
 //!   no event:     there is an order
 //! ```
 //!
-//! An operation may also be optional: within its time it is done as its answer says, or never. When its time is over there is the choice to
-//! let it go.
+//! An operation may also be optional: it is done between its request and its answer as the answer
+//! describes, or never. At its answer there is the additional choice to drop it.
 //!
-//! Which operations are in the order follows from `at` and `open`, so a node that was seen needs no second look, however it was reached.
+//! `at` and `open` determine which operations are in the order, so a node that was examined once
+//! need not be examined again, however it was reached.
 
 use std::collections::HashSet;
 use std::rc::Rc;
@@ -20,14 +21,15 @@ use std::rc::Rc;
 use crate::history::{Call, Event, events};
 use crate::model::{CallOf, Model};
 
-/// What a search found.
+/// The result of a search.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Outcome<A> {
-    /// An order.
+    /// There is an order.
     Possible,
-    /// None: up to before the answer of operation `call` there is one. What it could have been, at that point.
+    /// There is none: only for the events before the answer of operation `call`. `possible` are the
+    /// answers that would have been possible at that point.
     Impossible { call: usize, possible: Vec<A> },
-    /// It would take too long.
+    /// The search needs too many tries.
     Undecided,
 }
 
@@ -50,18 +52,18 @@ enum Choice {
     LetGo(u32),
 }
 
-/// A node, and which of its choices are left.
+/// A node, and its remaining choices.
 struct Branch<S> {
     node: Rc<Node<S>>,
     choices: std::vec::IntoIter<Choice>,
 }
 
-/// Which are optional: none if nothing is said of them.
+/// Whether an operation is optional: none is if the list is empty.
 fn is_in(optional: &[bool], call: u32) -> bool {
     optional.get(call as usize).copied().unwrap_or_default()
 }
 
-/// Looks for an order, trying at most so many times to put an operation into its place.
+/// Searches for an order, with at most `tries_max` attempts to put an operation into the order.
 pub(crate) fn search<M: Model>(
     model: &M,
     start: M::State,
@@ -97,7 +99,7 @@ struct Search<'a, M: Model> {
     history: &'a [CallOf<M>],
     optional: &'a [bool],
     events: Vec<Event>,
-    /// All that wait for an answer's operation.
+    /// All nodes at which an answer needs its operation.
     seen: HashSet<Rc<Node<M::State>>>,
 }
 
@@ -107,7 +109,8 @@ impl<M: Model> Search<'_, M> {
         self.unseen(node)
     }
 
-    /// Goes on to the next answer whose operation is not in the order; none is left if there is no node any more.
+    /// Advances to the next answer whose operation is not in the order; `None` if there is none
+    /// left.
     fn advance(&self, mut node: Node<M::State>) -> Option<Node<M::State>> {
         loop {
             match *self.events.get(node.at)? {
@@ -121,7 +124,7 @@ impl<M: Model> Search<'_, M> {
         }
     }
 
-    /// Whether it must be in the order. Those that change nothing matter only then.
+    /// Whether it must be in the order. Operations that change nothing matter only then.
     fn is_needed(&self, call: u32) -> bool {
         self.history[call as usize].answer.is_some() && !is_in(self.optional, call)
     }
@@ -137,7 +140,8 @@ impl<M: Model> Search<'_, M> {
         is_new.then_some(Branch { node, choices })
     }
 
-    /// First the one whose time is over, then those whose answer comes next, at last those that need not be done.
+    /// First the operation whose answer is due, then the others by the time of their answers, at
+    /// last those that need not be done.
     fn choices(&self, node: &Node<M::State>) -> Vec<Choice> {
         let answered = |call: u32| self.history[call as usize].answered().unwrap_or(u64::MAX);
         let event = self.events[node.at];
@@ -161,7 +165,8 @@ impl<M: Model> Search<'_, M> {
         Some(Node { at: node.at, open, state })
     }
 
-    /// The state with an operation in the order, if its answer can be so. What need not be done and changes nothing isn't.
+    /// The state after an operation, if its answer is possible. `None` also for an optional
+    /// operation that changes nothing.
     fn put(&self, state: &M::State, call: u32) -> Option<M::State> {
         let Call { operation, .. } = &self.history[call as usize];
         let told = self.history[call as usize].told();
@@ -169,7 +174,8 @@ impl<M: Model> Search<'_, M> {
         (self.is_needed(call) || next != *state).then_some(next)
     }
 
-    /// Those that came furthest say which answer it is.
+    /// The result of a failed search: the nodes with the most processed events show which answer is
+    /// impossible.
     fn impossible(&self) -> Outcome<M::Answer> {
         let furthest = self.seen.iter().map(|node| node.at).max().unwrap_or_default();
         let Some(Event::Return(call)) = self.events.get(furthest) else { return Outcome::Possible };

@@ -1,13 +1,14 @@
-//! The same question asked from outside, of any hypervisor's guest: somebody who gets replies from it all the time.
+//! Reply times: responsiveness measured from outside, for the guest of any hypervisor, by a client
+//! that gets replies from it all the time.
 //!
 //! ```text
-//!   replies   | | | | | | | |          |     |  | | | | | | | | | |       steady: so many per second before the save
+//!   replies   | | | | | | | |          |     |  | | | | | | | | | |       steady: replies per second before the save
 //!             -- before ----X command ------------------------------> observed until here
-//!   utilization of a window [t, t + w): replies in it, as a share of what comes in w when nothing is in the way
-//!   TTR(w, u): the earliest t from which on every window that was observed whole has a utilization of at least u
+//!   utilization of a window [t, t + w): replies in it, as a share of those that come in w when the guest does not wait
+//!   TTR(w, u): the earliest t from which on every completely observed window has a utilization of at least u
 //! ```
 
-/// Replies after the command to restore was given.
+/// The times of the replies after the restore command.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Replies {
     times_us: Vec<u64>,
@@ -16,8 +17,8 @@ pub struct Replies {
 }
 
 impl Replies {
-    /// Replies at these times, in microseconds since the command; observed until `observed_us`; `steady_per_s` come per
-    /// second when nothing is in the way: before the save, say.
+    /// Replies at these times, in microseconds since the command; observed until `observed_us`;
+    /// `steady_per_s` come per second when the guest does not wait: before the save, for example.
     pub fn new(mut times_us: Vec<u64>, observed_us: u64, steady_per_s: f64) -> Self {
         times_us.retain(|&time| time < observed_us);
         times_us.sort_unstable();
@@ -31,7 +32,8 @@ impl Replies {
         if steady > 0.0 { (count as f64 / steady).min(1.0) } else { 1.0 }
     }
 
-    /// TTR(w, u), in seconds since the command. `None` if the guest was not back in any window that was observed whole.
+    /// TTR(w, u), in seconds since the command. `None` if no completely observed window had this
+    /// utilization.
     pub fn responsiveness(&self, window_us: u64, utilization: f64) -> Option<f64> {
         let last_start = self.observed_us.checked_sub(window_us)?;
         let wanted = utilization * self.steady_per_s * window_us as f64 / 1e6;
@@ -42,8 +44,9 @@ impl Replies {
 
     /// The last start of a window with fewer replies than wanted.
     ///
-    /// Among the starts after one reply, up to and with the next, the number of replies in the window only grows. So the last
-    /// short one among them is where the window just ends before the reply that would be enough.
+    /// Among the starts after one reply, up to and with the next, the number of replies in the
+    /// window only grows. So the last short one among them is where the window just ends before the
+    /// reply that would be enough.
     fn last_short(&self, window_us: u64, wanted: usize, last_start: u64) -> Option<u64> {
         if wanted == 0 {
             return None;

@@ -1,24 +1,25 @@
-//! The intervals in which vCPUs waited.
+//! Stalls: the intervals in which vCPUs waited.
 
 use serde::{Deserialize, Serialize};
 
 /// An interval in which one vCPU waited for a page, or had not been started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stall {
-    /// Which vCPU, from 0.
+    /// The vCPU, from 0.
     pub vcpu: u16,
     /// When it began to wait, in microseconds since the command.
     pub start_us: u64,
-    /// When it went on. A stall that does not end after it began lasts no time.
+    /// When it continued. A stall that does not end after it began has no length.
     pub end_us: u64,
 }
 
-/// All waiting of one restore, as a function that can be asked for the waiting time before any instant.
+/// All stalls of one restore, as a function: the waiting time before any instant.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stalls {
     vcpus: u16,
-    /// Where the number of waiting vCPUs changes: the instant, the waiting time of all vCPUs before it, and how many
-    /// wait from it on. Sorted by instant; the last one has nobody waiting.
+    /// The instants at which the number of waiting vCPUs changes: the instant, the waiting time of
+    /// all vCPUs before it, and the number that wait from it on. Sorted by instant; after the last
+    /// one no vCPU waits.
     steps: Vec<Step>,
 }
 
@@ -30,8 +31,8 @@ struct Step {
 }
 
 impl Stalls {
-    /// The stalls of a VM with `vcpus` vCPUs (at least one). Overlapping stalls of one vCPU count once; stalls of
-    /// vCPUs that it does not have are left out.
+    /// The stalls of a VM with `vcpus` vCPUs (at least one). Overlapping stalls of one vCPU count
+    /// once; stalls of vCPUs that it does not have are left out.
     pub fn new(vcpus: u16, stalls: &[Stall]) -> Self {
         let vcpus = vcpus.max(1);
         let mut changes: Vec<(u64, i64)> = Vec::with_capacity(stalls.len() * 2);
@@ -65,7 +66,7 @@ impl Stalls {
         self.steps.iter().map(|step| step.at)
     }
 
-    /// Waiting time of all vCPUs together before an instant.
+    /// The summed waiting time of all vCPUs before an instant.
     pub(crate) fn waited_before(&self, at: u64) -> u64 {
         let after = self.steps.partition_point(|step| step.at <= at);
         let Some(step) = after.checked_sub(1).and_then(|index| self.steps.get(index)) else {

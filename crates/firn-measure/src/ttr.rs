@@ -1,8 +1,8 @@
 //! Minimum mutator utilization and time-to-responsiveness, exactly.
 //!
-//! The waiting time inside a window is a piecewise linear function of where the window begins; its corners are where
-//! a stall begins or ends at either edge of the window. The last crossing of the wanted level is therefore found by
-//! going through the corners from the end, with no sampling.
+//! The waiting time inside a window is a piecewise linear function of where the window begins; its
+//! corners are where a stall begins or ends at either edge of the window. The last crossing of the
+//! required level is therefore found by checking the corners from the end, with no sampling.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,9 +11,9 @@ use crate::stalls::Stalls;
 /// A point of a TTR curve.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CurvePoint {
-    /// The utilization asked for, from 0 to 1.
+    /// The required utilization, from 0 to 1.
     pub utilization: f64,
-    /// The earliest time from which on it is held, in seconds since the command.
+    /// The earliest time from which on it is reached, in seconds since the command.
     pub ttr_s: f64,
 }
 
@@ -23,8 +23,8 @@ pub fn minimum_utilization(stalls: &Stalls, from_us: u64, window_us: u64) -> f64
     later.chain([from_us]).map(|at| stalls.utilization(at, window_us)).fold(1.0, f64::min)
 }
 
-/// TTR(w, u): the earliest time, in seconds since the command, from which on every window of `window_us` has a
-/// utilization of at least `utilization` (section 2.3).
+/// TTR(w, u): the earliest time, in seconds since the command, from which on every window of
+/// `window_us` has a utilization of at least `utilization` (section 2.3).
 pub fn responsiveness(stalls: &Stalls, window_us: u64, utilization: f64) -> f64 {
     let allowed = (1.0 - utilization) * window_us as f64 * f64::from(stalls.vcpus());
     let waited = |at: u64| (stalls.waited_before(at + window_us) - stalls.waited_before(at)) as f64;
@@ -55,7 +55,8 @@ fn exceeds(waited: f64, allowed: f64) -> bool {
     waited > allowed + 1e-6
 }
 
-/// Where the line between a corner that waits too long and a later one that does not meets the allowed level.
+/// Where the line between a corner above the allowed waiting time and a later one below it meets
+/// the allowed level.
 fn crossing(bad: (u64, f64), good: (u64, f64), allowed: f64) -> f64 {
     let share = (bad.1 - allowed) / (bad.1 - good.1);
     bad.0 as f64 + share * (good.0 - bad.0) as f64

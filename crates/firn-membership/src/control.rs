@@ -1,5 +1,5 @@
-//! The controllers: where one leads, each cluster is looked at again and again, and its record changed if that is due. Nothing is kept from one
-//! look to the next that a successor would miss.
+//! The controllers: the leading host polls each cluster, and changes its record if that is
+//! necessary. They retain no state from one poll to the next that a successor would need.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use tokio::time::sleep;
 use crate::post::LOOKS;
 use crate::{Changed, Cluster, Known, Members, Record, Revision, now};
 
-/// Runs the controllers of all clusters whenever the host of this name leads; for ever.
+/// Runs the controllers of all clusters while this host leads. Never returns.
 pub async fn control(members: Arc<dyn Members>, name: &str, terms: Terms) {
     let (mut troubles, mut missing) = (Troubles::default(), Missing::default());
     loop {
@@ -25,7 +25,7 @@ pub async fn control(members: Arc<dyn Members>, name: &str, terms: Terms) {
     }
 }
 
-/// One look at a cluster, and one change at most.
+/// Polls one cluster, and changes its record at most once.
 async fn look(
     members: &dyn Members,
     cluster: &Cluster,
@@ -49,19 +49,20 @@ async fn look(
         Next::Lost(vm) => {
             let name = record.vms.get(&vm).map_or("?", String::as_str);
             Err(format!(
-                "{vm} ({name}) can't be had back: its host is lost, and no other one has a copy that counts"
+                "{vm} ({name}) cannot be recovered: its host is lost, and no other host has a copy that counts"
             ))
         }
     }
 }
 
-/// Since when backups are missing. To take another one gives up the copies that the missing one has, and it may have been kept
-/// waiting by a server that has just died, as its primary was.
+/// Since when backups are missing. To choose another backup gives up the copies that the missing
+/// one has, and that one may only have waited for a server that has just died, as its primary did.
 #[derive(Default)]
 struct Missing(BTreeMap<Cluster, Duration>);
 
 impl Missing {
-    /// Whether it is time to do what is next: at once, or if that is to take another backup, when it was next for as long as two leases.
+    /// Whether it is time for the next change: at once, or, if it chooses another backup, once it
+    /// has been the next change for as long as two leases.
     fn is_time(&mut self, cluster: &Cluster, is_backup: bool, terms: Terms, now: Duration) -> bool {
         if !is_backup {
             self.0.remove(cluster);
@@ -83,14 +84,14 @@ async fn propose(
         format!("generation {}, layout {layout}, {} hosts fenced", generation.0, fence.len());
     match members.change(cluster, from, &record).await {
         Ok(Changed::Done(_)) => tracing::info!("cluster {cluster}: {what}"),
-        // Somebody else was quicker; the next look sees what it is.
+        // Another host was quicker; the next poll reads its change.
         Ok(Changed::Other(_)) => {}
         Err(trouble) => return Err(trouble.to_string()),
     }
     Ok(())
 }
 
-/// What is told once, though it is seen again and again.
+/// The newest failure of each cluster, so that it is logged once although it repeats.
 #[derive(Default)]
 struct Troubles(BTreeMap<Cluster, String>);
 

@@ -1,4 +1,4 @@
-//! The interface, whatever is behind it.
+//! The interface to the store of records and leases, for all implementations.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -7,21 +7,24 @@ use firn_cluster::Host;
 
 use crate::{Changed, Cluster, Known, Leased, Record, Revision, Trouble, View};
 
-/// An answer that takes a while, or trouble.
+/// An answer that arrives later, or an error.
 pub type Later<'a, T> = Pin<Box<dyn Future<Output = Result<T, Trouble>> + Send + 'a>>;
 
-/// Where the hosts of clusters agree. Every answer takes a few seconds at most, or is [`Trouble`].
+/// The store in which the hosts of clusters agree. Every answer takes a few seconds at most, or is
+/// a [`MembershipError`].
 pub trait Members: Send + Sync + 'static {
-    /// A number for the agent of the host of that name, which nobody had before. Each start of an agent is another host.
+    /// Returns a number for the agent of the host of that name, which no agent had before. Each
+    /// start of an agent is another host.
     fn join<'a>(&'a self, name: &'a str) -> Later<'a, Host>;
 
-    /// The clusters that there are.
+    /// Lists the clusters that have records.
     fn clusters(&self) -> Later<'_, Vec<Cluster>>;
 
-    /// The record, as it is now.
+    /// Reads the current record.
     fn read<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, Known>;
 
-    /// Changes the record if it is still the one of that revision. One of a cluster that has [ended](Record::ended) stays.
+    /// Changes the record if it still has that revision. The record of a cluster that has
+    /// [ended](ClusterRecord::to_ended) stays.
     fn change<'a>(
         &'a self,
         cluster: &'a Cluster,
@@ -29,16 +32,17 @@ pub trait Members: Send + Sync + 'static {
         to: &'a Record,
     ) -> Later<'a, Changed>;
 
-    /// Asks for a lease, or for it to last longer.
+    /// Requests a lease, or its extension.
     fn lease<'a>(&'a self, cluster: &'a Cluster, host: Host) -> Later<'a, Leased>;
 
-    /// The record and the leases that are not over.
+    /// Reads the record and the leases that have not expired.
     fn view<'a>(&'a self, cluster: &'a Cluster) -> Later<'a, View>;
 
-    /// Asks that the host of that name may lead, or go on leading; tells which one does. Who leads runs the controllers. That two believe it
-    /// for a while does no harm.
+    /// Requests leadership for the host of that name, or its extension; returns the name of the
+    /// leading host. The leading host runs the controllers. Two hosts may believe for a while that
+    /// they lead: that does no harm.
     fn lead<'a>(&'a self, name: &'a str) -> Later<'a, String>;
 
-    /// Who leads, if anybody does.
+    /// The name of the leading host, if there is one.
     fn leader(&self) -> Later<'_, Option<String>>;
 }

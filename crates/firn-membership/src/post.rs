@@ -1,17 +1,23 @@
-//! A host that follows the register of one cluster: the shell around `Guard`.
+//! A host that follows the record of one cluster: the shell around `HostGuard`.
 //!
 //! ```text
-//!   at every host that the record names: Post           where one leads: control
+//!   at each host that the record names: ClusterMember
 //!
-//!     members.lease --- asked, register ---> Guard       members.view ---> Controller ---> members.change
-//!                                              |                             (nothing is kept from one look to the next)
-//!                 Hosts::may_send <------------+
-//!                 Hosts::stop, Hosts::run <----'         one after another, while the lease is asked for on
+//!     request_lease --- time, register ---> HostGuard
+//!                                             |
+//!     HostActions::limit_sending <------------+
+//!     HostActions::stop_vms, run_vms <--------'  one after another; lease requests continue
+//!
+//!   at the leading host: run_controllers
+//!
+//!     read_view ---> FailoverController ---> change_record   (no state from one poll to the next)
 //! ```
 //!
-//! A host says nothing to the controller but that it is there: it asks for its lease, if the record has it as a primary or a backup; others
-//! look only. One that has failed to run a VM asks no more, which is what a host does that died; so does one that [yields](Post::yields). A host that was fenced and has
-//! stopped is taken out of the fence when its lease is over.
+//! The controller learns from a host only that it is alive: the host requests its lease, if the
+//! record names it as a primary or a backup. Other hosts only read the record. A host that has
+//! failed to run a VM requests no lease any more, as if it had died; so does one that
+//! [yields](ClusterMember::yield_lease). A host that was fenced and has stopped its VMs is removed
+//! from the fence when its lease has expired.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::pin::Pin;
@@ -24,33 +30,35 @@ use tokio::time::{sleep, timeout};
 
 use crate::{Cluster, Known, Later, Leased, Members, Record, Trouble, now};
 
-/// How often the controllers look, and a host asks: so often within the time of a lease.
+/// Polls in the time of one lease: runs of a controller, and lease requests of a host.
 pub(crate) const LOOKS: u32 = 5;
 
-/// What is done at a host.
+/// The actions on the VMs of a host.
 pub trait Hosts: Send + Sync + 'static {
-    /// Ends the VMs of a timeline, and drops what they have not sent; returns when they have ended.
+    /// Ends the VMs of a generation, and drops their output that was not sent. Returns when they
+    /// have ended.
     fn stop<'a>(&'a self, cluster: &'a Cluster, generation: Generation) -> Later<'a, ()>;
 
     /// Runs these VMs from their copies of these epochs.
     fn run<'a>(&'a self, cluster: &'a Cluster, start: &'a Start) -> Later<'a, ()>;
 
-    /// Frames of this timeline may leave until then, and no others: told whenever that has changed, before anything is done.
+    /// Allows frames of this generation to leave until then, and no others. It is called whenever
+    /// that has changed, before any other action.
     fn may_send(&self, _cluster: &Cluster, _until: Option<(Generation, Duration)>) {}
 }
 
-/// What is to run.
+/// The VMs that a host has to run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Start {
-    /// The timeline.
+    /// The generation.
     pub generation: Generation,
-    /// The VMs, and the epochs that they go on from.
+    /// The VMs, and the epochs that they run from.
     pub vms: BTreeMap<Vm, Epoch>,
-    /// What VMs are called.
+    /// The names of the VMs.
     pub names: BTreeMap<Vm, String>,
 }
 
-/// A host of one cluster.
+/// A host's part in one cluster.
 pub struct Post {
     members: Arc<dyn Members>,
     hosts: Arc<dyn Hosts>,
@@ -58,17 +66,17 @@ pub struct Post {
     host: Host,
     terms: Terms,
     guard: Mutex<Guard>,
-    /// The newest record that was obeyed.
+    /// The newest record that was applied.
     known: Mutex<Option<Known>>,
-    /// The timeline whose lease is not asked for any more.
+    /// The generation whose lease is not requested any more.
     yielded: Mutex<Option<Generation>>,
 }
 
-/// Something that is being done.
+/// An action that is being performed.
 type Work<'a> = Pin<Box<dyn Future<Output = Result<(), Trouble>> + Send + 'a>>;
 
 impl Post {
-    /// A host that runs nothing yet.
+    /// A host that runs no VM yet.
     pub fn new(
         members: Arc<dyn Members>,
         hosts: Arc<dyn Hosts>,
@@ -81,32 +89,34 @@ impl Post {
         Self { members, hosts, cluster, host, terms, guard, known, yielded }
     }
 
-    /// Asks for no lease in this timeline any more, as if the host had died, and goes on to obey.
+    /// Requests no lease in this generation any more, as if the host had died, and continues to
+    /// obey the record.
     pub fn yields(&self, generation: Generation) {
         *self.yielded.lock().unwrap_or_else(PoisonError::into_inner) = Some(generation);
     }
 
-    /// Whether a frame of this timeline may leave now.
+    /// Whether a frame of this generation may leave now.
     pub fn may_send_in(&self, generation: Generation) -> bool {
         let guard = self.guard();
         guard.runs() == Some(generation) && guard.may_send(now())
     }
 
-    /// Whether a frame may leave now. To be asked for every frame, right before it is sent.
+    /// Whether a frame may leave now. Check it for every frame, right before it is sent.
     pub fn may_send(&self) -> bool {
         let guard = self.guard();
         guard.may_send(now())
     }
 
-    /// The newest record that was obeyed; none if none was seen.
+    /// The newest record that was applied; `None` before the first one.
     pub fn known(&self) -> Option<Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Asks for the lease and does what the register says, until a VM could not be run, or stopped. Meanwhile it asks on.
+    /// Requests the lease and performs the actions of the record, until a VM could not be run or
+    /// stopped. Lease requests continue during an action.
     ///
     /// # Errors
-    /// Why not.
+    /// The failure of that action.
     pub async fn keep(&self) -> Result<(), Trouble> {
         let (mut waiting, mut work): (VecDeque<Work<'_>>, Option<Work<'_>>) = Default::default();
         loop {
@@ -129,7 +139,7 @@ impl Post {
         }
     }
 
-    /// Asks once; gives back what is to be done by that.
+    /// Requests the lease once; returns the actions that follow from the answer.
     async fn ask(&self) -> Vec<Work<'_>> {
         let asked = now();
         let answer = async {
@@ -138,7 +148,7 @@ impl Post {
                 false => self.members.read(&self.cluster).await.map(Leased::Refused),
             }
         };
-        // An answer that comes later than that is worth nothing.
+        // A later answer grants a lease that has expired already.
         match timeout(self.terms.ttl, answer).await {
             Ok(Ok(Leased::Granted(known))) => {
                 self.obey(known, |guard, register| guard.granted(asked, register))
@@ -157,7 +167,7 @@ impl Post {
         }
     }
 
-    /// Whether the record has a place for this host.
+    /// Whether the record names this host, and the host has not yielded.
     fn is_named(&self) -> bool {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let record = known.as_ref().and_then(|known| known.record.as_ref());
@@ -181,7 +191,7 @@ impl Post {
         let mut guard = self.guard();
         let (actions, vms) = match &known.record {
             Some(Record { register, vms }) => (tell(&mut guard, register), vms.clone()),
-            // Clusters leave something behind when they end.
+            // A record stays after its cluster has ended, so there was none yet.
             None => (guard.unknown().into_iter().collect(), BTreeMap::new()),
         };
         self.hosts.may_send(&self.cluster, guard.may_send_until());
@@ -197,7 +207,7 @@ impl Post {
     fn work(&self, action: Action, names: &BTreeMap<Vm, String>) -> Option<Work<'_>> {
         match action {
             Action::Stop(generation) => Some(self.hosts.stop(&self.cluster, generation)),
-            // Nobody has to be told: it gets no lease, and the last one ends.
+            // No report is needed: the host gets no lease, and its last one expires.
             Action::Stopped(_) => None,
             Action::Run { generation, vms } => {
                 let start = Start { generation, vms, names: names.clone() };

@@ -1,5 +1,5 @@
-//! What the hosts of a cluster agree on, and what it has to be like. It comes from whoever has a certificate, so it is checked when
-//! it is written and when it is read: nobody obeys one that makes no sense.
+//! The record of a cluster, and its rules. Any peer with a certificate may have written it, so it
+//! is checked when it is written and when it is read: no host obeys a record that breaks the rules.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,23 +10,23 @@ use serde::{Deserialize, Serialize};
 use crate::Trouble;
 use crate::words::is_plain;
 
-/// The longest record, in bytes of JSON. It is some hundred bytes for each VM.
+/// Maximum size of a record, in bytes of JSON. A VM takes some hundred bytes.
 pub const RECORD_BYTES_MAX: usize = 16 << 10;
 
-/// What the hosts of a cluster agree on.
+/// What the hosts agree on about a cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Who may run what.
+    /// Which hosts may run which VMs.
     pub register: Register,
-    /// What the VMs are called at their hosts.
+    /// The names of the VMs at their hosts.
     pub vms: BTreeMap<Vm, String>,
 }
 
 impl Record {
-    /// As it is kept.
+    /// Encodes it as it is stored.
     ///
     /// # Errors
-    /// If it is too long, or makes no sense.
+    /// If it is too long, or breaks the rules.
     pub fn to_json(&self) -> Result<Vec<u8>, Trouble> {
         let json = serde_json::to_vec(self).map_err(|error| Trouble::Refused(error.to_string()))?;
         match json.len() {
@@ -37,17 +37,17 @@ impl Record {
         }
     }
 
-    /// As it was kept.
+    /// Decodes a stored record.
     ///
     /// # Errors
-    /// If it is no record, or makes no sense.
+    /// If it is no record, or breaks the rules.
     pub fn from_json(json: &[u8]) -> Result<Self, Trouble> {
         let record: Self = serde_json::from_slice(json)
             .map_err(|error| Trouble::Refused(format!("this is no record: {error}")))?;
         record.check().map(|()| record)
     }
 
-    /// The end of the cluster; see [`Register::ended`].
+    /// The record after the end of the cluster; see [`FailoverRecord::with_end`].
     pub fn ended(&self) -> Self {
         Self { register: self.register.ended(), vms: BTreeMap::new() }
     }
@@ -59,8 +59,10 @@ impl Record {
         named.chain(self.register.fence.iter().copied()).collect()
     }
 
+    /// Checks the rules.
+    ///
     /// # Errors
-    /// What makes no sense in it.
+    /// The rule that it breaks.
     pub fn check(&self) -> Result<(), Trouble> {
         let Register { places, checkpoint, generation, layout, .. } = &self.register;
         let name = |vm: &Vm| self.vms.get(vm).is_some_and(|name| is_plain(name));

@@ -1,4 +1,4 @@
-//! The words of membership: what is agreed on, what is answered, and what goes wrong.
+//! The types of membership: names, results and errors.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::Record;
 
-/// The longest name of a cluster or a host, in bytes: a label of RFC 1035.
+/// Maximum length of a name of a cluster or a host, in bytes: a label of RFC 1035.
 const NAME_BYTES_MAX: usize = 63;
 
 /// Whether a text can be a part of a key.
@@ -18,7 +18,7 @@ pub(crate) fn is_plain(name: &str) -> bool {
     !name.is_empty() && name.len() <= NAME_BYTES_MAX && name.chars().all(is_plain)
 }
 
-/// The name of a virtual cluster: VMs that fail over together, one at least.
+/// The name of a virtual cluster: at least one VM; its VMs fail over as one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Cluster(String);
@@ -27,7 +27,7 @@ impl Cluster {
     /// Checks a name: letters, digits, `-`, `_` and `.`, so that it can be a part of a key.
     ///
     /// # Errors
-    /// If it has anything else, or is too long, or empty.
+    /// If it has other characters, or is too long, or empty.
     pub fn new(name: impl Into<String>) -> Result<Self, Trouble> {
         let name = name.into();
         match is_plain(&name) {
@@ -64,62 +64,63 @@ impl fmt::Display for Cluster {
     }
 }
 
-/// Which change made a record what it is. Two changes never have the same; of two, the later one has the higher.
+/// The change that made a record what it is. Two changes never have the same revision; the later
+/// change has the higher one.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(transparent)]
 pub struct Revision(pub u64);
 
-/// A record at one moment; none if there is no such cluster, or not yet.
+/// A record at one moment; `None` if there is no such cluster, or not yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Known {
-    /// Which change made it that, or 0.
+    /// The change that made it what it is, or 0.
     pub revision: Revision,
     /// The record.
     pub record: Option<Record>,
 }
 
-/// What became of a change.
+/// The result of a change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Changed {
     /// It was made, and is this revision.
     Done(Revision),
-    /// It was not made: the record is another one than was thought.
+    /// It was not made: the record has another revision than expected.
     Other(Known),
 }
 
-/// What became of a request for a lease.
+/// The result of a request for a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Leased {
-    /// It is granted, while this is the record. It counts from before the asking.
+    /// The lease is granted, while this is the record. It counts from before the request.
     Granted(Known),
-    /// It is not: the host is fenced, or there is no such cluster.
+    /// The lease is not granted: the host is fenced, or there is no such cluster.
     Refused(Known),
 }
 
-/// What a controller needs to know, as it was at one moment.
+/// What a controller needs to know about a cluster, at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct View {
     /// The record.
     pub known: Known,
-    /// Hosts that may believe they hold a lease. No others do, or will before the record has changed, except those
-    /// that the record doesn't fence.
+    /// Hosts that may believe they hold a lease. No other host does, or will before the record has
+    /// changed, except hosts that the record doesn't fence.
     pub leases: BTreeSet<Host>,
-    /// What hosts are called.
+    /// The names of hosts.
     pub names: BTreeMap<Host, String>,
 }
 
-/// Why there is no answer.
+/// Why a request has failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
 pub enum Trouble {
     /// Nothing was changed.
     #[error("{0}")]
     Unreachable(String),
-    /// What was asked for may have been done, or be done yet. Read, and see.
+    /// The change may have been made, or may still be made. Read the record to check.
     #[error("{0}; whether it was done is not known")]
     Unknown(String),
-    /// It can't be done, however often it is tried.
+    /// The request can't succeed, however often it is repeated.
     #[error("{0}")]
     Refused(String),
 }

@@ -1,9 +1,9 @@
-//! What the calls on the path of a page fault cost on this machine.
+//! Measures the cost of the calls on the path of a page fault on this machine.
 //!
 //! `cargo run --release -p firn-memory --example fault_latency [PAGES]`
 //!
-//! The example runs itself again as the process whose pages are missing. That process touches them one after another and
-//! takes the time of each touch; this one answers.
+//! The example runs itself again as the process whose pages are missing. That process touches them
+//! one after another and takes the time of each touch; this one answers.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -34,7 +34,8 @@ fn main() -> Result<()> {
     }
 }
 
-/// The traced process: for each line on its standard input, touches one page of each block and prints the nanoseconds.
+/// The traced process: for each line on its standard input, touches one page of each block and
+/// prints the nanoseconds.
 fn touch(pages: usize) -> Result<()> {
     let file = File::from(memfd_create("ram", MemfdFlags::CLOEXEC)?);
     ftruncate(&file, (pages * PAGE) as u64)?;
@@ -44,7 +45,8 @@ fn touch(pages: usize) -> Result<()> {
         let mut out = Vec::new();
         for page in (0..pages).step_by(BLOCK) {
             let start = Instant::now();
-            // SAFETY: the address lies in a live mapping; the access is volatile as another process fills the page.
+            // SAFETY: the address lies in a live mapping; the access is volatile as another process
+            // fills the page.
             unsafe { map.as_ptr().wrapping_add(page * PAGE).read_volatile() };
             out.extend((start.elapsed().as_nanos() as u64).to_le_bytes());
         }
@@ -91,7 +93,7 @@ impl Touching {
         Ok(Self { child, output, memory, pages })
     }
 
-    /// Lets it touch all blocks while `answer` serves the faults. Prints what a touch took.
+    /// Lets it touch all blocks while `answer` serves the faults. Prints the time of a touch.
     fn run(
         &mut self,
         what: &str,

@@ -1,8 +1,8 @@
-//! The guest's own page tables, read from outside.
+//! The guest's own page tables, read from outside the guest.
 //!
-//! Two pages that are neighbours for a program are rarely neighbours in RAM; the page tables of the guest tell which
-//! are. They are found through the roots that the vCPUs hold (register CR3), and, for a Linux guest, through pages that
-//! look like such a root ([`kernel_half_roots`]).
+//! Two pages that are neighbours for a program are rarely neighbours in RAM; the page tables of the
+//! guest show which are. A walk begins at a root: the roots that the vCPUs hold (register CR3) and,
+//! for a Linux guest, pages that look like such a root ([`kernel_half_roots`]).
 //!
 //! ```text
 //!   CR3 -> [level 4, 512 entries] -> [level 3] -> [level 2] -> [level 1] -> page of 4 KiB
@@ -11,9 +11,9 @@
 //!   with five levels there is one more table in front
 //! ```
 //!
-//! The layout is that of the Intel SDM, volume 3, chapter 4. The guest runs on and may be anything, so what is read may
-//! be half-written or no page table at all. A walk visits each table once per level and reads a bounded number of them:
-//! it ends, whatever it reads.
+//! The layout is that of the Intel SDM, volume 3, chapter 4. The guest continues to run and may be
+//! any program, so the bytes that are read may be half-written or no page table at all. A walk
+//! visits each table once per level and reads a bounded number of them: it ends, whatever it reads.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -32,13 +32,13 @@ use entry::{ENTRIES, Entry, Table};
 pub use own::{Lookup, NotOwn};
 pub use roots::kernel_half_roots;
 
-/// RAM of a guest, as far as reading its page tables needs it.
+/// RAM of a guest, as far as a page-table walk needs it.
 pub trait GuestPhysRead {
-    /// Where the guest sees which RAM.
+    /// The layout of RAM in guest-physical memory.
     fn map(&self) -> &RegionMap;
-    /// Copies whole pages of RAM. `false` if that is not possible.
+    /// Copies whole pages of RAM. `false` if they cannot be read.
     fn read(&self, first: Page, out: &mut [u8]) -> bool;
-    /// The pages that may hold something else than zeros, in runs.
+    /// The pages that may hold other bytes than zeros, in runs.
     fn backed(&self) -> Vec<Range<Page>>;
 }
 
@@ -51,7 +51,7 @@ impl GuestPhysRead for GuestMemory {
         GuestMemory::read(self, first, out).is_ok()
     }
 
-    /// If the kernel does not say which pages are backed, all are read.
+    /// If the kernel does not report which pages are backed, all are read.
     fn backed(&self) -> Vec<Range<Page>> {
         self.backed_runs().unwrap_or_else(|_| vec![self.all()])
     }
@@ -88,7 +88,7 @@ pub enum Half {
     Kernel,
 }
 
-/// How a walk ended.
+/// The outcome of a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Walk {
     /// Everything that can be reached was visited.
@@ -97,11 +97,12 @@ pub enum Walk {
     Cut,
 }
 
-/// Called for each run of RAM pages that is mapped: where, the first page, how many, and how.
+/// Called for each run of mapped RAM pages: with its guest-virtual page, its first RAM page, its
+/// length in pages, and its flags.
 pub type Visit<'v> = dyn FnMut(VirtPage, Page, u32, PageFlags) + 'v;
 
-/// Walks one address space in the order of guest-virtual addresses. Pages that are not RAM (devices, garbage) are left
-/// out. `levels` is 4 or 5.
+/// Walks one address space in the order of guest-virtual addresses. Pages that are not RAM
+/// (devices, garbage) are left out. `levels` is 4 or 5.
 pub fn walk(
     memory: &impl GuestPhysRead,
     root: GuestPhys,
@@ -115,17 +116,17 @@ pub fn walk(
     }
 }
 
-/// Walks several address spaces and enters tables that they share only once.
+/// Walks several address spaces, and enters tables that they share only once.
 #[derive(Debug)]
 pub struct Walker<'m, M> {
     memory: &'m M,
     levels: u8,
-    /// Tables that were entered, each with the level it was entered at.
+    /// The tables that were entered, each with its level.
     entered: HashSet<(Page, u8)>,
     tables_left: usize,
 }
 
-/// Tables that a walk may enter beside one for each sixteen pages of RAM.
+/// The number of tables that a walk may enter in addition to one for each sixteen pages of RAM.
 const TABLES_SPARE: usize = 1024;
 
 impl<'m, M: GuestPhysRead> Walker<'m, M> {
@@ -136,8 +137,8 @@ impl<'m, M: GuestPhysRead> Walker<'m, M> {
         Self { memory, levels, entered: HashSet::new(), tables_left }
     }
 
-    /// Walks one half of an address space in the order of guest-virtual addresses. The low bits of `root`, which CR3 uses
-    /// for other things, do not count.
+    /// Walks one half of an address space in the order of guest-virtual addresses. The low bits of
+    /// `root`, which CR3 uses for other purposes, are ignored.
     pub fn walk(&mut self, root: GuestPhys, half: Half, visit: &mut Visit<'_>) -> Walk {
         let entries = match half {
             Half::User => 0..ENTRIES / 2,
@@ -157,7 +158,8 @@ impl<'m, M: GuestPhysRead> Walker<'m, M> {
         }
     }
 
-    /// Visits what some entries of a table lead to. `None` when too many tables have been entered.
+    /// Visits the pages and tables that some entries of a table name. `None` when too many tables
+    /// have been entered.
     fn tables(
         &mut self,
         table: Page,
@@ -183,7 +185,8 @@ impl<'m, M: GuestPhysRead> Walker<'m, M> {
         Some(())
     }
 
-    /// Enters the table that an entry names, unless it is not RAM or has been entered at this level.
+    /// Enters the table that an entry names, unless it is not RAM or was entered at this level
+    /// before.
     fn enter(
         &mut self,
         entry: Entry,
@@ -198,7 +201,7 @@ impl<'m, M: GuestPhysRead> Walker<'m, M> {
         }
     }
 
-    /// Visits the RAM in one mapped page of any size.
+    /// Visits the RAM of one mapped page of any size.
     fn page(&self, entry: Entry, level: u8, address: u64, visit: &mut Visit<'_>) {
         let pages = 1u64 << (Entry::shift(level) - Entry::shift(1));
         let first = VirtPage(address / PAGE_SIZE as u64);
@@ -208,7 +211,8 @@ impl<'m, M: GuestPhysRead> Walker<'m, M> {
     }
 }
 
-/// The RAM in `pages` pages of guest-physical space from `from` on: offset in pages, first RAM page, length.
+/// The RAM in the `pages` guest-physical pages from `from`: offset in pages, first RAM page,
+/// length.
 fn ram_in(
     map: &RegionMap,
     from: GuestPhys,

@@ -1,19 +1,19 @@
 //! The page faults of a running guest: wait for them, and answer them.
 //!
 //! ```text
-//!                 Trace::Restore                        Trace::Save                                   Trace::Writes
+//!                 TraceMode::Restore                    TraceMode::Save                               TraceMode::Writes
 //!   registered    MISSING                               MINOR | WP                                    WP
 //!   fault kinds   Missing: page not in the RAM file     Minor: in the file, not in the page tables    -
 //!                                                       WriteProtect: a write to a protected page     WriteProtect
-//!   answers       install, zero                         resume_minor, unprotect                       unprotect
-//!   told too      Removed: the guest gave pages back    -                                             -
+//!   answers       install_pages, install_zeros          resume_minor, unprotect_pages                 unprotect_pages
+//!   other events  Removed: the guest gave pages back    -                                             -
 //! ```
 //!
-//! A fault stops one thread of the hypervisor until it is answered; the others run on. A page installed by
-//! [`PageFaults::install`] appears whole or not at all, so a page that the RAM file has is always right, whatever
-//! happens to Firn in between.
+//! A fault blocks one thread of the hypervisor until it is answered; the others continue. A page
+//! installed by [`PageFaults::install_pages`] appears whole or not at all, so a page that the RAM
+//! file has is always right, whatever happens to Firn in between.
 //!
-//! Everything takes `&self`: one thread may wait while others install.
+//! All functions take `&self`: one thread may wait while others install.
 
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -46,13 +46,14 @@ pub use error::PageFaultError;
 pub use event::{Event, FaultKind};
 pub use features::{Features, Trace};
 
-/// Messages taken by one read.
+/// The maximum number of messages that one read takes.
 const BATCH: usize = 64;
 
 /// Firn's copy of a userfaultfd of the hypervisor.
 ///
-/// Dropping it leaves the hypervisor's own copy, and with it all that is registered: a guest that touches a missing
-/// page waits for the next Firn to [`PageFaults::adopt`] it. [`PageFaults::close`] is the clean end.
+/// Dropping it leaves the hypervisor's own copy, and with it all registrations: a guest that
+/// touches a missing page waits for the next Firn to [`PageFaults::adopt`] it.
+/// [`PageFaults::close`] ends it completely.
 #[derive(Debug)]
 pub struct PageFaults {
     memory: Arc<GuestMemory>,
@@ -61,15 +62,16 @@ pub struct PageFaults {
     remote: i32,
     trace: Trace,
     features: Features,
-    /// What is registered: only that may be unregistered, as somebody else may have the rest.
+    /// The registered ranges. Only these may be unregistered, as another process may have
+    /// registered others.
     registered: Mutex<Vec<Range<Page>>>,
-    /// Events that were read while answering, for the next [`Self::wait`].
+    /// Events that were read while answering, for the next [`Self::wait_for_events`].
     held: Mutex<Vec<Event>>,
     holds: AtomicBool,
 }
 
 impl PageFaults {
-    /// Makes a userfaultfd in the hypervisor, and takes a copy. Nothing is registered yet.
+    /// Makes a userfaultfd in the hypervisor, and copies the descriptor. Nothing is registered yet.
     ///
     /// # Errors
     /// If the hypervisor's user may not have one, or the kernel lacks a feature that `trace` needs.
@@ -113,12 +115,12 @@ impl PageFaults {
         Self { memory, uffd, remote, trace, features, registered, held, holds }
     }
 
-    /// What it was made for.
+    /// The mode it was created for.
     pub fn trace(&self) -> Trace {
         self.trace
     }
 
-    /// What the kernel can do.
+    /// The features of the kernel.
     pub fn features(&self) -> Features {
         self.features
     }
@@ -128,10 +130,11 @@ impl PageFaults {
         &self.memory
     }
 
-    /// Registers all of RAM. Nothing happens to pages that are mapped already.
+    /// Registers all of RAM. Pages that are mapped already are not affected.
     ///
     /// # Errors
-    /// If a region is registered with somebody else's userfaultfd (QEMU's own postcopy or background snapshot).
+    /// If a region is registered with another userfaultfd (QEMU's own postcopy or background
+    /// snapshot).
     pub fn register(&self) -> Result<(), PageFaultError> {
         let registered = self.register_range(self.memory.all());
         if registered.is_err() {
@@ -141,7 +144,7 @@ impl PageFaults {
         registered
     }
 
-    /// Registers a range, as [`Self::register`].
+    /// Registers a range, as [`Self::register_all`].
     pub fn register_range(&self, range: Range<Page>) -> Result<(), PageFaultError> {
         for (part, hva) in self.memory.located(range) {
             self.uffd
@@ -152,20 +155,22 @@ impl PageFaults {
         Ok(())
     }
 
-    /// Unregisters whatever is registered, piece by piece, because nothing of the hypervisor can map or fault memory
-    /// while the kernel goes through the page tables of a piece: drops write protection, and wakes every thread that waits. Missing pages read
-    /// as zeros from now on, so a restore unregisters only when all of RAM is present.
+    /// Unregisters all registered ranges: drops write protection, and wakes every thread that
+    /// waits. It does so piece by piece, because no thread of the hypervisor can map or fault
+    /// memory while the kernel goes through the page tables of a piece. Missing pages read as zeros
+    /// from now on, so a restore unregisters only when all of RAM is present.
     ///
     /// # Errors
-    /// If the hypervisor is gone. It goes on to the end in any case.
+    /// If the hypervisor is gone. All pieces are unregistered in any case.
     pub fn unregister(&self) -> Result<(), PageFaultError> {
         self.unregister_by_pieces(&|| ())
     }
 
-    /// The same, with something to do after each piece: there are many, and who is in no hurry lets others go first.
+    /// As [`Self::unregister_all`], but calls `between` after each piece. There are many pieces, so
+    /// a caller without urgency lets other threads run first.
     ///
     /// # Errors
-    /// Those of [`Self::unregister`].
+    /// As [`Self::unregister_all`].
     pub fn unregister_by_pieces(&self, between: &dyn Fn()) -> Result<(), PageFaultError> {
         let mut result = Ok(());
         let registered = std::mem::take(&mut *lock(&self.registered));
@@ -187,12 +192,12 @@ impl PageFaults {
             }
         }
         self.uffd.unregister(span).map_err(failed)?;
-        // The kernel wakes only who waits for missing pages.
+        // The kernel itself wakes only the threads that wait for missing pages.
         self.uffd.wake(span).map_err(failed)
     }
 
-    /// Unregisters, and closes the hypervisor's copy of the descriptor; ours goes with this. Once only: the number may mean another
-    /// file afterwards.
+    /// Unregisters, and closes the hypervisor's copy of the descriptor; Firn's copy is closed when
+    /// this is dropped. Call it once only: the number may name another file afterwards.
     ///
     /// # Errors
     /// If the hypervisor is gone.
@@ -202,8 +207,9 @@ impl PageFaults {
         unregistered
     }
 
-    /// Waits until there is something, at most `timeout`, and adds it to `out`: up to some dozens of events at once, none
-    /// if the time is over. With a timeout of zero it only looks, in one system call, and does not notice an end.
+    /// Waits for events, at most `timeout`, and appends them to `out`: up to some dozens at once,
+    /// none if the time is over. With a timeout of zero it only polls, in one system call, and does
+    /// not notice the hypervisor's end.
     ///
     /// # Errors
     /// If the hypervisor has ended.
@@ -230,7 +236,7 @@ impl PageFaults {
         self.read(out).map(drop)
     }
 
-    /// Reads one batch of messages. Gives the number of messages.
+    /// Reads one batch of messages. Returns the number of messages.
     fn read(&self, out: &mut Vec<Event>) -> Result<usize, PageFaultError> {
         let mut messages: [Message; BATCH] = [[0; 4]; BATCH];
         let count = self
@@ -263,18 +269,20 @@ impl PageFaults {
 }
 
 impl AsFd for PageFaults {
-    /// Readable when [`PageFaults::wait`] has something to give, except for what answering has set aside.
+    /// Readable when [`PageFaults::wait_for_events`] has events to return, except for those that
+    /// were read while answering.
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.uffd.as_fd()
     }
 }
 
-/// What these locks guard is a list that is right after every single push, so a panic elsewhere does not spoil it.
+/// Locks a list that is consistent after every single push, so a panic elsewhere does not spoil it.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Pages that are unregistered in one go: the kernel goes through their page tables in less than a millisecond.
+/// Pages that are unregistered in one request: the kernel goes through their page tables in less
+/// than a millisecond.
 const PIECE_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
 
 fn pieces(range: Range<Page>) -> impl Iterator<Item = Range<Page>> {

@@ -1,21 +1,22 @@
-//! Which pages were written or touched since somebody last asked, without a fault handler.
+//! Scans for pages that were written or touched since the last scan, without a fault handler.
 //!
 //! ```text
-//!   arm ........... all pages write-protected; the kernel lets each first write through, and remembers it
-//!   written ....... the pages without protection                            (scan of the page tables)
-//!   written_and_rearm                 ... and protects them again, in the same pass
+//!   arm_all ........... all pages write-protected; the kernel lets each first write through, and remembers it
+//!   collect_written ... the pages without protection                        (scan of the page tables)
+//!   collect_written_and_rearm                 ... and protects them again, in the same pass
 //!
-//!   forget_touches  all page-table entries dropped (protection stays)       (injected madvise)
-//!   touched ....... the pages with an entry again
+//!   forget_touches .... all page-table entries dropped (protection stays)   (injected madvise)
+//!   collect_touched ... the pages that have an entry again
 //! ```
 //!
-//! The guest never waits for Firn here: a first write costs it a short fault inside the kernel, and a first touch one
-//! like any other. Registering for write protection also keeps the kernel from mapping neighbours of a touched page
-//! (fault-around), which would count as touched.
+//! The guest never waits for Firn here: a first write costs it a short fault inside the kernel, and
+//! a first touch an ordinary fault. Registering for write protection also keeps the kernel from
+//! mapping neighbours of a touched page (fault-around), which would count as touched.
 //!
-//! A written page may lose its page-table entry before it is told: when the kernel takes its memory back for a while, or
-//! [`PageScan::forget_touches`] drops it. A page that is armed keeps a mark in such a case, so one without entry and mark is
-//! told as written too. In a region that was never armed that is every page without an entry.
+//! A written page may lose its page-table entry before it is reported: when the kernel swaps it
+//! out, or when [`PageScan::forget_touches`] drops the entry. An armed page keeps a mark in such a
+//! case, so a page with neither entry nor mark is reported as written too. In a region that was
+//! never armed that is every page without an entry.
 //!
 //! A page that the hypervisor gives back (balloon) becomes zeros without being written: compare
 //! [`GuestMemory::backed_runs`] where that matters.
@@ -41,13 +42,13 @@ mod looks;
 
 use looks::{Look, Unmapped, looks};
 
-/// Runs of pages that one call of the kernel tells.
+/// The maximum number of page runs that one call of the kernel reports.
 const REGIONS: usize = 1024;
 
-/// What kept us from scanning.
+/// Why a scan failed or is not possible.
 #[derive(Debug, Error)]
 pub enum ScanError {
-    /// The hypervisor is gone or out of reach.
+    /// The hypervisor is gone or cannot be accessed.
     #[error(transparent)]
     Process(#[from] ProcessError),
     /// The memory cannot be registered or protected.
@@ -66,32 +67,32 @@ pub enum ScanError {
     Failed {
         /// The first page.
         first: Page,
-        /// How many pages.
+        /// The number of pages.
         pages: usize,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: io::Error,
     },
 }
 
-/// All RAM of a guest, registered to be scanned.
+/// All RAM of a guest, registered for scans.
 ///
-/// Dropping it leaves the registration, which costs the guest a little and stops nothing; [`PageScan::close`] is the clean
-/// end.
+/// Dropping it leaves the registration, which costs the guest a little and stops nothing;
+/// [`PageScan::close`] ends it completely.
 #[derive(Debug)]
 pub struct PageScan {
     faults: PageFaults,
     pagemap: Pagemap,
     unmapped: Unmapped,
-    /// Where the kernel puts what it finds.
+    /// The buffer into which the kernel writes its results.
     regions: Mutex<Vec<page_region>>,
 }
 
 impl PageScan {
-    /// Registers all of RAM. Nothing is protected yet. On kernels that cannot remember writes, only touches can be asked
-    /// for.
+    /// Registers all of RAM. Nothing is protected yet. On kernels that cannot remember writes, only
+    /// touches can be collected.
     ///
     /// # Errors
-    /// If the hypervisor's user may not have a userfaultfd, or somebody else has RAM registered.
+    /// If the hypervisor's user may not have a userfaultfd, or RAM is registered with another one.
     pub fn create(tracee: &mut Tracee<'_>, memory: Arc<GuestMemory>) -> Result<Self, ScanError> {
         let trace = match Features::of_kernel()?.write_protect_async {
             true => Trace::Scan,
@@ -109,11 +110,11 @@ impl PageScan {
         }
     }
 
-    /// Takes up what a dead Firn registered for scanning. What was written and touched since is known. `None` if nothing was
-    /// left, or it was registered for something else.
+    /// Adopts what a dead Firn registered for scanning. The writes and touches since then are
+    /// known. `None` if nothing was left, or it was registered for another purpose.
     ///
     /// # Errors
-    /// If the hypervisor is gone or out of reach.
+    /// If the hypervisor is gone or cannot be accessed.
     pub fn adopt(memory: Arc<GuestMemory>) -> Result<Option<Self>, ScanError> {
         let process = memory.process().clone();
         let found = PageFaults::adopt(&process, memory)?;
@@ -129,8 +130,10 @@ impl PageScan {
         Self { faults, pagemap, unmapped, regions: Mutex::new(Pagemap::regions(REGIONS)) }
     }
 
-    /// Believes that no page table goes once all of RAM is armed, which makes scans faster: [`Self::forget_touches`] is not used, and
-    /// the hypervisor gives nothing back (no balloon). If one did, what was written there before would not be told.
+    /// Assumes that no page table disappears once all of RAM is armed, which makes scans faster.
+    /// The caller does not use [`Self::forget_touches`], and the hypervisor gives no memory back
+    /// (no balloon). If a page table did disappear, earlier writes to its pages would not be
+    /// reported.
     #[must_use]
     pub fn with_lasting_tables(self) -> Self {
         let unmapped = Unmapped { has_table: true, ..self.unmapped };
@@ -142,7 +145,8 @@ impl PageScan {
         self.faults.memory()
     }
 
-    /// Forgets all writes: from now on those that follow are remembered. Costs 3-8 ms per GiB.
+    /// Forgets all writes: from now on the kernel remembers those that follow. Costs 3-8 ms per
+    /// GiB.
     ///
     /// # Errors
     /// If the kernel cannot remember writes, or the hypervisor is gone.
@@ -150,16 +154,16 @@ impl PageScan {
         self.arm_only(self.memory().all())
     }
 
-    /// Forgets the writes to these pages, and no others.
+    /// Forgets the writes to these pages only.
     ///
     /// # Errors
-    /// As [`Self::arm`].
+    /// As [`Self::arm_all`].
     pub fn arm_only(&self, range: Range<Page>) -> Result<(), ScanError> {
         self.check_async()?;
         Ok(self.faults.protect(range)?)
     }
 
-    /// Adds the pages that were written since they were armed to `out`, in runs, in order.
+    /// Appends the pages that were written since they were armed to `out`, in runs, in order.
     ///
     /// # Errors
     /// If the kernel cannot remember writes, or the hypervisor is gone.
@@ -168,10 +172,11 @@ impl PageScan {
         self.look(range, looks(self.unmapped, false), out)
     }
 
-    /// As [`Self::written`], and arms these pages again: each write is told once, and none is lost. About 1 ms per GiB.
+    /// As [`Self::collect_written`], and arms these pages again: each write is reported once, and
+    /// none is lost. About 1 ms per GiB.
     ///
     /// # Errors
-    /// As [`Self::written`].
+    /// As [`Self::collect_written`].
     pub fn written_and_rearm(
         &self,
         range: Range<Page>,
@@ -181,7 +186,8 @@ impl PageScan {
         self.look(range, looks(self.unmapped, true), out)
     }
 
-    /// Forgets all touches: from now on those that follow are told. What was written is still known.
+    /// Forgets all touches: from now on those that follow are reported. The writes so far remain
+    /// known.
     ///
     /// # Errors
     /// As [`drop_page_tables`].
@@ -193,7 +199,8 @@ impl PageScan {
         Ok(drop_page_tables(tracee, self.memory(), range)?)
     }
 
-    /// Adds the pages that were touched (read or written) since then to `out`, in runs, in order.
+    /// Appends the pages that were touched (read or written) since [`Self::forget_touches`] to
+    /// `out`, in runs, in order.
     ///
     /// # Errors
     /// If the hypervisor is gone.
@@ -211,7 +218,7 @@ impl PageScan {
         Ok(())
     }
 
-    /// Unregisters all of RAM. What is left is a descriptor that does nothing.
+    /// Unregisters all of RAM. A descriptor remains, which does nothing.
     ///
     /// # Errors
     /// If the hypervisor is gone.
@@ -219,7 +226,7 @@ impl PageScan {
         Ok(self.faults.unregister()?)
     }
 
-    /// Unregisters, and closes the hypervisor's descriptor: nothing is left. Once only.
+    /// Unregisters, and closes the hypervisor's descriptor: nothing remains. Call it once only.
     ///
     /// # Errors
     /// If the hypervisor is gone.
@@ -251,7 +258,7 @@ impl PageScan {
         Ok(())
     }
 
-    /// Scans what the tables map whose first page has no entry.
+    /// Scans the pages of those page tables whose first page has no entry.
     fn scan_missing(
         &self,
         range: Range<Page>,
@@ -284,7 +291,7 @@ impl PageScan {
         Ok(())
     }
 
-    /// Scans some of a part that starts at `hva`.
+    /// Scans a span of a part that starts at `hva`.
     fn scan_span(
         &self,
         part: &Range<Page>,
@@ -293,9 +300,9 @@ impl PageScan {
         sought: Sought,
         mut found: impl FnMut(Range<Page>),
     ) -> Result<(), ScanError> {
-        // The regions are overwritten by each scan, so it does not matter how the last one ended.
+        // Each scan overwrites the regions, so it does not matter how the last one ended.
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        // The kernel takes memory for as many as it may tell.
+        // The kernel allocates memory for as many regions as it may report.
         let most = REGIONS.min((span.len / PAGE_SIZE as u64) as usize);
         let found = |start, end| found(pages(part, hva, start, end));
         let scanned = self.pagemap.scan(span, sought, &mut regions[..most], found);
@@ -312,11 +319,12 @@ impl PageScan {
     }
 }
 
-/// The pages that the hypervisor's page tables map, in runs, in order: all that it may have written to since its memory
-/// was mapped, unless the kernel has taken some back for want of memory. Nothing needs to be registered.
+/// The pages that the hypervisor's page tables map, in runs, in order: all that it may have written
+/// to since its memory was mapped, unless the kernel has reclaimed some for want of memory. Nothing
+/// needs to be registered.
 ///
 /// # Errors
-/// If the hypervisor is gone or out of reach.
+/// If the hypervisor is gone or cannot be accessed.
 pub fn mapped_pages(memory: &GuestMemory) -> Result<Vec<Range<Page>>, ScanError> {
     let process = memory.process();
     let opened = process.open_file("pagemap", OFlags::RDONLY);
@@ -350,7 +358,7 @@ fn pages(part: &Range<Page>, hva: HostVirt, start: u64, end: u64) -> Range<Page>
     page(start)..page(end)
 }
 
-/// The pages of all runs, in order, each once.
+/// Merges runs: the pages of all of them, in order, each once.
 pub fn union(mut runs: Vec<Range<Page>>) -> Vec<Range<Page>> {
     runs.sort_unstable_by_key(|run| run.start);
     let mut out: Vec<Range<Page>> = Vec::with_capacity(runs.len());
@@ -363,7 +371,7 @@ pub fn union(mut runs: Vec<Range<Page>>) -> Vec<Range<Page>> {
     out
 }
 
-/// Adds a run, or makes the last one longer.
+/// Appends a run, or extends the last one.
 fn push(out: &mut Vec<Range<Page>>, run: Range<Page>) {
     match out.last_mut() {
         Some(last) if last.end == run.start => last.end = run.end,

@@ -1,21 +1,23 @@
-//! Making a thread of another process run one system call, without its noticing.
+//! System calls that a thread of another process runs for Firn, without noticing it.
 //!
-//! Two things must happen inside the hypervisor: `userfaultfd(2)`, which gives the descriptor for the caller's address
-//! space, and `madvise(2)`, which drops page-table entries of the caller. Both are *injected*: a thread is stopped by
-//! ptrace, and its registers are pointed at a few instructions that make the call and lead it back (`inject`, `stub`).
+//! Two calls must be made inside the hypervisor: `userfaultfd(2)`, which returns the descriptor for
+//! the caller's address space, and `madvise(2)`, which drops page-table entries of the caller. Both
+//! are *injected*: ptrace stops a thread, and Firn points its registers at a few instructions that
+//! make the call and lead the thread back (`inject`, `stub`).
 //!
 //! ```text
 //!   Tracee::seize                        Tracee::syscall                drop
 //!   choose a thread -> seize, stop it -> inject, any number of times -> detach
 //! ```
 //!
-//! The thread stays stopped as long as the [`Tracee`] lives: hold it for one purpose and drop it. The other threads
-//! run on.
+//! The thread stays stopped as long as the [`Tracee`] exists: keep it for one purpose and drop it.
+//! The other threads continue.
 //!
-//! Should Firn be killed at any moment, the thread goes back to its own work.
+//! If Firn is killed at any moment, the thread returns to its own work.
 //!
-//! ptrace belongs to one thread of the tracer, so each tracee has a thread here that does nothing else. When that
-//! thread ends, for whatever reason, the kernel lets the hypervisor's thread go.
+//! ptrace belongs to one thread of the tracer, so each tracee has a thread in Firn that does
+//! nothing else. When that thread ends, for whatever reason, the kernel releases the hypervisor's
+//! thread.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
@@ -32,10 +34,10 @@ mod filter;
 mod inject;
 mod stub;
 
-/// What kept us from injecting a system call.
+/// Why a system call could not be injected.
 #[derive(Debug, Error)]
 pub enum TraceError {
-    /// The process cannot be looked at.
+    /// The process cannot be inspected.
     #[error(transparent)]
     Process(#[from] ProcessError),
     /// The kernel refuses ptrace.
@@ -46,7 +48,7 @@ pub enum TraceError {
     Forbidden {
         /// The process.
         pid: i32,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: Errno,
     },
     /// No thread could be stopped.
@@ -57,7 +59,7 @@ pub enum TraceError {
     Unstoppable {
         /// The process.
         pid: i32,
-        /// How many threads were tried.
+        /// The number of threads that were tried.
         threads: usize,
     },
     /// The process is not a 64-bit one.
@@ -66,7 +68,7 @@ pub enum TraceError {
         /// The process.
         pid: i32,
     },
-    /// The thread's returns are checked, and Firn's is none that the thread made.
+    /// The processor checks the thread's returns, and Firn's return matches no call of the thread.
     #[error(
         "the threads of process {pid} have shadow stacks, which keep Firn from borrowing one: start it without \
          (GLIBC_TUNABLES=glibc.cpu.x86_shstk=off)"
@@ -84,7 +86,7 @@ pub enum TraceError {
         /// The process.
         pid: i32,
     },
-    /// There is no room for code.
+    /// There is no room for the instructions.
     #[error(
         "process {pid} has no room behind its code for the few instructions that lead a borrowed thread back: neither its \
          vDSO nor any library ends with {} unused bytes", stub::code().len()
@@ -100,7 +102,7 @@ pub enum TraceError {
         pid: i32,
         /// The number of the system call (`asm/unistd_64.h`).
         number: i64,
-        /// What the kernel said there.
+        /// The error of the kernel.
         source: Errno,
     },
     /// A ptrace request failed.
@@ -112,12 +114,12 @@ pub enum TraceError {
         tid: Tid,
         /// The request.
         what: &'static str,
-        /// What the kernel said.
+        /// The error of the kernel.
         source: Errno,
     },
 }
 
-/// What to try if a call is refused to the hypervisor.
+/// Advice for the user if a call is refused to the hypervisor.
 fn hint(number: i64, errno: Errno) -> &'static str {
     match (number == SYS_userfaultfd, errno) {
         (true, Errno::EPERM) => {
@@ -134,8 +136,8 @@ fn hint(number: i64, errno: Errno) -> &'static str {
     }
 }
 
-/// A thread of the hypervisor, stopped to run system calls for us. Dropping it lets the thread go on as if nothing
-/// had happened.
+/// A thread of the hypervisor, stopped to run system calls for Firn. Dropping it lets the thread
+/// continue as if nothing had happened.
 #[derive(Debug)]
 pub struct Tracee<'p> {
     process: &'p Process,
@@ -152,8 +154,8 @@ struct Call {
 }
 
 impl<'p> Tracee<'p> {
-    /// Stops one thread of `process`, if possible none of `avoid` (the vCPUs) and not the main thread, but one that
-    /// sleeps.
+    /// Stops one thread of `process`. It prefers a sleeping thread, avoids those in `avoid` (the
+    /// vCPUs) and the main thread if possible.
     ///
     /// # Errors
     /// If the process is gone or may not be traced, or no thread can be stopped.
@@ -185,7 +187,7 @@ impl<'p> Tracee<'p> {
             .spawn(move || serve(&target, &ready, &requests, &answers))
             .map_err(|error| process.error("starting a tracer thread", error))?;
         let tracee = Self { process, tid, calls: Some(calls), results, tracer: Some(tracer) };
-        // A tracer that ends without a word has given up on the thread.
+        // A tracer that ends without a message has given up on the thread.
         match readiness.recv() {
             Ok(Ok(())) => Ok(Some(tracee)),
             Ok(Err(error)) => Err(error),
@@ -203,8 +205,9 @@ impl<'p> Tracee<'p> {
         self.tid
     }
 
-    /// Makes the thread run system call `number` of `asm/unistd_64.h` with these arguments, as far as the hypervisor's
-    /// own rights go, and gives its result. If Firn is killed meanwhile, the thread finishes the call and goes back to its own work.
+    /// Makes the thread run system call `number` of `asm/unistd_64.h` with these arguments, within
+    /// the hypervisor's own rights, and returns its result. If Firn is killed meanwhile, the thread
+    /// finishes the call and returns to its own work.
     ///
     /// # Errors
     /// If the call fails there, or the process ends.
@@ -220,13 +223,13 @@ impl Drop for Tracee<'_> {
     fn drop(&mut self) {
         drop(self.calls.take());
         if let Some(tracer) = self.tracer.take() {
-            // A tracer that panicked has let its thread go by ending.
+            // A tracer that panicked has released its thread by ending.
             let _ = tracer.join();
         }
     }
 }
 
-/// The life of a tracer thread.
+/// The main function of a tracer thread.
 fn serve(
     target: &inject::Target,
     ready: &SyncSender<Result<(), TraceError>>,

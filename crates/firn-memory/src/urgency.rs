@@ -1,44 +1,48 @@
-//! Who runs first where processors are scarce.
+//! Scheduling of Firn's threads where processors are scarce.
 //!
 //! ```text
-//!   the thread that answers page faults      before everybody           a vCPU waits for it, for microseconds of work
-//!   who pauses a VM for an epoch             before everybody           the VM stands still, for a millisecond of work
-//!   vCPUs, and all else on the host          as always
-//!   copying, compressing, writing            behind                     nobody waits for them
+//!   the thread that answers page faults      before all others          a vCPU waits for it, for microseconds of work
+//!   the thread that pauses a VM for an epoch before all others          the VM is paused, for a millisecond of work
+//!   vCPUs, and all else on the host          as usual
+//!   copying, compressing, writing            behind                     no other thread waits for them
 //! ```
 //!
-//! A thread that has slept waits for its turn when it wakes: milliseconds where others keep all processors busy. A guest that
-//! touches a hundred pages one after another would wait that long for each.
+//! A thread that wakes after a sleep waits for a processor: milliseconds where other threads keep
+//! all processors busy. A guest that touches a hundred pages one after another would wait that long
+//! for each.
 
 use std::io;
 use std::marker::PhantomData;
 
 use crate::sys::sched;
 
-/// How far background work steps back, in nice(2) units.
+/// The niceness of background work (nice(2)).
 const NICENESS: i32 = 10;
 
-/// From now on the calling thread runs as soon as it has something to do (`SCHED_FIFO`, sched(7)). It must not wait for others by
-/// spinning: they may have no processor.
+/// Makes the calling thread a real-time thread: from now on it runs as soon as it has work
+/// (`SCHED_FIFO`, sched(7)). It must not wait for other threads by spinning: they may have no
+/// processor.
 ///
 /// # Errors
-/// If this process may not (`CAP_SYS_NICE`, or `RLIMIT_RTPRIO`). It works without, less promptly.
+/// If this process may not (`CAP_SYS_NICE`, or `RLIMIT_RTPRIO`). Firn works without, less promptly.
 pub fn come_first() -> io::Result<()> {
     sched::real_time()
 }
 
-/// The calling thread comes first, where it may, until this is dropped.
+/// The calling thread is a real-time thread, where the process may do that, until this guard is
+/// dropped.
 #[derive(Debug)]
-#[must_use = "it comes first until this is dropped"]
+#[must_use = "the thread has real-time priority until this is dropped"]
 pub struct First {
-    /// How it was scheduled before, unless it came first as it is.
+    /// The previous policy, unless the thread was a real-time thread already.
     before: Option<i32>,
-    /// It is about the thread that made it.
+    /// The guard concerns the thread that made it.
     not_send: PhantomData<*const ()>,
 }
 
 impl First {
-    /// From now on. It must not wait for others by spinning.
+    /// Makes the calling thread a real-time thread from now on. It must not wait for other threads
+    /// by spinning.
     pub fn now() -> Option<Self> {
         let before = sched::ordinary().ok()?;
         if before.is_some() {
@@ -50,15 +54,15 @@ impl First {
 
 impl Drop for First {
     fn drop(&mut self) {
-        // Nobody is refused that who was allowed the other.
+        // The kernel refuses this to no thread that was allowed to become real-time.
         let _ = self.before.map(sched::set_ordinary);
     }
 }
 
-/// From now on the calling thread, and no other, leaves the processors to others (nice(2)).
+/// Lowers the priority of the calling thread, and of no other, for background work (nice(2)).
 pub fn step_back() {
     let myself = Some(rustix::thread::gettid());
-    // Only a courtesy: a host that refuses it gets work that is less polite.
+    // A failure is ignored: then the work only takes more of the processors.
     let _ = rustix::process::setpriority_process(myself, NICENESS);
 }
 

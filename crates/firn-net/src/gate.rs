@@ -1,21 +1,22 @@
-//! What may leave, and when: decided here. Pure.
+//! Output buffer: decides which frames may leave, and when. Pure.
 //!
 //! ```text
-//!                  sent                     its epoch is committed, or the gate is opened
-//!   the VM ----------------> held ------------------------------------------------------> leaving -- written --> gone
-//!             |                                                                              ^
-//!             '------------------------- the gate is open -----------------------------------'
+//!              push_frame             its epoch is committed, or the output is opened
+//!   the VM ---------------> buffered ---------------------------> released -- sent --> gone
+//!             |                                                      ^
+//!             '-------------------- the output is open --------------'
 //! ```
 //!
-//! A frame belongs to the epoch that runs when it is read from the VM's socket. It may have been sent in the one before: then it is
-//! held longer than it must be, never shorter.
+//! A frame belongs to the epoch that runs when the frame is read from the VM's socket. The VM may
+//! have sent it in the epoch before. Then it is buffered longer than necessary, never shorter.
 //!
-//! The gate closes at the first cut of a protection. Until then there is nothing that could be gone back to; what was sent by then
-//! is in every state that can. From then on it is opened by nothing but [`Gate::open`]: not by the end of the protection, for its backup
-//! may be running the VM.
+//! The output closes at the first cut of a protection. Before that there is no state to which the
+//! VM could go back; every state to which it can go back later includes what it sent until then.
+//! After that only [`OutputBuffer::open_output`] opens the output. The end of the protection does
+//! not, because the backup may be running the VM.
 //!
-//! At the bound nothing is taken, except from a VM that is about to be stopped: QEMU drops the frame that waits for room when it stops
-//! a VM (`net_vm_change_state_handler`, net/net.c).
+//! At the bound no frame is taken, except from a VM that is about to be stopped: QEMU drops a frame
+//! that waits for room when it stops a VM (`net_vm_change_state_handler`, net/net.c).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,11 +25,12 @@ use std::time::Duration;
 use firn_cluster::output::{Flow, Outbox, Sent, To};
 use firn_cluster::{Epoch, Seq};
 
-/// What is counted for a frame besides its bytes: what it takes to keep one.
+/// The memory that is counted for a frame besides its bytes.
 const FRAME_COST: usize = 64;
-/// What is taken beyond the bound at most, so that a VM that is about to be stopped has nothing left to send.
+/// The maximum number of bytes taken beyond the bound, so that a VM that is about to be stopped has
+/// no frames left to send.
 pub(crate) const OVER_MAX: usize = 1 << 20;
-/// Delays that are remembered: the newest.
+/// The number of delays that are stored: the newest.
 const DELAYS: usize = 1000;
 
 /// A frame, and when it was read from the VM's socket.
@@ -38,36 +40,36 @@ struct Frame {
     at: Duration,
 }
 
-/// What is held.
+/// The contents of an output buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
-    /// Frames.
+    /// The number of frames.
     pub frames: usize,
-    /// Their bytes.
+    /// The bytes of these frames.
     pub bytes: usize,
 }
 
-/// The output of one network card.
+/// The output buffer of one network card.
 #[derive(Debug)]
 pub struct Gate {
     outbox: Outbox<Frame>,
     is_open: bool,
-    /// Epochs are counted on from one protection to the next: this many came before.
+    /// The number of epochs of earlier protections. Epochs are numbered across protections.
     before: Epoch,
-    /// The epoch that runs, counted on.
+    /// The running epoch, numbered across protections.
     running: Epoch,
     leaving: VecDeque<Sent<Frame>>,
     held: Held,
     /// The VM is about to be stopped.
     is_stopping: bool,
-    /// What was taken since the bound was reached.
+    /// The bytes taken since the bound was reached.
     over: usize,
     delays: VecDeque<Duration>,
     left: u64,
 }
 
 impl Gate {
-    /// An open gate, or a closed one, for `bytes_max` bytes of frames or a little more.
+    /// An open or closed output, for `bytes_max` bytes of frames or a little more.
     pub fn new(bytes_max: usize, is_open: bool) -> Self {
         Self {
             outbox: Outbox::new(bytes_max),
@@ -83,7 +85,7 @@ impl Gate {
         }
     }
 
-    /// The VM has sent a frame.
+    /// Takes a frame that the VM has sent.
     pub fn sent(&mut self, frame: &[u8], now: Duration) {
         let bytes = frame.len();
         self.held = Held { frames: self.held.frames + 1, bytes: self.held.bytes + bytes };
@@ -98,13 +100,15 @@ impl Gate {
         }
     }
 
-    /// A protection begins, whose first epoch is 1. What is held from one before belongs to what that epoch sends.
+    /// Begins a protection, whose first epoch is 1. Frames that are buffered from an earlier
+    /// protection belong to the output of that epoch.
     pub fn begin(&mut self) {
         self.before = self.running;
         self.running = self.running.next();
     }
 
-    /// The VM stands still at the end of an epoch, and its socket is empty: what comes from now on belongs to the next.
+    /// Ends an epoch. The VM is paused and its socket is empty: later frames belong to the next
+    /// epoch.
     pub fn cut(&mut self, epoch: Epoch) {
         if self.is_open {
             self.delays.clear();
@@ -113,14 +117,15 @@ impl Gate {
         self.running = self.counted(epoch).next();
     }
 
-    /// Nothing undoes an epoch any more, nor those before.
+    /// Releases the output of an epoch, and of those before it: no failover undoes them any more.
     pub fn committed(&mut self, epoch: Epoch) {
         if epoch > Epoch(0) {
             self.release(self.counted(epoch));
         }
     }
 
-    /// Nothing undoes anything any more: what is held leaves, and so does what comes.
+    /// Opens the output: releases all buffered frames, and later frames as they come. No failover
+    /// can undo anything any more.
     pub fn open(&mut self) {
         if !self.is_open {
             self.delays.clear();
@@ -129,17 +134,17 @@ impl Gate {
         self.release(self.running);
     }
 
-    /// Whether frames leave as they come.
+    /// Whether frames are released as they come.
     pub fn is_open(&self) -> bool {
         self.is_open
     }
 
-    /// The next frame that is to leave.
+    /// The next released frame.
     pub fn next(&self) -> Option<Arc<[u8]>> {
         self.leaving.front().map(|sent| Arc::clone(&sent.frame.bytes))
     }
 
-    /// The next frame has left.
+    /// Removes the next released frame, which has been sent.
     pub fn has_left(&mut self, now: Duration) {
         let Some(Sent { seq, frame, .. }) = self.leaving.pop_front() else { return };
         self.outbox.trim(To::Outside, seq);
@@ -150,18 +155,19 @@ impl Gate {
         self.delays.push_back(now.saturating_sub(frame.at));
     }
 
-    /// What is to leave can't: nobody is there. It is lost, as with a cable that is unplugged.
+    /// Drops the released frames, because no process is at the uplink. They are lost, as with a
+    /// cable that is unplugged.
     pub fn lose(&mut self) {
         let last = self.leaving.drain(..).next_back().map_or(Seq(0), |sent| sent.seq);
         self.outbox.trim(To::Outside, last);
     }
 
-    /// The VM is about to be stopped, or is not any more.
+    /// Sets whether the VM is about to be stopped.
     pub fn stopping(&mut self, is_stopping: bool) {
         self.is_stopping = is_stopping;
     }
 
-    /// Whether to go on reading from the VM's socket.
+    /// Whether to continue to read from the VM's socket.
     pub fn flow(&self) -> Flow {
         match self.is_stopping && self.over < OVER_MAX {
             true => Flow::Go,
@@ -169,17 +175,18 @@ impl Gate {
         }
     }
 
-    /// What is held.
+    /// The frames that are buffered and not released.
     pub fn held(&self) -> Held {
         self.held
     }
 
-    /// How many frames have left.
+    /// The number of frames that were sent.
     pub fn left(&self) -> u64 {
         self.left
     }
 
-    /// From the VM's socket to the uplink: the newest thousand since the gate was opened or closed.
+    /// The delays from the VM's socket to the uplink, of the newest thousand frames since the
+    /// output was opened or closed.
     pub fn delays(&self) -> impl Iterator<Item = Duration> {
         self.delays.iter().copied()
     }

@@ -1,13 +1,15 @@
-//! The card of a VM that is a member of a cluster: what may leave, and when, is decided by `firn-cluster` (`member`). Pure.
+//! Cluster output: the card of a VM that is a member of a cluster. `firn-cluster` (`member`)
+//! decides which frames may leave, and when. Pure.
 //!
 //! ```text
-//!   the VM ---> Member ---> leaving: wrapped, to other members, at once ---> the network
-//!                 |                  as they are, to everybody else, when nothing can undo them
-//!   the VM <------'<--- unwrapped, each once and in order             <---
+//!   the VM ---> MemberNic -----> to other members: wrapped, at once ------------> the network
+//!                   |            to all others: unchanged, once committed
+//!   the VM <--------'<---------- unwrapped, each once and in order <-------------
 //! ```
 //!
-//! While the VM is about to be stopped, and stands still, it is given nothing: what its state has received and what is counted as
-//! received have to be the same at the cut.
+//! While the VM is about to be stopped, and while it is paused, it is given no frames: at the cut,
+//! the frames that its state has received must be the same as the frames that are counted as
+//! received.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,10 +24,10 @@ use firn_cluster::{Epoch, Generation, RequestNumber, Seq};
 use crate::gate::{Held, OVER_MAX};
 use crate::port::BYTES_MAX;
 
-/// Bytes that wait for somebody at the uplink.
+/// The maximum number of bytes that wait for a process at the uplink.
 const WAITING_MAX: usize = 1 << 20;
 
-/// The output of a member's card, and its input.
+/// The output and input of a member's card.
 #[derive(Debug)]
 pub struct Joined {
     of: Membership,
@@ -39,17 +41,19 @@ pub struct Joined {
     gone: Seq,
 }
 
-/// A frame that may leave, with its place on the way to the outside if it goes there and its backup knows of it.
+/// A frame that may leave. It has a sequence number if it goes to the outside and its backup knows
+/// of it.
 #[derive(Debug)]
 struct Leaving(Option<Seq>, Arc<[u8]>);
 
 impl Joined {
-    /// A member that has no backup: nothing is held.
+    /// A member that has no backup: its output is open.
     pub fn open(of: Membership) -> Self {
         Self::going_on(of, Epoch(0), Kept::new(Epoch(0), BYTES_MAX))
     }
 
-    /// One that goes on from the end of `base`, and has no backup yet. What was under way is sent again.
+    /// A member that continues from the end of `base`, and has no backup yet. It sends frames that
+    /// were in flight again.
     pub fn going_on(of: Membership, base: Epoch, kept: Kept) -> Self {
         let member = Member::new(&of, Times::default(), base, kept);
         let leaving = VecDeque::new();
@@ -61,17 +65,17 @@ impl Joined {
         joined
     }
 
-    /// What it was told.
+    /// The membership that it was created with.
     pub fn membership(&self) -> &Membership {
         &self.of
     }
 
-    /// Whether no epoch was cut yet: a protection can begin.
+    /// Whether no epoch was cut yet, so that a protection can begin.
     pub fn is_new(&self) -> bool {
         self.member.running() == Epoch(1)
     }
 
-    /// The VM has sent a frame.
+    /// Takes a frame that the VM has sent.
     pub fn sent(&mut self, frame: &[u8]) {
         self.over = match self.member.flow() {
             Flow::Go => 0,
@@ -81,7 +85,7 @@ impl Joined {
         self.act(actions);
     }
 
-    /// This leaves as it is: it was let out before the VM became a member.
+    /// Transmits a frame unchanged: it was released before the VM became a member.
     pub fn passes(&mut self, frame: Arc<[u8]>) {
         self.leave(Leaving(None, frame));
     }
@@ -91,7 +95,8 @@ impl Joined {
         self.leaving.push_back(leaving);
     }
 
-    /// A frame has come for the VM, which does not stand still; what it is to be given.
+    /// Receives a frame from the uplink while the VM is not paused, and returns the frames that the
+    /// VM is to be given.
     pub fn arrived(&mut self, frame: &[u8], now: Duration) -> Vec<Vec<u8>> {
         let actions = match unmarked(frame) {
             Some(frame) => self.member.arrived(&frame, now),
@@ -100,77 +105,79 @@ impl Joined {
         self.act(actions)
     }
 
-    /// The VM stands still at the end of its epoch. What goes with it.
+    /// Ends an epoch while the VM is paused. Returns the state of the member that belongs to the
+    /// epoch.
     pub fn cut(&mut self) -> OfEpoch {
         let of = self.member.cut();
-        // For tests that want to see what happens without.
+        // Tests switch output commit off to observe the result.
         if firn_fault::io("net.hold").is_err() {
             self.let_out();
         }
         of
     }
 
-    /// An epoch is in the non-volatile copy.
+    /// Records that the backup has committed an epoch.
     pub fn committed(&mut self, epoch: Epoch) {
         let actions = self.member.committed(epoch);
         self.act(actions);
     }
 
-    /// A global checkpoint that has this VM at that epoch is on record.
+    /// Records a global checkpoint, which includes this VM at that epoch.
     pub fn globally(&mut self, epoch: Epoch) {
         self.global = self.global.max(epoch);
         let actions = self.member.globally(epoch);
         self.act(actions);
     }
 
-    /// The newest epoch that a global checkpoint has.
+    /// The newest epoch that belongs to a global checkpoint.
     pub fn global(&self) -> Epoch {
         self.global
     }
 
-    /// The newest frame to the outside that has left.
+    /// The newest frame to the outside that has been sent.
     pub fn gone(&self) -> Seq {
         self.gone
     }
 
-    /// A mark is asked for, until there is one.
+    /// Answers a request for a mark; `None` until there is a mark.
     pub fn requested(&mut self, of: Generation, request: RequestNumber) -> Option<Answer> {
         self.member.requested(of, request)
     }
 
-    /// Whether a frame waits for the epoch that runs to be cut.
+    /// Whether a received frame waits for the running epoch to be cut.
     pub fn wants_cut(&self) -> bool {
         self.member.wants_cut()
     }
 
-    /// Whether a frame has waited, and need not any more.
+    /// Whether a received frame has waited for a cut, and can be delivered now.
     pub fn may_let_in(&self) -> bool {
         self.member.may_let_in()
     }
 
-    /// A frame that has waited, if it need not any more; what the VM, which does not stand still, is to be given.
+    /// Delivers a frame that has waited for a cut, if it can be delivered now. Returns the frames
+    /// that the VM, which is not paused, is to be given.
     pub fn let_in(&mut self, now: Duration) -> Vec<Vec<u8>> {
         let actions = self.member.let_in(now);
         self.act(actions)
     }
 
-    /// Nothing undoes anything any more.
+    /// Opens the output: no failover can undo anything any more.
     pub fn let_out(&mut self) {
         let actions = self.member.open();
         self.act(actions);
     }
 
-    /// Whether frames leave as they are sent.
+    /// Whether frames are released as they are sent.
     pub fn is_open(&self) -> bool {
         self.member.is_open()
     }
 
-    /// Whether others have what was let out when the gate was opened.
+    /// Whether the receivers have the frames that were released when the output was opened.
     pub fn is_settled(&self) -> bool {
         self.member.is_settled()
     }
 
-    /// Time has passed. Who can't send now asks nobody.
+    /// Advances the time. A member that can't send now requests no acknowledgements.
     pub fn tick(&mut self, now: Duration) {
         if self.leaving.is_empty() {
             let actions = self.member.tick(now);
@@ -178,17 +185,17 @@ impl Joined {
         }
     }
 
-    /// The next frame that is to leave.
+    /// The next released frame.
     pub fn next(&self) -> Option<Arc<[u8]>> {
         self.leaving.front().map(|Leaving(_, frame)| Arc::clone(frame))
     }
 
-    /// The next frame has left.
+    /// Removes the next released frame, which has been sent.
     pub fn has_left(&mut self) {
         self.left += u64::from(self.ends().is_some());
     }
 
-    /// The next frame that is to leave has, or never will.
+    /// Removes the next released frame, which was sent or is dropped.
     fn ends(&mut self) -> Option<()> {
         let Leaving(seq, frame) = self.leaving.pop_front()?;
         self.leaving_bytes -= frame.len();
@@ -199,18 +206,19 @@ impl Joined {
         Some(())
     }
 
-    /// What is to leave can't. The newest of it waits: a member that goes on elsewhere has something to say before somebody is at its
-    /// uplink. Of what was for other members nothing is lost in any case: it is sent again.
+    /// Drops the oldest released frames while the uplink is not connected, and retains the newest.
+    /// A member that was restored elsewhere has frames to send before a process is at its uplink.
+    /// Frames for other members are never lost: the member sends them again.
     pub fn lose(&mut self) {
         while self.leaving_bytes > WAITING_MAX && self.ends().is_some() {}
     }
 
-    /// The VM is about to be stopped, or is not any more.
+    /// Sets whether the VM is about to be stopped.
     pub fn stopping(&mut self, is_stopping: bool) {
         self.is_stopping = is_stopping;
     }
 
-    /// Whether to go on reading from the VM's socket.
+    /// Whether to continue to read from the VM's socket.
     pub fn flow(&self) -> Flow {
         match self.leaving_bytes > BYTES_MAX {
             _ if self.is_stopping && self.over < OVER_MAX => Flow::Go,
@@ -219,17 +227,17 @@ impl Joined {
         }
     }
 
-    /// What is held, or kept until it has arrived for good.
+    /// The frames that are buffered, or retained until their receivers have committed them.
     pub fn held(&self) -> Held {
         Held { frames: self.member.frames(), bytes: self.member.held() }
     }
 
-    /// How many frames have left.
+    /// The number of frames that were sent.
     pub fn left(&self) -> u64 {
         self.left
     }
 
-    /// What is for the VM is returned.
+    /// Carries out actions, and returns the frames for the VM.
     fn act(&mut self, actions: Vec<Action>) -> Vec<Vec<u8>> {
         let mut given = Vec::new();
         for action in actions {
@@ -243,7 +251,8 @@ impl Joined {
     }
 }
 
-/// For tests that want to see what happens when a receiver is not cut before it delivers: a frame without its sender's mark.
+/// Removes the sender's mark from a frame. Tests use it to observe what happens when a receiver is
+/// not cut before it delivers.
 fn unmarked(frame: &[u8]) -> Option<Vec<u8>> {
     firn_fault::io("net.mark").err()?;
     let Message { ends, stamp, says } = Message::of(frame)?;

@@ -1,16 +1,19 @@
-//! Until when frames may leave: a page in a file, written by whoever asks for the VM's lease, and looked at for each frame.
+//! Output lease: the time until which frames may leave. The process that requests the VM's lease
+//! writes it to a page in a file; the card reads the page for each frame.
 //!
 //! ```text
-//!   agent: the lease is granted --- write ---> | magic | generation | until | check |     8 bytes each, little endian
-//!                                                               ^
-//!   gate: before each frame ------ read ----------------------- ' of my timeline, and not over?
+//!   agent: lease is granted -- write --> | magic | generation | until | check |  8 bytes each,
+//!                                                        ^                       little endian
+//!   card: before each frame -- read ---------------------' of my generation, and not over?
 //! ```
 //!
-//! `until` is `CLOCK_BOOTTIME`, which goes on while processes are stopped and hosts asleep. So whoever wakes finds the lease over, and
-//! nobody has to be alive to end it: not the agent, not the supervisor.
+//! `until` is a time of `CLOCK_BOOTTIME`, which continues while processes are stopped and hosts are
+//! asleep. So a process that wakes up finds that the lease is over. No process, neither the agent
+//! nor the supervisor, has to be alive to end it.
 //!
-//! It is read by pread(2), some hundred nanoseconds beside the write of the frame. A mapping would be quicker, but a file
-//! that is cut off would kill the reader. What is being written while it is read has another `check`, and is no lease.
+//! The card reads it by pread(2), which costs some hundred nanoseconds beside the write of the
+//! frame. A mapping would be quicker, but the reader would be killed if the file were truncated. A
+//! page that is read while it is written has a wrong `check`, and counts as no lease.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -23,13 +26,13 @@ use rustix::time::{ClockId, clock_gettime};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"FIRNlea1");
 const BYTES: usize = 32;
-/// How often a page is read that is just being written.
+/// How many times a page is read if it is being written at that moment.
 const READS_MAX: u32 = 3;
 
-/// Says in the page until when frames of a timeline may leave.
+/// Writes to the page until when frames of a generation may leave.
 ///
 /// # Errors
-/// If the file can't be written; then it says what it said.
+/// If the file can't be written; the page then has its old contents.
 pub fn write(path: &Path, generation: u32, until: Duration) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(false).mode(0o600).open(path)?;
@@ -66,17 +69,17 @@ fn check(generation: u64, until: u64) -> u64 {
 pub struct Lease {
     path: PathBuf,
     generation: u64,
-    /// Once it is there.
+    /// Opened once the file exists.
     page: Mutex<Option<File>>,
 }
 
 impl Lease {
-    /// For frames of this timeline, by the page at `path`, which need not be there yet.
+    /// The lease for frames of this generation, by the page at `path`, which need not exist yet.
     pub fn new(path: &Path, generation: u32) -> Self {
         Self { path: path.to_owned(), generation: generation.into(), page: Mutex::default() }
     }
 
-    /// Whether a frame may leave. To be asked for every frame, right before it is sent.
+    /// Whether a frame may leave. The caller checks this for every frame, right before it sends it.
     pub fn is_held(&self) -> bool {
         self.is_held_at(now())
     }
@@ -99,7 +102,7 @@ impl Lease {
     }
 }
 
-/// Now, by the clock that leases are counted by.
+/// The current time of the clock that leases use.
 fn now() -> Duration {
     let now = clock_gettime(ClockId::Boottime);
     Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
@@ -143,7 +146,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever of a newer page has been written over an older one: what is read is one of them, or nothing.
+        /// A page that is partly overwritten by a newer one is read as one of the two, or as none.
         #[test]
         fn a_page_that_is_half_written_is_none(
             old in (0..4_u32, 0..u64::MAX), new in (0..4_u32, 0..u64::MAX), words in 0..5_usize,

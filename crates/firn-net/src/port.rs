@@ -1,14 +1,16 @@
-//! A card, its gate and its uplink, and the thread that carries frames between them.
+//! Card port: a card, its output buffer and its uplink, and the thread that carries frames between
+//! them.
 //!
 //! ```text
 //!                      .----------------------- poll -----------------------.
-//!   card's socket -----+--> Gate --(leaving)--> uplink      no uplink: lost  |
+//!   card's socket -----+--> OutputPolicy --> uplink     no uplink: dropped   |
 //!                 <----+------- frames <------- uplink                       |
-//!   eventfd -----------'    cut, committed, open: from other threads         |
+//!   eventfd -----------'    cut, commit, open: from other threads            |
 //! ```
 //!
-//! Whoever reads the card's socket has the gate locked until what was read is in it: so frames keep their order, and each is in the
-//! epoch in which it was read. A cut reads the socket by itself, while the VM stands still.
+//! The thread that reads the card's socket holds the lock of the output until the frames that it
+//! read are in the output. So frames keep their order, and each belongs to the epoch in which it
+//! was read. A cut reads the socket by itself, while the VM is paused.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
@@ -34,20 +36,24 @@ use crate::lease::Lease;
 use crate::uplink::Uplink;
 use crate::way::Way;
 
-/// Most bytes of frames that a card's gate holds: a quarter of a second at a gigabit a second.
+/// The maximum number of bytes that a card's output buffers: a quarter of a second at a gigabit per
+/// second.
 pub const BYTES_MAX: usize = 32 << 20;
-/// Frames read from the card while the gate is locked.
+/// The number of frames read from the card while the output is locked.
 const BATCH: usize = 32;
-/// How often an uplink that is not there is tried, and a lease that is over looked at.
+/// The interval at which a missing uplink is tried, and a lease that is over is checked.
 const RETRY: Duration = Duration::from_millis(100);
-/// How often a member is to look whether others have what it sent.
+/// The interval at which a member checks whether others have received its frames.
 const TICK: Duration = Duration::from_millis(50);
-/// How long a member that is about to be stopped may take to read what it was given, and how often that is looked at. One that does not
-/// is as one whose card has no room: what it does not take is lost.
+/// The time that a member's card gets, before the VM is stopped, to read the frames that it was
+/// given. A card that does not read them in time is treated as one that has no room: its frames are
+/// lost.
 const READ_WAIT: Duration = Duration::from_millis(20);
+/// The interval at which the port checks whether the card has read its frames.
 const READ_LOOK: Duration = Duration::from_micros(200);
 
-/// From nobody to nobody: a card drops it. Once it is read, what was given before is in the guest's memory, and not in a queue of QEMU's.
+/// A frame with unused addresses, which a card drops. Once it is read, the frames that were given
+/// before it are in the guest's memory, and not in a queue of QEMU.
 const PROBE: [u8; 60] = {
     let mut frame = [0; 60];
     frame[0] = 2;
@@ -57,35 +63,37 @@ const PROBE: [u8; 60] = {
     frame
 };
 
-/// What there is to say about a card.
+/// The state of a card.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Now {
-    /// Somebody is at the uplink.
+    /// The port is connected to the uplink.
     pub is_connected: bool,
-    /// Frames leave as they come.
+    /// Frames are released as they come.
     pub is_open: bool,
-    /// It needs a lease, and that is over: nothing leaves.
+    /// The card needs a lease, and the lease is over: no frame leaves.
     pub waits_for_lease: bool,
-    /// What is held.
+    /// The buffered frames.
     pub held: Held,
-    /// How many frames have left.
+    /// The number of frames that were sent.
     pub left: u64,
-    /// How many have come.
+    /// The number of frames that the VM was given.
     pub came: u64,
-    /// From the VM to the uplink, of the newest thousand frames since it was opened or closed.
+    /// The delays from the VM to the uplink, of the newest thousand frames since the output was
+    /// opened or closed.
     pub delays: Vec<Duration>,
 }
 
-/// A pair of sockets: the first is for QEMU, the second is read here. QEMU is to have both open.
+/// Creates a pair of sockets: the first is for QEMU, the second is read by a port. QEMU must have
+/// both open.
 ///
 /// # Errors
-/// If the system has no more.
+/// If the system has no more descriptors.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (theirs, ours) = UnixDatagram::pair()?;
     Ok((theirs.into(), ours.into()))
 }
 
-/// A card that frames pass through. Ends when it is dropped.
+/// A card's port, which passes frames until it is dropped.
 #[derive(Debug)]
 pub struct Port {
     shared: Arc<Shared>,
@@ -93,8 +101,10 @@ pub struct Port {
 }
 
 impl Port {
-    /// Begins to carry frames between a card and its uplink, which need not be there yet. `first` is a connection to it. Frames leave
-    /// only once the port is [plugged in](Self::plug). `theirs` is QEMU's end, to see what it has not read.
+    /// Begins to carry frames between a card and its uplink, which need not exist yet. `first` is a
+    /// connection to it. Frames leave only once the uplink is [connected](Self::connect_uplink).
+    /// `theirs` is QEMU's end of the socket pair; the port uses it to determine what QEMU has not
+    /// read.
     ///
     /// # Errors
     /// If the system has no more descriptors or threads.
@@ -130,19 +140,20 @@ impl Port {
         Ok(Self { shared, relay: Some(relay) })
     }
 
-    /// Connects to the uplink, now or when somebody is there.
+    /// Connects to the uplink, now or when a process listens there.
     pub fn plug(&self) {
         self.shared.is_plugged.store(true, Ordering::Relaxed);
         self.shared.wake();
     }
 
-    /// A protection begins: see [`Gate::begin`].
+    /// Begins a protection: see [`OutputBuffer::begin_protection`].
     pub fn begin(&self) {
         self.shared.output().way.begin();
     }
 
-    /// The VM is about to be stopped: its socket is empty when this returns, and kept so, until it goes on. See [`Gate::flow`]. A member
-    /// is given nothing from now on, and has read what it was given.
+    /// Prepares for a stop of the VM. When this returns, the card's socket is empty, and it is kept
+    /// empty until [`Self::finish_stop`]; see [`OutputBuffer::input_flow`]. A member is given no
+    /// frames from now on, and has read the frames that it was given.
     pub fn stopping(&self) {
         let mut output = self.shared.output();
         output.way.stopping(true);
@@ -156,7 +167,7 @@ impl Port {
         }
     }
 
-    /// The VM was not stopped, or goes on.
+    /// Ends the preparation, because the VM was not stopped, or runs again.
     pub fn goes_on(&self) {
         let mut output = self.shared.output();
         output.way.stopping(false);
@@ -165,36 +176,38 @@ impl Port {
         self.shared.wake();
     }
 
-    /// The VM stands still at the end of an epoch: see [`Gate::cut`]. What goes with it, of a member.
+    /// Ends an epoch while the VM is paused: see [`OutputBuffer::cut_epoch`]. Of a member, returns
+    /// the state that belongs to the epoch.
     pub fn cut(&self, epoch: Epoch) -> Option<OfEpoch> {
         let mut output = self.shared.output();
         while self.shared.take(&mut output) {}
         let of = output.way.cut(epoch);
         drop(output);
-        // What was read just now may leave at once, if the gate was open until now.
+        // The frames that were just read may leave at once, if the output was open until now.
         self.shared.wake();
         of
     }
 
-    /// Nothing undoes an epoch any more: see [`Gate::committed`].
+    /// Commits an epoch: see [`OutputBuffer::commit_epoch`].
     pub fn committed(&self, epoch: Epoch) {
         self.shared.output().way.committed(epoch);
         self.shared.wake();
     }
 
-    /// Lets out what is held, and what comes: see [`Gate::open`].
+    /// Releases buffered frames, and later frames as they come: see [`OutputBuffer::open_output`].
     pub fn let_out(&self) {
         self.shared.output().way.open();
         self.shared.wake();
     }
 
-    /// From now on frames leave only while that lease is held, or need none.
+    /// Sets the lease during which frames may leave. `None`: they need no lease.
     pub fn obey(&self, lease: Option<Lease>) {
         *self.shared.lease() = lease;
         self.shared.wake();
     }
 
-    /// The VM becomes a member of a cluster, or one of a new timeline. `false` if what it sends is being held.
+    /// Makes the VM a member of a cluster, or of a new generation. `false` if its output is
+    /// buffered.
     pub fn join(&self, of: Membership) -> bool {
         let mut output = self.shared.output();
         let is_open = output.way.is_open();
@@ -206,13 +219,14 @@ impl Port {
         is_open
     }
 
-    /// The VM is about to run as a member, from the end of `base`: what was under way is sent again.
+    /// Makes the VM a member that is about to run from the end of `base`. It sends frames that were
+    /// in flight again.
     pub fn go_on(&self, of: Membership, base: Epoch, kept: Kept) {
         self.shared.output().way.become_member(Joined::going_on(of, base, kept));
         self.shared.wake();
     }
 
-    /// The VM is no member any more. `false` if what it sends is being held.
+    /// Ends the VM's membership. `false` if its output is buffered.
     pub fn leave(&self) -> bool {
         let mut output = self.shared.output();
         let is_open = output.way.is_open();
@@ -224,22 +238,24 @@ impl Port {
         is_open
     }
 
-    /// The VM's mark, for the one who makes global checkpoints, if there is one to give.
+    /// The VM's mark for the initiator of global checkpoints, if there is one.
     pub fn requested(&self, of: Generation, request: RequestNumber) -> Option<Answer> {
         self.shared.output().way.joined_mut()?.requested(of, request)
     }
 
-    /// Whether what another member has sent waits for the epoch that runs to be cut.
+    /// Whether a frame of another member waits for the running epoch to be cut.
     pub fn wants_cut(&self) -> bool {
         self.shared.output().way.joined().is_some_and(Joined::wants_cut)
     }
 
-    /// Wakes whoever cuts epochs of a member: [`Self::wants_cut`], [`Self::globally`] or [`Self::gone`] has something new to say.
+    /// Wakes the thread that cuts a member's epochs: [`Self::wants_cut`], [`Self::global_epoch`] or
+    /// [`Self::released_up_to`] has changed.
     pub fn news(&self) -> Receiver<()> {
         self.shared.news.1.clone()
     }
 
-    /// A global checkpoint that has this VM at that epoch is on record. `false` if the VM is in no such timeline.
+    /// Records a global checkpoint, which includes this VM at that epoch. `false` if the VM is in
+    /// no such generation.
     pub fn globally(&self, of: Generation, epoch: Epoch) -> bool {
         let mut output = self.shared.output();
         let joined = output.way.joined_mut().filter(|it| it.membership().generation == of);
@@ -250,37 +266,38 @@ impl Port {
         is_heard
     }
 
-    /// The newest epoch of a member that a global checkpoint has.
+    /// The newest epoch of a member that belongs to a global checkpoint.
     pub fn global(&self) -> Epoch {
         self.shared.output().way.joined().map_or(Epoch(0), Joined::global)
     }
 
-    /// The newest frame of a member to the outside that has left.
+    /// The newest frame of a member to the outside that has been sent.
     pub fn gone(&self) -> Seq {
         self.shared.gone()
     }
 
-    /// What it was told, if the VM is a member.
+    /// The membership of the VM, if it is a member.
     pub fn membership(&self) -> Option<Membership> {
         self.shared.output().way.joined().map(|joined| joined.membership().clone())
     }
 
-    /// Whether a protection can begin: a member has to have joined since the last.
+    /// Whether a protection can begin: a member must have joined since the last one.
     pub fn is_new(&self) -> bool {
         self.shared.output().way.joined().is_none_or(Joined::is_new)
     }
 
-    /// Whether others have what was let out when a member's gate was opened, as far as it knows.
+    /// Whether the receivers have the frames that were released when a member's output was opened,
+    /// as far as it knows.
     pub fn is_settled(&self) -> bool {
         self.shared.output().way.joined().is_none_or(Joined::is_settled)
     }
 
-    /// Whether frames leave as they come.
+    /// Whether frames are released as they come.
     pub fn is_open(&self) -> bool {
         self.shared.output().way.is_open()
     }
 
-    /// What there is to say about it now.
+    /// The current state of the card.
     pub fn now(&self) -> Now {
         let gate = &self.shared.output().way;
         Now {
@@ -300,7 +317,7 @@ impl Drop for Port {
         self.shared.is_over.store(true, Ordering::Relaxed);
         self.shared.wake();
         if let Some(relay) = self.relay.take() {
-            // One that panicked has said so.
+            // A relay thread that panicked has reported it.
             let _ = relay.join();
         }
     }
@@ -309,14 +326,14 @@ impl Drop for Port {
 #[derive(Debug)]
 struct Output {
     way: Way,
-    /// The VM is given nothing.
+    /// The VM is given no frames.
     is_frozen: bool,
-    /// It has not read what it was given, when that was waited for last.
+    /// The VM had not read its frames when the port last waited for it.
     is_stuck: bool,
     buffer: Vec<u8>,
 }
 
-/// What other threads reach.
+/// The state that other threads share with the relay thread.
 #[derive(Debug)]
 struct Shared {
     card: UnixDatagram,
@@ -329,7 +346,7 @@ struct Shared {
     is_plugged: AtomicBool,
     is_connected: AtomicBool,
     is_over: AtomicBool,
-    /// Somebody who cuts epochs has to hear something.
+    /// Wakes the thread that cuts epochs.
     news: (Sender<()>, Receiver<()>),
     came: AtomicU64,
     since: Instant,
@@ -344,12 +361,13 @@ impl Shared {
         self.lease.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a frame may leave now, as far as the lease is concerned.
+    /// Whether the lease allows a frame to leave now.
     fn may_send(&self) -> bool {
         self.lease().as_ref().is_none_or(Lease::is_held)
     }
 
-    /// Whether frames were read from the card's socket, of which there may be more. None are at the bound.
+    /// Reads a batch of frames from the card's socket. Returns whether there may be more. At the
+    /// bound none are read.
     fn take(&self, output: &mut Output) -> bool {
         let Output { way, buffer, .. } = output;
         for _ in 0..BATCH {
@@ -365,12 +383,12 @@ impl Shared {
         true
     }
 
-    /// Returns when QEMU has given the guest what it was given, or doesn't.
+    /// Waits until QEMU has given the guest the frames that it was given, or until the time limit.
     fn wait_until_read(&self) {
         if self.output().is_stuck && !self.is_read() {
             return;
         }
-        // What has no room is not read by who does not read.
+        // If there is no room for it, the card does not read, and the wait below times out.
         let _ = self.card.send(&PROBE);
         let since = Instant::now();
         while !self.is_read() && since.elapsed() < READ_WAIT {
@@ -383,7 +401,8 @@ impl Shared {
         }
     }
 
-    /// What of a frame from the uplink, and of what came before it, the VM is given now.
+    /// Receives a frame from the uplink, and returns the frames that the VM is to be given now.
+    /// These include frames that came earlier.
     fn arrived(&self, way: &mut Way, frame: Vec<u8>, now: Duration) -> Vec<Vec<u8>> {
         let given = way.arrived(frame, now);
         if way.joined().is_some_and(Joined::wants_cut) {
@@ -392,17 +411,17 @@ impl Shared {
         given
     }
 
-    /// The newest frame of a member to the outside that has left.
+    /// The newest frame of a member to the outside that has been sent.
     fn gone(&self) -> Seq {
         self.output().way.joined().map_or(Seq(0), Joined::gone)
     }
 
-    /// Wakes who cuts epochs. One who was told and has not looked yet need not be told again.
+    /// Wakes the thread that cuts epochs, unless a wakeup is pending.
     fn tell(&self) {
         let _ = self.news.0.try_send(());
     }
 
-    /// Whether nothing waits at QEMU's end.
+    /// Whether QEMU's end of the socket pair is empty.
     fn is_read(&self) -> bool {
         let theirs = self.theirs.as_ref();
         theirs.is_none_or(|theirs| rustix::io::ioctl_fionread(theirs).is_ok_and(|bytes| bytes == 0))
@@ -416,21 +435,22 @@ impl Shared {
         polled.is_ok() && !all[0].revents().is_empty()
     }
 
-    /// Has the thread look at everything anew. A counter that is full wakes as well.
+    /// Wakes the relay thread, which checks everything again. A counter that is full wakes it as
+    /// well.
     fn wake(&self) {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 }
 
-/// The thread.
+/// The relay thread: it carries frames between the card and the uplink.
 struct Relay {
     shared: Arc<Shared>,
     uplink: Option<Uplink>,
-    /// When it was tried to connect last.
+    /// The time of the last attempt to connect.
     tried: Option<Instant>,
     /// Frames for the VM.
     inward: VecDeque<Vec<u8>>,
-    /// When a member was last told what time it is.
+    /// The time at which a member's time was last advanced.
     ticked: Duration,
 }
 
@@ -472,7 +492,8 @@ impl Relay {
         }
     }
 
-    /// What is waited for at the card and at the uplink. What nothing can be done about now isn't looked at.
+    /// The events to poll for at the card and at the uplink. Events that can't be handled now are
+    /// left out.
     fn awaited(&self) -> (PollFlags, PollFlags) {
         let output = self.shared.output();
         let gate = &output.way;
@@ -486,13 +507,13 @@ impl Relay {
         (card, outside)
     }
 
-    /// Nobody says when a lease is held again.
+    /// Whether to poll with a timeout: no event signals that a lease is held again.
     fn looks_again(&self, is_plugged: bool) -> bool {
         let waits = || self.shared.output().way.next().is_some() && !self.shared.may_send();
         is_plugged && (self.uplink.is_none() || waits())
     }
 
-    /// Waits until there is something to do.
+    /// Waits for an event or a timeout.
     fn wait(&self) -> io::Result<()> {
         let is_plugged = self.shared.is_plugged.load(Ordering::Relaxed);
         let (card, outside) = self.awaited();
@@ -508,12 +529,12 @@ impl Relay {
         let timeout = retries.into_iter().chain(is_member.then_some(TICK)).min();
         let timeout = timeout.map(|it| Timespec { tv_sec: 0, tv_nsec: it.subsec_nanos().into() });
         rustix::io::retry_on_intr(|| poll(&mut all, timeout.as_ref()))?;
-        // Nothing there is no error.
+        // An empty counter is no error.
         let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
         Ok(())
     }
 
-    /// From the gate to the uplink.
+    /// Carries frames from the output to the uplink.
     fn outward(&mut self) -> io::Result<()> {
         let is_plugged = self.shared.is_plugged.load(Ordering::Relaxed);
         let Some(uplink) = self.uplink.as_mut().filter(|_| is_plugged) else {
@@ -531,7 +552,7 @@ impl Relay {
         Ok(())
     }
 
-    /// From the uplink to the card. One that has no room is waited for.
+    /// Carries frames from the uplink to the card, as far as the card has room.
     fn inward(&mut self) -> io::Result<()> {
         let is_plugged = self.shared.is_plugged.load(Ordering::Relaxed);
         let read = match self.uplink.as_mut().filter(|_| is_plugged && self.inward.is_empty()) {
@@ -539,13 +560,14 @@ impl Relay {
             None => Ok(()),
         };
         loop {
-            // Locked until it is given: what counts as received at a cut, the VM has.
+            // Locked until the frame is given: at a cut the VM has all frames that count as
+            // received.
             let mut output = self.shared.output();
             if output.is_frozen || !self.shared.has_room() {
                 break;
             }
             let now = self.shared.since.elapsed();
-            // What has waited for a cut came before.
+            // Frames that have waited for a cut came earlier.
             let waited = output.way.joined_mut().filter(|joined| joined.may_let_in());
             let given = match waited.map(|joined| joined.let_in(now)) {
                 Some(given) => given,
@@ -555,7 +577,7 @@ impl Relay {
                 },
             };
             for frame in given {
-                // One that the socket does not take, or a VM that is gone, is no trouble.
+                // A frame that the socket does not take, or a VM that has ended, is no error.
                 if self.shared.card.send(&frame).is_ok() {
                     self.shared.came.fetch_add(1, Ordering::Relaxed);
                 }
@@ -565,7 +587,7 @@ impl Relay {
     }
 }
 
-/// Tells a member what time it is, not too often; when it was told last.
+/// Advances a member's time, at most once per interval. Returns when it was last advanced.
 fn tick(way: &mut Way, before: Duration, now: Duration) -> Duration {
     let Some(joined) = way.joined_mut().filter(|_| now.saturating_sub(before) >= TICK) else {
         return before;

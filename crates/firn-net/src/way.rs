@@ -1,7 +1,8 @@
-//! What decides over a card's frames: the gate of a VM by itself, or that of a member of a cluster.
+//! Output policy of a card: the output buffer of a single VM, or that of a member of a cluster.
 //!
-//! Members leave one after another while their VMs run. What others wrap meanwhile is for a gate that was one: it hears them as
-//! before, and lets out at once what it has to say.
+//! Members leave a cluster one after another while their VMs run. Until every member has left, a
+//! former member still unwraps frames from the others, and transmits the acknowledgements for them
+//! at once.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,11 +15,13 @@ use firn_cluster::output::Flow;
 use crate::gate::{Gate, Held};
 use crate::joined::Joined;
 
-/// One of the two.
+/// The output policy of a card.
 #[derive(Debug)]
 pub(crate) enum Way {
-    /// What it was as a member before, if it was, until a protection begins.
+    /// A VM outside a cluster. The second field is its former output as a member, if it was one. It
+    /// is retained until a protection begins.
     Alone(Gate, Option<Box<Joined>>),
+    /// A member of a cluster.
     Joined(Box<Joined>),
 }
 
@@ -37,7 +40,7 @@ impl Way {
         }
     }
 
-    /// What was to leave leaves.
+    /// Makes the VM a member. Frames that were released before still leave.
     pub(crate) fn become_member(&mut self, mut joined: Joined) {
         while let Some(frame) = self.next() {
             joined.passes(frame);
@@ -46,7 +49,8 @@ impl Way {
         *self = Self::Joined(Box::new(joined));
     }
 
-    /// What was to leave leaves; what others have not got is as lost as in any network.
+    /// Makes the VM a single one. Frames that were released before still leave. Frames that other
+    /// members have not received are lost, as in any network.
     pub(crate) fn become_alone(&mut self, bytes_max: usize, now: Duration) {
         let mut gate = Gate::new(bytes_max, true);
         while let Some(frame) = self.next() {
@@ -66,7 +70,7 @@ impl Way {
         }
     }
 
-    /// What the VM is to be given of a frame that has come.
+    /// Receives a frame from the uplink, and returns the frames that the VM is to be given.
     pub(crate) fn arrived(&mut self, frame: Vec<u8>, now: Duration) -> Vec<Vec<u8>> {
         match self {
             Self::Alone(gate, Some(was)) if is_wrapped(&frame) => {
@@ -92,7 +96,7 @@ impl Way {
     pub(crate) fn cut(&mut self, epoch: Epoch) -> Option<OfEpoch> {
         match self {
             Self::Alone(gate, _) => {
-                // For tests that want to see what happens without.
+                // Tests switch output commit off to observe the result.
                 if firn_fault::io("net.hold").is_ok() {
                     gate.cut(epoch);
                 }
@@ -172,7 +176,7 @@ impl Way {
         }
     }
 
-    /// Of a member's frames that is not measured.
+    /// Delays are not measured for a member's frames.
     pub(crate) fn delays(&self) -> Vec<Duration> {
         match self {
             Self::Alone(gate, _) => gate.delays().collect(),
@@ -215,7 +219,7 @@ mod tests {
         left
     }
 
-    /// What came on its way while one of the two had left, and what was lost then, arrives once.
+    /// Frames that were in flight or lost while only one of the two had left arrive once.
     #[test]
     fn who_has_left_hears_who_is_about_to() {
         let (mut a, mut b) = (way(0), way(1));

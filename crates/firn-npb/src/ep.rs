@@ -1,24 +1,25 @@
-//! EP, "embarrassingly parallel": pairs of Gaussian deviates, counted by square annuli (section 2.3.1).
+//! EP, "embarrassingly parallel": pairs of Gaussian deviates, counted by square annuli (section
+//! 2.3.1).
 //!
-//! A batch of numbers is drawn into memory before it is used, as in the reference implementation (NPB 1 and later): what EP writes
-//! is a MiB for each process, over and over.
+//! A batch of numbers is generated into memory before it is used, as in the reference
+//! implementation (NPB 1 and later): EP writes the same MiB in each process again and again.
 
 use crate::peers::{PeersError, Talk};
 use crate::random::Random;
 use crate::{Class, part};
 
 const SEED: u64 = 271_828_183;
-/// Pairs that are drawn in a go; each process has whole ones.
+/// Pairs that are generated at once; each process has whole batches.
 const BATCH: usize = 1 << 16;
-/// How far a sum may be from the specified one, of that.
+/// The maximum relative difference between a sum and the specified one.
 const TOLERANCE: f64 = 1e-8;
 
-/// What a run gave.
+/// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Result {
-    /// Sums of both deviates.
+    /// The sums of both deviates.
     pub sums: [f64; 2],
-    /// Pairs by annulus.
+    /// The count of pairs by annulus.
     pub counts: [u64; 10],
     /// Whether the sums are the specified ones.
     pub is_right: bool,
@@ -42,10 +43,10 @@ impl Class {
     }
 }
 
-/// Runs this process's part, and puts all parts together.
+/// Runs this process's part, and combines all parts.
 ///
 /// # Errors
-/// If another process is gone.
+/// If the connection to another process is lost.
 pub fn run(class: Class, talk: &mut impl Talk) -> std::result::Result<Result, PeersError> {
     let (mut sums, mut counts) = ([0.0; 2], [0; 10]);
     let mut numbers = vec![0.0; 2 * BATCH];

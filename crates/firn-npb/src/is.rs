@@ -1,8 +1,8 @@
 //! IS, "integer sort": ranks keys in ten iterations, between which two keys change (section 2.3.5).
 //!
 //! ```text
-//!   each process      keys -> buckets by value -> how many of each bucket all have -> whole buckets for each process
-//!                     keys to who has their bucket, counted there: the rank of a key is how many are less
+//!   each process      keys -> buckets by value -> total count of keys per bucket -> whole buckets for each process
+//!                     keys to the owner of their bucket, counted there: the rank of a key is the count of smaller keys
 //! ```
 
 use crate::peers::{PeersError, Talk};
@@ -11,30 +11,31 @@ use crate::{Class, part};
 
 const SEED: u64 = 314_159_265;
 const ITERATIONS: u32 = 10;
-/// Buckets, as a power of two.
+/// The count of buckets, as a power of two.
 const BUCKET_BITS: u32 = 10;
 
-/// What a run gave.
+/// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Result {
-    /// Ranks of test keys that were the specified ones, of 50.
+    /// The count of test keys with the specified rank, of 50.
     pub right_ranks: u32,
-    /// Whether all were, and all keys are in order at the end.
+    /// Whether all 50 ranks were right, and all keys are in order at the end.
     pub is_right: bool,
 }
 
-/// Keys whose rank is known: where they are, their rank before any iteration, and how it moves.
+/// Keys whose rank is known: their positions, their rank before any iteration, and its change per
+/// iteration.
 struct Tests {
     places: [u64; 5],
     ranks: [i64; 5],
-    /// How many of them move up; the others move down.
+    /// The count of keys whose rank rises; that of the others falls.
     up: usize,
-    /// By how much less than the iteration's number: up, down.
+    /// The amount by which the change is less than the iteration's number: rising, falling.
     less: [i64; 2],
 }
 
 impl Class {
-    /// Number of keys, and of values, as powers of two.
+    /// The counts of keys and of values, as powers of two.
     fn bits(self) -> (u32, u32) {
         match self {
             Self::S => (16, 11),
@@ -85,20 +86,20 @@ struct Keys {
     keys: Vec<u32>,
 }
 
-/// The keys that a process has after the exchange, and where they are among all.
+/// The keys that a process has after the exchange, and their rank among all.
 struct Sorted {
-    /// The least value that belongs here.
+    /// The minimum value that belongs to this process.
     low: u32,
-    /// How many keys of all are less than that.
+    /// The count of all keys that are less than that.
     before: u64,
-    /// How many keys here have each value, from `low` on.
+    /// The count of keys here for each value, from `low` on.
     counts: Vec<u64>,
 }
 
 /// Runs this process's part of all iterations.
 ///
 /// # Errors
-/// If another process is gone.
+/// If the connection to another process is lost.
 pub fn run(class: Class, talk: &mut impl Talk) -> std::result::Result<Result, PeersError> {
     let mut keys = Keys::new(class, talk.rank(), talk.size());
     let tests = class.tests();
@@ -133,7 +134,7 @@ impl Keys {
         Self { class, first: part.start, keys }
     }
 
-    /// The two keys that each iteration sets.
+    /// Sets the two keys that change in each iteration.
     fn change(&mut self, iteration: u32) {
         let top = 1 << self.class.bits().1;
         for (place, value) in [(iteration, iteration), (iteration + ITERATIONS, top - iteration)] {
@@ -147,7 +148,7 @@ impl Keys {
         self.keys.get_mut(usize::try_from(place.checked_sub(self.first)?).ok()?)
     }
 
-    /// Values of keys, whoever has them.
+    /// The values of keys, from the processes that have them.
     fn at(
         &mut self,
         places: &[u64; 5],
@@ -162,7 +163,7 @@ impl Keys {
         self.class.bits().1 - BUCKET_BITS
     }
 
-    /// Sends each key to who has its bucket, and counts those that came.
+    /// Sends each key to the owner of its bucket, and counts the received keys.
     fn exchange(&self, talk: &mut impl Talk) -> std::result::Result<Sorted, PeersError> {
         let shift = self.bucket_bits();
         let mut totals = vec![0_u64; 1 << BUCKET_BITS];
@@ -185,7 +186,8 @@ impl Keys {
     }
 }
 
-/// Who has each bucket: neighbours to the same process, about equally many keys to each.
+/// The owner of each bucket: adjacent buckets have the same owner, and each owner about the same
+/// count of keys.
 fn owners(totals: &[u64], size: usize) -> Vec<usize> {
     let all: u64 = totals.iter().sum();
     let mut before = 0;
@@ -198,14 +200,14 @@ fn owners(totals: &[u64], size: usize) -> Vec<usize> {
 }
 
 impl Sorted {
-    /// How many keys of all are less than this value, if it belongs here.
+    /// The count of all keys that are less than this value, if it belongs to this process.
     fn rank(&self, value: u32) -> Option<u64> {
         let at = usize::try_from(value.checked_sub(self.low)?).ok()?;
         self.counts.get(at)?;
         Some(self.before + self.counts[..at].iter().sum::<u64>())
     }
 
-    /// Whether these are all keys, each once: counted by value they are in order.
+    /// Whether these are all keys, each once. As they are counted by value, they are then in order.
     fn is_whole(
         &self,
         class: Class,

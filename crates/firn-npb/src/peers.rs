@@ -1,12 +1,13 @@
-//! Processes that compute together, and talk: each two have a TCP connection.
+//! Peer group: processes that compute together. Each two have a TCP connection.
 //!
 //! ```text
-//!   rank r listens at its own address, connects to all lower ranks, and says its rank (4 bytes)
-//!   a message: length (4 bytes), then so many bytes: words of 8 in sums, of 4 in parcels; little-endian
+//!   rank r listens at its own address, connects to all lower ranks, and sends its rank (4 bytes)
+//!   a message: length (4 bytes), then this count of bytes: words of 8 in sums, of 4 in parcels; little-endian
 //! ```
 //!
-//! Sums are made at rank 0 and told to all, always in the order of ranks: floats give the same result each time. Exchanges go round:
-//! in step s each process sends to the one s further and receives from the one s back.
+//! Rank 0 computes sums and sends them to all, always in the order of ranks: floats give the same
+//! result each time. An exchange has steps: in step s each process sends to the process s ranks
+//! higher and receives from the process s ranks lower (modulo the count of processes).
 
 use std::io::{self, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -15,64 +16,64 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-/// How long others may take to start.
+/// The maximum time that other processes may take to start.
 const START: Duration = Duration::from_secs(120);
 
-/// Another process can't be talked to.
+/// Why the group of processes cannot communicate.
 #[derive(Debug, Error)]
 pub enum PeersError {
-    /// It can't be reached, or is gone.
-    #[error("process {rank} can't be talked to")]
+    /// Another process cannot be reached, or its connection is lost.
+    #[error("cannot communicate with process {rank}")]
     Gone {
-        /// Which.
+        /// The process.
         rank: usize,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// This process's own address is of no use.
-    #[error("can't listen at {address}")]
+    /// This process cannot listen at its own address.
+    #[error("cannot listen at {address}")]
     Listen {
-        /// Where.
+        /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
     /// There is no such process.
     #[error("there are {size} processes, and none of rank {rank}")]
     Rank {
-        /// Which.
+        /// The rank.
         rank: usize,
-        /// How many.
+        /// The count of processes.
         size: usize,
     },
 }
 
-/// What the benchmarks need of each other's processes.
+/// The communication that the benchmarks need.
 pub trait Talk {
-    /// This process's number, from 0.
+    /// This process's rank, from 0.
     fn rank(&self) -> usize;
-    /// How many there are.
+    /// The count of processes.
     fn size(&self) -> usize;
     /// Replaces numbers by their sums over all processes.
     ///
     /// # Errors
-    /// If one is gone.
+    /// If the connection to one is lost.
     fn sum(&mut self, numbers: &mut [u64]) -> Result<(), PeersError>;
     /// The same with floats as well, in the same messages.
     ///
     /// # Errors
-    /// If one is gone.
+    /// If the connection to one is lost.
     fn sum_both(&mut self, floats: &mut [f64], numbers: &mut [u64]) -> Result<(), PeersError>;
-    /// Sends a parcel to each, and gives those that came, by rank.
+    /// Sends a parcel to each process, and returns the received ones, by rank.
     ///
     /// # Errors
-    /// If one is gone.
+    /// If the connection to one is lost.
     fn exchange(&mut self, parcels: Vec<Vec<u32>>) -> Result<Vec<Vec<u32>>, PeersError>;
 }
 
-/// Nobody else.
+/// A group of one process.
 #[derive(Clone, Copy, Debug)]
 pub struct Alone;
 
@@ -98,19 +99,19 @@ impl Talk for Alone {
     }
 }
 
-/// Processes at addresses.
+/// A group of processes at addresses.
 #[derive(Debug)]
 pub struct Peers {
     rank: usize,
-    /// By rank; none to itself.
+    /// Connections by rank; none to itself.
     lines: Vec<Option<TcpStream>>,
 }
 
 impl Peers {
-    /// Comes together with the processes at these addresses, one for each rank.
+    /// Connects to the processes at these addresses, one for each rank.
     ///
     /// # Errors
-    /// If one of them does not come within two minutes.
+    /// If one of them does not start within two minutes.
     pub fn meet(rank: usize, addresses: &[SocketAddr]) -> Result<Self, PeersError> {
         let size = addresses.len();
         let own = *addresses.get(rank).ok_or(PeersError::Rank { rank, size })?;
@@ -166,7 +167,7 @@ impl Peers {
         self.receive(from, u64::from_le_bytes)
     }
 
-    /// Puts together what all have, at rank 0, and tells all.
+    /// Combines the values of all processes at rank 0, and sends the result to all.
     fn reduce(
         &self,
         own: Vec<u64>,
@@ -305,7 +306,7 @@ pub(crate) mod tests {
             0 => Some(peers.sum(&mut [1]).unwrap_err().to_string()),
             _ => None,
         });
-        assert_eq!(gone[0].as_deref(), Some("process 1 can't be talked to"));
+        assert_eq!(gone[0].as_deref(), Some("cannot communicate with process 1"));
         let own = "127.0.0.1:1".parse().unwrap();
         assert!(matches!(Peers::meet(3, &[own]), Err(PeersError::Rank { rank: 3, size: 1 })));
     }

@@ -1,14 +1,14 @@
-//! The generator of all these benchmarks: x <- a x mod 2^46, a = 5^13 (section 2.3).
+//! The random number generator of all these benchmarks: x <- a x mod 2^46, a = 5^13 (section 2.3).
 
 const MASK: u64 = (1 << 46) - 1;
 const A: u64 = 1_220_703_125;
 
-/// Numbers between 0 and 1.
+/// A generator of numbers between 0 and 1.
 #[derive(Clone, Debug)]
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// What comes after `skipped` numbers from this seed.
+    /// The generator with this seed, after `skipped` numbers.
     pub(crate) fn after(seed: u64, skipped: u64) -> Self {
         Self(times(seed, power(A, skipped)))
     }
@@ -20,7 +20,7 @@ impl Random {
     }
 }
 
-/// 2^46 divides 2^64, so that what is lost on the left does not matter.
+/// The product modulo 2^46. 2^46 divides 2^64, so the overflow does not matter.
 fn times(one: u64, other: u64) -> u64 {
     one.wrapping_mul(other) & MASK
 }

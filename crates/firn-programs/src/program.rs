@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use proptest::prelude::*;
 
-/// Ways to write memory.
+/// Kinds of instructions that write memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Byte,
@@ -29,7 +29,7 @@ pub(crate) enum Way {
     CompareExchange,
     Increment,
     Negate,
-    /// What no emulation here knows.
+    /// An instruction that no emulation here supports.
     Shift,
     Atomic128,
 }
@@ -59,10 +59,10 @@ const WAYS: [Way; 22] = [
     Way::Atomic128,
 ];
 
-/// Room that any way but the copying ones needs, with alignment.
+/// The bytes that any kind but the copying ones needs, with alignment.
 const ROOM: usize = 48;
 
-/// One write: where in a stripe (as a fraction), how much if that varies, and with what.
+/// One write: the position in a stripe (as a fraction), the length if that varies, and the value.
 #[derive(Clone, Debug)]
 pub(crate) struct Write {
     pub(crate) area: prop::sample::Index,
@@ -82,7 +82,7 @@ pub(crate) struct Step {
 #[derive(Clone, Debug)]
 pub(crate) struct AreaPlan {
     pub(crate) len: usize,
-    /// For memory of the application's own: where in a page it starts.
+    /// For the program's own memory: its offset in a page.
     pub(crate) misaligned: usize,
 }
 
@@ -114,7 +114,7 @@ fn step() -> impl Strategy<Value = Step> {
         .prop_map(|(writes, threads, commits)| Step { writes, threads, commits })
 }
 
-/// Part of an area, for one of several threads. Borders are no multiples of anything.
+/// The part of an area for one of several threads. Borders are not aligned.
 pub(crate) fn stripe(len: usize, thread: usize, threads: usize) -> Range<usize> {
     len * thread / threads..len * (thread + 1) / threads
 }
@@ -123,7 +123,7 @@ pub(crate) fn stripe(len: usize, thread: usize, threads: usize) -> Range<usize> 
 ///
 /// # Safety
 ///
-/// The bytes are allocated, and nobody else accesses them.
+/// The bytes are allocated, and no other code accesses them.
 pub(crate) unsafe fn perform(write: &Write, start: *mut u8, len: usize) {
     if len == 0 {
         return;
@@ -133,8 +133,8 @@ pub(crate) unsafe fn perform(write: &Write, start: *mut u8, len: usize) {
     let place = write.place as usize % (if fits { len - ROOM } else { len });
     let room = (len - place).min(usize::from(write.len));
     // Equal memory lies at other addresses: alignment is by offset, and checked where it matters.
-    // SAFETY: `place` and what is written behind it lie in the `len` bytes that the caller vouches for: `room` at most for
-    // the copying ways, `ROOM` otherwise.
+    // SAFETY: `place` and the bytes written behind it lie in the `len` bytes that the caller
+    // guarantees: at most `room` for the copying kinds, `ROOM` otherwise.
     unsafe { store(way, start.add(place), room, write.value) }
 }
 
@@ -144,8 +144,8 @@ fn aligned(at: *mut u8, to: usize) -> *mut u8 {
 
 unsafe fn store(way: Way, at: *mut u8, room: usize, value: u64) {
     let pattern: Vec<u8> = (0..room).map(|n| (value >> (n % 57)) as u8 ^ n as u8).collect();
-    // SAFETY: the caller vouches for `room` bytes, and 48, at `at`; each instruction writes 32 at most, behind an
-    // alignment of up to 15. Registers and flags are declared.
+    // SAFETY: the caller guarantees `room` bytes, and 48, at `at`; each instruction writes at most
+    // 32, behind an alignment of up to 15. Registers and flags are declared.
     unsafe {
         match way {
             Way::Byte => at.write_volatile(value as u8),
@@ -201,7 +201,7 @@ fn add_and_swap(word: &AtomicU64, value: u64) {
     assert_eq!(word.swap(before ^ value, Ordering::SeqCst), before.wrapping_add(value));
 }
 
-/// One that succeeds, and one that fails.
+/// One exchange that succeeds, and one that fails.
 fn exchange_twice(word: &AtomicU64, value: u64) {
     let before = word.load(Ordering::SeqCst);
     let swap = |from, to| word.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst);
@@ -210,8 +210,8 @@ fn exchange_twice(word: &AtomicU64, value: u64) {
 }
 
 unsafe fn exchange_128(at: *mut u8, value: u64) {
-    // SAFETY: the caller vouches for 16 aligned bytes; rbx, which the compiler reserves, is put back. The other registers are named, as
-    // the compiler may choose rbx for one that is not.
+    // SAFETY: the caller guarantees 16 aligned bytes; rbx, which the compiler reserves, is
+    // restored. The other registers are named, as the compiler may choose rbx for one that is not.
     unsafe {
         asm!("mov r8, rbx", "mov rbx, rsi", "mov rax, [rdi]", "mov rdx, [rdi + 8]",
             "lock cmpxchg16b [rdi]", "mov rbx, r8",

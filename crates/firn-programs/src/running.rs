@@ -1,4 +1,4 @@
-//! A random program under way, beside the same on plain memory.
+//! A running random program on areas, compared with the same on plain memory.
 
 use std::ptr::NonNull;
 use std::thread;
@@ -8,7 +8,7 @@ use firn_app::{Area, AreaId, Error, Session};
 use crate::Variant;
 use crate::program::{AreaPlan, Program, Step, perform, stripe};
 
-/// Memory of the program's own that starts somewhere in a page, with other data around it.
+/// Memory of the program that starts anywhere in a page, with other data around it.
 struct Own {
     bytes: Vec<u8>,
     start: usize,
@@ -18,7 +18,7 @@ struct Own {
 impl Own {
     fn new(plan: &AreaPlan) -> Self {
         let bytes = vec![0; plan.len + 3 * 4096];
-        // Not the first page: there is to be something before the area.
+        // Not the first page: there must be data before the area.
         let to_page = bytes.as_ptr().align_offset(4096) + 4096;
         Self { bytes, start: to_page + plan.misaligned, len: plan.len }
     }
@@ -31,7 +31,7 @@ impl Own {
         &self.bytes[self.start..][..self.len]
     }
 
-    /// Writes next to the area, on its pages.
+    /// Writes next to the area, on its first and last page.
     fn disturb(&mut self, value: u8) {
         self.bytes[self.start - 1] = value;
         let end = self.start + self.len;
@@ -39,7 +39,7 @@ impl Own {
     }
 }
 
-/// An area of either kind.
+/// An area of either kind: allocated by the library, or memory of the program.
 enum Tested {
     Allocated(Area),
     Own(AreaId, Own),
@@ -50,7 +50,8 @@ impl Tested {
         if plan.misaligned % 2 == 0 {
             let mut own = Own::new(plan);
             let start = NonNull::new(own.start()).unwrap();
-            // SAFETY: the vector lives until the session is gone (see `run`), and is touched by `perform` only.
+            // SAFETY: the vector lives until the session is dropped (see `run_program`), and only
+            // `perform_write` accesses it.
             match unsafe { session.register(name, start, plan.len) } {
                 Ok(id) => return Self::Own(id, own),
                 Err(Error::Foreign { .. }) => {}
@@ -75,15 +76,15 @@ impl Tested {
     }
 }
 
-/// A program under way: areas, the same program on plain memory, and what was committed.
+/// A running program: areas, the same program on plain memory, and the committed state.
 struct Running {
     session: Session,
     areas: Vec<Tested>,
-    /// What the areas should hold.
+    /// The expected content of the areas.
     plain: Vec<Own>,
-    /// What the session's changes add up to.
+    /// The sum of the session's changes.
     image: Vec<Vec<u8>>,
-    /// What was committed.
+    /// The content at the last commit.
     committed: Vec<Vec<u8>>,
 }
 
@@ -142,7 +143,8 @@ impl Running {
                 let work = move || {
                     for (write, starts, len) in places {
                         for start in starts {
-                            // SAFETY: part of an area or of plain memory that no other thread has a part in.
+                            // SAFETY: part of an area or of plain memory that no other thread
+                            // accesses.
                             unsafe {
                                 perform(&write, std::ptr::with_exposed_provenance_mut(start), len)
                             };
@@ -194,7 +196,7 @@ fn same(got: &[u8], expected: &[u8], which: &str, area: usize, what: &dyn std::f
     }
 }
 
-/// Runs a program, and looks at memory and image after each transaction.
+/// Runs a program, and checks memory and image after each transaction.
 pub(crate) fn run(variant: Variant<'_>, program: &Program) {
     let mut running = Running::new((variant.open)(), &program.areas);
     for step in &program.steps {
@@ -203,9 +205,9 @@ pub(crate) fn run(variant: Variant<'_>, program: &Program) {
     }
     let Running { session, mut areas, .. } = running;
     drop(session);
-    // What was followed can be written as ever.
+    // After the session, the memory that it followed can be written as before.
     for area in &mut areas {
-        // SAFETY: an area has a byte at least, and nobody else uses it.
+        // SAFETY: an area has at least one byte, and no other code uses it.
         unsafe { area.start().write_volatile(1) };
     }
 }

@@ -1,10 +1,10 @@
-//! Operations on data structures, beside the same on plain memory.
+//! Operations on data structures in areas, compared with the same operations on plain memory.
 
 use firn_app::Session;
 
 use crate::Variant;
 
-/// The structures, with one and with five operations in a transaction.
+/// Tests all structures, with one and with five operations in a transaction.
 pub(crate) fn run(variants: &[Variant<'_>], operations: usize) {
     for (number, structure) in firn_structures::ALL.iter().enumerate() {
         let per_transaction = if number % 2 == 0 { 1 } else { 5 };
@@ -31,7 +31,7 @@ pub(crate) fn run(variants: &[Variant<'_>], operations: usize) {
     }
 }
 
-/// Two insertions, then a deletion of a key put in before.
+/// Two insertions, then a deletion of a key inserted before.
 fn operate(structure: &firn_structures::Structure, words: &mut [u64], operation: u64) {
     let key = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20;
     match operation % 3 {

@@ -1,4 +1,5 @@
-//! The page: one HTML file with its figures, readable on light and on dark screens, that loads nothing.
+//! Report page: one HTML file with its figures, readable on light and on dark screens, that loads
+//! nothing.
 
 use firn_measure::{Stalls, responsiveness_curve};
 use firn_restore::RunRecord;
@@ -9,9 +10,9 @@ use crate::run::{Facts, Run, WINDOWS_US, seconds, window_name};
 
 /// The window over which utilization is drawn.
 const WINDOW_US: u64 = 100_000;
-/// Points of a line at most.
+/// Maximum number of points of a line.
 const POINTS: u64 = 300;
-/// Dots of a series at most.
+/// Maximum number of dots of a series.
 const DOTS: usize = 4000;
 const PAGES_PER_MIB: f64 = 256.0;
 const STYLE: &str = "\
@@ -24,7 +25,7 @@ th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #8884}\
 th:first-child,td:first-child{text-align:left}td{font-variant-numeric:tabular-nums}\
 p{max-width:70ch}";
 
-/// The page about these runs.
+/// The report page about these runs.
 ///
 /// # Errors
 /// If a figure can't be drawn.
@@ -50,7 +51,7 @@ pub fn html(runs: &[Run]) -> Result<String, PlotError> {
                 (section("Time to responsiveness", curves(runs)?))
                 (section("Where in memory", maps(runs)?))
                 (section("Reads from storage", [reads(runs).svg()?]))
-                // In a script element nothing is markup but its end.
+                // In a script element only its end tag is markup.
                 script id="facts" type="application/json" { (PreEscaped(json(&facts))) }
             }
         }
@@ -104,7 +105,7 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Until when something happens in any of these restores.
+/// The last instant at which a vCPU of these restores resumed or a stall ended, and some time more.
 fn end_us(runs: &[(&Run, Stalls)]) -> u64 {
     let ends =
         runs.iter().map(|(run, stalls)| stalls.end_us().max(run.record.resumed_us.unwrap_or(0)));

@@ -1,8 +1,8 @@
 //! Figures as SVG, readable on light and on dark pages.
 //!
-//! Nothing is painted behind the figure. Text, axes and the faint grid are drawn in marker colors, and a style sheet
-//! in the file gives those colors their meaning for either kind of page; series have colors of middling lightness,
-//! told apart also by color-blind readers.
+//! The background of a figure is transparent. Text, axes and the faint grid are drawn in marker
+//! colors, which a style sheet in the file replaces by suitable colors for either kind of page;
+//! series have colors of medium lightness that color-blind readers can distinguish too.
 
 use std::error::Error;
 
@@ -13,11 +13,11 @@ use thiserror::Error;
 
 /// Width and height of a figure, in pixels.
 const SIZE: (u32, u32) = (760, 420);
-/// Stands for text and axes until the style sheet says otherwise.
+/// The color of text and axes, which the style sheet replaces.
 const INK: RGBColor = RGBColor(0x1c, 0x1c, 0x1c);
 /// The same for grid lines.
 const FAINT: RGBColor = RGBColor(0xd4, 0xd4, 0xd4);
-/// Series, in this order.
+/// The colors of series, in this order.
 const COLORS: [RGBColor; 6] = [
     RGBColor(0x2f, 0x7e, 0xc7),
     RGBColor(0xd5, 0x6a, 0x1b),
@@ -31,7 +31,7 @@ const STYLE: &str = "<style>text{font-family:system-ui,sans-serif}\
 [fill=\"#1C1C1C\"]{fill:#e4e4e4}[stroke=\"#1C1C1C\"]{stroke:#e4e4e4}\
 [fill=\"#D4D4D4\"]{fill:#444}[stroke=\"#D4D4D4\"]{stroke:#444}}</style>\n";
 
-/// Why there is no figure.
+/// Why a figure can't be drawn.
 #[derive(Debug, Error)]
 #[error("cannot draw {title:?}: {why}")]
 pub struct PlotError {
@@ -42,37 +42,37 @@ pub struct PlotError {
 /// A value over another, one line per series.
 #[derive(Clone, Debug, Default)]
 pub struct LinePlot {
-    /// Above the figure.
+    /// The title above the figure.
     pub title: String,
-    /// What runs to the right.
+    /// The label of the horizontal axis.
     pub x: String,
-    /// What runs upwards.
+    /// The label of the vertical axis.
     pub y: String,
     /// Name and points of each series.
     pub lines: Vec<(String, Vec<(f64, f64)>)>,
 }
 
-/// Dots at places, one color per series; later series lie on earlier ones.
+/// Dots at given points, one color per series; later series cover earlier ones.
 #[derive(Clone, Debug, Default)]
 pub struct DotPlot {
-    /// Above the figure.
+    /// The title above the figure.
     pub title: String,
-    /// What runs to the right.
+    /// The label of the horizontal axis.
     pub x: String,
-    /// What runs upwards.
+    /// The label of the vertical axis.
     pub y: String,
-    /// Where the upward axis ends.
+    /// The end of the vertical axis.
     pub top: f64,
-    /// Name and places of each series.
+    /// Name and points of each series.
     pub series: Vec<(String, Vec<(f64, f64)>)>,
 }
 
 /// A value per group, one bar per series side by side.
 #[derive(Clone, Debug, Default)]
 pub struct BarPlot {
-    /// Above the figure.
+    /// The title above the figure.
     pub title: String,
-    /// What runs upwards.
+    /// The label of the vertical axis.
     pub y: String,
     /// Names below the groups.
     pub groups: Vec<String>,
@@ -181,7 +181,7 @@ fn draw(
     Ok(with_style(&svg))
 }
 
-/// Puts the style sheet right after the opening tag.
+/// Inserts the style sheet right after the opening tag.
 fn with_style(svg: &str) -> String {
     match svg.find("<svg").and_then(|tag| Some(tag + svg[tag..].find('>')? + 1)) {
         Some(end) => format!("{}\n{STYLE}{}", &svg[..end], &svg[end..]),
@@ -204,13 +204,13 @@ fn color(number: usize) -> RGBColor {
     COLORS[number % COLORS.len()]
 }
 
-/// Where an axis ends that begins at 0: a little above the largest value.
+/// The end of an axis that begins at 0: a little above the largest value.
 fn upper(values: impl Iterator<Item = f64>) -> f64 {
     let largest = values.filter(|value| value.is_finite()).fold(0.0, f64::max);
     if largest > 0.0 { largest * 1.08 } else { 1.0 }
 }
 
-/// Left and right edge of a bar; a group is one unit wide, a fifth of it gap.
+/// Left and right edge of a bar; a group is one unit wide, a fifth of which is a gap.
 fn bar(group: usize, number: usize, of: usize) -> (f64, f64) {
     let width = 0.8 / of.max(1) as f64;
     let left = group as f64 + 0.1 + width * number as f64;

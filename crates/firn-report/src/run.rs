@@ -1,4 +1,4 @@
-//! A run record, and the numbers that are told about it.
+//! Reported run: a run record, and the numbers computed from it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,10 +11,10 @@ use thiserror::Error;
 
 /// The windows of TTR(w, u), in microseconds.
 pub(crate) const WINDOWS_US: [u64; 3] = [100_000, 1_000_000, 10_000_000];
-/// The utilizations for which TTR is told as a number.
+/// The utilizations for which TTR is reported as a number.
 const UTILIZATIONS: [f64; 4] = [0.5, 0.8, 0.9, 0.99];
 
-/// Why a file can't be reported about.
+/// Why a file can't be reported on.
 #[derive(Debug, Error)]
 pub enum RunError {
     /// It can't be read.
@@ -22,10 +22,10 @@ pub enum RunError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// It is something else.
+    /// It is not a run record.
     #[error("{path} is no run record", path = .path.display())]
     Format {
         /// The file.
@@ -33,7 +33,7 @@ pub enum RunError {
         /// Where it differs.
         source: serde_json::Error,
     },
-    /// It is from another Firn.
+    /// It is of another version.
     #[error("{path} is a run record of version {found}, not {RUN_RECORD_VERSION}", path = .path.display())]
     Version {
         /// The file.
@@ -46,18 +46,18 @@ pub enum RunError {
 /// One restore.
 #[derive(Clone, Debug)]
 pub struct Run {
-    /// What it is called in the report.
+    /// Its name in the report.
     pub name: String,
-    /// What happened.
+    /// The record of the restore.
     pub record: RunRecord,
 }
 
 /// The numbers about one restore. Times are seconds since the command.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Facts {
-    /// What it is called.
+    /// Its name in the report.
     pub name: String,
-    /// In which order memory came back.
+    /// The order in which memory was restored.
     pub mode: Mode,
     /// When the vCPUs began to run.
     pub running_s: Option<f64>,
@@ -65,32 +65,34 @@ pub struct Facts {
     pub complete_s: Option<f64>,
     /// TTR(w, u) by window in seconds, by utilization.
     pub ttr_s: BTreeMap<String, BTreeMap<String, f64>>,
-    /// How long the vCPUs waited for pages, all together.
+    /// The time that the vCPUs waited for pages, summed over them.
     pub waited_s: f64,
     /// Page faults.
     pub faults: u64,
-    /// Pages for which the guest waited.
+    /// Pages that the guest waited for.
     pub on_demand_pages: u64,
-    /// Pages that were there before the guest asked: working set, and neighbours of what it asked for.
+    /// Pages that were installed before the guest touched them: the working set, and neighbours of
+    /// requested pages.
     pub prefetched_pages: u64,
-    /// Pages that came in the background.
+    /// Pages that were installed in the background.
     pub background_pages: u64,
     /// Reads from storage.
     pub reads: u64,
-    /// Bytes they brought.
+    /// Bytes read from storage.
     pub read_bytes: u64,
-    /// Whether reading ahead was given up because the guest went elsewhere.
+    /// Whether prefetching ended because the guest used other pages than predicted.
     pub diverged: bool,
 }
 
-/// The longest run record, in bytes: one with as many faults and reads as are recorded has a fifth of it.
+/// The maximum size of a run record, in bytes: one with the maximum number of faults and reads has
+/// a fifth of it.
 const BYTES_MAX: u64 = 256 << 20;
 
 impl Run {
     /// Reads a run record; its file's name, without the extension, becomes its name.
     ///
     /// # Errors
-    /// If it can't be read, or is something else.
+    /// If it can't be read, or is not a run record.
     pub fn read(path: &Path) -> Result<Self, RunError> {
         let text = firn_files::read_input(path, BYTES_MAX)
             .map_err(|source| RunError::Read { path: path.to_owned(), source })?;
@@ -139,8 +141,8 @@ impl Run {
     }
 }
 
-/// The waits of vCPUs for pages. Waits of threads that are no vCPUs (devices, and kernel workers under KVM) hold up no
-/// vCPU as far as the record tells, and do not count.
+/// The waits of vCPUs for pages. Waits of threads that are no vCPUs (devices, and kernel workers
+/// under KVM) delay no vCPU as far as the record shows, and do not count.
 pub fn waits(record: &RunRecord) -> impl Iterator<Item = Stall> + '_ {
     let vcpu_of = |tid| record.vcpus.iter().find(|thread| thread.tid == tid);
     record.faults.iter().filter_map(move |fault: &FaultRecord| {

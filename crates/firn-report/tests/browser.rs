@@ -1,4 +1,4 @@
-//! The page as a browser shows it: `scripts/test-report` brings one and runs this.
+//! The report page in a browser: `scripts/test-report` installs a browser and runs this.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test that fails says where")]
 
@@ -9,7 +9,7 @@ use std::process::Command;
 use firn_report::{Run, html};
 use serde_json::{Value, json};
 
-/// What a script in a copy of the page finds out once everything is laid out.
+/// The measurements that a script in a copy of the page makes once everything is laid out.
 const PROBE: &str = r#"
 <script>
   const box = (it) => { const r = it.getBoundingClientRect(); return [r.left, r.right, r.width, r.height]; };
@@ -56,7 +56,7 @@ fn run(name: &str, mode: &str, waits: u64) -> Run {
     Run { name: name.into(), record: serde_json::from_value(record).unwrap() }
 }
 
-/// What the browser found out about a page.
+/// The measurements of the browser.
 fn shown(browser: &str, dir: &Path, page: &str, is_dark: bool) -> Value {
     let file = dir.join("probed.html");
     std::fs::write(&file, page.replace("</body>", &format!("{PROBE}</body>"))).unwrap();
@@ -105,7 +105,7 @@ fn plain(value: &Value) -> Value {
     }
 }
 
-/// Everything has a place and a size, nothing hangs over the edge, and text can be read.
+/// Everything has a position and a size, nothing exceeds the edge, and text can be read.
 fn is_laid_out(found: &Value) {
     let page = numbers(&found["page"]);
     assert!(page[1] <= page[0], "the page is wider than the window: {page:?}");

@@ -1,4 +1,5 @@
-//! How long a page fault takes with a cached image, against a bare loop that answers the same faults from memory.
+//! How long a page fault takes with a cached image, against a bare loop that answers the same
+//! faults from memory.
 //!
 //! `cargo run --release -p firn-restore --example fault_latency -- [CODEC] [PAUSE_US]`
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "a measurement, not a product")]
@@ -83,7 +84,8 @@ fn middle(values: &[f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// One page of each locality block, in stored order: each touch is a fault that nothing has prepared.
+/// One page of each locality block, in stored order: each touch is a fault that nothing has
+/// prepared.
 fn first_of_each(image: &Image) -> Vec<u32> {
     let ids = (0..image.locality_blocks()).map(firn_image::LocalityBlockId);
     ids.map(|id| image.entries(id)[0].block.0 * 2).collect()

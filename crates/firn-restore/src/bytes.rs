@@ -1,30 +1,30 @@
-//! Bytes of the image in memory, in buffers that are used again.
+//! Image bytes in memory, in buffers that are reused.
 //!
 //! ```text
-//!   one read of three locality blocks      Bytes of unit 7   unit 8          unit 9
+//!   one read of three locality blocks      UnitBytes of 7    unit 8          unit 9
 //!   [...............|...............|...]  ^ start 0         ^ start 65536   ^ start 131072
-//!   `--- Run: goes back to the pool when the last Bytes is dropped
+//!   `--- ReadBuffer: returns to the pool when the last UnitBytes is dropped
 //! ```
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Buffers kept for later at most.
+/// Maximum number of buffers kept for reuse.
 const SPARE_MAX: usize = 8;
 
-/// Buffers that wait for their next use.
+/// Buffers for reuse.
 #[derive(Debug, Default)]
 pub(crate) struct Pool {
     spare: Mutex<Vec<Vec<u8>>>,
 }
 
-/// What one read brought.
+/// The bytes of one read.
 #[derive(Debug)]
 pub(crate) struct Run {
     bytes: Vec<u8>,
     pool: Arc<Pool>,
 }
 
-/// What one read brought of one unit: from `start` on.
+/// The bytes of one unit in a read: from `start` on.
 #[derive(Clone, Debug)]
 pub(crate) struct Bytes {
     run: Arc<Run>,
@@ -44,7 +44,7 @@ impl Pool {
         }
     }
 
-    /// Lets a filled buffer come back when nobody needs it any more.
+    /// Wraps a filled buffer, so that it returns to the pool after its last use.
     pub(crate) fn wrap(self: &Arc<Self>, bytes: Vec<u8>) -> Arc<Run> {
         Arc::new(Run { bytes, pool: self.clone() })
     }
@@ -61,7 +61,7 @@ impl Bytes {
         Self { run, start }
     }
 
-    /// From the start of the unit to the end of the read.
+    /// The bytes from the start of the unit to the end of the read.
     pub(crate) fn all(&self) -> &[u8] {
         self.run.bytes.get(self.start..).unwrap_or_default()
     }

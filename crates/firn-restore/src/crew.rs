@@ -8,14 +8,16 @@ use crate::handler::Handler;
 use crate::pool;
 use crate::shared::{Shared, Waiter};
 
-/// All threads of one restore. Dropping it ends them, at the latest when the reads in progress end.
+/// All threads of one restore. Dropping this value ends them, at the latest when the reads in
+/// progress end.
 pub(crate) struct Crew {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Crew {
-    /// Starts the fault handler, the filler, and as many other readers and workers as the options say.
+    /// Starts the fault handler, the filler, and the numbers of other readers and of workers that
+    /// the options give.
     pub(crate) fn start(shared: Arc<Shared>) -> Result<Self, RestoreError> {
         let (readers, workers) = (shared.options.readers.max(2), shared.options.workers.max(1));
         let mut crew = Self { shared, threads: Vec::new() };
@@ -49,12 +51,12 @@ impl Crew {
 impl Drop for Crew {
     fn drop(&mut self) {
         self.shared.stop();
-        // A thread that panicked has said so.
+        // A thread that panicked has reported it.
         self.threads.drain(..).for_each(|thread| drop(thread.join()));
     }
 }
 
-/// Tells if its thread panics: the guest must not be left waiting in silence.
+/// Reports a panic of its thread: the guest must not wait without a report.
 struct Alarm {
     shared: Arc<Shared>,
     name: &'static str,

@@ -1,7 +1,8 @@
 //! An eager restore without userfaultfd: all memory is written before the vCPUs run.
 //!
-//! Nothing is registered, so no page fault has to be answered. The hypervisor must have been started, its vCPUs paused, and
-//! its device state must not be loaded yet: loading it may write to guest memory.
+//! Nothing is registered, so no page fault has to be answered. The hypervisor must have been
+//! started, its vCPUs paused, and its device state must not be loaded yet: loading it may write to
+//! guest memory.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread;
@@ -17,12 +18,12 @@ use crate::options::{Mode, RestoreOptions};
 use crate::restore::check_regions;
 use crate::storage::Storage;
 
-/// Writes all memory of an image to the hypervisor. `progress` receives the written and the total number of bytes; a thread of this
-/// function calls it.
+/// Writes all memory of an image to the hypervisor. `progress` receives the written and the total
+/// number of bytes; a thread of this function calls it.
 ///
 /// # Errors
-/// If the image cannot be read, or the hypervisor's memory cannot be written. Nothing is left to be done with the hypervisor then
-/// but to end it.
+/// If the image cannot be read, or the hypervisor's memory cannot be written. The only thing left
+/// to do is then to end the hypervisor.
 pub fn fill_all(
     image: &std::sync::Arc<Image>,
     memory: &GuestMemory,
@@ -109,7 +110,7 @@ impl EagerFill<'_> {
         Ok(())
     }
 
-    /// A block lies in one region, and may reach past its end.
+    /// A block lies in one region, and may extend past its end.
     fn write(&self, block: Block, raw: &[u8]) -> Result<(), RestoreError> {
         let first = self.storage.image().geometry().block_size.first_page(block);
         let regions = self.memory.map().regions().iter();

@@ -1,4 +1,4 @@
-//! Why memory is late: the errors of reads and installs that are tried again, for reports.
+//! Current failures: the errors of reads and installs that are tried again, for reports.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -13,15 +13,16 @@ use crate::server::{Server, Unit};
 /// Memory that can't be read or installed at present.
 #[derive(Clone, Debug)]
 pub struct Outage {
-    /// Why, by the last attempt.
+    /// The error of the last attempt.
     pub error: Arc<RestoreError>,
     /// When the first attempt failed.
     pub since: SystemTime,
-    /// A page that the guest waits for, if it does; otherwise only the background fill is concerned.
+    /// A page that a vCPU waits for, if one does; otherwise the outage affects only the background
+    /// fill.
     pub page: Option<Page>,
 }
 
-/// What failed, and when first.
+/// The last error of something that failed, and when it first failed.
 #[derive(Clone, Debug)]
 struct Failure {
     error: Arc<RestoreError>,
@@ -29,10 +30,11 @@ struct Failure {
 }
 
 impl Failure {
-    /// Logged; what follows of the same is not, for it may follow for hours.
+    /// The first failure. It is logged; later failures of the same unit or block are not, for they
+    /// may repeat for hours.
     fn first(error: RestoreError) -> Self {
         let cause = &error as &dyn std::error::Error;
-        tracing::warn!(error = cause, "memory is late: this is tried again until it succeeds");
+        tracing::warn!(error = cause, "memory cannot be read or installed; retrying until it succeeds");
         Self { error: Arc::new(error), since: SystemTime::now() }
     }
 
@@ -46,12 +48,12 @@ impl Failure {
     }
 }
 
-/// The errors of everything that failed and was not done since.
+/// The errors of everything that failed and has not succeeded since.
 #[derive(Debug, Default)]
 pub(crate) struct Failures {
     units: BTreeMap<u32, Failure>,
     blocks: BTreeMap<u32, Failure>,
-    /// The host has no memory for pages; with the page that the guest waits for.
+    /// The host has no memory for pages; with the page that a vCPU waits for.
     memory: Option<(Failure, Option<Page>)>,
 }
 
@@ -82,7 +84,7 @@ impl Failures {
         self.memory = None;
     }
 
-    /// What there is to report, given what the page server still tries.
+    /// The outage to report, given what the page server still tries.
     pub(crate) fn outage<B: Clone>(&mut self, server: &Server<B>) -> Option<Outage> {
         if !server.has_failed() {
             self.units.clear();

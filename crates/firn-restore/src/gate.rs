@@ -1,41 +1,43 @@
-//! Keeps reading events apart from installing pages.
+//! Install gate: keeps reads of events apart from installs of pages.
 //!
-//! When the guest gives a page back, the kernel holds the thread that does so until the event is *read*, and lets it go
-//! on at once then: the page disappears. A worker that decided to install the page before, and does so after, would
-//! bring its old contents back, where there must be zeros. So a worker decides and installs within the gate, and the
-//! handler reads with the gate closed:
+//! When the guest gives a page back, the kernel blocks the thread that does so until the event is
+//! *read*, and resumes it at once then: the page disappears. A worker that decided to install the
+//! page before, and does so after, would restore its old contents, where there must be zeros. So a
+//! worker decides and installs inside the gate, and the handler reads with the gate closed:
 //!
 //! ```text
 //!   worker    enter [ still missing? -> UFFDIO_COPY ] leave
 //!   handler                                                close [ read -> settle what was given back ] open
 //! ```
 //!
-//! Waiting for workers would cost every fault some microseconds. But while a page is being given back and the event is
-//! not read, every install fails (`EAGAIN`), and asking for that takes a tenth of a microsecond. So if workers are at it
-//! and no event waits, the handler reads with the gate open. What remains is an event that comes between asking and
-//! reading, if in the same moment a worker is held up between deciding and installing, and for longer than it takes to
-//! give a page back. The guest then finds the page's old contents, which it must expect of a page it gave back anyway.
+//! Waiting for workers would cost every fault some microseconds. But while a page is being given
+//! back and the event is not read, every install fails (`EAGAIN`), and checking for that takes a
+//! tenth of a microsecond. So if workers are inside and no event waits, the handler reads with the
+//! gate open. One case remains: an event comes between the check and the read, and in the same
+//! moment a worker is delayed between its decision and its install, for longer than it takes to
+//! give a page back. The guest then finds the page's old contents, which it must expect of a page
+//! it gave back anyway.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How often the handler looks whether workers have left before it sleeps in between.
+/// How often the handler checks for workers inside before it sleeps between checks.
 const LOOKS: u32 = 100;
 
-/// Pause between looks after that.
+/// Pause between checks after that.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// The gate.
+/// The gate between installs and reads of events.
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     inside: AtomicU32,
     closed: AtomicBool,
 }
 
-/// Being inside.
+/// A thread that holds this is inside the gate.
 pub(crate) struct Inside<'a>(&'a Gate);
 
-/// The gate is closed and nobody is inside.
+/// The gate is closed and no thread is inside.
 pub(crate) struct Closed<'a>(&'a Gate);
 
 impl Gate {
@@ -52,8 +54,8 @@ impl Gate {
         }
     }
 
-    /// Closes the gate and waits until nobody is inside; or leaves it open, and gives `None`, if somebody is inside and
-    /// `is_urgent` says that there is no need. Only one thread may close it.
+    /// Closes the gate and waits until no thread is inside. Leaves it open, and returns `None`, if
+    /// a thread is inside and `is_urgent` returns false. Only one thread may close it.
     pub(crate) fn close(&self, is_urgent: impl FnOnce() -> bool) -> Option<Closed<'_>> {
         self.closed.store(true, Ordering::SeqCst);
         let closed = Closed(self);

@@ -1,18 +1,20 @@
 //! The fault handler: one thread that reads page faults and answers them.
 //!
-//! It never waits for storage. What is in memory or in the page cache it decodes and installs itself, because a hand-over
-//! to another thread costs more than the work; for the rest it leaves the kernel reading and a reader thread waiting.
+//! It never waits for storage. It decodes and installs blocks in memory or in the page cache
+//! itself, because handing them to another thread costs more than the work. For all others it
+//! starts a read in the kernel and lets a reader thread wait.
 //!
 //! ```text
 //!   read events -> page server -> in memory:      decode, install
-//!                              -> not read yet:   look in the page cache: there? decode, install : ask a reader
+//!                              -> not read yet:   check the page cache: there? decode, install : ask a reader
 //!                              -> being read:     nothing; the reader installs it first of all
 //!                              -> zero:           zeros
 //! ```
 //!
-//! Looking in the page cache is asking for the bytes without waiting. As long as the image turns out to be cached, only
-//! the bytes of the faulting memory block are asked for, which is fastest; else those of its whole locality block, so
-//! that the kernel starts one read of the right size at once.
+//! To check the page cache, the handler requests the bytes without waiting. As long as the image
+//! turns out to be cached, it requests only the bytes of the faulting memory block, which is
+//! fastest; otherwise those of its whole locality block, so that the kernel starts one read of the
+//! right size at once.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -29,10 +31,11 @@ use crate::record::{Answered, FaultRecord};
 use crate::server::{Answer, Install, LULL, Server, Source, Stir};
 use crate::shared::{Shared, WakeWorker};
 
-/// Longest sleep without looking whether it is over.
+/// The longest sleep without a check whether the restore is over.
 const SLEEP_MAX: Duration = Duration::from_millis(50);
 
-/// Units found in the page cache one after another that make the handler expect the next one there.
+/// The number of consecutive units in the page cache after which the handler expects the next one
+/// there.
 const WARM_AFTER: u32 = 4;
 
 /// The state of the fault handler.
@@ -41,7 +44,8 @@ pub(crate) struct Handler<'a> {
     hands: Hands<'a>,
     /// Units found in the page cache since the last that was not.
     warm: u32,
-    /// Whether a worker is to be woken. That costs about as much as decoding a block, so it waits until nobody waits.
+    /// Whether a worker is to be woken. That costs about as much as decoding a block, so it is done
+    /// when no fault waits.
     wake_worker: WakeWorker,
 }
 
@@ -51,7 +55,7 @@ impl<'a> Handler<'a> {
         Self { shared, hands, warm: 0, wake_worker: WakeWorker::No }
     }
 
-    /// Answers faults until it is over.
+    /// Answers faults until the restore is over.
     pub(crate) fn run(&mut self) -> Result<(), RestoreError> {
         while !self.shared.is_over() {
             self.read()?;
@@ -62,9 +66,9 @@ impl<'a> Handler<'a> {
         self.read_the_last()
     }
 
-    /// Reads events; if there are none, sleeps first. Sleeping at once is best: looking for the next fault for some
-    /// microseconds made faults 20 to 30 % slower on two processors, because the guest that was just woken had to run
-    /// elsewhere.
+    /// Reads events; if there are none, sleeps first. Sleeping at once is best: polling for the
+    /// next fault for some microseconds made faults 20 to 30 % slower on two processors, because
+    /// the guest that was just woken had to run on the other one.
     fn read(&mut self) -> Result<(), RestoreError> {
         let Some(inbox) = self.hands.inbox() else { return Ok(()) };
         inbox.read()?;
@@ -104,15 +108,16 @@ impl<'a> Handler<'a> {
         Ok(())
     }
 
-    /// Whoever brings the page in does so by itself; if that has failed, it is tried again sooner now.
+    /// The thread that reads the page also installs it. If its read has failed, it is tried again
+    /// sooner now.
     fn wait(&self) {
         let inner = self.shared.lock();
         let demand = inner.server.has_failed();
         self.shared.act(inner, Stir { demand, ..Stir::default() });
     }
 
-    /// Lets a thread go on that waits for something else than a missing page. Nothing is registered for that, so this
-    /// is only for a descriptor that was used otherwise before.
+    /// Resumes a thread that waits for something else than a missing page. Firn registers nothing
+    /// that causes this, so it happens only with a descriptor that was used otherwise before.
     fn let_go(&self, fault: Fault) -> Result<(), RestoreError> {
         let range = fault.page..Page(fault.page.0 + 1);
         match fault.kind {
@@ -149,7 +154,7 @@ impl<'a> Handler<'a> {
         }
     }
 
-    /// Answers from a unit that nobody has read yet.
+    /// Answers from a unit that has not been read yet.
     fn fetch(&mut self, fault: Fault, install: &Install<()>) {
         match self.try_fetch(install) {
             Ok(Some(source)) => {
@@ -176,7 +181,8 @@ impl<'a> Handler<'a> {
         self.wake_worker = self.shared.answered(install, fetched, record);
     }
 
-    /// Installs the block if the page cache has its unit. Gives where the rest of the unit is to be taken from.
+    /// Installs the block if the page cache has its unit. Returns the source of the other blocks of
+    /// the unit.
     fn try_fetch(&mut self, install: &Install<()>) -> Result<Option<Source<Bytes>>, RestoreError> {
         let storage = &self.shared.storage;
         let place = storage.entry(install.block)?;
@@ -184,13 +190,13 @@ impl<'a> Handler<'a> {
             let cached = self.hands.install_cached(install, place)?;
             return Ok(cached.then_some(Source::PageCache));
         }
-        // An error here is told by the reader, which has more patience.
+        // The reader reports an error, after more attempts.
         let Some(bytes) = storage.try_unit(install.unit).unwrap_or(None) else { return Ok(None) };
         self.hands.install_held(install, &bytes, place)?;
         Ok(Some(self.shared.source(bytes)))
     }
 
-    /// Leaves a fault to a reader.
+    /// Leaves a fault to a reader thread.
     fn ask(&self, fault: Fault, ask: impl FnOnce(&mut Server<Bytes>) -> Stir) {
         let mut inner = self.shared.lock();
         let stir = ask(&mut inner.server);
@@ -198,7 +204,7 @@ impl<'a> Handler<'a> {
         self.shared.act(inner, stir);
     }
 
-    /// After the end: who gave pages back waits until that is read.
+    /// After the end: a thread that gave pages back waits until the event is read.
     fn read_the_last(&mut self) -> Result<(), RestoreError> {
         let Some(inbox) = self.hands.inbox() else { return Ok(()) };
         while self.shared.is_finishing() {

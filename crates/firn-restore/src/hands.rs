@@ -1,8 +1,9 @@
-//! Decoding and installing memory blocks: what every thread does, each with its own buffers.
+//! Block installer: decodes and installs memory blocks. Every thread has one, with its own buffers.
 //!
-//! An install that was decided on may be overtaken by the guest giving the page back; see [`crate::gate`]. While that is
-//! going on the kernel refuses to install anything until the event is read. The handler, which reads the events, reads
-//! it at once then; the others wait for the handler.
+//! After an install was decided, the guest may give the page back before it is done; see
+//! [`crate::gate`]. During that time the kernel refuses to install anything until the event is
+//! read. The handler, which reads the events, reads it at once then; the other threads wait for the
+//! handler.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use crate::record::Answered;
 use crate::server::{Install, Source, Stir, Work};
 use crate::shared::Shared;
 
-/// The buffers of one thread.
+/// The buffers and the role of one thread.
 pub(crate) struct Hands<'a> {
     shared: &'a Shared,
     stored: Vec<u8>,
@@ -30,21 +31,21 @@ pub(crate) struct Hands<'a> {
     is_short: bool,
 }
 
-/// Whose hands these are.
+/// The thread that an installer belongs to.
 pub(crate) enum Role<'a> {
-    /// The one that reads events.
+    /// The thread that reads events.
     Handler(Inbox<'a>),
-    /// One of those that do not.
+    /// A thread that does not.
     Helper,
 }
 
-/// Pause of a helper before it tries again.
+/// Pause of a helper before its next attempt.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// Pause before a page is tried again for which the host had no memory.
+/// Pause before the next attempt to install a page for which the host had no memory.
 const MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
-/// Where the stored bytes of a block are in the image.
+/// The location of the stored bytes of a block in the image.
 pub(crate) type Place = (LocalityBlockId, Entry);
 
 impl<'a> Hands<'a> {
@@ -67,13 +68,13 @@ impl<'a> Hands<'a> {
         self.install_raw(install)
     }
 
-    /// Installs a block from the page cache. `false` if that does not have it.
+    /// Installs a block from the page cache. `false` if the page cache does not have it.
     pub(crate) fn install_cached<B>(
         &mut self,
         install: &Install<B>,
         place: Place,
     ) -> Result<bool, RestoreError> {
-        // An error here is told by whoever reads it next, with more patience.
+        // The thread that reads the block next reports an error, after more attempts.
         let cached = self.shared.storage.try_block(place, &mut self.stored).unwrap_or(false);
         if cached {
             self.install_stored(install, place)?;
@@ -81,7 +82,7 @@ impl<'a> Hands<'a> {
         Ok(cached)
     }
 
-    /// Installs a block from the file, waiting for storage if need be.
+    /// Installs a block from the file, waiting for storage if necessary.
     fn install_from_file<B>(
         &mut self,
         install: &Install<B>,
@@ -100,11 +101,12 @@ impl<'a> Hands<'a> {
         self.install_raw(install)
     }
 
-    /// Puts the decoded pages in place, with one request if none of them is settled. Pages that the guest gave back since
-    /// this was decided are left out; if it waits for the block, it waits for zeros there.
+    /// Installs the decoded pages, with one request if none of them is settled. Pages that the
+    /// guest gave back since this was decided are left out; if a vCPU waits for the block, they are
+    /// installed as zeros.
     ///
-    /// The page that the guest waits for does not come before the others: on the processor of the handler the guest
-    /// would run first, and fault on its neighbour.
+    /// The requested page is not installed before the others: on the processor of the handler the
+    /// guest would run first, and fault on its neighbour.
     fn install_raw<B>(&mut self, install: &Install<B>) -> Result<(), RestoreError> {
         point("restore.install");
         loop {
@@ -119,8 +121,8 @@ impl<'a> Hands<'a> {
         Ok(())
     }
 
-    /// After the host had no memory for a page: returns when it is to be tried again. A guest that gives pages back is
-    /// attended to meanwhile, since that frees memory.
+    /// After the host had no memory for a page: returns when the next attempt is due. In this time
+    /// events of a guest that gives pages back are processed, since that frees memory.
     fn wait_for_memory(
         &mut self,
         error: RestoreError,
@@ -174,7 +176,7 @@ impl<'a> Hands<'a> {
         Ok(Attempt::Done)
     }
 
-    /// Answers with zeros; pages that are present stay as they are.
+    /// Answers with zeros; pages that are present are not changed.
     pub(crate) fn zero(&mut self, pages: Range<Page>) -> Result<(), RestoreError> {
         loop {
             match self.check(self.shared.faults.try_zero(pages.clone())) {
@@ -190,7 +192,7 @@ impl<'a> Hands<'a> {
 
     fn check(&self, attempt: Result<Attempt, PageFaultError>) -> Result<Attempt, RestoreError> {
         match attempt {
-            // All memory is present, and nobody waits any more.
+            // All memory is present, and no vCPU waits any more.
             Err(PageFaultError::NotRegistered { .. }) if self.shared.is_finishing() => {
                 Ok(Attempt::Done)
             }
@@ -198,7 +200,7 @@ impl<'a> Hands<'a> {
         }
     }
 
-    /// Lets the hypervisor go on with what it is doing.
+    /// Lets the hypervisor continue with an operation that blocks installs.
     fn make_way(&mut self) -> Result<(), RestoreError> {
         match &mut self.role {
             Role::Handler(inbox) => inbox.read(),
@@ -210,12 +212,12 @@ impl<'a> Hands<'a> {
         }
     }
 
-    /// When a page that was waited for was last put in place.
+    /// When the last page that a vCPU waited for was installed.
     pub(crate) fn answered(&self) -> Duration {
         self.answered
     }
 
-    /// The events, if these are the hands of the handler.
+    /// The events, if this is the installer of the handler.
     pub(crate) fn inbox(&mut self) -> Option<&mut Inbox<'a>> {
         match &mut self.role {
             Role::Handler(inbox) => Some(inbox),
@@ -223,7 +225,8 @@ impl<'a> Hands<'a> {
         }
     }
 
-    /// Does what the page server says. An error is reported, and the guest left waiting.
+    /// Does the work that the page server returned. An error is reported, and the guest keeps
+    /// waiting.
     pub(crate) fn work(&mut self, work: Work<Bytes>) {
         match work {
             Work::Late(page) => self.late(page),
@@ -250,9 +253,9 @@ impl<'a> Hands<'a> {
         }
     }
 
-    /// A block can't be installed: whoever waits for it waits on.
+    /// A block can't be installed: a vCPU that waits for it keeps waiting.
     pub(crate) fn give_up<B>(&self, install: &Install<B>, error: RestoreError) {
-        // Somebody else goes on with it then.
+        // A successor continues with the restore then.
         if matches!(error, RestoreError::Stopped) {
             return;
         }
@@ -263,7 +266,7 @@ impl<'a> Hands<'a> {
             return self.shared.fail(error);
         }
         inner.failures.block(install.block, error);
-        // A reader has to see when its time comes.
+        // A reader must schedule the next attempt.
         self.shared.act(inner, Stir { background: true, ..stir });
         if matches!(self.role, Role::Helper) {
             self.shared.storage.reopen();
@@ -271,7 +274,7 @@ impl<'a> Hands<'a> {
     }
 }
 
-/// What a fault point makes of an install.
+/// The error of an install in which a fault point fails.
 fn no_memory<B>(install: &Install<B>, source: &std::io::Error) -> RestoreError {
     let (first, pages) = (install.wanted.unwrap_or(Page(0)), install.pages.count() as usize);
     let source = rustix::io::Errno::from_io_error(source).unwrap_or(rustix::io::Errno::NOMEM);

@@ -1,6 +1,7 @@
-//! The events of the guest, in the order in which they are to be dealt with.
+//! Event inbox: the events of the guest, in the order in which they are processed.
 //!
-//! Pages given back are settled the moment the event is read, with the gate closed; faults wait for their turn.
+//! Pages given back are settled the moment the event is read, with the gate closed; faults are
+//! queued.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -23,7 +24,7 @@ pub(crate) struct Fault {
     pub(crate) since: Duration,
 }
 
-/// What has been read and not been dealt with.
+/// The events that were read and are not processed yet.
 pub(crate) struct Inbox<'a> {
     shared: &'a Shared,
     events: Vec<Event>,
@@ -44,7 +45,7 @@ impl<'a> Inbox<'a> {
         self.faults.is_empty()
     }
 
-    /// Reads what there is, without waiting.
+    /// Reads all pending events, without waiting.
     pub(crate) fn read(&mut self) -> Result<(), RestoreError> {
         let shared = self.shared;
         let _closed = shared.gate.close(|| shared.faults.is_giving_back());

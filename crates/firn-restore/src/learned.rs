@@ -1,18 +1,21 @@
-//! What earlier restores of an image had to ask for: the part of the working set that its estimator missed. Pure.
+//! Learned blocks: memory blocks that earlier restores of an image had to read on demand, because
+//! the estimator of its working set missed them. No I/O.
 //!
-//! A restore in which a page is already there can't see whether it is used, and a restore that looks makes the guest pay. So
-//! nobody looks: a memory block that the guest had to wait for is expected for some restores, then left out of one. If
-//! the guest waits for it again, it is expected for twice as long; if not, it is forgotten.
+//! A restore in which a page is already there can't see whether it is used, and a restore that
+//! checks makes the guest pay. So no restore checks. A memory block that the guest had to wait for
+//! is expected for some restores, then left out of one. If the guest waits for it again, it is
+//! expected for twice as long; if not, it is forgotten.
 //!
 //! ```text
-//!   asked for --> expected for 2-5 restores --> left out of one --> asked for again: expected for 2n restores, 64 at most
-//!                        |                           |
-//!                        | asked for before          '--> not asked for: forgotten
-//!                        | it came: starts anew
+//!   read on demand --> expected for 2-5 restores --> left out of one --> read on demand: expected for 2n restores, max. 64
+//!                        |                                |
+//!                        | read on demand before          '--> not read on demand: forgotten
+//!                        | it was prefetched: starts anew
 //! ```
 //!
-//! So a block that is always used is missed in one restore of 65 in the end, and one that is no longer used costs a few
-//! more reads. How many there are is limited: those that have proved themselves longest stay.
+//! So in the long run a block that is always used is missed in one restore of 65, and one that is
+//! no longer used costs a few more reads. The number of blocks is limited: those with the longest
+//! terms stay.
 
 use std::collections::HashSet;
 
@@ -22,26 +25,27 @@ use serde::{Deserialize, Serialize};
 /// The version of the format.
 const VERSION: u32 = 1;
 
-/// Restores for which a block is expected at first, at least.
+/// The minimum number of restores for which a new block is expected.
 const FIRST: u8 = 2;
 
-/// And by how many more, at most: blocks that were learned together are not all left out together.
+/// Up to this many more restores, less one: blocks that were learned together are not all left out
+/// together.
 const SPREAD: u8 = 4;
 
-/// Restores for which a block is expected at most.
+/// Maximum number of restores for which a block is expected.
 const LONGEST: u8 = 64;
 
-/// Blocks that are remembered at most.
+/// Maximum number of blocks that are remembered.
 pub const LEARNED_MAX: usize = 16_384;
 
-/// What is known of one block, written `[block, term, left]`.
+/// The state of one block, written `[block, term, left]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "(u32, u8, u8)", from = "(u32, u8, u8)")]
 struct Lesson {
     block: Block,
-    /// For how many restores it is expected in a row.
+    /// The number of consecutive restores for which it is expected.
     term: u8,
-    /// How many of them are left; with none it is left out of the next.
+    /// The number of them that are left; with none it is left out of the next.
     left: u8,
 }
 
@@ -57,43 +61,44 @@ impl From<(u32, u8, u8)> for Lesson {
     }
 }
 
-/// What has been learned about one image.
+/// The learned blocks of one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Learned {
     version: u32,
-    /// The image's identity: what is written over it, under the same name, is another one.
+    /// The image's identity: an image that is written to the same file later is another one.
     image: String,
     blocks: Vec<Lesson>,
 }
 
 impl Learned {
-    /// Nothing yet.
+    /// No blocks yet.
     pub fn new(image: &str) -> Self {
         Self { version: VERSION, image: image.to_owned(), blocks: Vec::new() }
     }
 
-    /// Whether it is about this image, and of this version of Firn.
+    /// Whether it belongs to this image, and to this version of the format.
     pub fn is_about(&self, image: &str) -> bool {
         self.version == VERSION && self.image == image
     }
 
-    /// The blocks that the next restore is expected to need, in the order in which they were first asked for.
+    /// The blocks that the next restore is expected to need, in the order in which they were first
+    /// read on demand.
     pub fn expected(&self) -> Vec<Block> {
         self.blocks.iter().filter(|it| it.left > 0).map(|it| it.block).collect()
     }
 
-    /// How many blocks are remembered.
+    /// The number of blocks that are remembered.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Whether nothing is.
+    /// Whether no blocks are remembered.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
-    /// A restore that went by [`Self::expected`] is over: these are the blocks that its guest waited for, beside the image's
-    /// working set, in order.
+    /// Updates the blocks after a restore that used [`Self::expected_blocks`]: `asked` are the
+    /// blocks that its guest waited for, beside the image's working set, in order.
     pub fn renew(&mut self, asked: &[Block]) {
         let mut new: HashSet<Block> = asked.iter().copied().collect();
         self.blocks.retain_mut(|lesson| lesson.is_kept(new.remove(&lesson.block)));
@@ -118,7 +123,7 @@ impl Lesson {
         Self { block, term, left: term }
     }
 
-    /// After one more restore.
+    /// Updates the block after one more restore. Returns whether it stays.
     fn is_kept(&mut self, was_asked_for: bool) -> bool {
         match (was_asked_for, self.left) {
             (true, 0) => {
@@ -138,7 +143,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What the guest waits for if it uses these and what is expected comes in time.
+    /// The blocks that the guest waits for if it uses these and expected blocks are there in time.
     fn asked(learned: &Learned, used: &[u32]) -> Vec<Block> {
         let expected = learned.expected();
         used.iter().copied().map(Block).filter(|block| !expected.contains(block)).collect()
@@ -184,7 +189,7 @@ mod tests {
     fn those_that_proved_themselves_stay() {
         let mut learned = Learned::new("a");
         let old: Vec<Block> = (0..100).map(Block).collect();
-        // Until every one of them has been left out once, and asked for again.
+        // Until every one of them has been left out once, and read on demand again.
         (0..12).for_each(|_| {
             let asked = asked(&learned, &(0..100).collect::<Vec<_>>());
             learned.renew(&asked);

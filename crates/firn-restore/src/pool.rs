@@ -1,8 +1,8 @@
-//! The threads beside the fault handler: readers wait for storage, workers use the processor.
+//! Helper threads, beside the fault handler: readers wait for storage, workers use the processor.
 //!
 //! ```text
-//!   reader:  take a read -> wait for storage -> tell the page server -> install what the guest waits for
-//!   filler:  the same, and the background fill when there is nothing else; writes presence down, sees that workers work
+//!   reader:  take a read -> wait for storage -> report to the page server -> install what the guest waits for
+//!   filler:  the same, and the background fill when there is nothing else; writes the presence file, wakes workers
 //!   worker:  take an install -> decode, install
 //! ```
 
@@ -17,38 +17,43 @@ use crate::server::{Read, Source, Stir, Take, Unit, Why};
 use crate::shared::{Shared, Waiter};
 use crate::storage_reads::StorageReads;
 
-/// How often a read that fails is tried again before the guest may run, or where it is to be ended, and after which pause: storage
-/// over a network may come back. Afterwards the page server says when.
+/// How often a read that fails is tried again before the guest may run, or where errors end the VM,
+/// and after which pause: storage over a network may return. In all other cases the page server
+/// schedules the next attempt.
 const RETRIES: u32 = 3;
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
-/// What takes so long does not come from memory.
+/// A read that takes this long does not come from memory.
 const FROM_STORAGE: Duration = Duration::from_millis(2);
 
-/// What goes into a memory block, or a read from memory, is no more, unless something else has the processor or storage is
-/// waited for: that is nothing to rest from.
+/// A memory block, or a read from memory, does not take more work than this. If it takes more time,
+/// something else has the processor or the thread waited for storage, and the throttle does not
+/// count that.
 const WORK_MAX: Duration = Duration::from_millis(1);
 
-/// The longest that settled pages stay unwritten while the filler has nothing to read.
+/// The longest time for which settled pages stay unwritten while the filler has nothing to read.
 const PRESENCE_EVERY: Duration = Duration::from_millis(20);
 
-/// Priority of workers: below that of vCPUs and of the fault handler, which are to run at once when they wake up, but
-/// enough for about a tenth of a processor each if those never sleep. (Where sessions are scheduled as groups, "autogroup"
-/// of sched(7), it orders only Firn's own threads.)
+/// Nice value of workers: their priority is below that of vCPUs and of the fault handler, which
+/// must run at once when they wake up, but enough for about a tenth of a processor each if those
+/// never sleep. (Where sessions are scheduled as groups, "autogroup" of sched(7), it orders only
+/// Firn's own threads.)
 const WORKER_NICE: i32 = 10;
 
-/// A guest that has just come back has everything to do at once: caches of all kinds are cold, clients wait. For each moment
-/// of a processor that goes into what it does not wait for, so many are left to it.
+/// A guest that was just restored has much to do at once: caches of all kinds are cold, clients
+/// wait. For each moment of a processor that background work takes, this many moments are left to
+/// the guest.
 const REST: u32 = 7;
 
-/// How long to rest after work that took so long. The guest may begin to wait for who rests: it is short.
+/// How long to sleep after work of this duration. The guest may begin to wait for the sleeping
+/// thread, so it is short.
 fn rest(worked: Duration) -> Duration {
     worked.min(WORK_MAX) * REST
 }
 
-/// Installs what nobody else has, until it is over.
+/// Installs blocks that no other thread installs, until the restore is over.
 pub(crate) fn work(shared: &Shared) {
-    // Of this thread alone. Without it everything works the same, only less smoothly.
+    // For this thread alone. Without it everything works the same, only less smoothly.
     let _ = rustix::process::setpriority_process(None, WORKER_NICE);
     let mut hands = Hands::new(shared, Role::Helper);
     let mut inner = shared.lock();
@@ -69,7 +74,7 @@ pub(crate) fn work(shared: &Shared) {
     }
 }
 
-/// Reads what is asked for, until it is over.
+/// Reads the units that the page server returns, until the restore is over.
 pub(crate) fn read(shared: &Shared, who: Waiter) {
     let (hands, storage) = (Hands::new(shared, Role::Helper), StorageReads::of_this_thread());
     let mut reader = Reader { shared, hands, storage, is_cached: false, written: Duration::ZERO };
@@ -111,9 +116,9 @@ struct Reader<'a> {
     shared: &'a Shared,
     hands: Hands<'a>,
     storage: StorageReads,
-    /// Whether the last read took nothing but a processor.
+    /// Whether the last read used nothing but a processor.
     is_cached: bool,
-    /// When presence was last written down.
+    /// When the presence file was last written.
     written: Duration,
 }
 
@@ -127,7 +132,7 @@ impl<'a> Reader<'a> {
         match self.patiently(read) {
             Ok(units) => self.arrived(read, units, began),
             Err(error) if read.units.len() == 1 => self.failed(read, error),
-            // One of them is to blame, and the others are not lost.
+            // One of the units caused the error, and the others can be read.
             Err(_) => read.each().for_each(|(unit, why)| {
                 if why == Why::Demand || self.shared.lock().server.is_wanted(unit) {
                     self.read(&Read { units: unit.0..unit.0 + 1, why, in_order: false });
@@ -151,7 +156,8 @@ impl<'a> Reader<'a> {
     }
 
     fn arrived(&mut self, read: &Read, units: Vec<Bytes>, began: Duration) {
-        // What is read on demand was not in the page cache; that it is read there is what the handler's look may have done.
+        // A demand read had to be made because the page cache did not have the unit. If it is there
+        // by now, the handler's check may have started that read.
         let from_storage = self.storage.any();
         let is_read = from_storage || read.why == Why::Demand;
         self.is_cached = !is_read;
@@ -173,7 +179,7 @@ impl<'a> Reader<'a> {
         self.shared.act(inner, stir);
     }
 
-    /// After what took a processor from a guest that has just begun to run.
+    /// Sleeps after work that took a processor from a guest that has just begun to run.
     fn rest(&self, read: &Read, began: Duration) {
         let is_new = || self.shared.lock().recorder.is_new(self.shared.now());
         if read.why != Why::Demand && !read.in_order && self.is_cached && is_new() {
@@ -192,12 +198,12 @@ impl<'a> Reader<'a> {
             return self.shared.fail(error);
         }
         inner.failures.unit(unit, error);
-        // Another reader has to see when its time comes.
+        // Another reader must schedule the next attempt.
         self.shared.act(inner, Stir { background: true, ..Stir::default() });
         self.shared.storage.reopen();
     }
 
-    /// Installs what the guest has been waiting for. The rest is for workers.
+    /// Installs the blocks that the guest waits for. Workers install the others.
     fn serve_urgent(&mut self) {
         loop {
             let mut inner = self.shared.lock();
@@ -210,7 +216,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Writes presence down if it is time, and sleeps.
+    /// Writes the presence file if it is time, and sleeps.
     fn sleep_as_filler<'b>(
         &mut self,
         inner: std::sync::MutexGuard<'b, crate::shared::Inner>,
@@ -229,8 +235,8 @@ impl<'a> Reader<'a> {
             drop(inner);
             self.written = now;
             match shared.write_presence() {
-                // What it lacks can be found in the RAM file, and is written the next time.
-                Err(error) if shared.retries(&error) => tracing::debug!("{error}, tried again"),
+                // Pages that it lacks can be found in the RAM file, and are written the next time.
+                Err(error) if shared.retries(&error) => tracing::debug!("{error}, trying again"),
                 Err(error) => shared.fail(error),
                 Ok(()) => {}
             }

@@ -1,23 +1,26 @@
-//! Memory that comes back while the hypervisor is still starting.
+//! Prefill: restores memory while the hypervisor is still starting.
 //!
-//! To start QEMU takes longer than to read a working set that is cached. The RAM files are Firn's own, so it fills them
-//! before anybody is there to fault:
+//! QEMU takes longer to start than a cached working set takes to read. The RAM files belong to
+//! Firn, so it fills them before any vCPU can fault:
 //!
 //! ```text
-//!   Firn         RAM files made | read, decode, write ............. | stop | register | keep or empty | serve the rest
-//!   hypervisor                  | starts, maps them, resets the machine .. | stands still
+//!   Firn         RAM files made | read, decode, write ............. | stop | register | keep or empty | serve faults
+//!   hypervisor                  | starts, maps them, resets the machine .. | is paused
 //! ```
 //!
-//! Resetting the machine, the hypervisor may write to guest RAM, before or after Firn wrote there. So a page is kept only
-//! if its page tables do not map it: it has not been written to through them. Should the kernel have gone through
-//! anonymous memory meanwhile for want of it (it unmaps pages then), nothing is kept. Whatever else the files hold is
-//! emptied, and that is checked: what is missing must be missing, or the guest would see zeros.
+//! While it resets the machine, the hypervisor may write to guest RAM, before or after Firn wrote
+//! there. So a page is kept only if the page tables of the hypervisor do not map it: then the
+//! hypervisor has not written to it. If the kernel has scanned anonymous memory in this time
+//! because it was short of memory (it unmaps pages then), nothing is kept. All other contents of
+//! the files are emptied, and Firn checks that: a page that counts as missing must be missing, or
+//! the guest would see zeros.
 //!
-//! Starting, the hypervisor reads files too, often from the same disk; where nobody waits for the prefill it rests for as
-//! long as each read took, unless the storage is known to be far. And it is ended without waiting for the reads that are under way: what they bring is thrown
-//! away.
+//! The starting hypervisor reads files too, often from the same disk. Where the guest does not wait
+//! for the prefill, each read is therefore followed by a pause of the same length, unless the
+//! storage is known to have high latency. The prefill ends without waiting for the reads that are
+//! running.
 //!
-//! Errors end the prefill, quietly: who serves the page faults meets them again, and tells.
+//! Errors end the prefill without a report: the page server meets them again, and reports them.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -39,20 +42,20 @@ use crate::server::{Cost, Reach, Read, Requests, Server, Settled, Why, sequence}
 use crate::storage::Storage;
 use crate::storage_reads::StorageReads;
 
-/// Threads that fill. One processor is the hypervisor's, which is starting.
+/// Threads that fill. One processor is left to the hypervisor, which is starting.
 const THREADS: usize = 2;
 
-/// Their priority: the hypervisor goes first.
+/// Their nice value: the hypervisor has priority.
 const NICE: i32 = 10;
 
-/// Memory being filled. Dropping it ends its threads.
+/// A running prefill. Dropping it ends its threads.
 pub struct Prefill {
     job: Arc<Job>,
     threads: Vec<JoinHandle<()>>,
     scanned_before: Option<u64>,
 }
 
-/// What was filled.
+/// The result of a prefill.
 #[derive(Debug, Default)]
 pub struct Prefilled {
     blocks: Vec<Block>,
@@ -65,38 +68,40 @@ pub struct Prefilled {
 pub(crate) struct PrefillRead {
     pub(crate) began: Instant,
     pub(crate) ended: Instant,
-    /// Which locality blocks.
+    /// The locality blocks.
     pub(crate) read: Read,
     /// Whether the page cache did not have them.
     pub(crate) from_storage: bool,
-    /// Where in the image, and how much: both in bytes.
+    /// Offset and length in the image, in bytes.
     pub(crate) place: (u64, u32),
 }
 
-/// What the threads share.
+/// The state that the threads share.
 struct Job {
     storage: Storage,
     files: Vec<(RamRegion, File)>,
     queue: Mutex<Queue>,
-    /// Whether it rests after each read of storage that is near.
+    /// Whether each read of low-latency storage is followed by a pause.
     rests: bool,
-    /// Who writes to memory holds it; nobody does once it says so.
+    /// A thread that writes to memory holds the read lock; once the value is true, no thread
+    /// writes.
     is_over: RwLock<bool>,
     filled: Mutex<Vec<Block>>,
     reads: Mutex<Vec<PrefillRead>>,
 }
 
-/// What is still to be read.
+/// The units that are still to be read.
 #[derive(Debug)]
 struct Queue {
     near: Runs,
-    /// What is read instead where other restores have found storage far, unless the image is cached.
+    /// The requests to make instead if earlier restores have found that the storage has high
+    /// latency, unless the image is cached.
     far: Option<Runs>,
-    /// Whether reads go to storage: some did, or none has yet been made.
+    /// Whether reads go to storage: true if one did; `None` before the first read.
     from_storage: Option<bool>,
 }
 
-/// Requests that are still to be made.
+/// Requests that are not made yet.
 #[derive(Debug)]
 struct Runs {
     runs: VecDeque<Range<u32>>,
@@ -116,8 +121,9 @@ impl From<Requests> for Runs {
 }
 
 impl Prefill {
-    /// Begins to fill RAM files with what these options want early. There must be one for each region of the image, in
-    /// order, and nobody else may write to them before the hypervisor does.
+    /// Begins to fill RAM files with the pages that these options want early. There must be one
+    /// file for each region of the image, in order, and nothing else may write to them before the
+    /// hypervisor does.
     pub fn start(image: Arc<Image>, options: &RestoreOptions, files: Vec<File>) -> Self {
         let files = image.regions().regions().iter().cloned().zip(files).collect();
         let storage = Storage::new(image, options.mode);
@@ -139,7 +145,7 @@ impl Prefill {
         Self { job, threads, scanned_before: anonymous_pages_scanned() }
     }
 
-    /// Ends the filling, wherever it is.
+    /// Ends the prefill, wherever it is.
     pub fn finish(mut self) -> Prefilled {
         self.end();
         let scanned = anonymous_pages_scanned();
@@ -149,7 +155,7 @@ impl Prefill {
         Prefilled { blocks, reads, is_trusted: scanned.is_some() && scanned == self.scanned_before }
     }
 
-    /// From here on nobody writes. A thread that reads or rests ends by itself.
+    /// From here on no thread writes. A thread that is reading or sleeping ends by itself.
     fn end(&mut self) {
         self.job.end();
         for thread in self.threads.drain(..).filter(JoinHandle::is_finished) {
@@ -169,17 +175,17 @@ impl Drop for Prefill {
 
 impl std::fmt::Debug for Prefill {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Prefill").field("queue", &self.job.queue()).finish_non_exhaustive()
+        f.debug_struct("PrefillThreads").field("queue", &self.job.queue()).finish_non_exhaustive()
     }
 }
 
 impl Prefilled {
-    /// What was read for it, by the time it ended.
+    /// The reads of the prefill, until it ended.
     pub(crate) fn reads(&self) -> &[PrefillRead] {
         &self.reads
     }
 
-    /// Lets the page server know what storage was like. Before anybody else reads.
+    /// Reports the times of the reads to the page server. To be called before any other read.
     pub(crate) fn tell(&self, server: &mut Server<Bytes>, since: Instant) {
         for read in self.reads.iter().filter(|read| read.from_storage) {
             server.went_to_storage();
@@ -192,8 +198,8 @@ impl Prefilled {
         &self.blocks
     }
 
-    /// Empties the RAM files of all that can't be kept, and settles the rest. The range must be registered already, and
-    /// the vCPUs stand still.
+    /// Empties the RAM files of all pages that can't be kept, and settles the others. The range
+    /// must be registered already, and the vCPUs paused. Returns the number of pages kept.
     pub(crate) fn keep(
         &self,
         memory: &GuestMemory,
@@ -218,7 +224,7 @@ impl Prefilled {
         for &block in &self.blocks {
             settled.insert_in(block, settled.missing(block));
         }
-        // Pages between regions are settled for good, and never mapped as RAM.
+        // Pages between regions stay settled, and are never mapped as RAM.
         for run in mapped_pages(memory)? {
             Page::each(run).for_each(|page| settled.remove(page));
         }
@@ -259,13 +265,13 @@ impl Queue {
         Self { near: Requests { runs, in_order }.into(), far, from_storage: None }
     }
 
-    /// Whether storage is far, as far as is known, and reads go there.
+    /// Whether the storage has high latency, as far as is known, and reads go there.
     fn is_far(&self) -> bool {
         self.far.is_some() && self.from_storage != Some(false)
     }
 
     fn was_read(&mut self, from_storage: bool) {
-        // What the kernel has read ahead is in memory, too.
+        // Data that the kernel has read ahead is in memory, too.
         if self.from_storage != Some(true) {
             self.from_storage = Some(from_storage);
         }
@@ -286,7 +292,7 @@ impl Queue {
     }
 }
 
-/// What is wanted at once, in order.
+/// The units to fill at once, in order.
 fn units(image: &Image, options: &RestoreOptions) -> Vec<u32> {
     match options.mode {
         Mode::Lazy | Mode::Locality => Vec::new(),
@@ -299,12 +305,14 @@ fn all_units(image: &Image) -> Vec<u32> {
     (0..image.locality_blocks()).filter(|&unit| has_blocks(image, unit)).collect()
 }
 
-/// Of an image in a chain, newer ones may have other content for all of a locality block's memory blocks.
+/// In an image of a chain, newer images may have other content for all memory blocks of a locality
+/// block.
 fn has_blocks(image: &Image, unit: u32) -> bool {
     !image.entries(LocalityBlockId(unit)).is_empty()
 }
 
-/// The locality blocks that hold these memory blocks, in the order in which they are first mentioned.
+/// The locality blocks that hold these memory blocks, in the order in which they are first
+/// mentioned.
 fn units_of(image: &Image, blocks: &[Block]) -> Vec<u32> {
     let mut seen = vec![false; image.locality_blocks() as usize];
     let units = blocks.iter().filter_map(|&block| image.entry_of(block).map(|(id, _)| id.0));
@@ -314,7 +322,7 @@ fn units_of(image: &Image, blocks: &[Block]) -> Vec<u32> {
 fn spawn(job: &Arc<Job>) -> Option<JoinHandle<()>> {
     let job = Arc::clone(job);
     let named = std::thread::Builder::new().name("prefill".into());
-    // Without it memory comes back later, that is all.
+    // Without a thread memory is restored later, with no other effect.
     named.spawn(move || job.run()).ok()
 }
 
@@ -328,7 +336,7 @@ impl Job {
     }
 
     fn run(&self) {
-        // Of this thread alone. Without it everything works the same, only less smoothly.
+        // For this thread alone. Without it everything works the same, only less smoothly.
         let _ = rustix::process::setpriority_process(None, NICE);
         let mut raw = vec![0; self.storage.image().geometry().block_size.bytes()];
         let mut storage = StorageReads::of_this_thread();
@@ -354,7 +362,7 @@ impl Job {
         *self.is_over.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `None` if something is wrong.
+    /// Fills the units of one read. `None` after an error.
     fn fill(&self, read: Read, raw: &mut [u8], storage: &mut StorageReads) -> Option<()> {
         let (image, run, began) = (self.storage.image(), read.units.clone(), Instant::now());
         let (units, took) = (self.read(read, storage)?, began.elapsed());
@@ -380,7 +388,7 @@ impl Job {
         Some(units)
     }
 
-    /// `None` if it is over, too.
+    /// Writes one block. `None` also if the prefill is over.
     fn put(&self, block: Block, raw: &[u8]) -> Option<()> {
         let is_over = self.is_over.read().unwrap_or_else(PoisonError::into_inner);
         if *is_over {
@@ -391,7 +399,7 @@ impl Job {
         Some(())
     }
 
-    /// A block lies in one region, and may reach past its end.
+    /// A block lies in one region, and may extend past its end.
     fn write(&self, block: Block, raw: &[u8]) -> Option<()> {
         let first = self.storage.image().geometry().block_size.first_page(block);
         let inside = |(region, _): &&(RamRegion, File)| region.range().contains(&first);
@@ -401,8 +409,8 @@ impl Job {
     }
 }
 
-/// How many pages of anonymous and shared memory the kernel has looked at to take them back, since it started
-/// (`pgscan_anon` of `/proc/vmstat`). `None` if it does not say.
+/// The number of pages of anonymous and shared memory that the kernel has scanned for reclaim since
+/// it booted (`pgscan_anon` of `/proc/vmstat`). `None` if the kernel does not report it.
 fn anonymous_pages_scanned() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/vmstat").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("pgscan_anon "))?;

@@ -1,9 +1,10 @@
-//! Which pages are settled, written down for a successor.
+//! Presence file: the settled pages, recorded for a successor.
 //!
-//! If Firn is killed, the next one must know which pages no longer come from the image. The RAM file tells of most: a
-//! page with memory behind it was installed, whole. It does not tell of pages that the guest gave back: they are holes
-//! like those that were never installed, but must come back as zeros. So the settled set is kept in a small file in the
-//! runtime directory (tmpfs), which outlives the process:
+//! If Firn is killed, its successor must know which pages no longer come from the image. The RAM
+//! file shows most of them: a page with memory behind it was installed completely. It does not show
+//! the pages that the guest gave back: they are holes like those that were never installed, but
+//! must read as zeros. So the settled set is kept in a small file in the runtime directory (tmpfs),
+//! which outlives the process:
 //!
 //! ```text
 //!   0            8         16          24
@@ -16,10 +17,11 @@
 //! | set | no | given back: zeros |
 //! | clear | no | still in the image |
 //!
-//! A bit is set after its page is installed, never before: a page that was decided on but not installed when Firn died
-//! comes from the image again. Pages given back are written down before anything else is answered. The kernel lets the
-//! hypervisor go on as soon as the message is *read*, so dying in the microseconds between leaves a page that the
-//! guest gave back, and may not read again without initializing it, with its old contents.
+//! A bit is set after its page is installed, never before: a page that was decided on but not
+//! installed when Firn died comes from the image again. Pages given back are recorded before
+//! anything else is answered. The kernel resumes the hypervisor as soon as the event is *read*. So
+//! if Firn dies in the microseconds between, a page that the guest gave back has its old contents
+//! again; the guest may not read it again without initializing it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -36,7 +38,7 @@ use crate::server::Settled;
 const MAGIC: &[u8; 8] = b"firnpres";
 const HEADER_BYTES: u64 = 16;
 
-/// The file that tells a successor which pages are settled.
+/// The file from which a successor learns which pages are settled.
 #[derive(Debug)]
 pub struct Presence {
     path: PathBuf,
@@ -53,7 +55,7 @@ struct Scratch {
 }
 
 impl Presence {
-    /// A new file for a VM with `pages` pages, with nothing settled. Replaces what is there.
+    /// A new file for a VM with `pages` pages, with nothing settled. Replaces an existing file.
     ///
     /// # Errors
     /// If it can't be made.
@@ -66,7 +68,7 @@ impl Presence {
         header.extend(u64::from(pages).to_le_bytes());
         let bytes = HEADER_BYTES + words_for(pages) as u64 * 8;
         file.set_len(bytes).map_err(failed)?;
-        // What is written later must not fail for want of room.
+        // Later writes must not fail for want of space.
         match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes) {
             Ok(()) | Err(Errno::OPNOTSUPP) => {}
             Err(errno) => return Err(failed(errno.into())),
@@ -75,7 +77,7 @@ impl Presence {
         Ok(Self::with(path, file, pages, Vec::new()))
     }
 
-    /// What a dead Firn left.
+    /// The file that a dead Firn process left.
     ///
     /// # Errors
     /// If it can't be read, or is not of a VM with `pages` pages.
@@ -99,25 +101,25 @@ impl Presence {
         Self { path: path.to_owned(), file, pages, words, scratch: Mutex::default() }
     }
 
-    /// Pages of the VM.
+    /// The number of pages of the VM.
     pub fn pages(&self) -> u32 {
         self.pages
     }
 
-    /// What was written down when it was opened; empty for a new file.
+    /// The words that the file contained when it was opened; empty for a new file.
     pub(crate) fn words(&self) -> &[u64] {
         &self.words
     }
 
-    /// Writes down what `take` gives as changed since the last time.
+    /// Writes the words that `take` appends: those that changed since the last call.
     pub(crate) fn write(
         &self,
         take: impl FnOnce(&mut Vec<(u32, u64)>),
     ) -> Result<(), RestoreError> {
-        // Held while writing: words must reach the file in the order in which they changed.
+        // Locked while writing: words must reach the file in the order in which they changed.
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let Scratch { changed, bytes } = &mut *scratch;
-        // Of an attempt that failed some may be left: what was taken since comes after it.
+        // Words of an attempt that failed may be left: those taken now come after them.
         take(changed);
         for run in changed.chunk_by(|(a, _), (b, _)| a + 1 == *b) {
             bytes.clear();
@@ -130,7 +132,7 @@ impl Presence {
         Ok(())
     }
 
-    /// Takes the changed words of a settled set, for [`Self::write`].
+    /// Takes the changed words of a settled set, for [`Self::write_words`].
     pub(crate) fn changes(settled: &mut Settled, out: &mut Vec<(u32, u64)>) {
         settled.take_changed(out);
     }

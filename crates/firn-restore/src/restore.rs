@@ -19,12 +19,12 @@ use crate::server::{Server, Settled, Stir, Why};
 use crate::shared::{OnFatal, Shared};
 use crate::storage::Storage;
 
-/// How far a restore is.
+/// The progress of a restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Progress {
     /// Pages of RAM whose contents the image stores.
     pub total: u64,
-    /// Of these, in place, or given back by the guest.
+    /// Of these, installed, or given back by the guest.
     pub present: u64,
     /// Whether all are.
     pub finished: bool,
@@ -34,39 +34,40 @@ pub struct Progress {
     pub disk_reads: u64,
     /// Pages installed without the guest waiting for them, but not by the background fill.
     pub prefetched: u64,
-    /// How long the vCPUs waited for pages, all together.
+    /// The time that the vCPUs waited for pages, summed over them.
     pub waited: Duration,
-    /// Share of prefetched pages that the guest used later, if use is accounted for.
+    /// Share of prefetched pages that the guest used later, if use is counted.
     pub prefetched_used: Option<f64>,
 }
 
-/// What was done before a restore begins.
+/// The state when a restore begins.
 struct Before<'a> {
-    /// Pages that are in place.
+    /// Pages that are installed.
     settled: Settled,
     prefilled: &'a Prefilled,
-    /// Of these, how many were kept.
+    /// Of the prefilled pages, the number that were kept.
     kept: u64,
 }
 
-/// The longest that a guest is kept from running so that it need not wait for each page.
+/// The longest time for which a guest is kept from running so that it does not wait for each page.
 const PREFIX: Duration = Duration::from_secs(5);
 
-/// What is left of a restore when its threads have ended.
+/// The parts of a restore that remain when its threads have ended.
 #[derive(Debug)]
 pub struct Stopped {
-    /// The descriptor. If all memory is present nothing is registered any more: close it. Else whatever is missing stays
-    /// missing, and a guest that touches it waits for another [`Restore::resume`].
+    /// The descriptor. If all memory is present nothing is registered any more: close it. Otherwise
+    /// the missing pages stay missing, and a guest that touches one waits for another
+    /// [`RunningRestore::resume`].
     pub faults: PageFaults,
     /// The settled pages.
     pub presence: Presence,
-    /// What happened.
+    /// The record of the restore.
     pub record: RunRecord,
 }
 
-/// A restore at work. Dropping it ends its threads and leaves what is missing missing.
+/// A restore in progress. Dropping it ends its threads; missing pages stay missing.
 pub struct Restore {
-    // Dropped first: the threads have the others' copies.
+    // Dropped first: the threads hold references to the other fields.
     crew: Crew,
     shared: Arc<Shared>,
     ram_pages: u32,
@@ -74,13 +75,13 @@ pub struct Restore {
 }
 
 impl Restore {
-    /// Begins to bring memory back: registers all of RAM, throws away what it holds, and answers faults from now on.
-    /// The vCPUs must stand still until [`Self::prefill`] has returned; the hypervisor itself may run, and load its
-    /// device state.
+    /// Begins a restore: registers all of RAM, discards its contents, and answers faults from now
+    /// on. The vCPUs must be paused until [`Self::await_prefill`] has returned; the hypervisor
+    /// itself may run, and load its device state.
     ///
     /// # Errors
-    /// If the image is of a VM with other RAM, RAM can't be registered or emptied, or threads can't be started. Nothing
-    /// is left to be done with the hypervisor then but to end it.
+    /// If the image is of a VM with other RAM, RAM can't be registered or emptied, or threads can't
+    /// be started. The only thing left to do is then to end the hypervisor.
     pub fn begin(
         image: Arc<Image>,
         memory: Arc<GuestMemory>,
@@ -93,7 +94,7 @@ impl Restore {
         Self::begin_prefilled(image, memory, faults, options, presence, &nothing, on_fatal)
     }
 
-    /// As [`Self::begin`], but keeps what is there already.
+    /// As [`Self::begin`], but keeps pages that are there already.
     ///
     /// # Errors
     /// As [`Self::begin`].
@@ -116,12 +117,13 @@ impl Restore {
         let before = Before { settled, prefilled, kept };
         let restore = Self::start(image, &memory, faults, options, presence, before, on_fatal)?;
         restore.record_reads(prefilled);
-        // Until the vCPUs run nothing but the hypervisor's own work faults, and all of it is waited for.
+        // Until the vCPUs run, only the hypervisor itself faults, and it waits for each of these
+        // pages.
         restore.fill(Fill::Off);
         Ok(restore)
     }
 
-    /// Records what was read before it began.
+    /// Records the reads of the prefill.
     fn record_reads(&self, prefilled: &Prefilled) {
         let since = self.shared.options.since;
         let mut inner = self.shared.lock();
@@ -130,8 +132,9 @@ impl Restore {
         }
     }
 
-    /// Goes on where another Firn was killed: with the descriptor it left ([`PageFaults::adopt`]), and the presence file
-    /// it wrote. Only for a restore whose [`Self::begin`] had returned; before, there is nothing worth saving.
+    /// Continues where another Firn process was killed: with the descriptor it left
+    /// ([`PageFaults::adopt`]), and the presence file it wrote. Only for a restore whose
+    /// [`Self::begin`] had returned; before, there is nothing to save.
     ///
     /// # Errors
     /// As [`Self::begin`].
@@ -173,7 +176,7 @@ impl Restore {
         let mut server = Server::new(block_size, plan, before.settled, rules, now);
         before.prefilled.tell(&mut server, options.since);
         server.count_prefilled(before.kept, before.prefilled.blocks());
-        // Nobody is there yet to be told what there is to do.
+        // No thread exists yet that could be woken.
         let _ = match options.mode {
             Mode::Lazy | Mode::Locality => Stir::default(),
             Mode::Eager => server.read_all(),
@@ -195,11 +198,11 @@ impl Restore {
         Ok(Self { crew, shared, ram_pages: memory.map().total_pages(), stored_pages })
     }
 
-    /// Waits until what the mode wants in place before the guest runs is there: the guest may run then, and what it does
-    /// not ask for follows in the background.
+    /// Waits until all that the mode reads before the guest runs is installed. The guest may run
+    /// then, and the background fill reads what it does not request.
     ///
     /// # Errors
-    /// The error because of which memory can't be brought back.
+    /// The error because of which memory can't be restored.
     pub fn prefill(&self) -> Result<(), Arc<RestoreError>> {
         let adapts = self.shared.options.mode == Mode::Auto;
         if !adapts || self.shared.lock().server.guest_waits() {
@@ -211,17 +214,19 @@ impl Restore {
         Ok(())
     }
 
-    /// The vCPUs are about to run: from now on a failure makes the guest wait, unless the options say otherwise.
+    /// The vCPUs are about to run: from now on a failure makes the guest wait, unless the options
+    /// say otherwise.
     pub fn guest_may_run(&self) {
         self.shared.guest_may_run();
     }
 
-    /// What can't be read or installed at present, and is tried again.
+    /// The outage because of which something can't be read or installed at present, and is tried
+    /// again.
     pub fn outage(&self) -> Option<Outage> {
         self.shared.outage()
     }
 
-    /// The vCPUs run, since just now.
+    /// The vCPUs have begun to run.
     pub fn resumed(&self) {
         let mut inner = self.shared.lock();
         inner.recorder.resumed(self.shared.now());
@@ -235,27 +240,28 @@ impl Restore {
         self.shared.act(inner, stir);
     }
 
-    /// What getting to storage costs, if reads of this restore have shown that it is far.
+    /// The storage latency, if reads of this restore have shown that it is high.
     pub fn way(&self) -> Option<Duration> {
         self.shared.lock().server.way()
     }
 
-    /// Whether everything was read ahead, expected or not: what the guest did not wait for says nothing then.
+    /// Whether everything was prefetched, expected or not: that the guest did not wait for a page
+    /// means nothing then.
     pub fn has_read_all(&self) -> bool {
         self.shared.lock().server.has_read_all()
     }
 
-    /// Whether it goes by what storage is like, and by what earlier restores have found.
+    /// Whether the restore adapts to the storage, and to what earlier restores have found.
     pub fn adapts(&self) -> bool {
         self.shared.options.adapts()
     }
 
-    /// Virtual CPUs.
+    /// The number of virtual CPUs.
     pub fn vcpus(&self) -> u32 {
         self.shared.options.vcpus.len() as u32
     }
 
-    /// How far it is.
+    /// The progress until now.
     pub fn progress(&self) -> Progress {
         let inner = self.shared.lock();
         let counts = RunCounts::new(inner.server.counts(), self.shared.options.account_use);
@@ -275,15 +281,15 @@ impl Restore {
     /// Waits until all memory is present and nothing is registered any more.
     ///
     /// # Errors
-    /// The error because of which memory can't be brought back.
+    /// The error because of which memory can't be restored.
     pub fn wait(&self) -> Result<(), Arc<RestoreError>> {
         self.wait_until(None).map(drop)
     }
 
-    /// As [`Self::wait`], but not longer than this. `false` if it is not over yet.
+    /// As [`Self::wait`], but not longer than `timeout`. `false` if the restore is not over yet.
     ///
     /// # Errors
-    /// The error because of which memory can't be brought back.
+    /// The error because of which memory can't be restored.
     pub fn wait_timeout(&self, timeout: Duration) -> Result<bool, Arc<RestoreError>> {
         self.wait_until(Some(Instant::now() + timeout))
     }
@@ -292,7 +298,7 @@ impl Restore {
         self.shared.wait_until(|inner| inner.ended, deadline)
     }
 
-    /// What happened so far.
+    /// The record of the restore until now.
     pub fn record(&self) -> RunRecord {
         record(&self.shared, self.ram_pages, self.stored_pages)
     }
@@ -300,7 +306,7 @@ impl Restore {
     /// Ends all threads, at the latest when the reads in progress end.
     ///
     /// # Errors
-    /// If presence can't be written down: nobody could resume this restore.
+    /// If the presence file can't be written: without it, this restore could not be resumed.
     pub fn stop(self) -> Result<Stopped, RestoreError> {
         let Self { crew, shared, ram_pages, stored_pages } = self;
         drop(crew);
@@ -316,7 +322,7 @@ impl Restore {
 
 impl std::fmt::Debug for Restore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Restore").field("progress", &self.progress()).finish_non_exhaustive()
+        f.debug_struct("RunningRestore").field("progress", &self.progress()).finish_non_exhaustive()
     }
 }
 
@@ -344,7 +350,8 @@ fn record(shared: &Shared, ram_pages: u32, stored_pages: u32) -> RunRecord {
     })
 }
 
-/// Spans may differ: where the guest sees its RAM is part of the device state. Pages may not.
+/// Guest-physical addresses may differ, because the device state determines where the guest sees
+/// its RAM. Pages may not.
 pub(crate) fn check_regions(image: &Image, vm: &RegionMap) -> Result<(), RestoreError> {
     if image.regions().regions() == vm.regions() {
         return Ok(());

@@ -1,10 +1,10 @@
-//! What the threads of a restore share, and the steps that several of them take.
+//! Shared state of the threads of a restore, and the steps that several of them take.
 //!
 //! ```text
 //!               +--------------------------- Shared --------------------------+
 //!   handler --->|  Mutex: page server + recorder (never held in a system call)|---> userfaultfd
 //!   readers --->|  Storage: the image                                         |---> image file
-//!   workers --->|  Presence: settled pages, for a successor                   |---> presence file
+//!   workers --->|  PresenceFile: settled pages, for a successor               |---> presence file
 //!               +-------------------------------------------------------------+
 //! ```
 
@@ -30,7 +30,7 @@ use crate::storage::Storage;
 /// The pause before a presence file that can't be written is tried again.
 const PRESENCE_PAUSE: Duration = Duration::from_millis(100);
 
-/// Called once, from a thread of its own, when memory can't be brought back: stop the VM.
+/// Called once, on a thread of its own, when memory can't be restored: stop the VM.
 pub type OnFatal = Box<dyn Fn(&RestoreError) + Send + Sync>;
 
 pub(crate) struct Shared {
@@ -53,7 +53,7 @@ pub(crate) struct Shared {
     on_fatal: Arc<OnFatal>,
 }
 
-/// What the lock protects.
+/// The state that the lock protects.
 pub(crate) struct Inner {
     pub(crate) server: Server<Bytes>,
     pub(crate) recorder: Recorder,
@@ -66,7 +66,7 @@ pub(crate) struct Inner {
 /// Whether a worker should be woken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum WakeWorker {
-    /// There is nothing to do, or somebody is at it.
+    /// There is nothing to do, or a worker is awake.
     #[default]
     No,
     /// As soon as the guest has run for a moment without a fault.
@@ -75,7 +75,7 @@ pub(crate) enum WakeWorker {
     Now,
 }
 
-/// What a thread waits for.
+/// The thread that waits.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Waiter {
     Reader,
@@ -116,7 +116,7 @@ impl Shared {
         }
     }
 
-    /// Time since the restore was asked for.
+    /// Time since the user requested the restore.
     pub(crate) fn now(&self) -> Duration {
         self.options.since.elapsed()
     }
@@ -125,7 +125,7 @@ impl Shared {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether threads are to end: all memory is present, or somebody said so.
+    /// Whether threads are to end: all memory is present, or the restore was stopped.
     pub(crate) fn is_over(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }
@@ -133,7 +133,8 @@ impl Shared {
     /// Ends all threads.
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
-        // Whoever holds the lock has not looked yet, or is going to wait and must be woken.
+        // A thread that holds the lock has not checked `stop` yet, or is about to wait and must be
+        // woken.
         drop(self.lock());
         for bell in [&self.demand, &self.fill, &self.work, &self.progress] {
             bell.notify_all();
@@ -165,7 +166,7 @@ impl Shared {
         inner
     }
 
-    /// Wakes whom an event gives something to do.
+    /// Wakes the threads that an event gives something to do.
     pub(crate) fn act(&self, inner: MutexGuard<'_, Inner>, stir: Stir) {
         let readers = inner.idle_readers;
         drop(inner);
@@ -190,7 +191,7 @@ impl Shared {
         }
     }
 
-    /// All memory is present: lets go of it.
+    /// All memory is present: unregisters it.
     pub(crate) fn finish(&self) {
         if self.finishing.swap(true, Ordering::AcqRel) {
             return;
@@ -221,37 +222,38 @@ impl Shared {
         self.may_run.store(true, Ordering::Release);
     }
 
-    /// Whether what failed is tried again, for as long as it takes.
+    /// Whether what failed with this error is tried again, for as long as it takes.
     pub(crate) fn retries(&self, error: &RestoreError) -> bool {
         let waits = self.options.on_error == OnError::Stop;
         waits && self.may_run.load(Ordering::Acquire) && error.may_pass()
     }
 
-    /// What can't be read or installed at present.
+    /// The outage because of which something can't be read or installed at present.
     pub(crate) fn outage(&self) -> Option<Outage> {
         let inner = &mut *self.lock();
         inner.failures.outage(&inner.server)
     }
 
-    /// Memory can't be brought back. The first error counts; the guest keeps waiting for what is missing.
+    /// Memory can't be restored. The first error counts; the guest keeps waiting for missing pages.
     pub(crate) fn fail(&self, error: RestoreError) {
         let error = Arc::new(error);
         if self.fatal.set(error.clone()).is_err() {
             return;
         }
         tracing::error!(error = &*error as &dyn std::error::Error, "restore failed");
-        // What the guest asks for is still brought in as far as possible: it takes answers to stop a VM.
+        // Demand reads continue as far as possible: to be stopped, a VM must answer.
         self.lock().server.stop_background();
         self.progress.notify_all();
-        // On a thread of its own: stopping the VM may need answers from the thread that found the error.
+        // On a thread of its own: stopping the VM may need answers from the thread that found the
+        // error.
         let on_fatal = self.on_fatal.clone();
         let call = std::thread::Builder::new().name("firn-fatal".into());
         if call.spawn(move || on_fatal(&error)).is_err() {
-            tracing::error!("no thread left to stop the VM with");
+            tracing::error!("cannot start a thread to stop the VM");
         }
     }
 
-    /// The error because of which memory can't be brought back.
+    /// The error because of which memory can't be restored.
     pub(crate) fn fatal(&self) -> Option<Arc<RestoreError>> {
         self.fatal.get().cloned()
     }
@@ -285,7 +287,7 @@ impl Shared {
         }
     }
 
-    /// The guest gave pages back: writes that down before anything else happens.
+    /// The guest gave pages back: records that in the presence file before anything else happens.
     pub(crate) fn removed(&self, pages: Range<Page>) -> Result<(), RestoreError> {
         let mut inner = self.lock();
         let stir = inner.server.removed(pages);
@@ -297,7 +299,7 @@ impl Shared {
         Ok(())
     }
 
-    /// A block was installed that nobody is known to have waited for.
+    /// A block was installed that no vCPU is known to have waited for.
     pub(crate) fn installed<B>(&self, install: &Install<B>) {
         let now = self.now();
         let mut inner = self.lock();
@@ -306,8 +308,8 @@ impl Shared {
         self.act(inner, stir);
     }
 
-    /// A block was installed by the handler, in answer to a fault. If its unit was found in the page cache for that,
-    /// `fetched` says where the rest of the unit is to be taken from.
+    /// The handler installed a block in answer to a fault. If its unit was found in the page cache
+    /// for that, `fetched` is the source of the other blocks of the unit.
     pub(crate) fn answered<B>(
         &self,
         install: &Install<B>,
@@ -329,7 +331,7 @@ impl Shared {
         wanted
     }
 
-    /// Whether a worker should be woken, if there is something to do and all sleep.
+    /// Whether a worker should be woken: there is something to do and all workers sleep.
     fn wants_worker(&self, inner: &Inner, now: Duration) -> WakeWorker {
         let all_sleep = inner.idle_workers >= self.options.workers.max(1) as u32;
         match inner.server.has_installs() && all_sleep {
@@ -344,8 +346,8 @@ impl Shared {
         self.work.notify_one();
     }
 
-    /// Where installs take their bytes from, once they have been read. While use is accounted for, units stay for long,
-    /// and not in memory.
+    /// The source from which installs take the bytes of a unit that was read. If use is counted,
+    /// units wait for long before they are installed, and do not stay in memory.
     pub(crate) fn source(&self, bytes: Bytes) -> Source<Bytes> {
         match self.options.account_use {
             true => Source::PageCache,
@@ -358,7 +360,8 @@ impl Shared {
         self.storage.image().geometry().block_size.first_page(block)
     }
 
-    /// Which pages of an install may still be installed: all, unless the guest gave some back since it was decided.
+    /// The pages of an install that may still be installed: all, unless the guest gave some back
+    /// since it was decided.
     pub(crate) fn still_missing<B>(&self, install: &Install<B>) -> PageMask {
         if self.version.load(Ordering::Acquire) == install.version {
             return install.pages;
@@ -366,12 +369,13 @@ impl Shared {
         install.pages.and(self.lock().server.missing(install.block))
     }
 
-    /// Writes down which pages are settled, before anything else happens: however long a full disk delays that.
+    /// Writes the settled pages to the presence file before anything else happens, however long a
+    /// full disk delays that.
     fn write_presence_in_time(&self) -> Result<(), RestoreError> {
         loop {
             match self.write_presence() {
                 Err(error) if self.retries(&error) && !self.is_over() => {
-                    tracing::debug!("{error}, tried again");
+                    tracing::debug!("{error}, trying again");
                     std::thread::sleep(PRESENCE_PAUSE);
                 }
                 written => return written,
@@ -379,12 +383,12 @@ impl Shared {
         }
     }
 
-    /// Writes down which pages are settled.
+    /// Writes the settled pages to the presence file.
     pub(crate) fn write_presence(&self) -> Result<(), RestoreError> {
         self.presence.write(|out| Presence::changes(self.lock().server.settled(), out))
     }
 
-    /// What outlives it, when all threads have ended.
+    /// The parts that remain when all threads have ended.
     pub(crate) fn into_parts(self) -> (PageFaults, Presence) {
         (self.faults, self.presence)
     }

@@ -1,4 +1,4 @@
-//! The image, read unit by read unit.
+//! Image storage: reads the image unit by unit.
 //!
 //! ```text
 //!   unit            locality restore                   lazy restore
@@ -7,8 +7,8 @@
 //!   read            pread of neighbouring ones         pread of one memory block
 //! ```
 //!
-//! The two `try` calls take what the page cache has and never wait for storage; if it does not have it, they leave the
-//! kernel reading it.
+//! The two `try` calls take bytes from the page cache and never wait for storage; if the page cache
+//! does not have them, the kernel has begun to read them when the call returns.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -33,7 +33,7 @@ pub(crate) struct Storage {
     reopened: Mutex<Option<Instant>>,
 }
 
-/// The least time between two attempts to open the image's files again.
+/// The minimum time between two attempts to open the image's files again.
 const REOPEN_PAUSE: Duration = Duration::from_millis(500);
 
 impl Storage {
@@ -47,8 +47,9 @@ impl Storage {
         &self.image
     }
 
-    /// Opens the image's files again where they can be opened and are the same image: after a failure of the network, a
-    /// descriptor may be of no use any more; and a file that was taken away may be back.
+    /// Opens the image's files again where they can be opened and are the same image: after a
+    /// failure of the network, a descriptor may be unusable; and a file that was removed may have
+    /// returned.
     pub(crate) fn reopen(&self) {
         let now = Instant::now();
         let mut reopened = self.reopened.lock().unwrap_or_else(PoisonError::into_inner);
@@ -58,11 +59,11 @@ impl Storage {
         *reopened = Some(now);
         drop(reopened);
         if let Err(error) = self.image.reopen() {
-            tracing::debug!(error = &error as &dyn std::error::Error, "not opened again");
+            tracing::debug!(error = &error as &dyn std::error::Error, "cannot reopen the image");
         }
     }
 
-    /// Which memory blocks come with which read unit.
+    /// The memory blocks of each read unit.
     pub(crate) fn plan(&self) -> Plan {
         let mut plan = Plan::new(self.image.geometry().blocks());
         match &self.singles {
@@ -76,7 +77,7 @@ impl Storage {
         plan
     }
 
-    /// Bytes of a read unit at most.
+    /// Maximum number of bytes of a read unit.
     pub(crate) fn unit_bytes(&self) -> u32 {
         let geometry = self.image.geometry();
         match self.singles {
@@ -85,7 +86,7 @@ impl Storage {
         }
     }
 
-    /// Where the stored bytes of a memory block are.
+    /// The location of the stored bytes of a memory block.
     pub(crate) fn entry(&self, block: Block) -> Result<(LocalityBlockId, Entry), RestoreError> {
         let found = self.image.entry_of(block).map(|(id, entry)| (id, *entry));
         found.ok_or_else(|| RestoreError::NoEntry { path: self.image.path().to_owned(), block })
@@ -123,8 +124,9 @@ impl Storage {
         Ok(cached.then(|| Bytes::new(run, 0)))
     }
 
-    /// Reads neighbouring units, with one request as far as possible; more than one if `in_order`, and what follows is
-    /// wanted as well. Gives the bytes of each.
+    /// Reads neighbouring units, with one request as far as possible; with more than one if
+    /// `in_order`, in which case the units that follow are wanted as well. Returns the bytes of
+    /// each.
     pub(crate) fn read(
         &self,
         units: &Range<u32>,
@@ -152,7 +154,8 @@ impl Storage {
         Ok((0..units.len()).map(|at| Bytes::new(run.clone(), at * bytes)).collect())
     }
 
-    /// The stored bytes of a memory block in those of its unit. Shorter than they should be only if the image is wrong.
+    /// The stored bytes of a memory block in those of its unit. Shorter than they should be only if
+    /// the image is wrong.
     pub(crate) fn stored_in<'a>(&self, bytes: &'a Bytes, entry: &Entry) -> &'a [u8] {
         let (start, len) = match self.singles {
             Some(_) => (0, entry.stored_len as usize),
@@ -163,7 +166,7 @@ impl Storage {
         &all[start..all.len().min(start + len)]
     }
 
-    /// Where a unit is in the file, and how long it is: both in bytes.
+    /// The offset of a unit in the file, and its length, in bytes.
     pub(crate) fn place(&self, unit: Unit) -> (u64, u32) {
         match self.singles.as_ref().map(|_| self.entry(self.single(unit))) {
             Some(Ok((id, entry))) => {
@@ -177,7 +180,7 @@ impl Storage {
         }
     }
 
-    /// Where neighbouring units are in the file, and how long they are together.
+    /// The offset of neighbouring units in the file, and their length together.
     pub(crate) fn place_of(&self, units: &Range<u32>) -> (u64, u32) {
         let (offset, _) = self.place(Unit(units.start));
         let (last, len) = self.place(Unit(units.end.saturating_sub(1)));

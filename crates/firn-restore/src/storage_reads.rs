@@ -1,12 +1,13 @@
-//! Whether a read went to storage, or the page cache had it.
+//! Storage reads: whether a read went to storage, or the page cache had the data.
 //!
-//! Times of the one say nothing about the other. The kernel counts for each thread the bytes that it had fetched from
-//! storage (`read_bytes` of `/proc/thread-self/io`, proc_pid_io(5)): if the count has not changed, nothing was.
+//! The time of a read from the page cache does not show the storage latency. The kernel counts for
+//! each thread the bytes that it caused to be fetched from storage (`read_bytes` of
+//! `/proc/thread-self/io`, proc_pid_io(5)): if the count has not changed, nothing was.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// The count of the thread that made it.
+/// The count for the thread that created this value.
 #[derive(Debug)]
 pub(crate) struct StorageReads {
     file: Option<File>,
@@ -15,7 +16,7 @@ pub(crate) struct StorageReads {
 }
 
 impl StorageReads {
-    /// Of the calling thread, from now on.
+    /// The count for the calling thread, from now on.
     pub(crate) fn of_this_thread() -> Self {
         let file = File::open("/proc/thread-self/io").ok();
         let mut reads = Self { file, buffer: [0; 256], seen: None };
@@ -23,7 +24,8 @@ impl StorageReads {
         reads
     }
 
-    /// Whether the thread has read from storage since it was last asked. If the kernel does not tell: yes.
+    /// Whether the thread has read from storage since the last call. True if the kernel does not
+    /// report the count.
     pub(crate) fn any(&mut self) -> bool {
         let now = self.count();
         let seen = std::mem::replace(&mut self.seen, now);

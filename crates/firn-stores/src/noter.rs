@@ -1,4 +1,4 @@
-//! What is noted of all applications, and where it is told.
+//! Noter: the notes of all applications, and the window that their reports are written to.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,7 +11,7 @@ use firn_memory::SharedWords;
 
 use crate::filter::Filter;
 
-/// The pages that are looked at.
+/// The pages whose stores are checked.
 pub(crate) static FILTER: Filter = Filter::new();
 
 static NOTER: Mutex<Option<Noter>> = Mutex::new(None);
@@ -21,22 +21,24 @@ struct Noter {
     slots: BTreeMap<u32, Notes>,
 }
 
-/// Tells in this file from now on.
+/// Maps the window, which reports are written to from now on.
 pub(crate) fn begin(window: &Path) -> io::Result<()> {
     let window = SharedWords::map(&File::options().read(true).write(true).open(window)?)?;
     *lock() = Some(Noter { window, slots: BTreeMap::new() });
     Ok(())
 }
 
-/// Notes nothing any more.
+/// Stops all noting.
 pub(crate) fn end() {
     let mut noter = lock();
     *noter = None;
-    // Only then, and before anybody begins again: an epoch whose stores are passed over must not end as if they were not.
+    // After the noter is gone, and before noting can begin again: an epoch whose stores the filter
+    // ignores must not end as if they had been noted.
     FILTER.set([].into_iter());
 }
 
-/// Does as the supervisor says. When this returns every store that is to be noted is; false if none is noted any more.
+/// Carries out an order of the supervisor. When this returns, every store to the ordered areas is
+/// noted. False if noting has stopped.
 pub(crate) fn carry_out(order: Order) -> bool {
     let mut noter = lock();
     let Some(noter) = noter.as_mut() else { return false };
@@ -48,7 +50,7 @@ pub(crate) fn carry_out(order: Order) -> bool {
     true
 }
 
-/// A store of so many bytes to a page that is in the filter.
+/// Notes a store of `bytes` bytes to a page that is in the filter.
 pub(crate) fn note(at: u64, bytes: u64) {
     let mut noter = lock();
     let Some(Noter { window, slots }) = noter.as_mut() else { return };

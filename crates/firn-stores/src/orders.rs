@@ -1,4 +1,5 @@
-//! Orders of the supervisor, by a socket: one connection at a time. Where it ends, so does all noting.
+//! Orders of the supervisor, by a socket: one connection at a time. When the connection ends, all
+//! noting ends.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,23 +12,23 @@ use nix::sys::signal::SigSet;
 
 use crate::noter;
 
-/// Bytes of an order at most.
+/// The maximum size of an order in bytes.
 const ORDER_MAX: usize = 256 << 20;
 
-/// How long it waits where nobody can be listened to.
+/// The time to wait after no connection could be accepted.
 const REST: Duration = Duration::from_secs(1);
 
-/// What the plugin is told on QEMU's command line.
+/// The plugin's arguments on QEMU's command line.
 #[derive(Debug)]
 pub(crate) struct Places {
-    /// The memory of the device for calls.
+    /// The file of the call window's memory.
     pub(crate) window: PathBuf,
-    /// The socket.
+    /// The socket for orders.
     pub(crate) orders: PathBuf,
 }
 
 impl Places {
-    /// From arguments `window=FILE` and `orders=SOCKET`.
+    /// Parses the arguments `window=FILE` and `orders=SOCKET`.
     pub(crate) fn parse<'a>(arguments: impl Iterator<Item = &'a str>) -> Option<Self> {
         let (mut window, mut orders) = (None, None);
         for argument in arguments {
@@ -41,7 +42,7 @@ impl Places {
     }
 }
 
-/// Listens, in a thread of its own that takes none of QEMU's signals.
+/// Listens for the supervisor, in a thread of the plugin's own that handles none of QEMU's signals.
 pub(crate) fn listen(places: Places) -> io::Result<()> {
     let _ = std::fs::remove_file(&places.orders);
     let listener = UnixListener::bind(&places.orders)?;
@@ -56,7 +57,7 @@ fn serve(listener: &UnixListener, window: &Path) {
     for supervisor in listener.incoming() {
         match supervisor {
             Ok(supervisor) => drop(obey(supervisor, window)),
-            // Of descriptors there may be more in a while.
+            // No descriptor may be free now, but later.
             Err(_) => thread::sleep(REST),
         }
         noter::end();

@@ -23,7 +23,7 @@ fn level(words: &Words, node: u64) -> u64 {
     if node == NIL { 0 } else { words[at(node, LEVEL)] }
 }
 
-/// Turns a left child of the same level into a parent.
+/// Makes a left child of the same level the parent.
 fn skew(words: &mut Words, node: u64) -> u64 {
     if node == NIL {
         return NIL;
@@ -37,7 +37,7 @@ fn skew(words: &mut Words, node: u64) -> u64 {
     left
 }
 
-/// Turns two right children of the same level in a row into a higher node with two.
+/// Makes two consecutive right children of the same level a higher node with two children.
 fn split(words: &mut Words, node: u64) -> u64 {
     if node == NIL {
         return NIL;

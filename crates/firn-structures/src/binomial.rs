@@ -6,7 +6,8 @@ const SIZE: u64 = 3;
 const KEY: u64 = 0;
 const CHILD: u64 = 1;
 const SIBLING: u64 = 2;
-/// Trees of the forest, in the words after the nodes' common ones: 4 to 15, then more before the first node.
+/// Trees of the forest, in the words after the nodes' common ones: 4 to 15, then more before the
+/// first node.
 const TREES: usize = 16;
 const MOST: usize = 32;
 

@@ -5,7 +5,7 @@ use crate::{COUNT, FIRST, NEXT, NIL, Structure, Words, allocate, at, free, mix};
 const SIZE: u64 = 2;
 const KEY: u64 = 0;
 const LINK: u64 = 1;
-/// Where the number of slots is kept.
+/// The word that has the count of slots.
 const SLOTS: usize = 4;
 
 pub(crate) const STRUCTURE: Structure = Structure {

@@ -1,12 +1,12 @@
-//! Hash table with quadratic probing. Slot: state, key. Doubles by hashing everything anew when it is half full; in this
-//! memory it is made large enough at once.
+//! Hash table with quadratic probing. Slot: state, key. A textbook table doubles by rehashing when
+//! it is half full; here its memory is made large enough at once.
 
 use crate::{COUNT, FIRST, Structure, Words, mix};
 
 const EMPTY: u64 = 0;
 const LIVE: u64 = 1;
 const DELETED: u64 = 2;
-/// Where the number of slots, a prime, is kept.
+/// The word that has the count of slots, a prime.
 const SLOTS: usize = 4;
 
 pub(crate) const STRUCTURE: Structure = Structure {
@@ -30,7 +30,7 @@ fn create(words: &mut Words) {
     words[SLOTS] = prime((words.len() - FIRST as usize) / 2) as u64;
 }
 
-/// The slot that has a key, or the first empty one on its way.
+/// The slot that has a key, or the first empty one on its probe sequence.
 fn find(words: &Words, key: u64) -> usize {
     let slots = words[SLOTS];
     let mut slot = mix(key) % slots;

@@ -2,7 +2,7 @@
 
 use crate::{COUNT, FIRST, ROOT, Structure, Words};
 
-/// Where the next element goes.
+/// The word that has the position of the next new element.
 const REAR: usize = 4;
 
 pub(crate) const STRUCTURE: Structure = Structure {

@@ -1,7 +1,8 @@
-//! Deterministic skip list (1-2-3), linked downwards. Node: key, right, down, whether it was deleted.
+//! Deterministic skip list (1-2-3), linked downwards. Node: key, right, down, whether it was
+//! deleted.
 //!
-//! Insertion splits every gap of three that it passes, on its way down. Deletion, which the paper's table does not have,
-//! marks the element on the lowest level.
+//! Insertion splits every gap of three that it passes, on its way down. Deletion, which the paper's
+//! table does not have, marks the element on the lowest level.
 
 use crate::{COUNT, NIL, ROOT, Structure, Words, allocate, at, create};
 
@@ -86,7 +87,7 @@ fn insert(words: &mut Words, key: u64) {
     }
 }
 
-/// Puts a smaller key before that of a node. On the lowest level that is the insertion.
+/// Inserts a smaller key before that of a node. On the lowest level that is the insertion.
 fn split(words: &mut Words, current: u64, key: u64, below: u64) {
     let after = node(words, words[at(current, KEY)], words[at(current, RIGHT)], below);
     words[at(after, DELETED)] = words[at(current, DELETED)];

@@ -6,7 +6,7 @@ const SIZE: u64 = 3;
 const KEY: u64 = 0;
 const LEFT: u64 = 1;
 const RIGHT: u64 = 2;
-/// A node in the head of the memory that two trees are hung on while splaying: words 8 to 10.
+/// A node in the head of the memory, to which splaying attaches two trees: words 8 to 10.
 const HEADER: u64 = 8;
 
 pub(crate) const STRUCTURE: Structure = Structure {
@@ -28,7 +28,8 @@ fn rotate(words: &mut Words, node: u64, side: u64) -> u64 {
     child
 }
 
-/// Brings the node with the key, or a neighbour of its place, to the top of a tree that is not empty.
+/// Moves the node with the key, or a neighbour of its position, to the top of a tree that is not
+/// empty.
 fn splay(words: &mut Words, top: u64, key: u64) -> u64 {
     words[at(HEADER, LEFT)] = NIL;
     words[at(HEADER, RIGHT)] = NIL;

@@ -37,7 +37,7 @@ fn insert_below(words: &mut Words, node: u64, key: u64) -> u64 {
     node
 }
 
-/// Finds the place without writing, then writes there.
+/// Finds the node without a write, then writes there.
 fn delete(words: &mut Words, key: u64) {
     let mut link = ROOT;
     while words[link] != NIL {

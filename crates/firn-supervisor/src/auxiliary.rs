@@ -1,4 +1,4 @@
-//! Auxiliary RAM of an image: firmware, ACPI tables, video memory.
+//! The auxiliary blocks of an image: firmware, ACPI tables, video memory.
 
 use firn_image::{AuxPiece, Image, ImageError};
 use firn_memory::{Process, process_memory};
@@ -7,8 +7,8 @@ use firn_vmm::{AuxRam, Vm};
 
 use crate::failure::{Context, Failure, FailureKind, image_failure};
 
-/// Writes the auxiliary blocks of an image into a hypervisor that has not run yet, piece by piece: no more than one piece
-/// is in memory at a time.
+/// Writes the auxiliary blocks of an image into a hypervisor that has not run yet, piece by piece,
+/// so that no more than one piece is in memory at a time.
 pub(crate) fn write_image_aux(
     vm: &mut Vm,
     process: &Process,
@@ -34,10 +34,10 @@ pub(crate) fn write_image_aux(
 }
 
 fn no_place(id: &str, bytes: u64) -> Failure {
-    Failure::new(FailureKind::Other, format!("QEMU has no place for {bytes} bytes of {id}"))
+    Failure::new(FailureKind::Other, format!("QEMU has no block of {bytes} bytes for {id}"))
 }
 
-/// Why auxiliary blocks were not written: an error of the image, or of a step.
+/// The reason why auxiliary blocks were not written: an error of the image, or of a step.
 struct AuxFailure(Failure);
 
 impl From<ImageError> for AuxFailure {

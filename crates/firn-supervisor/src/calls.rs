@@ -1,10 +1,12 @@
-//! Calls from applications in the guest: the thread that answers them.
+//! Guest calls: the thread that answers calls of applications in the guest.
 //!
-//! `firn_calls` says who may do what; here is the rest: the memory of the device, the guest's page tables, and the writes
-//! that [`Changes`] follows. Nothing is kept beyond the supervisor's life: after its death an application opens a new session.
+//! `firn_calls` decides which application may do what. This module does the rest: the memory of the
+//! device, the guest's page tables, and the writes that [`DirtyTracking`] tracks. No state outlives
+//! the supervisor: after its death an application opens a new session.
 //!
-//! A request is looked for, not announced. Right after one the thread looks all the time, for a transaction is seldom
-//! alone; then less and less often, down to a few hundred times a second, which costs a thousandth of a processor.
+//! The thread polls for requests, because nothing announces them. Right after a request it polls
+//! without a break, because a transaction seldom comes alone; then less and less often, down to a
+//! few hundred times a second, which costs a thousandth of a processor.
 
 use std::fs::File;
 use std::path::Path;
@@ -26,31 +28,31 @@ use crate::qemu;
 use crate::runtime::VmDir;
 use crate::stores::Plugin;
 
-/// After a request the thread looks all the time for so long.
+/// The time after a request during which the thread polls without a break.
 const EAGER: Duration = Duration::from_millis(1);
-/// Then it sleeps a tenth of the time for which nobody asked, this long at most.
+/// The maximum sleep. The thread sleeps for a tenth of the time since the last request.
 const SLEEP_MAX: Duration = Duration::from_millis(3);
-/// How long QEMU's monitor may take.
+/// The maximum time that QEMU's monitor may take.
 const MONITOR_WAIT: Duration = Duration::from_millis(500);
-/// How often sessions of processes that are gone are looked for.
+/// The interval between searches for sessions of processes that have ended.
 const SWEEP: Duration = Duration::from_secs(5);
-/// So many refusals are logged one by one.
+/// The number of refusals that are logged one by one.
 const LOGGED: u64 = 16;
 
-/// The longest file that says who may call, in bytes.
+/// The maximum size of a file that names the applications that may call, in bytes.
 const POLICY_BYTES_MAX: u64 = 1 << 20;
 
-/// Reads who may call.
+/// Reads the file that names the applications that may call.
 pub(crate) fn policy(path: &Path) -> Result<Policy, Failure> {
     let text = firn_files::read_text(path, POLICY_BYTES_MAX);
     let policy = match &text {
         Ok(text) => Policy::parse(text).map_err(|it| Failure::from_error(FailureKind::Usage, &it)),
         Err(error) => Err(Failure::from_error(FailureKind::Usage, error)),
     };
-    policy.map_err(|it| it.while_doing(format!("reading who may call from {}", path.display())))
+    policy.map_err(|it| it.while_doing(format!("reading the call policy {}", path.display())))
 }
 
-/// The service of a VM, if it has one.
+/// The service for a VM's guest calls, if it runs.
 #[derive(Default)]
 pub(crate) struct Calls(Mutex<Option<Service>>);
 
@@ -60,7 +62,7 @@ struct Service {
 }
 
 impl Calls {
-    /// Begins to answer, if the VM's applications may call and nobody answers yet.
+    /// Starts to answer, if the VM's applications may call and the service does not run yet.
     pub(crate) fn start(
         &self,
         machine: &Machine,
@@ -72,9 +74,9 @@ impl Calls {
         if service.as_ref().is_some_and(|service| !service.thread.is_finished()) {
             return Ok(());
         }
-        let words = map(&vm.calls()).doing("opening the memory for calls")?;
-        // Whatever fails from here on: nobody waits for a service of before.
-        Window::new(words.words()).doing("opening the memory for calls")?.clear();
+        let words = map(&vm.calls()).doing("opening the memory for guest calls")?;
+        // Whatever fails from here on, no application waits for an earlier service.
+        Window::new(words.words()).doing("opening the memory for guest calls")?.clear();
         let server = Server::new(policy(file)?);
         let (_, memory) = qemu::open_journaled(machine)?;
         memory.open_window().doing("mapping the guest's memory")?;
@@ -91,7 +93,7 @@ impl Calls {
         Ok(())
     }
 
-    /// Ends it.
+    /// Ends the service.
     pub(crate) fn finish(&self) {
         let service = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(Service { end, thread }) = service {
@@ -108,7 +110,7 @@ fn map(path: &Path) -> std::io::Result<SharedWords> {
 fn serve(words: &SharedWords, server: Server, guest: Guest, is_over: &AtomicBool) {
     let window = match Window::new(words.words()) {
         Ok(window) => window,
-        Err(error) => return tracing::error!("calls are not answered: {error}"),
+        Err(error) => return tracing::error!("guest calls are not answered: {error}"),
     };
     let service = u32::from_le_bytes(random());
     let _served = Served(window);
@@ -134,7 +136,7 @@ fn serve(words: &SharedWords, server: Server, guest: Guest, is_over: &AtomicBool
     }
 }
 
-/// However the thread ends, the window says so.
+/// Marks the service as ended in the window, however the thread ends.
 struct Served<'w>(Window<'w>);
 
 impl Drop for Served<'_> {
@@ -161,7 +163,8 @@ struct Serving<'w> {
 }
 
 impl Serving<'_> {
-    /// Answers what was asked. False if nobody who has a key asked: strangers do not keep a processor busy.
+    /// Answers all requests. False if no request came from an application with a key: strangers do
+    /// not keep a processor busy.
     fn answer_all(&mut self) -> bool {
         (0..self.window.slots()).filter(|&number| self.answer(number)).count() > 0
     }
@@ -180,7 +183,7 @@ impl Serving<'_> {
         answered.is_known
     }
 
-    /// Frees slots that nobody uses any more: those that were not in use, and somebody's, now and at the last sweep.
+    /// Frees unused slots: those that have an owner but were not in use, now and at the last sweep.
     fn sweep(&mut self, suspects: &[(usize, u32)]) -> Vec<(usize, u32)> {
         let (in_use, noted) = self.server.sweep(&mut self.guest);
         noted.into_iter().for_each(|noted| self.note(Some(noted)));
@@ -194,7 +197,7 @@ impl Serving<'_> {
         wait
     }
 
-    /// A guest that is refused without end does not fill the disk.
+    /// Logs an event. A guest whose calls are refused repeatedly does not fill the disk.
     fn note(&mut self, noted: Option<Noted>) {
         match noted {
             None => {}
@@ -214,7 +217,7 @@ impl Serving<'_> {
     }
 }
 
-/// The guest, as the server sees it.
+/// The guest, as the server accesses it.
 struct Guest {
     machine: Machine,
     memory: Arc<GuestMemory>,
@@ -224,14 +227,15 @@ struct Guest {
 }
 
 impl Guest {
-    /// What vCPUs are running now, to know how page tables of this guest look.
+    /// The page tables that the vCPUs use now, which show the format of this guest's page tables.
     fn running(&self) -> Result<Vec<PageTableRoot>, Failure> {
-        // A save may have the monitor, and others who call do not wait for it.
+        // A save may have the monitor, and other callers do not wait for it.
         let mut vm = qemu::connect_within(&self.machine, MONITOR_WAIT)?;
-        vm.page_table_roots().doing("asking for the vCPUs' page tables")
+        vm.page_table_roots().doing("querying the vCPUs' page tables")
     }
 
-    /// Who asks is most likely running, looking for the answer: only if it is not, all of RAM is looked through.
+    /// Finds the address spaces of a caller. It most likely runs now and polls for the answer: all
+    /// of RAM is searched only if it does not.
     fn search(&mut self, at: u64, proof: &Proof) -> Result<Vec<GuestPhys>, Failure> {
         let running = self.running()?;
         let Some(first) = running.first() else { return Ok(Vec::new()) };
@@ -263,7 +267,8 @@ impl Below for Guest {
             Vec::new()
         });
         match found[..] {
-            // With page-table isolation a process has two tables, side by side; the first one has the kernel too.
+            // With page-table isolation a process has two tables, side by side; the first maps the
+            // kernel too.
             [one, other] if other.0 == one.0 | PAGE_SIZE as u64 => vec![one],
             _ => found,
         }
@@ -271,7 +276,7 @@ impl Below for Guest {
 
     fn has(&mut self, space: GuestPhys, at: u64, proof: &Proof) -> bool {
         let page = VirtPage(at / PAGE_SIZE as u64);
-        // A page that it shares with a child, or that is the kernel's, shows nothing.
+        // A page that it shares with a child, or that belongs to the kernel, proves nothing.
         let Ok(page) = Lookup::new(&*self.memory, space, self.levels).own(page) else {
             return false;
         };
@@ -313,12 +318,12 @@ fn refusal(why: NotOwn, page: VirtPage) -> Refusal {
     }
 }
 
-/// Bytes that nobody can guess (getrandom(2)).
+/// Unpredictable bytes (getrandom(2)).
 fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     let mut filled = 0;
     while filled < N {
-        // It fails only where it is interrupted.
+        // It fails only if it is interrupted.
         filled +=
             rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
                 .unwrap_or(0);

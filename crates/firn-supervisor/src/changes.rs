@@ -1,7 +1,8 @@
-//! What the guest writes from one checkpoint to the next, followed while nothing else goes on.
+//! Dirty tracking from one checkpoint to the next, while no operation runs.
 //!
-//! It only makes incremental checkpoints quicker: where it can't be had the next one compares all of memory with its
-//! parent. So nothing of it is journaled but that the guest's memory is registered, and a successor lets go of that.
+//! It only makes incremental checkpoints faster: without it, the next one compares all memory with
+//! its parent. So the journal records only that the guest's memory is registered, and a successor
+//! releases it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -20,26 +21,28 @@ pub(crate) struct Changes(Mutex<State>);
 #[derive(Default)]
 struct State {
     tracker: Option<Tracker>,
-    /// Counts the times in which nobody else took what the tracker tells.
+    /// Changes whenever a save, or another caller, may have taken dirty pages from the tracker.
     era: u64,
 }
 
 impl Changes {
-    /// Follows the guest's memory from now on, for others than a save.
+    /// Starts to track the guest's memory, for purposes other than a save.
     pub(crate) fn follow(&self, machine: &Machine) -> Result<(), Failure> {
         let mut state = self.state();
         if state.tracker.is_none() {
             let (process, memory) = qemu::open_journaled(machine)?;
             refuse_others(&memory)?;
             let started = Tracker::start(process, memory, machine.vcpus.clone());
-            state.tracker = Some(started.doing("following what the guest writes")?);
+            state.tracker = Some(started.doing("starting to track the guest's writes")?);
             state.era += 1;
         }
         Ok(())
     }
 
-    /// Of these pages, in ascending order, those that were written since they were told last, and maybe some between them,
-    /// within the era whose number is given too: in another one than before some writes were told to a save. `None` while a save follows the guest's memory.
+    /// Of these pages, in ascending order, those that were written since they were last returned,
+    /// and possibly some between them; and the number of the current era. If the era differs from
+    /// that of an earlier call, some writes were reported to a save. `None` while a save tracks the
+    /// guest's memory.
     pub(crate) fn written_among(&self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
         let mut state = self.state();
         let era = state.era;
@@ -47,7 +50,8 @@ impl Changes {
         match written {
             Ok(written) => Some((era, written)),
             Err(error) => {
-                // Some pages may be armed again without having been told: the next save must not go by it either.
+                // Some pages may be protected again without having been returned, so the next save
+                // must not rely on the tracker either.
                 state.era += 1;
                 explain(&error);
                 state.tracker.take().into_iter().for_each(end);
@@ -56,7 +60,8 @@ impl Changes {
         }
     }
 
-    /// Ends the tracker unless a save can use it: nothing else can follow the guest's memory as long as it does.
+    /// Ends the tracker unless the save can use it, because nothing else can track the guest's
+    /// memory while it exists.
     pub(crate) fn make_way_for(&self, strategy: Strategy, memory: &GuestMemory) {
         let mut state = self.state();
         let is_of_use = |it: &mut Tracker| strategy == Strategy::PreCopy && it.follows(memory);
@@ -64,26 +69,26 @@ impl Changes {
         state.tracker.take_if(|tracker| !is_of_use(tracker)).into_iter().for_each(end);
     }
 
-    /// The tracker, for a save, which gives it back by [`Self::keep`].
+    /// Hands the tracker to a save, which gives it back by [`Self::return_tracker`].
     pub(crate) fn take(&self) -> Option<Tracker> {
         let mut state = self.state();
         state.era += 1;
         state.tracker.take()
     }
 
-    /// Leaves it for the next save.
+    /// Takes the tracker back, for the next save.
     pub(crate) fn keep(&self, tracker: Option<Tracker>) {
         let mut state = self.state();
         state.era += 1;
         state.tracker = tracker;
     }
 
-    /// Whether the guest's memory is being followed.
+    /// Whether the guest's memory is being tracked.
     pub(crate) fn are_followed(&self) -> bool {
         self.state().tracker.is_some()
     }
 
-    /// Lets go of the guest's memory.
+    /// Ends the tracker and releases the guest's memory.
     pub(crate) fn finish(&self) {
         self.take().into_iter().for_each(end);
     }
@@ -93,17 +98,17 @@ impl Changes {
     }
 }
 
-/// Whether this host can follow writes at all.
+/// Whether this host can track writes at all.
 pub(crate) fn can_be_followed() -> bool {
     Features::of_kernel().is_ok_and(|it| it.write_protect_async && it.pagemap_scan)
 }
 
-/// What another process writes to the guest's memory can't be followed.
+/// Refuses memory that another process maps, because its writes can't be tracked.
 fn refuse_others(memory: &GuestMemory) -> Result<(), Failure> {
-    let others = memory.other_users().doing("looking for others that map the guest's memory")?;
+    let others = memory.other_users().doing("finding processes that map the guest's memory")?;
     let Some(other) = others.first() else { return Ok(()) };
     let text =
-        format!("the guest's memory is also mapped by {other}, whose writes can't be followed");
+        format!("the guest's memory is also mapped by {other}, whose writes can't be tracked");
     Err(Failure::new(FailureKind::Refused, text).hint("start the VM without vhost-user devices"))
 }
 

@@ -1,7 +1,7 @@
-//! The other end of the control socket: what `firn` commands do to reach a VM's supervisor.
+//! The client side of the control socket: how `firn` commands reach a VM's supervisor.
 //!
-//! A command that finds nobody looking after a VM that needs it starts a successor first, so that any command brings
-//! a VM back whose supervisor and guard were both killed.
+//! A command that finds no supervisor for a VM that needs one starts a successor first. So any
+//! command recovers a VM whose supervisor and guard were both killed.
 
 use std::io::{self, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -25,26 +25,26 @@ use crate::spawn;
 use crate::status::Status;
 use crate::survey;
 
-/// How long a supervisor that has just been started may take to open its control socket. Recovery takes some
-/// milliseconds; a machine that is out of memory or disk may take longer.
+/// The maximum time that a new supervisor may take to open its control socket. Recovery takes some
+/// milliseconds; a host that is out of memory or disk may take longer.
 const SOCKET_WAIT: Duration = Duration::from_secs(10);
 
-/// How often the control socket is tried.
+/// The interval between attempts to connect to the control socket.
 const RETRY: Duration = Duration::from_millis(1);
 
-/// How long a supervisor may take to answer a request that takes no time.
+/// The maximum time that a supervisor may take to answer a request that needs no work.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
-/// How long one may take that is asked only because somebody looks.
+/// The maximum time that a supervisor may take to answer a status query for a list.
 const GLANCE_WAIT: Duration = Duration::from_secs(2);
 
-/// How often a supervisor that dies is replaced before a command gives up.
+/// The number of times that a supervisor that dies is replaced before a command gives up.
 const TRIES: usize = 5;
 
-/// What is told of progress.
+/// A callback for progress reports.
 pub type OnProgress<'a> = &'a mut dyn FnMut(&Progress);
 
-/// Starts looking after a VM; returns what the supervisor says once the VM runs.
+/// Starts a supervisor for a VM; returns the facts that it reports once the VM runs.
 pub fn start(
     base: &RuntimeDir,
     name: &VmName,
@@ -54,7 +54,7 @@ pub fn start(
     Starting::begin(base, name, plan)?.finish(on_progress)
 }
 
-/// A supervisor that has been told what to do and has not said yet that it is done.
+/// A supervisor that has received its plan and has not sent its last reply yet.
 #[derive(Debug)]
 pub struct Starting {
     base: RuntimeDir,
@@ -63,7 +63,7 @@ pub struct Starting {
 }
 
 impl Starting {
-    /// Starts it. A standby that still waits for its primary gives up when this value is dropped.
+    /// Starts it. A standby that still waits for its primary ends when this value is dropped.
     pub fn begin(base: &RuntimeDir, name: &VmName, plan: &Plan) -> Result<Self, Failure> {
         let vm = base.vm(name);
         if exists(&vm) {
@@ -71,13 +71,14 @@ impl Starting {
         }
         let mut child = spawn::supervisor(base, &vm).doing("starting a supervisor")?;
         if let Some(mut to) = child.stdin.take() {
-            // A supervisor that ends before it has read the plan says why in its reply.
+            // A supervisor that ends before it has read the plan sends the reason in its reply.
             let _ = protocol::write(&mut to, plan);
         }
         Ok(Self { base: base.clone(), vm, from: child.stdout.take() })
     }
 
-    /// Whether it has said all, and [`Self::finish`] does not wait: the other end of its pipe is closed.
+    /// Whether the supervisor has sent all replies, so that [`Self::wait_until_started`] does not
+    /// wait: the other end of its pipe is closed.
     pub fn is_over(&self) -> bool {
         let Some(from) = &self.from else { return true };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -85,7 +86,7 @@ impl Starting {
         poll(&mut polled, Some(&now)).is_ok() && polled[0].revents().contains(PollFlags::HUP)
     }
 
-    /// Returns what the supervisor says once the VM runs.
+    /// Returns the facts that the supervisor reports once the VM runs.
     pub fn finish(self, on_progress: OnProgress<'_>) -> Result<serde_json::Value, Failure> {
         let replied = match self.from {
             Some(from) => read_replies(&mut BufReader::new(from), on_progress)?,
@@ -101,7 +102,7 @@ impl Starting {
     }
 }
 
-/// What became of a VM whose first supervisor died.
+/// The result of a start whose supervisor died.
 fn after_start(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
     let status = status_after(base, vm, "the VM was not started, and nothing is left of it")?;
     match (&status.last, status.state.as_str()) {
@@ -111,8 +112,8 @@ fn after_start(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failu
     }
 }
 
-/// What became of a save whose supervisor died. `before` is what had happened last; if that is so still, the save was
-/// never begun: `None`.
+/// The result of a save whose supervisor died. `before` is the last event before the save; if there
+/// is no later one, the save never began: `None`.
 fn after_save(
     base: &RuntimeDir,
     vm: &VmDir,
@@ -127,9 +128,9 @@ fn after_save(
     }
 }
 
-/// What became of a standby whose supervisor died.
+/// The result of a failover whose supervisor died.
 fn after_failover(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
-    let lost = "the copy of the VM is lost: it can't be continued here";
+    let lost = "the standby is lost: the VM can't be continued here";
     let status = status_after(base, vm, lost)?;
     match status.state.as_str() {
         "running" | "paused" => Ok(recovered(&status)),
@@ -137,7 +138,7 @@ fn after_failover(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Fa
     }
 }
 
-/// The status of a VM whose supervisor died. `gone` is what it means if there is no such VM.
+/// The status of a VM whose supervisor died. `gone` is the error text if there is no such VM.
 fn status_after(base: &RuntimeDir, vm: &VmDir, gone: &str) -> Result<Status, Failure> {
     match status(base, vm) {
         Err(failure) if failure.kind == FailureKind::NoSuchVm => died(gone.to_owned()),
@@ -169,9 +170,9 @@ fn settle(vm: &VmDir) {
     }
 }
 
-/// Asks a supervisor and waits for its last reply.
+/// Sends a request to a supervisor and waits for its last reply.
 ///
-/// One that dies meanwhile is replaced, and asked again where that makes no difference.
+/// A supervisor that dies meanwhile is replaced, and gets the request again where that is harmless.
 pub fn ask(
     base: &RuntimeDir,
     name: &VmName,
@@ -194,7 +195,7 @@ pub fn ask(
             | Request::ReleaseMember
             | Request::Member(_)
             | Request::Fence { .. } => return died_while_asked(),
-            // A successor has ended the merge; what is left of it can be done.
+            // A successor has ended the merge; the remaining part can be done.
             Request::GoOn | Request::MergeDisks | Request::CommitDisks => {}
             Request::Failover(_) => return after_failover(base, &vm),
             Request::Detach if !is_detached(&vm)? => {}
@@ -207,13 +208,13 @@ pub fn ask(
             }
         }
     }
-    Err(Failure::new(FailureKind::Other, format!("the supervisor of {name} dies again and again"))
-        .hint("its log says why"))
+    Err(Failure::new(FailureKind::Other, format!("the supervisor of {name} dies repeatedly"))
+        .hint("its log has the reason"))
 }
 
-/// A supervisor that is stopped by a signal would not answer for ever.
+/// Refuses a supervisor that is stopped by a signal, because it would never answer.
 fn refuse_mute(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
-    let holder = lock::holder(vm.path(), Role::Supervisor).doing("looking for the supervisor")?;
+    let holder = lock::holder(vm.path(), Role::Supervisor).doing("finding the supervisor")?;
     match holder.filter(|&pid| is_stopped(pid)) {
         Some(_) => survey::examine(base, vm)?.refusal().map_or(Ok(()), Err),
         None => Ok(()),
@@ -222,17 +223,17 @@ fn refuse_mute(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
 
 fn died_while_asked() -> Result<serde_json::Value, Failure> {
     let died = Failure::new(FailureKind::Interrupted, "the supervisor died");
-    Err(died.hint("`firn status` says what became of the VM"))
+    Err(died.hint("`firn status` shows the state of the VM"))
 }
 
-/// Who comes too late to watch is told what one who came in time was told.
+/// A command that watches too late gets the failure that one in time would have got.
 fn what_ended(vm: &VmDir, request: &Request, failure: Failure) -> Failure {
     let is_late = *request == Request::Watch && failure.kind == FailureKind::NoSuchVm;
     let journal = load(vm).ok().flatten().filter(|_| is_late);
     journal.and_then(|journal| journal.last?.failure).unwrap_or(failure)
 }
 
-/// `None` if the supervisor ends without an answer.
+/// `None` if the supervisor ends without a last reply.
 fn ask_once(
     base: &RuntimeDir,
     vm: &VmDir,
@@ -242,7 +243,7 @@ fn ask_once(
     let stream = connect(base, vm)?;
     // When `firn stop` returns, the VM's disks and its name are free.
     let supervisor = match request {
-        Request::Stop(_) => guard::running(vm).doing("looking for the supervisor")?,
+        Request::Stop(_) => guard::running(vm).doing("finding the supervisor")?,
         _ => None,
     };
     let quick = matches!(
@@ -264,19 +265,19 @@ fn is_detached(vm: &VmDir) -> Result<bool, Failure> {
     Ok(load(vm)?.is_none_or(|journal| journal.phase == Phase::Detached))
 }
 
-/// A supervisor that dies while it stops a VM leaves it to its successor, or to nobody if the VM has ended.
+/// The result of a stop whose supervisor died: if the VM has not ended, a successor manages it.
 fn after_stop(base: &RuntimeDir, vm: &VmDir) -> Result<serde_json::Value, Failure> {
     match status(base, vm) {
         Err(failure) if failure.kind == FailureKind::NoSuchVm => Ok(serde_json::Value::Null),
         Ok(status) if status.state == "ended" => Ok(serde_json::Value::Null),
         Ok(_) => Err(Failure::new(FailureKind::Interrupted, "the supervisor died")
             .while_doing("the VM was not stopped")
-            .hint("ask again")),
+            .hint("run the command again")),
         Err(failure) => Err(failure),
     }
 }
 
-/// A VM's status: from its supervisor, or from the journal of one that is over.
+/// A VM's status: from its supervisor, or from the journal if the VM is over.
 pub fn status(base: &RuntimeDir, vm: &VmDir) -> Result<Status, Failure> {
     look_after(base, vm)?;
     let journal = load(vm)?.ok_or_else(|| no_such_vm(vm))?;
@@ -284,8 +285,8 @@ pub fn status(base: &RuntimeDir, vm: &VmDir) -> Result<Status, Failure> {
         return Ok(Status::of(&journal));
     }
     match ask(base, vm.name(), &Request::Status, &mut |_| ()) {
-        Ok(facts) => serde_json::from_value(facts).doing("reading the supervisor's answer"),
-        // It may have ended meanwhile.
+        Ok(facts) => serde_json::from_value(facts).doing("decoding the supervisor's reply"),
+        // The VM may have ended meanwhile.
         Err(failure) => match load(vm)?.filter(|journal| !needs_supervisor(journal)) {
             Some(journal) => Ok(Status::of(&journal)),
             None => Err(failure),
@@ -293,15 +294,15 @@ pub fn status(base: &RuntimeDir, vm: &VmDir) -> Result<Status, Failure> {
     }
 }
 
-/// A VM's status as it is now, for whoever looks often: nobody is brought back, and nobody is waited for. Where no supervisor
-/// answers, it is what the journal tells.
+/// A VM's current status, for frequent polling: no supervisor is restarted, and the wait is short.
+/// If no supervisor answers, the status comes from the journal.
 pub fn glance(vm: &VmDir) -> Result<Status, Failure> {
     let journal = load(vm)?.ok_or_else(|| no_such_vm(vm))?;
     Ok(told_at_once(vm).unwrap_or_else(|| Status::of(&journal)))
 }
 
-/// The status of each, as [`glance`] has it. All are asked at once, so that those that don't answer keep nobody waiting for the others.
-/// One that goes away meanwhile is left out.
+/// The [`quick_status`] of each VM. All supervisors are queried at once, so that those that don't
+/// answer delay none of the others. A VM that ends meanwhile is left out.
 pub fn glances(vms: &[VmDir]) -> Vec<Status> {
     thread::scope(|scope| {
         let ask = |vm| {
@@ -317,7 +318,7 @@ fn told_at_once(vm: &VmDir) -> Option<Status> {
     told_within(vm, GLANCE_WAIT)
 }
 
-/// What a supervisor says of its VM, if it does so within this time.
+/// The supervisor's status of its VM, if it answers within this time.
 pub(crate) fn told_within(vm: &VmDir, time: Duration) -> Option<Status> {
     let stream = connect_at_once(&vm.control()).ok()?;
     stream.set_read_timeout(Some(time)).ok()?;
@@ -326,7 +327,8 @@ pub(crate) fn told_within(vm: &VmDir, time: Duration) -> Option<Status> {
     serde_json::from_value(facts).ok()
 }
 
-/// A supervisor that stands still takes no more connections some time, and connecting to it would wait for ever.
+/// Connects without waiting: a supervisor that is stopped by a signal accepts no connections once
+/// its queue is full, and a connection to it would block for ever.
 fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -346,10 +348,11 @@ pub fn forget(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
             Failure::new(FailureKind::Busy, format!("VM {name} runs")).hint(hint)
         }));
     }
-    vm.remove().doing("forgetting the VM")
+    vm.remove().doing("removing the VM's directory")
 }
 
-/// Starts a successor if a VM needs a supervisor and has none. It is an error if the VM is not known.
+/// Starts a successor if a VM needs a supervisor and has none. It is an error if there is no such
+/// VM.
 pub fn look_after(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
     let Some(journal) = load(vm)? else {
         return match holder(vm)? {
@@ -362,13 +365,13 @@ pub fn look_after(base: &RuntimeDir, vm: &VmDir) -> Result<(), Failure> {
     }
     match spawn::successor(base, vm, &[]) {
         Ok(mut child) => wait_for_socket(vm, &mut || matches!(child.try_wait(), Ok(None))),
-        // Somebody else was faster, and found that nothing was left to look after.
+        // Another process was faster, and found that nothing was left to manage.
         Err(_) if !exists(vm) => Err(no_such_vm(vm)),
         Err(error) => Err(error).doing("starting a supervisor"),
     }
 }
 
-/// Ends when the control socket is served, or the successor has decided that there is nothing to serve.
+/// Waits until the control socket accepts a connection, or the successor has ended.
 fn wait_for_socket(vm: &VmDir, alive: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
     let deadline = Instant::now() + SOCKET_WAIT;
     while alive() && Instant::now() < deadline {
@@ -383,7 +386,7 @@ fn wait_for_socket(vm: &VmDir, alive: &mut dyn FnMut() -> bool) -> Result<(), Fa
 fn connect(base: &RuntimeDir, vm: &VmDir) -> Result<UnixStream, Failure> {
     let deadline = Instant::now() + SOCKET_WAIT;
     loop {
-        // Each time: the one that was there may have been dying.
+        // Each time, because the supervisor that was there may have been dying.
         look_after(base, vm)?;
         match UnixStream::connect(vm.control()) {
             Ok(stream) => return Ok(stream),
@@ -395,7 +398,7 @@ fn connect(base: &RuntimeDir, vm: &VmDir) -> Result<UnixStream, Failure> {
         is_coming(vm)?;
         if Instant::now() >= deadline {
             let silent = format!("the supervisor of {} does not open its socket", vm.name());
-            let hint = format!("its log says why; `firn stop --force {}` ends the VM", vm.name());
+            let hint = format!("see its log; `firn stop --force {}` ends the VM", vm.name());
             return Err(Failure::new(FailureKind::Other, silent).hint(hint));
         }
         thread::sleep(RETRY);
@@ -406,7 +409,7 @@ fn is_not_there(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }
 
-/// Whether there will be a control socket, or why not.
+/// Checks whether there will be a control socket; the failure is the reason why not.
 fn is_coming(vm: &VmDir) -> Result<(), Failure> {
     match load(vm)?.map(|journal| journal.phase) {
         None => Err(no_such_vm(vm)),
@@ -419,8 +422,8 @@ fn is_over(vm: &VmDir, phase: &Phase) -> Failure {
     match phase {
         Phase::Detached => {
             let text =
-                format!("VM {} is not looked after any more: Firn has let go of it", vm.name());
-            let hint = format!("take it up again: `firn attach {}`", vm.name());
+                format!("VM {} is not managed any more: Firn is detached from it", vm.name());
+            let hint = format!("attach to it again: `firn attach {}`", vm.name());
             Failure::new(FailureKind::NoSuchVm, text).hint(hint)
         }
         Phase::Ended { exit, .. } => {
@@ -434,7 +437,7 @@ fn is_over(vm: &VmDir, phase: &Phase) -> Failure {
 
 pub(crate) fn no_such_vm(vm: &VmDir) -> Failure {
     let text = format!("there is no VM called {}", vm.name());
-    Failure::new(FailureKind::NoSuchVm, text).hint("`firn ls` shows which VMs there are")
+    Failure::new(FailureKind::NoSuchVm, text).hint("`firn ls` lists the VMs")
 }
 
 fn needs_supervisor(journal: &Journal) -> bool {
@@ -446,14 +449,14 @@ fn exists(vm: &VmDir) -> bool {
 }
 
 fn load(vm: &VmDir) -> Result<Option<Journal>, Failure> {
-    Journal::load(&vm.journal()).doing(format!("looking at VM {}", vm.name()))
+    Journal::load(&vm.journal()).doing(format!("reading the journal of VM {}", vm.name()))
 }
 
 fn holder(vm: &VmDir) -> Result<Option<()>, Failure> {
-    Ok(guard::running(vm).doing("looking for the supervisor")?.map(drop))
+    Ok(guard::running(vm).doing("finding the supervisor")?.map(drop))
 }
 
-/// Reads replies up to the last one; `None` if the supervisor ends without.
+/// Reads replies up to the last one; `None` if the supervisor ends without one.
 fn read_replies(
     from: &mut BufReader<impl Read>,
     on_progress: OnProgress<'_>,
@@ -464,7 +467,7 @@ fn read_replies(
             Ok(None) => return Ok(None),
             Err(protocol::MessageError::Io(error)) if is_timeout(&error) => {
                 let silent = Failure::new(FailureKind::Other, "the supervisor does not answer");
-                return Err(silent.hint("`firn ls` says what helps"));
+                return Err(silent.hint("`firn ls` shows what helps"));
             }
             Err(protocol::MessageError::Io(_)) => return Ok(None),
             Err(error) => return Err(error.into()),
@@ -481,7 +484,7 @@ fn is_timeout(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
 
-/// An absolute form of a path that a user gave: the supervisor has another working directory.
+/// The absolute form of a path that a user gave: the supervisor has another working directory.
 pub fn absolute(path: &Path) -> Result<std::path::PathBuf, Failure> {
     let absolute =
         std::path::absolute(path).doing_or(FailureKind::Usage, format!("{}", path.display()))?;
@@ -495,7 +498,7 @@ pub fn absolute(path: &Path) -> Result<std::path::PathBuf, Failure> {
     }
 }
 
-/// The replying side of [`start`]: a supervisor's standard output.
+/// The replying side of [`start_supervisor`]: a supervisor's standard output.
 pub(crate) struct Starter<W: Write> {
     to: W,
 }
@@ -505,7 +508,8 @@ impl<W: Write> Starter<W> {
         Self { to }
     }
 
-    /// Tells whoever started this supervisor. That it has gone away is no reason to stop.
+    /// Sends a reply to the command that started this supervisor. A failure is ignored: the
+    /// supervisor continues even if the command has exited.
     pub(crate) fn tell(&mut self, reply: &Reply) {
         let _ = protocol::write(&mut self.to, reply);
     }
@@ -558,7 +562,8 @@ mod tests {
         assert_eq!(asked(Request::Detach).kind, FailureKind::NoSuchVm);
     }
 
-    /// Some don't answer, and one does not even take connections any more: they are told of all the same, from their journals.
+    /// Some supervisors don't answer, and one does not even accept connections any more: all of
+    /// them are listed, from their journals.
     #[test]
     fn supervisors_that_stand_still_hide_nobody() {
         let (_dir, base, _) = dir();

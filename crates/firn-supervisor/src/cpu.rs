@@ -17,7 +17,8 @@ impl CpuFacts {
         parse(&std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
     }
 
-    /// That of a VM whose guest sees the host's processor: under KVM, with `-cpu host` or `max`.
+    /// The processor that the guest sees, if it is the host's: under KVM, with `-cpu host` or
+    /// `max`.
     pub(crate) fn seen_by_guest(accel: &str, args: &[String]) -> Option<Self> {
         let is_host = |pair: &[String]| {
             let model = pair[1].split(',').next().unwrap_or_default();

@@ -1,24 +1,27 @@
-//! What a supervisor does about what happens: a pure state machine, events in, actions out.
+//! The state machine of a supervisor, a pure core: events in, actions out.
 //!
 //! ```text
 //!                     checkpoint, suspend                     started by a restore
 //!            idle --------------------------> saving                |
 //!             ^  <-----------------------------' |                  v
 //!             |     save ended (a suspend        |              restoring
-//!             |     goes on to stop)             | cancel           |
+//!             |     continues to stop)           | cancel           |
 //!             +----------------------------------+------------------+  restore ended
 //!
-//!     merging: from idle, until the layers are merged, or a stop ends it.
+//!     merging: from idle, until the layers are merged, or a stop ends the merge.
 //!
-//!     protecting: from idle, by `protect`, until `release`, a stop or its connection ends it. Standby: started as one, until a
-//!     failover makes it idle.
+//!     protecting: from idle, by `protect`, until `release`, a stop or the loss of its connection
+//!     ends it. Standby: started as one, until a failover makes it idle.
 //!
-//!     stop: from idle and restoring, from saving only by force.    hypervisor gone: from anywhere, and it is over.
-//!     detach, SIGTERM: at once when idle, else when what is going on has ended (SIGTERM cancels a save).
+//!     stop: from idle and restoring, from saving only by force.
+//!     end of the hypervisor: from anywhere, and the supervisor ends.
+//!     detach, SIGTERM: at once when idle, else when the operation has ended (SIGTERM cancels a
+//!     save).
 //! ```
 //!
-//! The shell around it (`supervise.rs`) does what it says and reports back. Whatever takes long, a save, a restore, a
-//! stop, runs on a thread of its own and comes back as an event: nothing here waits.
+//! The event loop around it performs the actions and reports back. Every slow operation, such as a
+//! save, a restore or a stop, runs on a thread of its own, and its end is an event: nothing here
+//! waits.
 
 use std::collections::BTreeSet;
 
@@ -34,107 +37,113 @@ use crate::protocol::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientId(pub u64);
 
-/// Something that happened.
+/// Something that happened to a supervisor.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// A command asks.
+    /// A command sent a request.
     Request(ClientId, Request),
     /// A command sent a line that is no request.
     Garbled(ClientId, Failure),
-    /// A command has gone away.
+    /// A command has disconnected.
     ClientGone(ClientId),
-    /// A save or restore has come further.
+    /// A save or restore has made progress.
     Progress(Progress),
     /// A merge of disk layers has ended.
     MergeEnded(Result<serde_json::Value, Failure>),
     /// A save has ended; with its report, if there is an image.
     SaveEnded(Result<serde_json::Value, Failure>),
-    /// A restore has ended: all memory is there, or it never will be.
+    /// A restore has ended: all memory is in place, or never will be.
     RestoreEnded(Result<serde_json::Value, Failure>),
-    /// A standby can't be run now.
+    /// A standby can't become the VM now.
     TakeUpRefused(ClientId, Failure),
     /// The first epoch is committed.
     Protected(serde_json::Value),
-    /// The VM is protected no longer: it was released, or could not be any more.
+    /// The protection has ended: it was released, or could not continue.
     ProtectionEnded(Result<serde_json::Value, Failure>),
-    /// The hypervisor did not end as asked (a guest that ignores its power button).
+    /// The hypervisor did not end as requested (for example, the guest ignores its power button).
     StopFailed(Failure),
-    /// The hypervisor process is gone.
+    /// The hypervisor process has ended.
     HypervisorGone(Exit),
-    /// A save or restore that lost its hypervisor had time enough to end.
+    /// A save or restore that lost its hypervisor had enough time to end.
     GraceOver,
-    /// One of the guards is gone.
+    /// One of the guards has ended.
     GuardGone(Role),
-    /// A guard that keeps dying may be started again.
+    /// A guard that dies repeatedly may be started again.
     GuardDue(Role),
     /// SIGTERM.
     Terminate,
 }
 
-/// Something to do about it.
+/// A response of the supervisor to an event.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Answer a command.
     Reply(ClientId, Reply),
     /// Answer a command with the VM's status.
     ReplyStatus(ClientId),
-    /// Answer a command with the command line of the VM as it is now.
+    /// Answer a command with the current command line of the VM.
     CommandLine(ClientId),
-    /// Start a save; it reports by [`Event::Progress`] and [`Event::SaveEnded`].
+    /// Start a save; it reports by [`SupervisorEvent::Progress`] and
+    /// [`SupervisorEvent::SaveEnded`].
     BeginSave {
-        /// What was asked.
+        /// The command's request.
         request: SaveRequest,
         /// Leave the VM stopped.
         then_stop: bool,
     },
-    /// Merge layers of the VM's disks; reports by [`Event::Progress`] and [`Event::MergeEnded`].
+    /// Merge layers of the VM's disks; reports by [`SupervisorEvent::Progress`] and
+    /// [`SupervisorEvent::MergeEnded`].
     BeginMerge {
-        /// All of them, into the files that the command line names.
+        /// Merge all layers, into the files that the command line names.
         all: bool,
     },
-    /// Tell the running save, merge, or the protection, to end.
+    /// Cancel the running save, merge or protection.
     CancelSave,
-    /// Have the protection end once the backup has agreed never to run the VM.
+    /// End the protection once the backup has agreed never to run the VM.
     Release,
-    /// Have the protection end because the user stops the VM; the backup is informed.
+    /// End the protection because the user stops the VM; the backup is informed.
     StopProtection,
-    /// Begin to protect; reports by [`Event::Protected`] and [`Event::ProtectionEnded`].
+    /// Begin to protect; reports by [`SupervisorEvent::Protected`] and
+    /// [`SupervisorEvent::ProtectionEnded`].
     BeginProtection(ProtectRequest),
-    /// Run the standby's VM; reports by [`Event::RestoreEnded`], or [`Event::TakeUpRefused`].
+    /// Run the standby's VM; reports by [`SupervisorEvent::RestoreEnded`], or
+    /// [`SupervisorEvent::FailoverRefused`].
     TakeUp(ClientId, FailoverRequest),
-    /// Answer who makes a cluster's global checkpoints.
+    /// Answer the coordinator of a cluster's global checkpoints.
     Member(ClientId, MemberRequest),
-    /// Let out what the VM's network cards hold, and tell this command whether they held anything.
+    /// Release the output that the VM's network cards buffer, and report to this command whether
+    /// there was any.
     LetOut(Option<ClientId>),
-    /// Let out what they hold while the lease is held, and tell this command.
+    /// Release the buffered output while the lease is held, and report to this command.
     GoOn(ClientId),
-    /// End the hypervisor; reports by [`Event::HypervisorGone`], or [`Event::StopFailed`].
+    /// End the hypervisor; reports by [`SupervisorEvent::HypervisorGone`], or
+    /// [`SupervisorEvent::StopFailed`].
     EndHypervisor(StopRequest),
-    /// End the hypervisor at once, whatever it does.
+    /// End the hypervisor at once, whatever operation runs.
     KillHypervisor {
-        /// What it writes to goes with it.
+        /// Remove the files that the VM writes to.
         discard: bool,
     },
-    /// Report [`Event::GraceOver`] in a while.
+    /// Report [`SupervisorEvent::GraceOver`] after the grace period.
     StartGrace,
-    /// Start a new guard, at once or after a pause.
+    /// Start a new guard, at once or after a delay.
     RestartGuard(Role),
     /// Start a new guard now.
     StartGuard(Role),
     /// Exit, and leave the VM as it is to a successor: this process can't serve it.
     Resign(Failure),
-    /// Let go of the VM, and exit.
+    /// Detach from the VM, and exit.
     LetGo,
-    /// Write down how the VM ended, and exit.
+    /// Record how the VM ended, and exit.
     RecordEnd {
         /// How it ended.
         exit: Exit,
-        /// Why, if Firn knows more.
+        /// The reason, if Firn knows one.
         reason: Option<Failure>,
     },
 }
 
-/// What is going on, besides the guest.
+/// The operation that runs beside the guest.
 #[derive(Clone, Debug, PartialEq)]
 enum Activity {
     Idle,
@@ -143,14 +152,15 @@ enum Activity {
         cancel_with_client: bool,
         then_stop: bool,
     },
-    /// Layers of disks are being merged; then the VM may be to end.
+    /// Layers of disks are being merged; afterwards the VM may have to end.
     Merging {
         client: ClientId,
         then_stop: Option<StopRequest>,
     },
     Restoring,
-    /// `asked` is told when the first epoch is committed, `releasing` when it is over; then the VM may be to end. `alone`: what was
-    /// held leaves when the backup is lost.
+    /// `asked` gets a reply when the first epoch is committed, `releasing` when the protection is
+    /// over; afterwards the VM may have to end. `alone`: buffered output is released when the
+    /// backup is lost.
     Protecting {
         alone: bool,
         asked: Option<ClientId>,
@@ -167,34 +177,36 @@ enum Activity {
 #[derive(Debug)]
 pub struct Core {
     activity: Activity,
-    /// How far the activity has come.
+    /// The progress of the activity.
     progress: Option<Progress>,
     watchers: BTreeSet<ClientId>,
-    /// Commands that wait for the hypervisor's end. `Some` once it was asked to end.
+    /// Commands that wait for the hypervisor's end. `Some` once it was requested to end.
     stopping: Option<Vec<(ClientId, serde_json::Value)>>,
-    /// The hypervisor ended while a save or restore still has to be wound up.
+    /// The hypervisor has ended while a save or restore is still to be finished.
     gone: Option<Exit>,
-    /// A save or restore has ended because the hypervisor has; how that ended is still to be known before that is told.
+    /// The failure of a save or restore because the hypervisor ended. It is reported only when the
+    /// supervisor knows how the hypervisor ended.
     lost: Option<Failure>,
-    /// Let go once idle.
+    /// Detach once idle.
     leaving: bool,
-    /// The VM's disks are served here: without that it stands still.
+    /// The VM's disks are served by this supervisor, without which the guest would block.
     serves: bool,
-    /// The VM belongs to a cluster: what concerns all of it is not done to it alone.
+    /// The VM belongs to a cluster: requests that concern all of the cluster are refused for it
+    /// alone.
     is_member: bool,
-    /// Why the hypervisor is being killed.
+    /// The reason why the hypervisor is being killed.
     reason: Option<Failure>,
-    /// A restore that can't go on here does not end the VM.
+    /// A restore that can't continue here does not end the VM.
     keeps_vm: bool,
 }
 
 impl Core {
-    /// A supervisor of a VM that runs, with or without a restore still going on.
+    /// The core of a supervisor whose VM runs, with or without a restore that still runs.
     pub fn new(restoring: bool) -> Self {
         Self::with(if restoring { Activity::Restoring } else { Activity::Idle })
     }
 
-    /// A supervisor of a VM that does not run yet.
+    /// The core of a supervisor whose VM does not run yet.
     pub fn standby() -> Self {
         Self::with(Activity::Standby { taken_up: false })
     }
@@ -215,33 +227,34 @@ impl Core {
         }
     }
 
-    /// The same, of a restore that does not end the VM where it can't go on.
+    /// Sets whether a restore that can't continue leaves the VM to a successor, instead of ending
+    /// it.
     pub fn keeping_vm(self, keeps_vm: bool) -> Self {
         Self { keeps_vm, ..self }
     }
 
-    /// The same, that serves the VM's disks, or not.
+    /// Sets whether the supervisor serves the VM's disks.
     pub fn serving(self, serves: bool) -> Self {
         Self { serves, ..self }
     }
 
-    /// Whether the VM belongs to a cluster.
+    /// Sets whether the VM belongs to a cluster.
     pub fn belongs(&mut self, is_member: bool) {
         self.is_member = is_member;
     }
 
-    /// How far what is going on has come.
+    /// The progress of the operation that runs.
     pub fn progress(&self) -> Option<&Progress> {
         self.progress.as_ref()
     }
 
-    /// Whether nothing is going on but the guest, nor about to.
+    /// Whether no operation runs, and none is about to.
     pub fn is_idle(&self) -> bool {
         let ends = self.stopping.is_some() || self.gone.is_some() || self.leaving;
         self.activity == Activity::Idle && !ends
     }
 
-    /// Takes an event; returns what to do, in order.
+    /// Handles an event; returns the actions to perform, in order.
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         match event {
             Event::Request(client, request) => self.request(client, request),
@@ -326,7 +339,7 @@ impl Core {
         actions
     }
 
-    /// Why nothing new can be started, if so.
+    /// The reason why no new operation can begin, if there is one.
     fn busy(&self) -> Option<Failure> {
         let busy = |what, hint| Some(Failure::new(FailureKind::Busy, what).hint(hint));
         match (&self.activity, &self.stopping) {
@@ -349,7 +362,7 @@ impl Core {
                 busy("the VM is a standby and does not run here", "`firn failover` runs it")
             }
             (Activity::Idle, None) if self.leaving => {
-                busy("the supervisor is leaving", "run `firn attach`")
+                busy("the supervisor is detaching from the VM", "run `firn attach`")
             }
             (Activity::Idle, None) => None,
         }
@@ -368,13 +381,13 @@ impl Core {
         self.stopping = Some(vec![(client, serde_json::Value::Null)]);
         if let Activity::Protecting { then_stop, .. } = &mut self.activity {
             if request.powerdown_s.is_some() {
-                // The guest may take its time, or ignore it: it is protected until it ends.
+                // The guest may be slow, or ignore the button: it stays protected until it ends.
                 return vec![Action::EndHypervisor(request)];
             }
             *then_stop = Some(request);
             return vec![Action::StopProtection];
         }
-        // The monitor answers the merge until that has ended.
+        // The monitor belongs to the merge until that has ended.
         if let Activity::Merging { then_stop, .. } = &mut self.activity {
             *then_stop = Some(request);
             return vec![Action::CancelSave];
@@ -382,7 +395,7 @@ impl Core {
         let kill = Action::KillHypervisor { discard: request.discard };
         match self.activity {
             Activity::Saving { .. } => vec![Action::CancelSave, kill],
-            // Nothing of it ran.
+            // The standby's VM has never run.
             Activity::Standby { taken_up: false } => vec![kill],
             _ => vec![Action::EndHypervisor(request)],
         }
@@ -403,7 +416,7 @@ impl Core {
         asked.take().into_iter().map(|client| done(client, facts.clone())).collect()
     }
 
-    /// A VM that is protected no longer may still hold what it sends.
+    /// Ends the protection. A VM that is not protected any more may still buffer output.
     fn release(&mut self, client: ClientId) -> Vec<Action> {
         match &mut self.activity {
             Activity::Protecting { releasing, .. } => {
@@ -423,8 +436,9 @@ impl Core {
             return Vec::new();
         };
         let then_stop = then_stop.take();
-        // A VM that ends may be gone on with by its standby. Who said that it goes on alone meant a backup that is lost: not one that
-        // ends the connection for a reason, and not what fails here.
+        // The standby of a VM that ends may continue it. With `alone` the user released the output
+        // for the case that the backup is lost: not for a backup that ends the connection for a
+        // reason, and not for a failure on this host.
         let lets_out = match &result {
             Ok(_) => !releasing.is_empty() && then_stop.is_none() && !self.leaving,
             Err(failure) => *alone && asked.is_none() && failure.kind == FailureKind::Lost,
@@ -444,14 +458,14 @@ impl Core {
     fn go_on(&self, client: ClientId) -> Vec<Action> {
         match &self.activity {
             Activity::Protecting { .. } | Activity::Standby { .. } => {
-                let text = "the VM is protected, or a standby: nothing of it can be let out";
+                let text = "the VM is protected, or a standby: its output can't be released";
                 vec![failed(client, Failure::new(FailureKind::Busy, text))]
             }
             _ => vec![Action::GoOn(client)],
         }
     }
 
-    /// Whatever goes on comes to nothing with the hypervisor. A standby has never run.
+    /// Kills the hypervisor; the operation that runs fails by that. A standby has never run.
     fn fence(&mut self, client: ClientId, why: String) -> Vec<Action> {
         if self.activity == (Activity::Standby { taken_up: false }) {
             let text = "the VM is a standby and does not run here";
@@ -461,11 +475,11 @@ impl Core {
         vec![Action::KillHypervisor { discard: false }, done(client, serde_json::Value::Null)]
     }
 
-    /// Only a VM with which nothing else goes on becomes a member, or is one no more.
+    /// Forwards a request. A VM joins or leaves a cluster only while no operation runs on it.
     fn member(&mut self, client: ClientId, request: MemberRequest) -> Vec<Action> {
         let waits = match request {
             MemberRequest::Join(_) | MemberRequest::Leave => true,
-            // QEMU would have to be asked, which is busy then.
+            // QEMU would have to be queried, and it is busy during an operation.
             MemberRequest::Card => !self.is_member,
             MemberRequest::Mark { .. } | MemberRequest::Globally { .. } => false,
         };
@@ -501,7 +515,7 @@ impl Core {
         match self.busy() {
             Some(busy) => vec![failed(client, busy)],
             None if self.serves => {
-                let text = "the VM's disks are served here: without Firn it would stand still";
+                let text = "Firn serves the VM's disks: without Firn the VM would block";
                 let failure = Failure::new(FailureKind::Refused, text);
                 vec![failed(client, failure.hint("`firn stop` ends the VM"))]
             }
@@ -525,7 +539,7 @@ impl Core {
         actions
     }
 
-    /// Who wants to hear of the activity: whoever asked for it, and whoever watches.
+    /// The clients that get reports on the activity: those that requested it, and the watchers.
     fn listeners(&self) -> BTreeSet<ClientId> {
         let mut listeners = self.watchers.clone();
         match &self.activity {
@@ -555,7 +569,8 @@ impl Core {
         let waiting = self.listeners().into_iter().map(|client| (client, facts.clone()));
         self.stopping.get_or_insert_default().extend(waiting);
         self.idle();
-        // It is paused, its disks are flushed, and the image has the rest: killing it loses nothing.
+        // It is paused, its disks are flushed, and the image has the rest: killing QEMU loses
+        // nothing.
         vec![Action::EndHypervisor(StopRequest { force: true, ..StopRequest::default() })]
     }
 
@@ -574,15 +589,16 @@ impl Core {
                 if self.gone.is_some() {
                     return self.over(Err(failure));
                 }
-                // vCPUs wait for pages that nobody will bring: better no VM than one that hangs.
+                // vCPUs wait for pages that no process will install: ending the VM is better than a
+                // hang.
                 self.lost = Some(failure);
                 vec![Action::KillHypervisor { discard: false }]
             }
         }
     }
 
-    /// What was going on has failed: by itself, or because the hypervisor has ended. That is told with how it ended, which
-    /// may be known only later.
+    /// Handles the failure of the activity, by itself or because the hypervisor has ended. In the
+    /// latter case the reply includes how the hypervisor ended, which may be known only later.
     fn failed(&mut self, failure: Failure) -> Vec<Action> {
         match self.gone {
             Some(exit) if failure.kind.is_cut_short() => self.ended_during(exit),
@@ -594,7 +610,7 @@ impl Core {
         }
     }
 
-    /// Nothing is going on any more.
+    /// Ends the activity: replies to its listeners and becomes idle.
     fn over(&mut self, result: Result<serde_json::Value, Failure>) -> Vec<Action> {
         let told = self.tell_listeners(result);
         self.idle();
@@ -615,7 +631,7 @@ impl Core {
         self.watchers.clear();
     }
 
-    /// What follows once nothing is going on any more, and these have been told so.
+    /// The actions that follow the end of an activity, after these replies.
     fn after_activity(&mut self, mut told: Vec<Action>) -> Vec<Action> {
         match self.gone {
             Some(exit) => return self.end(exit, told),
@@ -635,13 +651,14 @@ impl Core {
         }
     }
 
-    /// What is going on notices by itself, and says whether there is more to it.
+    /// Handles the end of the hypervisor. The activity notices it by itself and reports a result of
+    /// its own, if it has one.
     fn hypervisor_gone(&mut self, exit: Exit) -> Vec<Action> {
         self.gone = Some(exit);
         match (&self.activity, self.lost.take()) {
             (Activity::Idle, _) => self.end(exit, Vec::new()),
             (_, Some(failure)) => self.failed(failure),
-            // Nobody has begun to run it, who would notice.
+            // No failover has begun that would notice it.
             (Activity::Standby { taken_up: false }, None) => self.ended_during(exit),
             (_, None) => vec![Action::CancelSave, Action::StartGrace],
         }
@@ -652,7 +669,7 @@ impl Core {
         self.ended_during(exit)
     }
 
-    /// What the VM was being, in a sentence.
+    /// What the VM was being, as a participle for a sentence.
     fn verb(&self) -> &'static str {
         match self.activity {
             Activity::Restoring => "restored",
@@ -663,7 +680,7 @@ impl Core {
         }
     }
 
-    /// The VM ended while something was going on, which has come to nothing by that.
+    /// The VM ended during an activity, which has failed by that.
     fn ended_during(&mut self, exit: Exit) -> Vec<Action> {
         let what = self.verb();
         let shown = if self.stopping.is_some() { Exit::Stopped } else { exit };
@@ -676,7 +693,7 @@ impl Core {
         let asked = self.stopping.is_some();
         let waiting = self.stopping.take().unwrap_or_default();
         let exit = if asked { Exit::Stopped } else { exit };
-        // Written down first: whoever is told finds it so.
+        // The end is recorded first, so that a client that gets a reply finds it recorded.
         let record = Action::RecordEnd { exit, reason: self.reason.take() };
         let waiting = waiting.into_iter().map(|(client, facts)| done(client, facts));
         std::iter::once(record).chain(told).chain(waiting).collect()
@@ -703,7 +720,7 @@ impl Core {
 
 fn of_a_cluster() -> Failure {
     let text = "the VM is protected with the cluster that it belongs to";
-    let hint = "`firn cluster release` where the cluster was made";
+    let hint = "run `firn cluster release` on the host where the cluster was made";
     Failure::new(FailureKind::Refused, text).hint(hint)
 }
 

@@ -142,7 +142,7 @@ fn a_protected_vm_is_let_go_of_before_it_is_stopped() {
     assert!(matches!(ended[..], [Action::Reply(A, _), Action::EndHypervisor(_)]), "{ended:?}");
 }
 
-/// Its guest may ignore the power button.
+/// The guest may ignore the power button.
 #[test]
 fn a_vm_whose_power_button_is_pressed_stays_protected_until_it_ends() {
     let mut core = protecting();
@@ -366,7 +366,7 @@ fn a_merge_ends_before_the_vm_is_stopped() {
     assert_eq!(ended, [failed(A, cancelled), end]);
 }
 
-/// Who asks is filled in later: each request comes from a client of its own.
+/// The client ids are filled in later: each request comes from a client of its own.
 fn any_event() -> impl Strategy<Value = Event> {
     let nobody = ClientId(0);
     let request = prop_oneof![
@@ -407,7 +407,7 @@ fn any_event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// The register says that it runs elsewhere: whatever goes on here ends, and it is said why.
+/// According to the record it runs elsewhere: its operation ends here, and the reason is reported.
 #[test]
 fn a_vm_that_runs_elsewhere_is_ended_and_says_why() {
     let fence = || Request::Fence { why: "it runs on b".to_owned() };
@@ -437,7 +437,7 @@ fn what_a_protected_vm_holds_is_not_let_out_by_its_lease() {
 }
 
 proptest! {
-    /// Every request gets one last reply, whatever happens in between and however the VM ends.
+    /// Every request gets one last reply, whatever happens meanwhile and however the VM ends.
     #[test]
     fn nobody_waits_for_ever(
         events in proptest::collection::vec(any_event(), 0..40),
@@ -500,7 +500,7 @@ fn a_member_is_released_with_its_cluster_only() {
     assert_eq!(core.on(Event::Request(B, Request::ReleaseMember)), [Action::Release]);
     core.on(Event::ProtectionEnded(Ok(serde_json::Value::Null)));
     assert!(matches!(core.on(Event::Request(B, leave))[..], [Action::Member(B, _)]));
-    // Its backup is lost: whoever says so is believed.
+    // The backup is lost: the client that reports it is trusted.
     assert_eq!(core.on(Event::Request(B, Request::Release)), [Action::LetOut(Some(B))]);
 }
 

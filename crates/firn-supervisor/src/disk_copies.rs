@@ -1,15 +1,18 @@
-//! How a save keeps each drive: a clone, an overlay or a copy. Here are the choice, and all that copies need.
+//! The choice of the snapshot method for each drive (clone, overlay or copy), and the handling of
+//! copies.
 //!
-//! | `--disks` | Firn started the VM | another started it |
+//! | `--disks` | Firn started the VM | Firn attached to it |
 //! |---|---|---|
 //! | (not given) | clone, or else overlay | clone, or else copy |
-//! | `copy`, `clone`, `overlay` | as asked | as asked |
+//! | `copy`, `clone`, `overlay` | as chosen | as chosen |
 //!
-//! An overlay changes the block graph: the VM writes to another file than its command line names. Of a VM that Firn did not
-//! start the graph stays as it is: its user starts it again by that command line.
+//! An overlay changes the block graph: the VM writes to another file than its command line names.
+//! The graph of a VM that Firn did not start stays as it is, because its user starts it again by
+//! that command line.
 //!
-//! A copy of an image with a parent holds what changed since the parent's copy, if three things agree: the parent image names
-//! a file, the journal names the dirty bitmap that began with this file, and QEMU has that bitmap. Else all is copied.
+//! A copy for an image with a parent holds what changed since the parent's copy, if three things
+//! agree: the parent image names a file, the journal names the dirty bitmap that began with this
+//! file, and QEMU has that bitmap. Otherwise everything is copied.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -27,7 +30,7 @@ use crate::meta::{FrozenDrive, Meta};
 use crate::protocol::{SaveDisks, SaveRequest};
 use crate::qemu;
 
-/// How drives are kept, and what is known of their copies.
+/// The method of snapshots, and what is known of earlier copies.
 pub(crate) struct DiskPolicy<'a> {
     how: Option<SaveDisks>,
     is_launched: bool,
@@ -36,23 +39,23 @@ pub(crate) struct DiskPolicy<'a> {
     image_dir: &'a Path,
     /// The drives of the image that the new one builds on.
     parents: Vec<FrozenDrive>,
-    /// The copies with which dirty bitmaps began.
+    /// The copies with which the dirty bitmaps began.
     known: Vec<DriveCopy>,
 }
 
-/// What is made for a drive.
+/// The snapshot that is made of a drive.
 pub(crate) struct DiskChoice {
     pub(crate) made: Made,
     /// For a copy.
     pub(crate) copy_file: Option<CopyFile>,
 }
 
-/// How the file of a copy is made.
+/// The parameters of the file of a copy.
 #[derive(Default)]
 pub(crate) struct CopyFile {
-    /// The files below it with their formats, the nearest first.
+    /// The files below it with their formats, topmost first.
     below: Vec<(PathBuf, String)>,
-    /// How many bytes it will hold, about.
+    /// The approximate number of bytes that it will hold.
     bytes: u64,
 }
 
@@ -89,7 +92,7 @@ impl<'a> DiskPolicy<'a> {
         }
     }
 
-    /// Whether drives are only named.
+    /// Whether the image only refers to the drives.
     pub(crate) fn refers(&self) -> bool {
         self.how == Some(SaveDisks::Reference)
     }
@@ -102,7 +105,7 @@ impl<'a> DiskPolicy<'a> {
         }
     }
 
-    /// Decides what is made for a drive.
+    /// Chooses the snapshot of a drive.
     pub(crate) fn choose_method(
         &self,
         vm: &mut Vm,
@@ -124,9 +127,9 @@ impl<'a> DiskPolicy<'a> {
             return Ok(false);
         }
         let dir = path.parent().unwrap_or(Path::new("/"));
-        // What lies below may be named as seen from where it is.
+        // The path of a lower layer may be relative to the directory of the layer above.
         let is_at_home = drive.chain.len() == 1 || drive.file().parent() == Some(dir);
-        let can = can_clone(drive.file(), dir).doing("finding out whether it can be cloned");
+        let can = can_clone(drive.file(), dir).doing("checking whether it can be cloned");
         match can.map(|can| can && is_at_home) {
             // A copy may be made in another directory.
             Err(_) if self.how.is_none() && !self.is_launched => Ok(false),
@@ -162,7 +165,7 @@ impl<'a> DiskPolicy<'a> {
         Ok(DiskChoice { made: Made::Copy(copy), copy_file: Some(copy_file) })
     }
 
-    /// What changed since the parent's copy; `None` if that is not known.
+    /// Plans a copy of what changed since the parent's copy; `None` if that is not known.
     fn plan_changes(
         &self,
         vm: &mut Vm,
@@ -190,7 +193,7 @@ impl<'a> DiskPolicy<'a> {
     }
 }
 
-/// `None` if a clone was asked for and can't be had.
+/// `None` if a clone was requested and is impossible.
 fn choose_method(how: Option<SaveDisks>, is_launched: bool, can_clone: bool) -> Option<DiskMethod> {
     match (how, can_clone) {
         (Some(SaveDisks::Copy), _) => Some(DiskMethod::Copy),
@@ -202,10 +205,10 @@ fn choose_method(how: Option<SaveDisks>, is_launched: bool, can_clone: bool) -> 
     }
 }
 
-/// All of a drive, or all of its topmost image.
+/// Plans a copy of a whole drive, or of all of its topmost layer.
 fn plan_full_copy(drive: &Drive) -> io::Result<(CopyExtent, CopyFile)> {
     let bytes = allocated_bytes(drive.file())?;
-    // Each file of the chain says what is below it: drives of which this is not so are refused.
+    // Each file of the chain names the one below it: drives for which this is not true are refused.
     let below: Vec<_> = match drive.chain.get(1..) {
         None | Some([]) => Vec::new(),
         Some(lower) => {
@@ -222,7 +225,7 @@ fn is_unchanged(drive: &FrozenDrive) -> bool {
         .is_ok_and(|now| (now.size, now.mtime_ns) == (drive.identity.size, drive.identity.mtime_ns))
 }
 
-/// Makes the file of a copy, and has the hypervisor open it.
+/// Creates the file of a copy, and has the hypervisor open it.
 pub(crate) fn create_copy(
     vm: &mut Vm,
     program: &str,
@@ -232,12 +235,12 @@ pub(crate) fn create_copy(
 ) -> Result<(), Failure> {
     let base = copy_file.below.first().map(|(file, format)| BaseFile { file, format });
     copy.create(program, drive, base, copy_file.bytes)
-        .doing("making a file for the copy of a disk")
+        .doing("creating a file for the copy of a disk")
         .map_err(|failure| failure.hint(DISK_DIR))?;
     vm.open_copy(copy).doing("opening a file for the copy of a disk")
 }
 
-/// The files below copies: an image needs them unchanged.
+/// The files below copies, which an image needs unchanged.
 pub(crate) fn find_layers<'c>(
     copies: impl Iterator<Item = &'c DriveCopy>,
     bytes: u64,
@@ -262,7 +265,8 @@ fn list_copies(drives: &[Kept]) -> Vec<DriveCopy> {
     drives.iter().filter_map(copy).collect()
 }
 
-/// Ends the jobs of copies that come to nothing, and closes their files. A VM that stopped because such a file was full runs on.
+/// Ends the jobs of copies of a failed save, and closes their files. A VM that QEMU stopped because
+/// such a file was full is resumed.
 pub(crate) fn discard_copies(vm: &mut Vm, drives: &[Kept]) {
     let copies = list_copies(drives);
     if copies.is_empty() {
@@ -278,7 +282,7 @@ pub(crate) fn discard_copies(vm: &mut Vm, drives: &[Kept]) {
     }
 }
 
-/// The image is whole: its copies are what the next ones build on.
+/// Records the copies of a complete image, on which the next ones build.
 pub(crate) fn record_copies(known: &mut Vec<DriveCopy>, drives: &[Kept]) {
     let new = list_copies(drives);
     known.retain(|copy| new.iter().all(|it| it.source != copy.source));
@@ -291,12 +295,12 @@ pub(crate) fn remove_old_bitmaps(vm: &mut Vm, journal: &Journal) {
         return;
     }
     if let Err(error) = vm.remove_bitmaps(&journal.copies) {
-        // Else the worst is that QEMU notes what is never read.
+        // If this fails, the worst outcome is that QEMU tracks writes for no use.
         tracing::warn!("{}", Failure::from_error(FailureKind::Other, &error));
     }
 }
 
-/// Firn leaves the VM: none of its dirty bitmaps stays.
+/// Removes all dirty bitmaps of Firn's, before Firn detaches from the VM.
 pub(crate) fn remove_all_bitmaps(journal: &JournalFile) {
     let Journal { machine, copies, .. } = journal.read();
     let Some(machine) = machine.filter(|_| !copies.is_empty()) else { return };

@@ -1,23 +1,24 @@
-//! The VM's disks in saves and restores: an image's disks stay as they were at its cut, and nobody writes to them again.
+//! Snapshots of the VM's disks, for saves and restores: an image's disks keep their state of the
+//! cut, and no process writes to them again.
 //!
 //! ```text
-//!   save      drive a.qcow2     ->  image: "a.qcow2 is as it was"        the VM writes to an overlay on a.qcow2
-//!             (or, where files can share blocks)  "a.qcow2.web-5f is"    the VM goes on with a.qcow2
+//!   save      drive a.qcow2     ->  image: "a.qcow2 is as it was"        the VM writes to an overlay on it
+//!             (or, where files can share blocks)  "a.qcow2.web-5f is"    the VM continues with it
 //!   suspend   drive a.qcow2     ->  image: "a.qcow2 is as it was"        the VM has ended
-//!   restore   "a.qcow2 is ..."  ->  overlay on a.qcow2                   the VM writes to that, and is alone with it
+//!   restore   "a.qcow2 is ..."  ->  overlay on a.qcow2                   only the VM writes to that
 //! ```
 //!
 //!   copy      drive a.qcow2     ->  image: "copy.qcow2 is"               the VM continues with a.qcow2 (`disk_copies`)
 //!
-//! Overlays that no image stands on are the VM's own: they are in the journal, and `firn stop --discard` removes them. What a
-//! save does about drives is in the journal before it is done, so that a successor finds out from the hypervisor how
-//! far that came:
+//! Overlays that no image builds on belong to the VM: they are in the journal, and `firn stop
+//! --discard` removes them. The journal records what a save does to drives before it is done, so
+//! that a successor can find out from the hypervisor how much of it was done:
 //!
 //! | overlay | image | then |
 //! |---|---|---|
 //! | not in use | no | it is removed |
-//! | in use | no | the VM goes on with it; what lies below is the VM's own still |
-//! | in use | whole | the VM goes on with it; all that lies below is the image's |
+//! | in use | no | the VM continues with it; the layers below still belong to the VM |
+//! | in use | complete | the VM continues with it; all layers below belong to the image |
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
@@ -39,14 +40,14 @@ use crate::journal::{Journal, JournalFile, Phase};
 use crate::meta::{FrozenDrive, Meta};
 use crate::protocol::RestoreDisks;
 
-const KEEPING: &str = "policy the VM's disks as they are";
+const KEEPING: &str = "taking snapshots of the VM's disks";
 
-/// What a save does about a drive.
+/// The snapshot of one drive that a save makes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kept {
-    /// What the image will stand on: files that are the VM's own no more when it is whole.
+    /// The files that the image will build on: they cease to belong to the VM when it is complete.
     pub chain: Vec<PathBuf>,
-    /// What is made for that.
+    /// The file that the save makes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<Made>,
 }
@@ -55,20 +56,20 @@ pub struct Kept {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Made {
-    /// What the VM is to write to.
+    /// The overlay that the VM is to write to.
     Overlay(Overlay),
-    /// What the image is to refer to.
+    /// A clone that the image is to refer to.
     Clone(PathBuf),
-    /// The same, copied by a job of the hypervisor.
+    /// A copy that the image is to refer to, made by a job of the hypervisor.
     Copy(DriveCopy),
 }
 
-/// What a save does about the VM's drives.
+/// The snapshots that a save makes of the VM's drives.
 pub(crate) struct Cutting<'a> {
     /// The hypervisor program.
     program: &'a str,
     policy: DiskPolicy<'a>,
-    /// They are only referred to, and stay the VM's own.
+    /// The image only refers to the disks, and they continue to belong to the VM.
     refers: bool,
     then_stop: bool,
     drives: Vec<Planned>,
@@ -76,22 +77,23 @@ pub(crate) struct Cutting<'a> {
     begun: AtomicBool,
 }
 
-/// A drive that a restore is to have again.
+/// A drive that a restore is to have.
 struct Planned {
-    /// The file of the command line that it stands for, as it is named there.
+    /// The file of the command line that the drive stands for, as it is named there.
     named: String,
     drive: Drive,
-    /// What it was, if it is only referred to.
+    /// The identity of its file at the start, if the image only refers to it.
     before: Option<FileIdentity>,
-    /// `None` if nothing has to be done about it: the VM ends, or it is only referred to.
+    /// `None` if no file has to be made: the VM ends, or the image only refers to the disk.
     made: Option<Made>,
     /// How the file of a copy is made.
     copy_file: Option<CopyFile>,
 }
 
 impl<'a> Cutting<'a> {
-    /// Looks at the drives, and leaves them as they are. Refuses what could not be restored: drives that can't be kept, if
-    /// they are to be kept while the VM runs on, and else those that are not what the command line names.
+    /// Examines the drives, without changing them. Refuses what could not be restored: if the VM is
+    /// to continue with snapshots, drives that can't have one; otherwise, drives that are not what
+    /// the command line names.
     pub(crate) fn plan(
         vm: &mut Vm,
         meta: &'a Meta,
@@ -110,7 +112,7 @@ impl<'a> Cutting<'a> {
         let goes_on = !then_stop && !refers;
         let adds_overlays = goes_on && cutting.policy.adds_overlays();
         let mut obstacles = Vec::new();
-        for drive in vm.drives().doing("looking at the VM's disks")? {
+        for drive in vm.drives().doing("querying the VM's disks")? {
             let is_as_started = is_as_started(meta, &drive);
             match keepable(meta, drive, adds_overlays) {
                 Ok((named, drive)) => cutting.add(named, drive),
@@ -131,7 +133,7 @@ impl<'a> Cutting<'a> {
         self.drives.push(Planned { named, drive, before, made: None, copy_file: None });
     }
 
-    /// Why a restore could not put other files in the place of those that the command line names.
+    /// The reason why a restore could not replace the files that the command line names, if any.
     fn ambiguous(&self, meta: &Meta) -> Option<String> {
         let mut names: Vec<&str> = self.drives.iter().map(|it| &*it.named).collect();
         names.sort_unstable();
@@ -146,11 +148,12 @@ impl<'a> Cutting<'a> {
         };
         let drives: Vec<_> = names.iter().map(drive).collect();
         let tried = command_line::plan(&meta.qemu.user_args).and_then(|it| it.with_drives(&drives));
-        // A command line that can't be restored at all is no affair of disks.
+        // That a command line can't be restored at all is not reported here.
         tried.err().filter(|_| !drives.is_empty()).map(|error| error.to_string())
     }
 
-    /// Makes the files, and has the hypervisor open them. On an error nothing is left of them.
+    /// Makes the files, and has the hypervisor open them. After an error, none of the files is
+    /// left.
     pub(crate) fn prepare(&mut self, vm: &mut Vm, journal: &JournalFile) -> Result<(), Failure> {
         let prepared = self.choose(vm).and_then(|()| {
             self.write_down(journal)?;
@@ -164,7 +167,7 @@ impl<'a> Cutting<'a> {
         })
     }
 
-    /// What is made for each drive.
+    /// Chooses the file to make for each drive.
     fn choose(&mut self, vm: &mut Vm) -> Result<(), Failure> {
         if self.then_stop || self.refers {
             return Ok(());
@@ -186,7 +189,7 @@ impl<'a> Cutting<'a> {
         journal.update(change).doing("writing the journal")
     }
 
-    /// Before the VM uses a layer, and before there is an image that needs one.
+    /// Records the layers, before the VM uses one and before there is an image that needs one.
     fn note_layers(&self, journal: &JournalFile) -> Result<(), Failure> {
         let Phase::Saving { image, .. } = journal.read().phase else { return Ok(()) };
         let noted = disk_layers::note_save(self.policy.vm_name, &image, &self.kept());
@@ -217,7 +220,7 @@ impl<'a> Cutting<'a> {
         Ok(())
     }
 
-    /// What is to be done in the pause.
+    /// The part of the snapshots that is made in the pause.
     pub(crate) fn cut(&self) -> DriveCut {
         let mut cut = DriveCut::default();
         for Planned { drive, made, .. } in &self.drives {
@@ -237,12 +240,12 @@ impl<'a> Cutting<'a> {
         cut
     }
 
-    /// The pause begins.
+    /// Records that the pause begins.
     pub(crate) fn begin(&self) {
         self.begun.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a file is the one that a drive is written to, or was.
+    /// Whether a file is the top file of a drive.
     pub(crate) fn covers(&self, file: Option<FileIdentity>) -> bool {
         let which = |it: FileIdentity| (it.dev, it.inode);
         let Some(file) = file.map(which) else { return false };
@@ -250,23 +253,23 @@ impl<'a> Cutting<'a> {
         tops.map(which).any(|top| top == file)
     }
 
-    /// What the image has to say of them, after the pause.
+    /// The drives, as the image describes them after the pause.
     pub(crate) fn frozen(&self) -> io::Result<Vec<FrozenDrive>> {
         self.drives.iter().map(Planned::frozen).collect()
     }
 
-    /// The files below those that were made for the image: it needs them unchanged as well.
+    /// The files below those that were made for the image, which it needs unchanged as well.
     pub(crate) fn find_layers(&self) -> Result<Vec<Disk>, Failure> {
         let layers = self.drives.iter().map(Planned::find_layers).collect::<io::Result<Vec<_>>>();
         Ok(layers.doing("reading the files below the copies of disks")?.concat())
     }
 
-    /// After a failure: ends the copies. The VM may wait for them.
+    /// Ends the copies after a failure. The VM may be waiting for them.
     pub(crate) fn stop_copies(&self, vm: &mut Vm) {
         disk_copies::discard_copies(vm, &self.kept());
     }
 
-    /// After a failure: removes what is not in use. `false` says that the image is not there.
+    /// Removes files that are not in use, after a failure that left no image.
     pub(crate) fn undo(&self, vm: &mut Vm, journal: &JournalFile) {
         let begun = self.begun.load(Ordering::Relaxed);
         self.stop_copies(vm);
@@ -276,7 +279,7 @@ impl<'a> Cutting<'a> {
         adopt(journal, in_use);
     }
 
-    /// What there is to say about them.
+    /// Facts about the drives, for the reply to a save.
     pub(crate) fn facts(&self) -> serde_json::Value {
         let fact = |planned: &Planned| {
             let now = match &planned.made {
@@ -295,10 +298,10 @@ impl<'a> Cutting<'a> {
     }
 }
 
-pub(crate) const DISK_DIR: &str = "--disk-dir DIR says where files for disks are made";
+pub(crate) const DISK_DIR: &str = "--disk-dir DIR chooses the directory for the files of disks";
 
 impl Planned {
-    /// The file that stays as it is.
+    /// The file that keeps its state.
     fn file(&self) -> &Path {
         match &self.made {
             Some(Made::Clone(path) | Made::Copy(DriveCopy { path, .. })) => path,
@@ -306,12 +309,12 @@ impl Planned {
         }
     }
 
-    /// Whether the image has a file of its own.
+    /// Whether the save makes a separate file for the image.
     fn has_own_file(&self) -> bool {
         matches!(self.made, Some(Made::Clone(_) | Made::Copy(_)))
     }
 
-    /// In a word.
+    /// The method of the snapshot, in a word.
     fn name_method(&self) -> &'static str {
         match &self.made {
             Some(Made::Overlay(_)) => "overlay",
@@ -339,7 +342,8 @@ impl Planned {
         Kept { chain, made: self.made.clone() }
     }
 
-    /// Whoever finds the image after a power failure finds its disks too.
+    /// Syncs the file and describes it, so that after a power failure an image never lacks its
+    /// disks.
     fn frozen(&self) -> io::Result<FrozenDrive> {
         let file = self.file();
         if let Some(Made::Copy(copy)) = &self.made {
@@ -375,7 +379,8 @@ fn sync(file: &Path) -> io::Result<()> {
     sync(file).and_then(|()| sync(dir)).map_err(context)
 }
 
-/// The file of the command line that a drive stands for; or why it can't be kept.
+/// The file of the command line that a drive stands for; or the reason why it can't have a
+/// snapshot.
 fn keepable(meta: &Meta, drive: Drive, adds_overlay: bool) -> Result<(String, Drive), String> {
     if let Some(obstacle) = &drive.obstacle {
         return Err(format!("{}: {obstacle}", drive.name));
@@ -391,7 +396,8 @@ fn keepable(meta: &Meta, drive: Drive, adds_overlay: bool) -> Result<(String, Dr
     }
 }
 
-/// The image of its chain, from the top, that the command line names, or that took the place of one that is.
+/// The topmost file of the drive's chain that the command line names, or that replaces one that it
+/// names.
 pub(crate) fn named(meta: &Meta, drive: &Drive) -> Option<String> {
     let files = disk_files(meta);
     drive.chain.iter().find_map(|layer| {
@@ -405,14 +411,15 @@ fn disk_files(meta: &Meta) -> Vec<String> {
     command_line::plan(&meta.qemu.user_args).map(|plan| plan.disk_files()).unwrap_or_default()
 }
 
-/// Whether a drive is what the command line makes it: then it is so again after a restore, whatever it is. That is what it
-/// was when the VM was started, unless that was a restore that put other files in the place of what is named.
+/// Whether a drive is what the command line makes it, which a restore then makes again, whatever it
+/// is. That is the drive's state at the start of the VM, unless the start was a restore that
+/// replaced named files by others.
 fn is_as_started(meta: &Meta, drive: &Drive) -> bool {
     let top = drive.file();
-    // With -snapshot, a file whose name is gone.
+    // With -snapshot, the top is a file without a name.
     let is_nameless = top.is_absolute() && !top.exists();
     let same = |file: &str| *file == drive.named || meta.qemu.directory.join(file) == top;
-    // What is no file may be named in ways that are not read here.
+    // If the top is no local file, it may be named in ways that this code does not parse.
     let is_remote = !top.is_absolute() && meta.drives.is_empty();
     let at_first = || is_remote && meta.disks.iter().any(|disk| same(&disk.file));
     !is_nameless && (disk_files(meta).iter().any(|file| same(file)) || at_first())
@@ -421,7 +428,7 @@ fn is_as_started(meta: &Meta, drive: &Drive) -> bool {
 fn refused(obstacles: Vec<String>, goes_on: bool) -> Failure {
     let failure = Failure { kind: FailureKind::Refused, chain: obstacles, hint: None };
     match goes_on {
-        true => failure.while_doing("the VM's disks can't be kept as they are at the checkpoint").hint(
+        true => failure.while_doing("the VM's disks can't have snapshots").hint(
             "remove images that are not wanted (`firn image rm`, also those whose files are gone), so that their layers are merged; or suspend the VM, or save it without its disks: with --disks reference a restore works only while they are unchanged",
         ),
         false => failure
@@ -430,7 +437,8 @@ fn refused(obstacles: Vec<String>, goes_on: bool) -> Failure {
     }
 }
 
-/// A name for a file that belongs to `vm` and stands for `named`: its random part, and the path, beside `file` or in `dir`.
+/// A name for a file that belongs to `vm` and stands for `named`: its random part, and its path, in
+/// `dir` or else beside `file`.
 pub(crate) fn new_file(
     dir: Option<&Path>,
     file: &Path,
@@ -446,8 +454,8 @@ pub(crate) fn new_file(
     (suffix, dir.join(name))
 }
 
-/// Removes what is not in use of what a save has made and no image stands on. Gives the overlays that are in use, or may
-/// be.
+/// Removes the files that a save has made, that are not in use and that no image builds on. Returns
+/// the overlays that are in use, or may be.
 fn unused_removed<E: std::fmt::Display>(
     drives: &[Kept],
     begun: bool,
@@ -460,7 +468,7 @@ fn unused_removed<E: std::fmt::Display>(
             Made::Overlay(overlay) => {
                 let path = &overlay.path;
                 let closed = close(overlay).unwrap_or_else(|error| {
-                    tracing::warn!("what becomes of {} is not known: {error}", path.display());
+                    tracing::warn!("can't find out whether {} is in use: {error}", path.display());
                     !begun
                 });
                 match closed {
@@ -473,7 +481,7 @@ fn unused_removed<E: std::fmt::Display>(
     in_use
 }
 
-/// The image is whole: what it stands on is its own, and what lies on top now is the VM's.
+/// Hands the files of a complete image over to it, and the overlays on top of them to the VM.
 pub(crate) fn hand_over(journal: &mut Journal) {
     let Phase::Saving { drives, .. } = &journal.phase else { return };
     for Kept { chain, made } in drives {
@@ -487,7 +495,8 @@ pub(crate) fn hand_over(journal: &mut Journal) {
     disk_copies::record_copies(&mut journal.copies, drives);
 }
 
-/// A save came to nothing, whose thread or supervisor is dead. `vm` is `None` if the hypervisor is, too.
+/// Removes the files of a save that failed and whose thread or supervisor is dead. `vm` is `None`
+/// if the hypervisor is dead, too.
 pub(crate) fn give_up(journal: &JournalFile, vm: Option<&mut Vm>) {
     let read = journal.read();
     let Phase::Saving { drives, .. } = &read.phase else { return };
@@ -503,19 +512,19 @@ pub(crate) fn give_up(journal: &JournalFile, vm: Option<&mut Vm>) {
     adopt(journal, in_use);
 }
 
-/// The image of a save that came to nothing needs no layers.
+/// Removes the layer records of a save that failed: its image needs no layers.
 fn forget_layers(journal: &Journal, drives: &[Kept]) {
     if let Phase::Saving { image, .. } = &journal.phase {
         disk_layers::forget_save(image, drives);
     }
 }
 
-/// Overlays become the VM's own.
+/// Records overlays as files that belong to the VM.
 fn adopt(journal: &JournalFile, overlays: Vec<PathBuf>) {
     if overlays.is_empty() {
         return;
     }
-    // Else the worst is a file that nobody removes.
+    // If this fails, the worst outcome is a file that is never removed.
     if let Err(error) = journal.update(|journal| add(journal, overlays)) {
         tracing::error!("{}", Failure::from_error(FailureKind::Other, &error));
     }
@@ -527,7 +536,8 @@ fn add(journal: &mut Journal, overlays: Vec<PathBuf>) {
     journal.overlays.extend(new);
 }
 
-/// A save that was never written down as over, before something else begins: nothing of it is forgotten.
+/// Finishes a save that the journal never recorded as ended, before another operation begins, so
+/// that none of its files is forgotten.
 pub(crate) fn settle(journal: &mut Journal) {
     let Phase::Saving { drives, .. } = &journal.phase else { return };
     if journal.image_whole() {
@@ -543,24 +553,25 @@ pub(crate) fn settle(journal: &mut Journal) {
     add(journal, all);
 }
 
-/// Whether a save has made anything that may have to be given up, and whether the hypervisor knows of any of it.
+/// Whether a save has made files that may have to be removed, and whether the hypervisor knows of
+/// one.
 pub(crate) fn has_made(journal: &Journal) -> (bool, bool) {
     let Phase::Saving { drives, .. } = &journal.phase else { return (false, false) };
     let is_known = |kept: &Kept| matches!(kept.made, Some(Made::Overlay(_) | Made::Copy(_)));
     (drives.iter().any(|kept| kept.made.is_some()), drives.iter().any(is_known))
 }
 
-/// Removes the overlays that are the VM's own.
+/// Removes the overlays that belong to the VM.
 pub(crate) fn discard(journal: &Journal) {
     for path in &journal.overlays {
         match disk_layers::covers_partial(path) {
-            true => tracing::warn!("{} stays: a part of it is merged already", path.display()),
+            true => tracing::warn!("{} is kept: a part of it is merged already", path.display()),
             false => remove(path),
         }
     }
 }
 
-/// What a VM writes to and would leave behind.
+/// The files that a VM writes to and would leave behind.
 pub(crate) fn left_behind(journal: &Journal) -> Vec<PathBuf> {
     let mut all = journal.overlays.clone();
     if let Phase::Saving { drives, .. } = &journal.phase {
@@ -590,7 +601,7 @@ pub(crate) struct Own {
 }
 
 impl Own {
-    /// Makes an overlay for each drive, or takes the image's own files.
+    /// Makes an overlay for each drive, or uses the image's own files.
     pub(crate) fn make(
         meta: &Meta,
         vm_name: &str,
@@ -626,20 +637,20 @@ impl Own {
         for (drive, path) in meta.drives.iter().zip(&self.made) {
             let (file, format, bytes) = (&*drive.file, &*drive.format, drive.bytes);
             create_overlay(program, &Below { file, named: "", format, bytes }, path)
-                .doing("making a disk of the VM's own")
+                .doing("making an overlay for the VM")
                 .map_err(|failure| {
-                    failure.hint("--disk-dir says where, --disks in-place does without")
+                    failure.hint("--disk-dir chooses its directory; --disks in-place needs none")
                 })?;
         }
         Ok(())
     }
 
-    /// Which file takes the place of which.
+    /// The files that replace those of the command line.
     pub(crate) fn files(&self) -> &[DriveFile] {
         &self.files
     }
 
-    /// The VM runs: they stay.
+    /// Keeps the files, because the VM runs.
     pub(crate) fn keep(mut self) {
         self.made.clear();
     }
@@ -682,7 +693,7 @@ mod tests {
         assert!(!dir.path().join("lost").exists());
     }
 
-    /// Overlays of failed saves, `/o0` and `/o1`, lie below what the image refers to.
+    /// Overlays of failed saves, `/o0` and `/o1`, are below the file that the image refers to.
     #[test]
     fn the_image_gets_all_that_it_stands_on() {
         let dir = tempfile::tempdir().unwrap();

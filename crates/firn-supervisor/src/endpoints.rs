@@ -1,4 +1,4 @@
-//! Whether another process has what a command line takes of this host ([`Endpoint`]), and which one.
+//! The [`Endpoint`]s of a command line that another process of this host uses, and that process.
 
 use std::fs;
 use std::io;
@@ -13,12 +13,12 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket
 use crate::processes::{self, Named};
 use crate::unix_sockets;
 
-/// How `/proc/net/tcp` shows a socket that listens.
+/// The state of a listening socket in `/proc/net/tcp`.
 const LISTENING: &str = "0A";
 
 const UNSEEN: &str = "another process";
 
-/// The process that has an endpoint, in words. Relative paths start in `directory`.
+/// The process that uses an endpoint, in words. Relative paths start in `directory`.
 pub(crate) fn holder(endpoint: &Endpoint, directory: &Path) -> Option<String> {
     match endpoint {
         Endpoint::Socket(path) => socket(&directory.join(path)),
@@ -33,13 +33,14 @@ fn named(pid: Option<i32>) -> String {
     pid.map_or_else(|| UNSEEN.to_owned(), |pid| Named::with_id(pid).to_string())
 }
 
-/// A socket file stays behind when its QEMU is killed: only one at which a process listens is held.
+/// The process that listens on a socket. A socket file without a listener is left when its QEMU is
+/// killed, and is not in use.
 fn socket(path: &Path) -> Option<String> {
     path.metadata().ok().filter(|file| file.file_type().is_socket())?;
     let listeners = unix_sockets::users(path).unwrap_or_default().listeners;
     match listeners.is_empty() {
         false => Some(named(processes::with_socket(&listeners))),
-        // It may be one of another network namespace.
+        // The listener may be in another network namespace.
         true => takes_connections(path).then(|| UNSEEN.to_owned()),
     }
 }
@@ -53,14 +54,14 @@ fn takes_connections(path: &Path) -> bool {
     matches!(connect(), Ok(()) | Err(Errno::AGAIN))
 }
 
-/// A log or a FIFO that another hypervisor has open. A terminal and `/dev/null` can be shared.
+/// The hypervisor that has a log or a FIFO open. A terminal and `/dev/null` can be shared.
 fn file(path: &Path) -> Option<String> {
     let kind = path.metadata().ok()?.file_type();
     let pid = (kind.is_file() || kind.is_fifo()).then(|| processes::hypervisor_with_file(path));
     Some(Named::with_id(pid??).to_string())
 }
 
-/// Errors but this one are QEMU's to report.
+/// Whether a port is free. QEMU reports all errors other than that it is in use.
 fn is_free(udp: bool, host: &str, port: u16) -> bool {
     let host = if host.is_empty() { "0.0.0.0" } else { host };
     let Ok(mut addresses) = (host, port).to_socket_addrs() else { return true };
@@ -73,7 +74,7 @@ fn is_free(udp: bool, host: &str, port: u16) -> bool {
     !addresses.any(|address| is_taken(bind(address)))
 }
 
-/// The process at a port, as far as it can be seen.
+/// The process that uses a port, as far as it can be seen.
 fn listener(udp: bool, port: u16) -> String {
     let tables = if udp { ["udp", "udp6"] } else { ["tcp", "tcp6"] };
     let tables = tables.map(|table| fs::read_to_string(format!("/proc/net/{table}")));
@@ -81,7 +82,8 @@ fn listener(udp: bool, port: u16) -> String {
     named(processes::with_socket(&inodes.collect::<Vec<_>>()))
 }
 
-/// Inodes of the sockets at a port. The second word of a line is the local address, the fourth the state, the tenth the inode.
+/// The inodes of the sockets at a port. The second word of a line is the local address, the fourth
+/// the state, the tenth the inode.
 fn listeners(table: &str, udp: bool, port: u16) -> Vec<u32> {
     let end = format!(":{port:04X}");
     let inode = |line: &str| {

@@ -1,4 +1,5 @@
-//! `firn stop --force`: ends a VM whose supervisor is gone or does not answer, by the identity of its processes.
+//! The forced stop of a VM, `firn stop --force`: it ends a VM whose supervisor is dead or does not
+//! answer, by the identity of its processes.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -16,13 +17,14 @@ use crate::runtime::{RuntimeDir, VmDir};
 use crate::survey;
 use crate::ways::{Deed, forced_end};
 
-/// How long a killed process may take to be gone, and a successor to write down that the VM has ended.
+/// The maximum time for a killed process to end, and for a successor to record that the VM has
+/// ended.
 const SETTLE_WAIT: Duration = Duration::from_secs(30);
 
-/// How often it is looked.
+/// The polling interval.
 const STEP: Duration = Duration::from_millis(10);
 
-/// Ends a VM, with the help of its supervisor if that answers, else without, and forgets it.
+/// Ends a VM and forgets it, with the help of its supervisor if that answers, else without.
 pub fn stop_by_force(
     base: &RuntimeDir,
     name: &VmName,
@@ -50,7 +52,7 @@ pub fn stop_by_force(
 struct Force<'a> {
     base: &'a RuntimeDir,
     vm: &'a VmDir,
-    /// `None` if it can't be read.
+    /// `None` if the journal can't be read.
     journal: Option<Journal>,
     request: StopRequest,
 }
@@ -68,22 +70,23 @@ impl Force<'_> {
         match hypervisor.wait_gone(SETTLE_WAIT).doing(ENDING)? {
             true => Ok(()),
             false => {
-                Err(Failure::new(FailureKind::Other, "QEMU does not end, though it was killed")
+                Err(Failure::new(FailureKind::Other, "QEMU was killed and does not end")
                     .hint(
-                        "a process that waits for a disk that does not answer ends when that does",
+                        "a process that is blocked on a disk ends when the disk answers",
                     ))
             }
         }
     }
 
-    /// What is known of the VM, unless its disks wait for a supervisor that does not serve them: then QEMU can't quit.
+    /// The record of the hypervisor, unless its disks wait for a supervisor that does not serve
+    /// them: then QEMU can't quit.
     fn machine(&self) -> Option<Machine> {
         let machine = self.journal.as_ref()?.machine.clone()?;
         machine.served.is_empty().then_some(machine)
     }
 
     fn hypervisor(&self) -> Result<Option<ProcessHandle>, Failure> {
-        const LOOKING: &str = "looking for the hypervisor";
+        const LOOKING: &str = "finding the hypervisor";
         if let Some(machine) = self.journal.as_ref().and_then(|journal| journal.machine.as_ref()) {
             return machine.process.open().doing(LOOKING);
         }
@@ -95,7 +98,7 @@ impl Force<'_> {
     fn end_supervisor(&self) -> Result<(), Failure> {
         const ENDING: &str = "ending the supervisor";
         let Some(supervisor) = guard::running(self.vm).doing(ENDING)? else { return Ok(()) };
-        // One that answers again by now ends by itself, since its hypervisor is gone.
+        // A supervisor that answers again by now ends by itself, because its hypervisor has ended.
         if !supervisor.wait_gone(STEP * 100).doing(ENDING)? {
             supervisor.kill().doing(ENDING)?;
             supervisor.wait_gone(SETTLE_WAIT).doing(ENDING)?;
@@ -103,7 +106,8 @@ impl Force<'_> {
         Ok(())
     }
 
-    /// The guards start a successor, or this does. What it finds is a VM that has ended.
+    /// Waits until the VM is over. The guards start a successor, or this function does, which finds
+    /// that the VM has ended.
     fn settle(&self) -> Result<(), Failure> {
         let deadline = Instant::now() + SETTLE_WAIT;
         while Instant::now() < deadline {
@@ -111,12 +115,12 @@ impl Force<'_> {
                 Ok(Some(journal)) if !journal.phase.is_over() => {}
                 // No successor can read it either.
                 Err(_) => return Ok(()),
-                _ if guard::running(self.vm).doing("looking for the supervisor")?.is_none() => {
+                _ if guard::running(self.vm).doing("finding the supervisor")?.is_none() => {
                     return Ok(());
                 }
                 _ => {}
             }
-            // A successor that dies is no trouble: there is nothing left to manage.
+            // It does not matter if a successor dies: there is nothing left to manage.
             let _ = client::look_after(self.base, self.vm);
             thread::sleep(STEP);
         }
@@ -127,7 +131,7 @@ impl Force<'_> {
         if let (true, Some(journal)) = (self.request.discard, self.last_journal()) {
             disks::discard(&journal);
         }
-        self.vm.remove().doing("forgetting the VM")
+        self.vm.remove().doing("removing the VM's directory")
     }
 
     fn last_journal(&self) -> Option<Journal> {

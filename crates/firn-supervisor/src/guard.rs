@@ -1,16 +1,17 @@
-//! The guards: two processes that do nothing but wait for the supervisor to die, and start another.
+//! The guards: two processes that only wait for the supervisor to die, and start another one.
 //!
 //! ```text
-//!      supervisor  <--- pidfd ---  guard          the supervisor waits for either of them, each of them for it;
-//!          |  |     --- pidfd --->   |            one that dies is started anew
+//!      supervisor  <--- pidfd ---  guard          the supervisor waits for both of them, and each of them for it;
+//!          |  |     --- pidfd --->   |            a process that dies is started anew
 //!          |  |    <--- pidfd --- watcher
 //!          |  '---- --- pidfd --->   |
-//!          '-- dies: the guard runs  `firn __supervise NAME --recover`; if that is gone, or too slow, the watcher does
+//!          '-- dies: the guard runs  `firn __supervise NAME --recover`; if it is dead, or too slow, the watcher does
 //!              either dies: the supervisor runs `firn __guard NAME [--watcher]`
 //! ```
 //!
-//! So any two of the three may die at the same instant. If all three do, the next `firn` command that needs the VM starts a
-//! supervisor, or the host's agent. A supervisor that has nothing left to manage writes so into its journal before it exits.
+//! So any two of the three may die at the same instant. If all three die, the next `firn` command
+//! that needs the VM starts a supervisor, or the host's agent does. A supervisor that has nothing
+//! left to manage records that in its journal before it exits.
 
 use std::io;
 use std::process::Child;
@@ -26,18 +27,18 @@ use crate::restarts::Restarts;
 use crate::runtime::{RuntimeDir, VmDir};
 use crate::spawn;
 
-/// How long a watcher leaves it to a guard that lives to start a supervisor.
+/// The time that a watcher leaves to a living guard to start a supervisor.
 const YIELD_FOR: Duration = Duration::from_secs(1);
 
-/// How often it is looked meanwhile whether there is a supervisor.
+/// The interval at which it is checked meanwhile whether there is a supervisor.
 const STEP: Duration = Duration::from_millis(10);
 
-/// One guard of one VM; returns when there is nothing left to guard.
+/// Runs the guard of a VM; returns when there is nothing left to guard.
 pub fn guard(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     hold_post(base, name, Role::Guard)
 }
 
-/// The other one, which acts where the guard does not.
+/// Runs the watcher of a VM, which acts where the guard does not.
 pub fn watcher(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     hold_post(base, name, Role::Watcher)
 }
@@ -68,7 +69,7 @@ struct Post<'a> {
 }
 
 impl Post<'_> {
-    /// The supervisor to watch: the one there is, or a new one; `None` when none is needed.
+    /// Finds the supervisor to watch, or starts one; `None` when none is needed.
     fn watched(&mut self) -> io::Result<Option<ProcessHandle>> {
         let since = Instant::now();
         while needed(self.vm) {
@@ -83,7 +84,7 @@ impl Post<'_> {
             if self.is_resolved_within(pause)? {
                 continue;
             }
-            tracing::warn!("the supervisor has died: starting another");
+            tracing::warn!("the supervisor has died: starting another one");
             let child = spawn::successor(self.base, self.vm, &self.held.files())?;
             if let Some(child) = handle_of(&child)? {
                 return Ok(Some(child));
@@ -92,7 +93,7 @@ impl Post<'_> {
         Ok(None)
     }
 
-    /// Whether the other guard is about to do it.
+    /// Whether the guard is about to start a supervisor, so that the watcher need not.
     fn yields(&self, waited: Duration) -> io::Result<bool> {
         Ok(self.role == Role::Watcher
             && waited < YIELD_FOR
@@ -112,7 +113,7 @@ impl Post<'_> {
     }
 }
 
-/// Whether the journal names something to manage.
+/// Whether the journal names a VM that needs a supervisor.
 fn needed(vm: &VmDir) -> bool {
     match Journal::load(&vm.journal()) {
         Ok(Some(journal)) => !journal.phase.is_over(),
@@ -121,13 +122,13 @@ fn needed(vm: &VmDir) -> bool {
     }
 }
 
-/// The process that holds the supervisor's role now.
+/// Finds the process that holds the supervisor's role now.
 pub(crate) fn running(vm: &VmDir) -> io::Result<Option<ProcessHandle>> {
     holder(vm, Role::Supervisor)
 }
 
-/// A handle on the process that holds a role. The role is checked again once the handle is open, so that it can't be
-/// a later process with the same pid.
+/// Opens a handle on the process that holds a role. The role is checked again once the handle is
+/// open, so that it can't be a later process with the same pid.
 pub(crate) fn holder(vm: &VmDir, role: Role) -> io::Result<Option<ProcessHandle>> {
     let Some(pid) = lock::holder(vm.path(), role)? else { return Ok(None) };
     let Ok(identity) = ProcessIdentity::of(pid) else { return Ok(None) };

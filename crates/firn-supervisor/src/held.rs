@@ -1,11 +1,12 @@
-//! The image's open files, kept by the guards of a restore for the supervisor's successor.
+//! The open files of an image, which the guards of a restore keep for the supervisor's successor.
 //!
 //! ```text
 //!   supervisor -- socket, standard input of a guard: descriptors --> guard, watcher
-//!        '- dies: its successor gets them the same way, and can read an image whose name is gone
+//!        '- dies: its successor receives them in the same way, and can read an image without a name
 //! ```
 //!
-//! A guard closes them once the journal says that the restore is over, so that they keep no storage busy longer.
+//! A guard closes them once the restore is over according to the journal, so that they do not keep
+//! storage in use longer than necessary.
 
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -24,10 +25,10 @@ use rustix::net::{
 use crate::journal::{Journal, Phase};
 use crate::runtime::VmDir;
 
-/// Descriptors in one message; the kernel takes at most 253 (unix(7)).
+/// Descriptors in one message; the kernel accepts at most 253 (unix(7)).
 const AT_ONCE: usize = 64;
 
-/// How often a guard looks whether the restore is over.
+/// The interval at which a guard checks whether the restore is over.
 const CHECK_EVERY: Duration = Duration::from_secs(1);
 
 /// Sends descriptors, in order.
@@ -69,19 +70,19 @@ fn receive_once(from: &impl AsFd) -> io::Result<Option<Vec<OwnedFd>>> {
     Ok(Some(control.drain().flat_map(fds).collect()))
 }
 
-/// The files that a guard keeps.
+/// The image files that a guard keeps.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Held {
     files: Arc<Mutex<Vec<File>>>,
 }
 
 impl Held {
-    /// Keeps what comes by standard input, until the restore is over.
+    /// Receives files from standard input and keeps them until the restore is over.
     pub(crate) fn from_stdin(vm: &VmDir) -> Self {
         let held = Self::default();
         let (keeping, vm) = (held.clone(), vm.clone());
         let thread = thread::Builder::new().name("held".into());
-        // Without it a successor can only open the image by its name.
+        // If there is no thread, a successor can only open the image by its name.
         let _ = thread.spawn(move || keeping.keep(&vm));
         held
     }
@@ -98,7 +99,7 @@ impl Held {
         }
     }
 
-    /// The files, for a successor.
+    /// Copies of the files, for a successor.
     pub(crate) fn files(&self) -> Vec<File> {
         self.lock().iter().filter_map(|file| file.try_clone().ok()).collect()
     }
@@ -108,7 +109,8 @@ impl Held {
     }
 }
 
-/// A journal that can't be read says nothing: the files stay.
+/// Whether a restore runs. If the journal can't be read, the files are kept as long as the VM
+/// exists.
 fn is_restoring(vm: &VmDir) -> bool {
     match Journal::load(&vm.journal()) {
         Ok(journal) => journal
@@ -117,10 +119,11 @@ fn is_restoring(vm: &VmDir) -> bool {
     }
 }
 
-/// What a supervisor was given by the guard that started it: nothing, if its standard input is no socket.
+/// Receives the files from the guard that started this supervisor: none if standard input is no
+/// socket.
 pub(crate) fn given() -> Vec<File> {
     let files = receive(rustix::stdio::stdin()).unwrap_or_default();
-    // It must not keep them open by accident.
+    // The supervisor must not keep the socket open by accident.
     if let Ok(null) = File::open("/dev/null") {
         let _ = rustix::stdio::dup2_stdin(&null);
     }

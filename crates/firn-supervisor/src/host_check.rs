@@ -1,4 +1,4 @@
-//! Whether this host could restore an image: what the restore would need, checked without starting the VM.
+//! The check whether this host could restore an image, without starting the VM.
 
 use std::fs::File;
 use std::process::{Command, Stdio};
@@ -12,21 +12,21 @@ use crate::failure::Failure;
 use crate::failure::FailureKind::Host;
 use crate::meta::Meta;
 
-/// One thing that a restore needs.
+/// One requirement of a restore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HostCheck {
-    /// The thing, in a word or two.
+    /// The requirement, in a word or two.
     pub what: &'static str,
-    /// Whether this host has it.
+    /// Whether this host meets it.
     pub passed: bool,
-    /// What was found.
+    /// What was found on this host.
     pub found: String,
 }
 
 /// A check's result: what was found, or what is wrong.
 type Found = Result<String, String>;
 
-/// Checks all that a restore of this image needs.
+/// Checks all requirements of a restore of this image.
 pub fn check_host(meta: &Meta) -> Vec<HostCheck> {
     let check = |what, found: Found| {
         let (passed, found) = found.map_or_else(|wrong| (false, wrong), |found| (true, found));
@@ -62,7 +62,7 @@ fn command_line(meta: &Meta) -> Found {
     }
 }
 
-/// Runs the QEMU of the image and gives its output.
+/// Runs the QEMU of the image and returns its output.
 fn output_of_qemu(meta: &Meta, args: &[&str]) -> Found {
     let program = meta.qemu.user_args.first().map_or("qemu-system-x86_64", String::as_str);
     let mut command = Command::new(program);
@@ -143,7 +143,7 @@ fn available_bytes(meminfo: &str) -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-/// An eager restore needs none.
+/// Checks userfaultfd, which an eager restore does not need.
 fn userfaultfd() -> Found {
     let usable = Features::of_kernel().and_then(|_| UserfaultfdAccess::of_this_user());
     Ok(match usable {

@@ -1,8 +1,9 @@
-//! Which process, for certain: a pid alone may be somebody else's by now.
+//! The identity of a process: a pid alone may belong to another process by now.
 //!
-//! A pid is reused once its process has been reaped. The pair (pid, start time) is not, within one boot, so that is
-//! what the journal holds, with the boot it belongs to. Everything that sends a signal or attaches goes through a
-//! pidfd that was checked against the pair *after* it was opened: from then on it can't come to mean another process.
+//! A pid is reused once its process has been reaped. The pair (pid, start time) is not reused
+//! within one boot, so that is what the journal contains, with the id of the boot. All code that
+//! sends a signal or attaches uses a pidfd that was checked against the pair *after* it was opened:
+//! from then on it can't come to mean another process.
 
 use std::fs;
 use std::io;
@@ -33,7 +34,7 @@ pub struct ProcessIdentity {
 }
 
 impl ProcessIdentity {
-    /// The identity of a process that runs now. A zombie counts as gone (`NotFound`).
+    /// The identity of a running process. A zombie counts as ended (`NotFound`).
     pub fn of(pid: i32) -> io::Result<Self> {
         let start_time = start_time(pid)?;
         Ok(Self { pid, start_time, boot_id: boot_id()? })
@@ -44,7 +45,7 @@ impl ProcessIdentity {
         Self::of(self.pid).is_ok_and(|now| now == *self)
     }
 
-    /// A handle on the process, or `None` if it is gone.
+    /// A handle on the process, or `None` if it has ended.
     pub fn open(&self) -> io::Result<Option<ProcessHandle>> {
         let Some(pid) = Pid::from_raw(self.pid) else { return Ok(None) };
         let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
@@ -60,7 +61,7 @@ impl ProcessIdentity {
     }
 }
 
-/// A pidfd: one process, for as long as the handle lives.
+/// A pidfd: it means one process, for as long as the handle lives.
 #[derive(Debug)]
 pub struct ProcessHandle {
     pidfd: OwnedFd,
@@ -70,12 +71,13 @@ pub struct ProcessHandle {
 }
 
 impl ProcessHandle {
-    /// No other Firn may have the process for as long as the handle lives.
+    /// Keeps the ownership: no other supervisor may manage the process for as long as the handle
+    /// lives.
     pub(crate) fn keep_ownership(&self, ownership: Ownership) {
         self.set_ownership(Some(ownership));
     }
 
-    /// Another Firn may have the process from now on.
+    /// Releases the ownership: another supervisor may manage the process from now on.
     pub(crate) fn release_ownership(&self) {
         self.set_ownership(None);
     }
@@ -84,7 +86,7 @@ impl ProcessHandle {
         *self.ownership.lock().unwrap_or_else(PoisonError::into_inner) = ownership;
     }
 
-    /// Waits until the process has ended; `false` if the time ran out first.
+    /// Waits until the process has ended; `false` if the time is over first.
     pub fn wait_gone(&self, timeout: Duration) -> io::Result<bool> {
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
@@ -106,7 +108,7 @@ impl ProcessHandle {
         }
     }
 
-    /// Sends SIGKILL. A process that has ended already is no error.
+    /// Sends SIGKILL. It is no error if the process has ended already.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.pidfd, Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
@@ -114,19 +116,20 @@ impl ProcessHandle {
         }
     }
 
-    /// The same without reaping: how it ended can be asked once more.
+    /// How the process ended, without reaping it, so that it can be queried once more.
     pub fn peek_exit(&self) -> Exit {
         self.exit_with(WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT)
     }
 
-    /// How the process ended: only its parent is told, everybody else gets [`Exit::Unknown`]. Reaps a child.
+    /// How the process ended. The kernel reports that only to the parent; every other process gets
+    /// [`ProcessExit::Unknown`]. Reaps a child.
     pub fn exit(&self) -> Exit {
         self.exit_with(WaitIdOptions::EXITED | WaitIdOptions::NOHANG)
     }
 
     fn exit_with(&self, options: WaitIdOptions) -> Exit {
         let mut known = self.known_exit.lock().unwrap_or_else(PoisonError::into_inner);
-        // Asked each time, for that reaps a child whose end is known already.
+        // Queried each time, because that reaps a child whose end is known already.
         *known = self.wait_for_exit(options).or(*known);
         known.unwrap_or(Exit::Unknown)
     }
@@ -141,8 +144,8 @@ impl ProcessHandle {
     }
 }
 
-/// The processes of this user that have `text` somewhere in their command line: how a hypervisor is found again that
-/// was started by a supervisor which died before it could write down its pid.
+/// The processes of this user that have `text` in their command line. This finds a hypervisor whose
+/// supervisor died before it could record the pid.
 pub fn find_by_argument(text: &str) -> io::Result<Vec<ProcessIdentity>> {
     let user = rustix::process::geteuid().as_raw();
     let mut found = Vec::new();
@@ -168,13 +171,14 @@ fn contains(bytes: &[u8], part: &[u8]) -> bool {
     bytes.windows(part.len().max(1)).any(|window| window == part)
 }
 
-/// Field 22 of `/proc/PID/stat`. `NotFound` for a process that is gone or a zombie.
+/// Field 22 of `/proc/PID/stat`. `NotFound` for a process that has ended or is a zombie.
 fn start_time(pid: i32) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     parse_start_time(&stat).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// The command name (field 2) may hold blanks and parentheses: fields are counted after its last `)`.
+/// Parses the field. The command name (field 2) may contain blanks and parentheses, so fields are
+/// counted after its last `)`.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, after_name) = stat.rsplit_once(')')?;
     let mut fields = after_name.split_ascii_whitespace();
@@ -224,7 +228,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "read x", &format!("path=/x/{token}/qmp.sock")]).stdin(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        // The kernel lets a parent run on just before the child's new command line is in place.
+        // The kernel resumes a parent just before the child's new command line is in place.
         let text = format!("/x/{token}/qmp.sock");
         let mut tries = (0..1000).map(|_| find_by_argument(&text).unwrap());
         let found = tries.find(|found| !found.is_empty()).unwrap();

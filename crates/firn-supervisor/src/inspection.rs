@@ -10,13 +10,15 @@ use crate::failure::{Context, Failure, FailureKind};
 use crate::journal::Machine;
 use crate::qemu;
 
-/// How long the firmware of a VM that runs may take to map its video memory. It takes a second or two, more on a busy host.
+/// The maximum time for the firmware of a running VM to map its video memory. It takes a second or
+/// two, more on a busy host.
 const FIRMWARE_WAIT: Duration = Duration::from_secs(30);
 
-/// How often it is checked.
+/// The interval at which that is checked.
 const FIRMWARE_CHECK: Duration = Duration::from_millis(100);
 
-/// Refuses to save a VM that no restore could start again, unless the user has `accepted` that. Gives the reasons.
+/// Refuses to save a VM that no restore could start again, unless the user has `accepted` that.
+/// Returns the reasons.
 pub(crate) fn check_restorable(
     vm: &mut Vm,
     machine: &Machine,
@@ -26,7 +28,7 @@ pub(crate) fn check_restorable(
     if reasons.is_empty() || accepted {
         return Ok(reasons);
     }
-    let hint = "change what is named here; `firn checkpoint --accept-unrestorable` makes an image all the same and marks it";
+    let hint = "change what is named here; `firn checkpoint --accept-unrestorable` makes an image anyway and marks it";
     Err(refusal(reasons, "a checkpoint of this VM could not be restored").hint(hint))
 }
 
@@ -38,7 +40,7 @@ pub(crate) fn check_protectable(vm: &mut Vm, machine: &Machine) -> Result<(), Fa
     }
 }
 
-/// The reasons for which no QEMU could continue this VM.
+/// The reasons why no QEMU could continue this VM.
 fn obstacles(vm: &mut Vm, machine: &Machine) -> Result<Vec<String>, Failure> {
     let facts = vm.machine_facts().doing("checking whether the VM could be restored")?;
     let qemu = &machine.meta.qemu;
@@ -51,13 +53,14 @@ fn refusal(reasons: Vec<String>, what: &str) -> Failure {
     Failure { kind: FailureKind::Refused, chain: reasons, hint: None }.while_doing(what)
 }
 
-/// QEMU's name for the state of a VM that does not run because of its user or an error. A guest that sleeps (S3) counts as running.
+/// QEMU's name for the run state of a VM that its user or an error has paused. A guest that sleeps
+/// (S3) counts as running.
 pub(crate) fn paused_state(state: &RunState) -> Option<String> {
     (!state.running && state.status != "suspended").then(|| state.status.clone())
 }
 
-/// Finds the VM's memory. Video memory can be read only while the guest maps it, so a firmware that has just started is
-/// given the time to do that.
+/// Finds the VM's memory. Video memory can be read only while the guest maps it, so this waits for
+/// firmware that has just started.
 pub(crate) fn mapped_layout(
     vm: &mut Vm,
     machine: &Machine,
@@ -79,7 +82,7 @@ pub(crate) fn mapped_layout(
     }
 }
 
-/// A block that has to be saved, and whose place QEMU does not report.
+/// A block that has to be saved, and whose address QEMU does not report.
 fn unmapped_block(layout: &Layout) -> Option<&AuxRam> {
     layout.aux.iter().find(|block| !block.rom && block.hva.is_none())
 }

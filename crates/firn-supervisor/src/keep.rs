@@ -1,9 +1,9 @@
-//! The supervisor's main loop: events to decisions, decisions to deeds.
+//! The event loop of a supervisor: it passes events to the state machine and performs the actions.
 //!
 //! ```text
 //!    control socket --.                                    .--> replies
 //!    hypervisor pidfd --\                                 /---> save, stop   (threads of their own)
-//!    guard pidfd --------+--> one channel --> Core::on --+----> journal
+//!    guard pidfd --------+--> one channel --> the core --+----> journal
 //!    signals ----------/                                  \---> new guard
 //!    save, restore --'                                     '--> exit
 //! ```
@@ -41,12 +41,12 @@ use crate::standby::Takeover;
 use crate::status::Status;
 use crate::watch;
 
-/// How often progress is told at most.
+/// The minimum time between two progress reports.
 const PROGRESS_EVERY: Duration = Duration::from_millis(50);
 
-/// What can be done to a VM. Each may take long, and is called on a thread of its own.
+/// The operations on a VM. Each may take long, and is called on a thread of its own.
 pub(crate) trait Operations: Send + Sync + 'static {
-    /// Writes an image; gives facts about it.
+    /// Writes an image; returns facts about it.
     fn save(
         &self,
         request: &SaveRequest,
@@ -63,7 +63,8 @@ pub(crate) trait Operations: Send + Sync + 'static {
         progress: &dyn Fn(Progress),
     ) -> Result<serde_json::Value, Failure>;
 
-    /// Sends the VM's epochs to a backup until `ending` says so; `begun` hears when there is something to fail over to.
+    /// Sends the VM's epochs to a backup until `ending` requests an end; `begun` is called when the
+    /// first epoch is committed.
     fn protect(
         &self,
         request: &ProtectRequest,
@@ -72,48 +73,49 @@ pub(crate) trait Operations: Send + Sync + 'static {
         progress: &dyn Fn(Progress),
     ) -> Result<serde_json::Value, Failure>;
 
-    /// What there is to say of its epochs, if it is protected.
+    /// The state of the VM's protection, if it is protected.
     fn protection(&self) -> Option<Protection>;
 
-    /// What there is to say of its network cards.
+    /// The state of its network cards.
     fn network(&self) -> Vec<CardStatus>;
 
-    /// Lets out what its network cards hold, and what follows. `false` if they hold nothing.
+    /// Releases the output that its network cards buffer, and lets later output pass. `false` if
+    /// there was nothing to release.
     fn let_out(&self) -> Result<bool, Failure>;
 
-    /// Lets that out while the lease is held.
+    /// Releases the buffered output, and lets later output pass while the lease is held.
     fn go_on(&self) -> Result<(), Failure>;
 
-    /// Answers who makes a cluster's global checkpoints.
+    /// Answers a request of the coordinator of a cluster's global checkpoints.
     fn member(&self, request: &MemberRequest) -> Result<serde_json::Value, Failure>;
 
     /// Whether the VM belongs to a cluster.
     fn is_member(&self) -> bool;
 
-    /// Nothing is going on but the guest: begins what is done meanwhile. May be called again.
+    /// Starts the work that is done while no operation runs. May be called again.
     fn rest(&self);
 
-    /// Ends what [`Self::rest`] began, because the VM is let go of.
+    /// Ends what [`Self::start_idle_work`] started, because Firn detaches from the VM.
     fn leave(&self);
 
-    /// Ends the hypervisor as asked. It is an error if it goes on.
+    /// Ends the hypervisor as requested. It is an error if it continues to run.
     fn end(&self, request: StopRequest) -> Result<(), Failure>;
 
-    /// Whether the hypervisor did not answer when it was last asked, and does not answer now.
+    /// Whether the hypervisor did not answer the last query, and does not answer now.
     fn is_hung(&self) -> bool;
 
-    /// The command line that starts the VM on the disks it has now.
+    /// Returns the command line that starts the VM on its current disks.
     fn command_line(&self) -> Result<serde_json::Value, Failure>;
 
-    /// Whether vCPUs run, as far as the hypervisor says so without delay.
+    /// Whether the vCPUs are paused, if the hypervisor reports that without delay.
     fn is_paused(&self) -> Option<bool>;
 }
 
-/// What remains to be done of a restore whose guest runs; reports progress, ends with facts.
+/// The rest of a restore whose guest runs already; it reports progress and returns facts.
 pub(crate) type Restoring =
     Box<dyn FnOnce(&dyn Fn(Progress)) -> Result<serde_json::Value, Failure> + Send>;
 
-/// A VM that is being looked after.
+/// A VM, with everything that its supervisor needs to manage it.
 pub(crate) struct Keeper {
     pub(crate) base: RuntimeDir,
     pub(crate) vm: VmDir,
@@ -123,9 +125,9 @@ pub(crate) struct Keeper {
     pub(crate) restoring: Option<Restoring>,
     /// The open files of the image that is being restored.
     pub(crate) files: Vec<File>,
-    /// How a standby is made to run.
+    /// The failover of a standby.
     pub(crate) standby: Option<Arc<Takeover>>,
-    /// The guards that have been started already.
+    /// The guards that run already.
     pub(crate) guards: Vec<(Role, ProcessHandle)>,
 }
 
@@ -143,7 +145,8 @@ struct Loop {
 }
 
 impl Keeper {
-    /// Opens the control socket, calls `ready`, and looks after the VM until there is nothing left to look after.
+    /// Opens the control socket, calls `ready`, and manages the VM until there is nothing left to
+    /// do.
     pub(crate) fn keep(mut self, ready: impl FnOnce()) -> io::Result<()> {
         let (sender, events) = crossbeam_channel::unbounded();
         watch::hypervisor(Arc::clone(&self.hypervisor), sender.clone())?;
@@ -195,11 +198,11 @@ impl Loop {
         Ok(())
     }
 
-    /// Each time nothing is going on any more.
+    /// Starts idle work each time that the last operation has ended.
     fn rest(&mut self) {
         let was_resting = std::mem::replace(&mut self.resting, self.core.is_idle());
         if self.resting {
-            // The guards close theirs when they see that the restore is over.
+            // The guards close their copies when they see that the restore is over.
             self.keeper.files.clear();
         }
         if self.resting && !was_resting {
@@ -238,7 +241,7 @@ impl Loop {
         Ok(())
     }
 
-    /// One of the two goes on.
+    /// Cancels the save or merge, or ends the protection: only one of them runs.
     fn cancel(&self) {
         self.cancel.store(true, Ordering::Relaxed);
         self.ending.leave();
@@ -246,7 +249,7 @@ impl Loop {
 
     fn restart_guard(&mut self, role: Role) -> io::Result<()> {
         let pause = self.restarts.entry(role).or_default().pause(Instant::now());
-        tracing::warn!("the {role:?} has died: starting another after {pause:?}");
+        tracing::warn!("the {role:?} has died: starting another one after {pause:?}");
         match pause {
             Duration::ZERO => self.start_guard(role),
             pause => watch::guard_pause(role, pause, self.sender.clone()),
@@ -258,15 +261,16 @@ impl Loop {
         watch_guard(base, vm, role, files, &self.sender)
     }
 
-    /// The VM stays as it is: its memory is missing, not wrong, and a successor tries again.
+    /// Records why this supervisor exits. The VM stays as it is: its memory is missing, not wrong,
+    /// and a successor tries again.
     fn resign(&self, failure: &Failure) -> io::Error {
         tracing::error!("{failure}: a successor tries again");
-        let text = format!("the supervisor could not go on with the restore: {failure}");
+        let text = format!("the supervisor could not continue the restore: {failure}");
         let _ = self.keeper.journal.update(|journal| journal.note_failure(text));
         io::Error::other(failure.to_string())
     }
 
-    /// On a thread of its own: QEMU may take its time to answer.
+    /// Replies on a thread of its own, because QEMU may be slow to answer.
     fn reply_status(&self, client: ClientId) -> io::Result<()> {
         let status = Status::of(&self.keeper.journal.read());
         let mut status = status.with_progress(self.core.progress().cloned());
@@ -331,7 +335,7 @@ impl Loop {
         })
     }
 
-    /// On a thread of its own: QEMU may be asked.
+    /// Answers on a thread of its own, because QEMU may have to be queried.
     fn answer(
         &self,
         client: ClientId,
@@ -347,7 +351,7 @@ impl Loop {
         })
     }
 
-    /// That it can't be done is known at once.
+    /// Begins the failover of a standby. If that is impossible, the client learns it at once.
     fn take_up(&self, client: ClientId, how: FailoverRequest) {
         let none = || Failure::new(FailureKind::Usage, "the VM is no standby");
         let begun = self.keeper.standby.as_ref().ok_or_else(none).and_then(|it| it.begin(how));
@@ -356,11 +360,11 @@ impl Loop {
         }
     }
 
-    /// Without a client it is what follows of something else.
+    /// Releases buffered output. There is no client if this follows from another operation.
     fn let_out(&self, client: Option<ClientId>) {
         let nothing = || {
             let text = "the VM is not being protected";
-            Failure::new(FailureKind::Usage, text).hint("`firn protect` begins that")
+            Failure::new(FailureKind::Usage, text).hint("`firn protect` protects it")
         };
         let reply = match self.keeper.operations.let_out() {
             Ok(true) => Reply::Done { facts: serde_json::json!({ "released": true }) },
@@ -401,10 +405,10 @@ impl Loop {
         self.keeper.hypervisor.kill()
     }
 
-    /// The VM runs on. One that was attached to leaves nothing behind; of one that Firn started the monitor socket
-    /// stays, since QEMU has no other.
+    /// Detaches from the VM, which continues to run. Of a VM that Firn attached to, no file
+    /// remains; of one that Firn started, the monitor socket remains, because QEMU has no other.
     fn let_go(&self) -> io::Result<()> {
-        tracing::info!("letting go of the VM");
+        tracing::info!("detaching from the VM");
         let keeper = &self.keeper;
         keeper.operations.leave();
         keeper
@@ -422,7 +426,8 @@ impl Loop {
         }
     }
 
-    /// What somebody asked to end is forgotten; the rest is shown until its name is used again.
+    /// Records how the VM ended. A VM that a user ended is forgotten; any other is listed until its
+    /// name is used again.
     fn record_end(&self, exit: Exit, reason: Option<Failure>) -> io::Result<()> {
         if let Some(standby) = &self.keeper.standby {
             standby.decline("its hypervisor ended");
@@ -454,7 +459,8 @@ impl Loop {
     }
 }
 
-/// A save that has not ended by now never will: its thread is stuck, and ends with this process.
+/// Removes the partial image of a save that has not ended by now and never will: its thread is
+/// stuck, and ends with this process.
 fn abandon(image: &Path) {
     if let Err(error) = firn_image::abandon_partial(image) {
         tracing::warn!("{}", Failure::from_error(FailureKind::Other, &error));
@@ -482,7 +488,7 @@ fn start_restoring(restoring: Restoring, sender: Sender<Event>) -> io::Result<()
     })
 }
 
-/// Lets through what is told often as often as somebody can read it.
+/// Limits the rate of progress reports to what a user can read.
 #[derive(Default)]
 struct Pace {
     passed: Cell<Option<Instant>>,
@@ -497,15 +503,15 @@ impl Pace {
     }
 }
 
-/// A thread that panics has failed, and has to say so: vCPUs may be waiting for it.
+/// Turns a panic of a thread into a failure, because vCPUs may be waiting for the thread.
 fn catch<T>(what: &str, run: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).unwrap_or_else(|_| {
-        let failure = Failure::new(FailureKind::Other, format!("{what} failed by a bug in Firn"));
-        Err(failure.hint("the log in the VM's runtime directory says where"))
+        let failure = Failure::new(FailureKind::Other, format!("a bug in Firn ended {what}"));
+        Err(failure.hint("the log in the VM's runtime directory has the details"))
     })
 }
 
-/// Watches one of the guards, after starting it if there is none.
+/// Watches one of the guards, after starting it if it does not run.
 fn watch_guard(
     base: &RuntimeDir,
     vm: &VmDir,
@@ -517,7 +523,7 @@ fn watch_guard(
         Some(guard) => Some(guard),
         None => {
             let (child, to) = spawn::guard(base, vm, role)?;
-            // A guard that has died already is started again.
+            // If the guard has died already, the loop starts another one.
             let _ = held::send(&to, files);
             guard::handle_of(&child)?
         }

@@ -1,7 +1,8 @@
-//! What was learned from earlier restores of an image, kept beside it: `web.firn` has `web.firn.learned`.
+//! The learned blocks of an image, kept beside it: `web.firn` has `web.firn.learned`.
 //!
-//! It only makes restores quicker, so nothing about it is an error: what can't be read counts as nothing learned, what can't
-//! be written is not learned. Of two restores at a time, the one that writes last is remembered.
+//! They only make restores faster, so no error here is an error of a restore: a file that can't be
+//! read counts as nothing learned, and one that can't be written is not updated. Of two restores at
+//! the same time, the one that writes last is remembered.
 
 use std::collections::HashSet;
 use std::io;
@@ -12,23 +13,23 @@ use firn_image::Image;
 use firn_restore::{Answered, FaultRecord, Learned, Mode, RunRecord};
 use firn_types::{Block, BlockSize};
 
-/// So long after the guest began to run, what it waits for is remembered.
+/// Page faults are recorded for this long after the guest began to run.
 pub(crate) const WINDOW: Duration = Duration::from_secs(10);
 
-/// Bytes of a file with as many blocks as may be remembered, and some more.
+/// The size limit of a file: somewhat more than for the maximum number of learned blocks.
 const BYTES_MAX: u64 = 1 << 20;
 
-/// What is known about an image beside what it says itself.
+/// The learned blocks of one image, and what is needed to update them.
 pub(crate) struct Learning {
     path: PathBuf,
     learned: Learned,
-    /// What the image says itself.
+    /// The working set in the image.
     working_set: HashSet<Block>,
     block_size: BlockSize,
 }
 
 impl Learning {
-    /// `None` if a restore in this mode neither goes by it nor tells anything.
+    /// `None` if a restore in this mode neither uses learned blocks nor learns any.
     pub(crate) fn about(image: &Image, mode: Mode) -> Option<Self> {
         if !matches!(mode, Mode::Auto | Mode::WorkingSet) {
             return None;
@@ -47,12 +48,12 @@ impl Learning {
         })
     }
 
-    /// What is expected to be used beside the working set of the image.
+    /// The blocks that the guest is expected to use, beside the working set of the image.
     pub(crate) fn expected(&self) -> Vec<Block> {
         self.learned.expected()
     }
 
-    /// A restore is over, or has gone on for long enough.
+    /// Updates the file, when a restore is over or has run for the learning window.
     pub(crate) fn keep(mut self, record: &RunRecord) {
         let asked = self.asked(record);
         let before = self.learned.clone();
@@ -65,7 +66,7 @@ impl Learning {
         }
     }
 
-    /// What the guest waited for, beside the working set.
+    /// The blocks that the guest waited for and that are not in the working set.
     fn asked(&self, record: &RunRecord) -> Vec<Block> {
         let Some(resumed_us) = record.resumed_us else { return Vec::new() };
         let until_us = resumed_us + WINDOW.as_micros() as u64;

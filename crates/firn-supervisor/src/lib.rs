@@ -1,4 +1,4 @@
-//! One small process per VM, and two that restart it.
+//! The supervisor: one small process for each VM, and two that restart it.
 //!
 //! ```text
 //!    firn checkpoint web -o web.firn                     firn ls, firn status, firn stop, ...
@@ -11,13 +11,15 @@
 //!    qemu-system-x86_64 ...
 //! ```
 //!
-//! A supervisor starts a hypervisor (or is pointed at one), saves and restores its VM, serves the page faults of a
-//! restore, and notices when it ends. It may be killed at any moment: what matters is in the journal before it is
-//! done, the hypervisor keeps the userfaultfd, and a successor takes both up, within milliseconds. What a successor
-//! does is decided in `recovery`, what a living supervisor does in `decisions`; both are pure. The rest is
-//! threads, sockets and files.
+//! A supervisor starts a hypervisor (or attaches to one), saves and restores its VM, serves the
+//! page faults of a restore, and notices when the hypervisor ends. It may be killed at any moment:
+//! the journal records each important step before it is done, the hypervisor keeps the userfaultfd,
+//! and a successor reads the one and adopts the other, within milliseconds. `recovery_plan` decides
+//! what a successor does, `decisions` what a living supervisor does; both are pure cores. The other
+//! modules are threads, sockets and files.
 //!
-//! Everything here is for one user: directories are 0700, sockets and files 0600, and logs hold nothing of a guest.
+//! Everything here is for one user: directories are 0700, sockets and files 0600, and logs contain
+//! nothing of a guest.
 
 #![forbid(unsafe_code)]
 

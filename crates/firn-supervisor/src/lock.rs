@@ -1,9 +1,10 @@
-//! Who is the supervisor of a VM, and who its guards: whoever holds the lock file.
+//! The roles of a VM's supervisor and guards: the process that holds the lock file has the role.
 //!
-//! POSIX record locks (`F_SETLK`, fcntl(2)) suit this better than flock(2): they are dropped by the kernel when their
-//! process dies however it dies, a forked child does not share them, and `F_GETLK` names the holder, so that no pid
-//! file can be stale. Their one trap: closing *any* descriptor of the file drops the process's lock. So a role's file
-//! is opened once by the process that has the role, and [`holder`] is for the others.
+//! POSIX record locks (`F_SETLK`, fcntl(2)) suit this better than flock(2): the kernel drops them
+//! when their process dies, however it dies, a forked child does not share them, and `F_GETLK`
+//! names the holder, so that no pid file can be stale. They have one trap: closing *any* descriptor
+//! of the file drops the process's lock. So the process that has the role opens the role's file
+//! once, and [`role_holder`] is for other processes.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -34,7 +35,7 @@ impl Role {
     }
 }
 
-/// A role, held until the value is dropped or the process ends.
+/// A role of this process, until the value is dropped or the process ends.
 #[derive(Debug)]
 pub struct RoleLock {
     file: File,
@@ -53,13 +54,14 @@ impl RoleLock {
         }
     }
 
-    /// Whether the directory is still the one in which it was taken: another of that name is another VM's.
+    /// Whether the directory is still the one in which the role was taken: another one of that name
+    /// belongs to another VM.
     pub fn is_current(&self) -> bool {
         still_there(&self.file, &self.path)
     }
 }
 
-/// The pid of the process that has a role, if one has. Not for the process that has it itself.
+/// The pid of the process that has a role, if there is one. Not for the process that has it itself.
 pub fn holder(dir: &Path, role: Role) -> io::Result<Option<i32>> {
     let file = match File::options().read(true).write(true).open(role.file(dir)) {
         Ok(file) => file,
@@ -74,7 +76,8 @@ fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
 }
 
-/// The directory may have been removed, and made anew, between opening the file and locking it.
+/// Whether the file still has its name. The directory may have been removed, and created anew,
+/// between opening the file and locking it.
 fn still_there(file: &File, path: &Path) -> bool {
     match (file.metadata(), path.metadata()) {
         (Ok(locked), Ok(there)) => locked.ino() == there.ino() && locked.dev() == there.dev(),

@@ -1,7 +1,8 @@
-//! What an image says about where it comes from, and whether this host can take it up again.
+//! The origin of an image, as the image describes it, and the differences to this host.
 //!
-//! It is stored in the image as JSON. Restore starts QEMU from it, and refuses, unless forced, where the guest would
-//! notice the difference: another version of QEMU, or a disk that is no longer what the guest remembers of it.
+//! The description is stored in the image as JSON. A restore starts QEMU from it. It refuses,
+//! unless forced, where the guest would notice a difference: another version of QEMU, or a disk
+//! with other contents than at the checkpoint.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,26 +13,27 @@ use serde::{Deserialize, Serialize};
 use crate::cpu::CpuFacts;
 use crate::restore;
 
-/// The version of [`Meta`] itself.
+/// The version of [`ImageMeta`] itself.
 pub const VERSION: u32 = 1;
 
-/// The version of one with drives: who does not know of them would have the VM write to them.
+/// The version with drives: a Firn that does not know drives would have the VM write to them.
 pub const VERSION_WITH_DRIVES: u32 = 2;
 
-/// The version of one whose network cards let nothing out: who does not know of that would let them.
+/// The version for blocked output: a Firn that does not know the mark would release the output.
 pub const VERSION_HELD: u32 = 3;
 
-/// The version of an image that is paused or cannot be restored: a Firn that does not know these marks would run the VM.
+/// The version of an image that is paused or cannot be restored: a Firn that does not know these
+/// marks would run the VM.
 pub const VERSION_MARKED: u32 = 4;
 
-/// Where an image comes from.
+/// The origin of an image.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Meta {
     /// `VERSION`, `VERSION_WITH_DRIVES`, `VERSION_HELD` or `VERSION_MARKED`.
     pub version: u32,
     /// The VM's name.
     pub name: String,
-    /// When the checkpoint was asked for, in seconds since 1970.
+    /// When the checkpoint was requested, in seconds since 1970.
     pub created: u64,
     /// The version of Firn that wrote it.
     pub firn: String,
@@ -43,46 +45,49 @@ pub struct Meta {
     pub memory_bytes: u64,
     /// Virtual CPUs.
     pub vcpus: u32,
-    /// Images of disks that it refers to and that are to be unchanged: what lies below drives, what can only be read, and
-    /// what could not be kept.
+    /// Disk images that it refers to and that must be unchanged: layers below drives, read-only
+    /// disks, and disks of which no snapshot could be made.
     #[serde(default)]
     pub disks: Vec<Disk>,
-    /// The drives that the guest writes to, as they were. Their contents are not in the image, but in files that nobody
-    /// writes to any more.
+    /// The drives that the guest writes to, at the cut. Their contents are not in the image, but in
+    /// files that no process writes to any more.
     #[serde(default)]
     pub drives: Vec<FrozenDrive>,
-    /// Which share of the working set was found in the last eighth of the time in which the guest was traced, 0 to 1: the
-    /// more, the more was missed. Not there where the working set is from elsewhere.
+    /// The share of the working set that was found in the last eighth of the time in which the
+    /// guest was traced, 0 to 1: the larger it is, the more was missed. Absent if the working set
+    /// is from another source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub found_late: Option<f64>,
-    /// A standby may run the VM: what it sends is held until it is released, wherever it is restored.
+    /// A standby may run the VM: its output is blocked until a release, wherever it is restored.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub held: bool,
-    /// QEMU's name for the state of a VM that did not run when it was saved, such as `paused`; `None` if it ran.
+    /// QEMU's name for the run state of a VM that did not run when it was saved, such as `paused`;
+    /// `None` if it ran.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused: Option<String>,
     /// The host's processor, if the guest sees it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<CpuFacts>,
-    /// The reasons for which no restore can succeed, if the user accepted them when the image was made.
+    /// The reasons why no restore can succeed, if the user accepted them when the image was made.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unrestorable: Vec<String>,
 }
 
-/// A drive as it was.
+/// A drive at the cut.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FrozenDrive {
     /// The file that the command line names, as it names it.
     pub named: String,
-    /// The one that has the drive's contents, absolute.
+    /// The file that has the drive's contents, absolute.
     pub file: PathBuf,
     /// Its format: `qcow2` or `raw`.
     pub format: String,
     /// The size of the drive that the guest sees, in bytes.
     pub bytes: u64,
-    /// Which file it is, and its contents.
+    /// The identity of the file and its contents.
     pub identity: FileIdentity,
-    /// Whether it was made for this image, as a clone or a copy of the file that the VM went on with.
+    /// Whether the file was made for this image, as a clone or a copy of the file that the VM
+    /// continued with.
     #[serde(default)]
     pub is_clone: bool,
 }
@@ -96,25 +101,25 @@ pub struct Qemu {
     pub accel: String,
     /// The command line as the user gave it, program first.
     pub user_args: Vec<String>,
-    /// The command line with what Firn added; the same for a VM that Firn attached to.
+    /// The command line with Firn's additions; unchanged for a VM that Firn attached to.
     pub args: Vec<String>,
-    /// The directory it was started in: relative paths in the command line start there.
+    /// Its working directory, in which relative paths of the command line start.
     pub directory: PathBuf,
 }
 
-/// A difference between what an image remembers and what this host has.
+/// A difference between an image and this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mismatch {
     /// Another version of QEMU.
     Qemu {
-        /// In the image.
+        /// The version in the image.
         image: String,
-        /// Here.
+        /// The version on this host.
         host: String,
     },
-    /// A disk can't be looked at.
+    /// A disk can't be examined.
     DiskMissing(String),
-    /// A disk was written since.
+    /// A disk was written to since the checkpoint.
     DiskChanged(String),
 }
 
@@ -133,7 +138,7 @@ impl fmt::Display for Mismatch {
 }
 
 impl Meta {
-    /// The same with these drives.
+    /// Adds these drives.
     pub(crate) fn with(self, drives: Vec<FrozenDrive>) -> Self {
         Self { drives, ..self }.versioned()
     }
@@ -149,22 +154,22 @@ impl Meta {
         }
     }
 
-    /// The same of a VM whose network cards let nothing out, or do.
+    /// Sets whether the output of the VM is blocked.
     pub(crate) fn held(self, held: bool) -> Self {
         Self { held, ..self }.versioned()
     }
 
-    /// The same of a VM in this state, if it did not run.
+    /// Sets the run state of a VM that did not run.
     pub(crate) fn paused(self, paused: Option<String>) -> Self {
         Self { paused, ..self }.versioned()
     }
 
-    /// The same with the reasons for which it cannot be restored.
+    /// Sets the reasons why the image cannot be restored.
     pub(crate) fn marked_unrestorable(self, unrestorable: Vec<String>) -> Self {
         Self { unrestorable, ..self }.versioned()
     }
 
-    /// With the oldest version that says all there is to say.
+    /// Sets the oldest version that can express the contents.
     fn versioned(self) -> Self {
         let is_marked = self.paused.is_some() || !self.unrestorable.is_empty();
         let version = match (is_marked, self.held, self.drives.is_empty()) {
@@ -176,10 +181,12 @@ impl Meta {
         Self { version, ..self }
     }
 
-    /// Compares the disks. `look` tells what a file is now; `None` if it isn't there.
+    /// Compares the disks. `identify` returns the current identity of a file; `None` if it does not
+    /// exist.
     ///
-    /// Size and time of the last write decide, so that a copy that kept both passes, wherever it is stored. A disk
-    /// that was no local file (a network disk) can't be compared and passes.
+    /// Size and time of the last write decide, so that a copy with the same size and time passes,
+    /// wherever it is stored. A disk that was no local file (a network disk) can't be compared and
+    /// passes.
     pub fn disk_mismatches(&self, look: impl Fn(&Disk) -> Option<FileIdentity>) -> Vec<Mismatch> {
         let changed = |disk: &Disk| {
             let then = disk.identity?;
@@ -192,7 +199,7 @@ impl Meta {
         self.disks.iter().filter_map(changed).collect()
     }
 
-    /// Compares the drives that were kept.
+    /// Compares the drives of which the image has snapshots.
     pub fn drive_mismatches(
         &self,
         look: impl Fn(&FrozenDrive) -> Option<FileIdentity>,
@@ -208,7 +215,7 @@ impl Meta {
         self.drives.iter().filter_map(changed).collect()
     }
 
-    /// Compares all files of disks with this host's.
+    /// Compares all disk files with those of this host.
     pub fn file_mismatches(&self) -> Vec<Mismatch> {
         let mut mismatches =
             self.disk_mismatches(|disk| restore::look(self, Path::new(&disk.file)));
@@ -216,7 +223,7 @@ impl Meta {
         mismatches
     }
 
-    /// Compares QEMU's version: the number, not what the distribution adds to it.
+    /// Compares QEMU's version: the number, without the distribution's addition.
     pub fn qemu_mismatch(&self, host: &str) -> Option<Mismatch> {
         (number(&self.qemu.version) != number(host))
             .then(|| Mismatch::Qemu { image: self.qemu.version.clone(), host: host.to_owned() })
@@ -260,7 +267,7 @@ mod tests {
         Meta { qemu, disks, ..Meta::default() }
     }
 
-    /// A Firn that does not know of what is held must not take such an image up.
+    /// A Firn that does not know blocked output must not restore such an image.
     #[test]
     fn the_version_says_who_can_take_an_image_up() {
         let drive = FrozenDrive {

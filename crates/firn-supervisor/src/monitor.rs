@@ -1,20 +1,21 @@
-//! Connecting to a VM's monitor: is the socket the VM's own, and is it free.
+//! The connection to a VM's monitor, after a check that the socket belongs to the VM and is free.
 //!
 //! ```text
 //!   connect --> is the peer the VM's process? -- no --> an error that names both; nothing was sent
 //!                 | yes
-//!               a greeting within 1.5 s? -- no --> has another process the monitor? -- yes --> an error that names it
+//!               a greeting within 1.5 s? -- no --> is another process connected? -- yes --> an error that names it
 //!                 | yes                              | no: QEMU is slow
 //!               negotiate <--------------------------'
 //! ```
 //!
-//! A path may come to lead to another QEMU: one that is started with the same command line removes the socket file and makes
-//! its own. What is meant for one VM must not reach another.
+//! A path may come to lead to another QEMU: a QEMU that is started with the same command line
+//! removes the socket file and creates its own. Commands for one VM must not reach another.
 //!
-//! The peer, by `SO_PEERCRED`, is the process that called listen(2) on the socket last. QEMU does so itself: after `-daemonize`
-//! has forked, and also on a descriptor that listens already when it is given to QEMU (`-chardev socket,fd=N`, as libvirt does;
-//! `socket_listen` in QEMU `util/qemu-sockets.c`). A program that stands between, such as socat, is another process, and may
-//! lead anywhere: it is refused.
+//! The peer, by `SO_PEERCRED`, is the process that called listen(2) on the socket last. QEMU calls
+//! it itself: after `-daemonize` has forked, and also on a descriptor that already listens when
+//! QEMU receives it (`-chardev socket,fd=N`, as libvirt does; `socket_listen` in QEMU
+//! `util/qemu-sockets.c`). A program in between, such as socat, is another process, and may lead to
+//! any QEMU, so it is refused.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -28,12 +29,13 @@ use crate::failure::{Context, Failure, FailureKind};
 use crate::processes::{self, Named};
 use crate::unix_sockets;
 
-/// How long a monitor may be busy before it is an error.
+/// The time after which a busy monitor is an error.
 const BUSY_WAIT: Duration = Duration::from_millis(1500);
 
 pub(crate) const CONNECTING: &str = "connecting to QEMU's monitor";
 
-/// Connects to the monitor of the VM that this process runs. `timeout` bounds this and, later, each command.
+/// Connects to the monitor of the VM that this process runs. `timeout` limits this and, later, each
+/// command.
 pub(crate) fn connect(process: i32, socket: &Path, timeout: Duration) -> Result<Vm, Failure> {
     let stream = open(socket, timeout).map_err(|failure| failure.while_doing(CONNECTING))?;
     check_peer(&stream, process, socket)?;
@@ -49,7 +51,8 @@ pub(crate) fn negotiate(stream: UnixStream, timeout: Duration) -> Result<Vm, Qmp
     Qmp::negotiate(stream, timeout).and_then(Vm::with_qmp)
 }
 
-/// A socket that takes no more connections has clients that wait, and one that is served.
+/// Opens the socket. A socket that accepts no more connections has clients that wait, and one that
+/// is served.
 fn open(socket: &Path, timeout: Duration) -> Result<UnixStream, Failure> {
     let deadline = Instant::now() + timeout;
     match Qmp::open(socket, timeout.min(BUSY_WAIT)) {
@@ -61,7 +64,7 @@ fn open(socket: &Path, timeout: Duration) -> Result<UnixStream, Failure> {
     }
     .map_err(|error| {
         Failure::from_error(FailureKind::Other, &error).hint(
-            "is that the socket of QEMU's monitor (-qmp unix:PATH,server=on,wait=off), and QEMU up?",
+            "is that QEMU's monitor socket (-qmp unix:PATH,server=on,wait=off), and does QEMU run?",
         )
     })
 }
@@ -70,7 +73,7 @@ fn is_full(error: &QmpError) -> bool {
     matches!(error, QmpError::Connect { source, .. } if source.kind() == io::ErrorKind::WouldBlock)
 }
 
-/// Refuses a socket at which another process listens.
+/// Refuses a socket on which another process listens.
 pub(crate) fn check_peer(stream: &UnixStream, pid: i32, socket: &Path) -> Result<(), Failure> {
     let peer = rustix::net::sockopt::socket_peercred(stream).doing(CONNECTING)?;
     match peer.pid.as_raw_nonzero().get() {
@@ -83,7 +86,7 @@ fn another(peer: i32, pid: i32, socket: &Path) -> Failure {
     let socket = socket.display();
     let text = format!("{socket} is the monitor of {}, not of process {pid}", Named::with_id(peer));
     let hint = format!(
-        "nothing was sent to it. If you mean that process: `firn attach --pid {peer}`; if it took the socket of process {pid} away, \
+        "nothing was sent to it. If you mean that process: `firn attach --pid {peer}`; if it replaced the socket of process {pid}, \
          end it, and give each QEMU a monitor socket of its own"
     );
     Failure::new(FailureKind::Usage, text).hint(hint)
@@ -100,12 +103,13 @@ fn has_greeting(stream: &UnixStream, timeout: Duration) -> io::Result<bool> {
     }
 }
 
-/// Refuses a monitor that another process is connected to. One that this process has is free soon.
+/// Refuses a monitor that another process is connected to. A monitor that this process uses is free
+/// soon.
 fn refuse_busy(socket: &Path) -> Result<(), Failure> {
     let clients = match unix_sockets::users(socket) {
         Ok(users) => users.clients,
         Err(error) => {
-            tracing::warn!("which process has {} cannot be found: {error}", socket.display());
+            tracing::warn!("can't find the process that uses {}: {error}", socket.display());
             return Ok(());
         }
     };
@@ -150,7 +154,7 @@ mod tests {
         assert_eq!(heard.join().unwrap(), b"");
     }
 
-    /// Its backlog is full, and no other process has it: it is waited for.
+    /// Its backlog is full, and no other process uses it, so the client waits.
     #[test]
     fn a_slow_monitor_is_waited_for_until_the_time_is_over() {
         let dir = tempfile::tempdir().unwrap();

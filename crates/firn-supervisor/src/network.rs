@@ -6,14 +6,16 @@
 //!   successor:  the same
 //! ```
 //!
-//! The first supervisor gets its end in the same way as each successor, so there is one way.
+//! The first supervisor gets its end in the same way as each successor, so there is only one way.
 //!
-//! **Shut.** Once a protection has held anything, its standby may run the VM, and nobody here can know: that the connection is lost
-//! is what both a dead standby and one that was failed over to look like. So nothing leaves any more until somebody says that this
-//! VM is the one that goes on. The journal says so too, for a successor.
+//! **Shut.** Once a protection has buffered output, the VM's standby may run it, and no process on
+//! this host can know whether it does: a lost connection looks the same if the standby is dead and
+//! if it has failed over. So no frame leaves any more until a release states that this VM is the
+//! one that continues. The journal records that too, for a successor.
 //!
-//! **Leased.** Where hosts agree who may run what (`firn-membership`), frames leave only while this host's lease is held, by a page that
-//! the agent writes (`firn_net::lease`). The journal has the timeline that it has to be of.
+//! **Leased.** Where hosts agree which of them may run a VM (`firn-membership`), frames leave only
+//! while this host's lease is held, as a page states that the agent writes (`firn_net::lease`). The
+//! journal has the generation that the lease must belong to.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -41,13 +43,13 @@ use crate::protocol::{MemberCard, MemberRequest};
 use crate::qemu;
 use crate::runtime::VmDir;
 
-/// How long it is waited for a mark, and how often it is looked for.
+/// The maximum wait for a mark, and the interval at which it is polled.
 const MARK_WAIT: Duration = Duration::from_secs(5);
 const MARK_LOOK: Duration = Duration::from_millis(2);
 
-/// What a user is told of a VM whose cards let nothing out.
+/// The note to the user of a VM whose output is blocked.
 pub(crate) const HELD: &str =
-    "; what it sends is held, for its standby may run: `firn release` lets it out";
+    "; its output is blocked, because its standby may run: `firn release` releases it";
 
 /// A network card whose frames pass through Firn.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -56,42 +58,43 @@ pub struct Card {
     pub id: String,
     /// The socket that its frames go to; absolute.
     pub uplink: PathBuf,
-    /// QEMU's number for the end that is read here.
+    /// The number in QEMU of the supervisor's end of the socket pair.
     pub descriptor: i32,
-    /// That socket's inode: the number may come to mean another file.
+    /// The inode of that socket, because the number may come to mean another file.
     pub inode: u64,
-    /// The same of the end that QEMU uses.
+    /// The number and inode of QEMU's end.
     #[serde(default)]
     pub theirs: Option<(i32, u64)>,
 }
 
-/// What `firn status` says of a network card.
+/// The part of `firn status` about a network card.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CardStatus {
     /// Its back end's id on QEMU's command line.
     pub id: String,
     /// The socket that its frames go to.
     pub uplink: PathBuf,
-    /// Somebody is there.
+    /// A process at the uplink is connected.
     pub connected: bool,
-    /// Frames leave as they come. If not, they wait until their epoch is committed.
+    /// Frames leave at once. Otherwise they wait until their epoch is committed.
     pub open: bool,
-    /// Nothing leaves: the lease that its frames need is over.
+    /// No frame leaves, because the required lease has expired.
     #[serde(default)]
     pub waits_for_lease: bool,
-    /// Frames that wait.
+    /// The frames that wait.
     pub held_frames: usize,
     /// Their bytes.
     pub held_bytes: usize,
-    /// From the VM to the uplink, in milliseconds: of the newest thousand frames since they have been held, or have not been.
+    /// The delay from the VM to the uplink, in milliseconds, of the newest thousand frames since
+    /// output has been buffered, or has not been.
     pub delay_ms: Percentiles,
     /// Frames that have left the VM.
     pub frames_out: u64,
-    /// Frames that have come to it.
+    /// Frames that have been delivered to the VM.
     pub frames_in: u64,
 }
 
-/// Sockets for the cards of a VM that is being started.
+/// The sockets for the cards of a VM that is being started.
 #[derive(Debug, Default)]
 pub(crate) struct Sockets(Vec<Pair>);
 
@@ -101,12 +104,12 @@ struct Pair {
     uplink: PathBuf,
     theirs: OwnedFd,
     ours: OwnedFd,
-    /// A connection that was made to see whether that can be done.
+    /// A connection that was made to check whether the uplink accepts one.
     first: Option<Uplink>,
 }
 
 impl Sockets {
-    /// A pair for each card of a VM. Sockets are named from `directory` on.
+    /// Creates a pair for each card of a VM. Relative paths of sockets start in `directory`.
     pub(crate) fn make(plans: &[CardPlan], directory: &Path, vm: &VmDir) -> Result<Self, Failure> {
         let pair = |plan: &CardPlan| {
             let (theirs, ours) = port::pair().doing("making sockets for a network card")?;
@@ -116,29 +119,29 @@ impl Sockets {
         Ok(Self(plans.iter().map(pair).collect::<Result<_, Failure>>()?))
     }
 
-    /// Connects to each uplink. What a user has just written may be wrong.
+    /// Connects to each uplink, because a user's new command line may be wrong.
     pub(crate) fn connect(&mut self) -> Result<(), Failure> {
         for Pair { id, uplink, first, .. } in &mut self.0 {
             let connected = Uplink::connect(uplink)
                 .doing_or(FailureKind::Usage, format!("connecting {id} to {}", uplink.display()));
-            let hint = "who takes the VM's frames listens there first, as `passt --socket PATH` does, and `firn-agent` for \
+            let hint = "start the process that takes the VM's frames first, such as `passt --socket PATH`, or `firn-agent` for \
                 its networks";
             *first = Some(connected.map_err(|failure| failure.hint(hint))?);
         }
         Ok(())
     }
 
-    /// QEMU's numbers for the ends that it uses.
+    /// QEMU's descriptor numbers for the ends that it uses.
     pub(crate) fn numbers(&self) -> Vec<i32> {
         self.0.iter().map(|pair| pair.theirs.as_raw_fd()).collect()
     }
 
-    /// What QEMU has to inherit.
+    /// The descriptors that QEMU has to inherit.
     pub(crate) fn all(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.0.iter().flat_map(|pair| [pair.theirs.as_fd(), pair.ours.as_fd()])
     }
 
-    /// What a successor has to know.
+    /// The cards, as the journal records them for a successor.
     pub(crate) fn cards(&self) -> Result<Vec<Card>, Failure> {
         let card = |pair: &Pair| {
             let (id, uplink) = (pair.id.clone(), pair.uplink.clone());
@@ -149,13 +152,13 @@ impl Sockets {
         self.0.iter().map(card).collect()
     }
 
-    /// Connections that were made.
+    /// The connections to uplinks that were made.
     pub(crate) fn connections(self) -> Vec<Option<Uplink>> {
         self.0.into_iter().map(|pair| pair.first).collect()
     }
 }
 
-/// The socket that leads to where a card's frames go.
+/// The socket that leads to the destination of a card's frames.
 fn path(uplink: &Named, directory: &Path, vm: &VmDir) -> Result<PathBuf, Failure> {
     match uplink {
         Named::Socket(path) => Ok(directory.join(path)),
@@ -167,15 +170,16 @@ fn path(uplink: &Named, directory: &Path, vm: &VmDir) -> Result<PathBuf, Failure
 }
 
 fn inode(socket: &OwnedFd) -> Result<u64, Failure> {
-    Ok(rustix::fs::fstat(socket).doing("looking at a network card's socket")?.st_ino)
+    Ok(rustix::fs::fstat(socket).doing("examining a network card's socket")?.st_ino)
 }
 
-/// All cards of a VM.
+/// All network cards of a VM.
 #[derive(Debug, Default)]
 pub(crate) struct Network(Vec<(Card, Port)>);
 
 impl Network {
-    /// Takes the sockets from the hypervisor. `connections` are those that there are; `is_open`: frames leave as they come.
+    /// Copies the sockets from the hypervisor. `connections` are the existing ones; with `is_open`,
+    /// frames leave at once.
     pub(crate) fn open(
         pid: i32,
         cards: &[Card],
@@ -202,32 +206,32 @@ impl Network {
         self.ports().for_each(Port::plug);
     }
 
-    /// A protection begins.
+    /// Begins to buffer output, for a protection.
     pub(crate) fn begin(&self) {
         self.ports().for_each(Port::begin);
     }
 
-    /// The VM is about to be stopped: what it sends has room.
+    /// Makes room for the VM's frames, because it is about to be stopped.
     pub(crate) fn stopping(&self) {
         self.ports().for_each(Port::stopping);
     }
 
-    /// It was not, or goes on.
+    /// Ends what [`Self::prepare_stop`] began: the VM was not stopped, or it continues.
     pub(crate) fn goes_on(&self) {
         self.ports().for_each(Port::goes_on);
     }
 
-    /// The VM stands still at the end of an epoch.
+    /// Ends an epoch while the VM is paused.
     pub(crate) fn cut(&self, epoch: Epoch) -> Option<OfEpoch> {
         self.ports().fold(None, |of, port| port.cut(epoch).or(of))
     }
 
-    /// Nothing undoes an epoch any more.
+    /// Releases the output of an epoch that is committed.
     pub(crate) fn committed(&self, epoch: Epoch) {
         self.ports().for_each(|port| port.committed(epoch));
     }
 
-    /// Answers who makes a cluster's global checkpoints.
+    /// Answers a request of the coordinator of a cluster's global checkpoints.
     pub(crate) fn member(
         &self,
         request: &MemberRequest,
@@ -257,19 +261,19 @@ impl Network {
             }
             MemberRequest::Leave => {
                 let left = done(port.leave()).ok_or_else(held);
-                // Frames that were kept are many small blocks.
+                // The frames that were kept are many small blocks.
                 heap::give_back();
                 left
             }
         }
     }
 
-    /// The VM is about to run as a member of a cluster.
+    /// Prepares the cards of a VM that is about to run as a member of a cluster.
     pub(crate) fn go_on(&self, of: &Membership, base: Epoch, kept: &Kept) {
         self.ports().for_each(|port| port.go_on(of.clone(), base, kept.clone()));
     }
 
-    /// What the VM's card was told, if the VM belongs to a cluster.
+    /// The membership of the VM's card, if the VM belongs to a cluster.
     pub(crate) fn membership(&self) -> Option<Membership> {
         self.ports().find_map(Port::membership)
     }
@@ -279,17 +283,17 @@ impl Network {
         self.ports().all(Port::is_new)
     }
 
-    /// The newest epoch of a member that a global checkpoint has.
+    /// The newest epoch of a member that a global checkpoint includes.
     pub(crate) fn global(&self) -> Epoch {
         self.ports().map(Port::global).max().unwrap_or_default()
     }
 
-    /// Whether what another member has sent waits for the epoch that runs to be cut.
+    /// Whether a frame of another member waits until the running epoch is cut.
     pub(crate) fn wants_cut(&self) -> bool {
         self.ports().any(Port::wants_cut)
     }
 
-    /// Wakes whoever cuts epochs of a member, which has one card.
+    /// Wakes the thread that cuts the epochs of a member, which has one card.
     pub(crate) fn news(&self) -> Receiver<()> {
         self.ports().next().map_or_else(crossbeam_channel::never, Port::news)
     }
@@ -299,23 +303,24 @@ impl Network {
         self.ports().map(Port::gone).max().unwrap_or_default()
     }
 
-    /// Nothing undoes anything any more.
+    /// Releases all output: no failover can undo what sent it any more.
     pub(crate) fn let_out(&self) {
         self.ports().for_each(Port::let_out);
     }
 
-    /// From now on frames leave only while the lease of this timeline is held by the page there, or need none.
+    /// Sets the lease that frames need from now on, by the page that holds it; with `None` they
+    /// need none.
     pub(crate) fn obey(&self, page: &Path, lease: Option<u32>) {
         self.ports()
             .for_each(|port| port.obey(lease.map(|generation| Lease::new(page, generation))));
     }
 
-    /// Whether there are cards, and what they send is held.
+    /// Whether there are cards whose output is buffered.
     pub(crate) fn is_shut(&self) -> bool {
         self.ports().any(|port| !port.is_open())
     }
 
-    /// What there is to say about each.
+    /// The status of each card.
     pub(crate) fn now(&self) -> Vec<CardStatus> {
         self.0.iter().map(|(card, port)| status(card, &port.now())).collect()
     }
@@ -325,7 +330,8 @@ impl Network {
     }
 }
 
-/// QEMU is asked, which gives addresses to cards that have none on its command line.
+/// The MAC address of a card. QEMU is queried, because it assigns addresses to cards that have none
+/// on its command line.
 fn address(card: &Card, machine: &Machine) -> Result<Option<Mac>, Failure> {
     let plan =
         command_line::plan(&machine.meta.qemu.user_args).doing("reading the VM's command line")?;
@@ -333,21 +339,21 @@ fn address(card: &Card, machine: &Machine) -> Result<Option<Mac>, Failure> {
         return Ok(None);
     }
     let address = qemu::connect(machine)?.address(&card.id);
-    Ok(address.doing("asking QEMU for the card's address")?.map(Mac))
+    Ok(address.doing("querying the card's address from QEMU")?.map(Mac))
 }
 
 fn no_card() -> Failure {
-    let text = "a VM of a cluster has one network card of Firn's, `-netdev firn`, and no other";
+    let text = "a VM of a cluster has one network card of type `-netdev firn`, and no other";
     Failure::new(FailureKind::Refused, text)
 }
 
 fn held() -> Failure {
-    let text = "what the VM sends is held, for it can still be gone back to";
+    let text = "the VM's output is buffered, because the cluster can still be rolled back";
     Failure::new(FailureKind::Refused, text)
         .hint("`firn cluster release`, or `firn release` if its backup never runs it")
 }
 
-/// An epoch that ends with a mark has to end, and to be copied.
+/// Waits for a mark: the epoch that ends with it has to end, and to be copied.
 fn marked(mut ask: impl FnMut() -> Option<Answer>) -> Option<Answer> {
     let since = Instant::now();
     loop {
@@ -360,8 +366,8 @@ fn marked(mut ask: impl FnMut() -> Option<Answer>) -> Option<Answer> {
 }
 
 fn no_mark() -> Failure {
-    let text = "the VM has no mark to give: it is not protected in that timeline of its cluster";
-    Failure::new(FailureKind::Refused, text).hint("`firn cluster protect` begins another")
+    let text = "the VM has no mark: it is not protected in that generation of its cluster";
+    Failure::new(FailureKind::Refused, text).hint("`firn cluster protect` begins a new one")
 }
 
 fn socket_of(
@@ -369,7 +375,7 @@ fn socket_of(
     card: &Card,
     (number, expected): (i32, u64),
 ) -> Result<OwnedFd, Failure> {
-    let socket = process.copy_descriptor(number).doing("taking a network card's socket")?;
+    let socket = process.copy_descriptor(number).doing("copying a network card's socket")?;
     match inode(&socket)? == expected {
         true => Ok(socket),
         false => {

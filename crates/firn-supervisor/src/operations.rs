@@ -1,4 +1,4 @@
-//! What can be done to a VM that runs: save it, end it.
+//! The operations on a running VM: saving it, merging its disk layers, protecting it, ending it.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -36,10 +36,10 @@ use crate::runtime::VmDir;
 use crate::served::Served;
 use crate::usage::{self, Pages, Usage};
 
-/// From so many layers on those that no image needs are merged before a save.
+/// If a drive has this number of layers, those that no image needs are merged before a save.
 const LAYERS_MANY: usize = 16;
 
-/// A QEMU.
+/// The operations on a VM that QEMU runs.
 pub(crate) struct Qemu {
     journal: Arc<JournalFile>,
     hypervisor: Arc<ProcessHandle>,
@@ -79,7 +79,7 @@ impl Operations for Qemu {
         let meta = machine.meta.clone();
         let policy = DiskPolicy::new(&machine, &self.journal.read(), request, parent.as_deref());
         let mut cutting = Cutting::plan(&mut vm, &meta, policy, then_stop).map_err(explain)?;
-        // One descriptor at a time can have the guest's memory.
+        // Only one descriptor at a time can register the guest's memory.
         let scanned = self.usage.finish();
         self.begin(request, then_stop, was_running, &mut vm, &layout).map_err(explain)?;
         firn_fault::point("save.journaled");
@@ -91,7 +91,7 @@ impl Operations for Qemu {
                 cutting.stop_copies(&mut vm);
             }
             let failure = self.wind_up(failure, &mut vm, was_running);
-            // What fails after the image has its name does not take its files.
+            // A failure after the image has its final name does not remove the image's files.
             if !self.journal.image_whole() {
                 cutting.undo(&mut vm, &self.journal);
             }
@@ -131,24 +131,24 @@ impl Operations for Qemu {
     ) -> Result<serde_json::Value, Failure> {
         let machine = self.machine()?;
         if machine.calls.is_some() {
-            let text = "what the guest writes is being told to its applications";
+            let text = "Firn tracks the guest's writes for its applications (--calls)";
             let failure = Failure::new(FailureKind::Refused, text);
             return Err(failure.hint("protect a VM that was started without --calls"));
         }
         if self.network.is_shut() {
-            let text = "what the VM sends is held since it was last protected: the backup of then may run it";
+            let text = "output is still blocked from the previous protection: its backup may run this VM";
             let failure = Failure::new(FailureKind::Refused, text);
-            return Err(failure.hint("`firn release` lets it out, if that backup never runs it"));
+            return Err(failure.hint("`firn release` releases it, if that backup never runs the VM"));
         }
         if !self.network.is_new() {
             let text = "the VM's cluster was protected before";
             let failure = Failure::new(FailureKind::Refused, text);
-            return Err(failure.hint("`firn cluster protect` protects all of it anew"));
+            return Err(failure.hint("`firn cluster protect` protects the whole cluster anew"));
         }
         if request.lease.is_some() {
             self.obey(request.lease)?;
         }
-        // One descriptor at a time can have the guest's memory.
+        // Only one descriptor at a time can register the guest's memory.
         self.usage.finish();
         self.changes.finish();
         self.enter(Phase::Protecting { paused_by_us: false }, |journal| {
@@ -160,7 +160,7 @@ impl Operations for Qemu {
         let (end, ended) = self.protecting.run(of, request, &with, ending, begun, progress);
         let is_hung = ended.as_ref().is_err_and(|it| it.is_hung);
         if ended.as_ref().is_err_and(|it| it.is_declined) && self.is_alone() {
-            // No other host can run it.
+            // No other host can run the VM.
             self.network.let_out();
         }
         let ended = ended.map_err(|Unprotected { failure, is_hung, .. }| match is_hung {
@@ -226,10 +226,10 @@ impl Operations for Qemu {
         let Ok(machine) = self.machine() else { return };
         if machine.calls.is_some() {
             if let Err(failure) = self.answer_calls(&machine) {
-                tracing::error!("{}", failure.while_doing("answering calls of the guest"));
+                tracing::error!("{}", failure.while_doing("answering guest calls"));
             }
         }
-        // One descriptor at a time can have the guest's memory.
+        // Only one descriptor at a time can register the guest's memory.
         if !self.changes.are_followed() {
             self.usage.start(&machine);
         }
@@ -278,7 +278,7 @@ impl Operations for Qemu {
         if answers {
             let change = |journal: &mut Journal| journal.hung = false;
             if let Err(error) = self.journal.update(change) {
-                tracing::warn!("that QEMU answers again is not written down: {error}");
+                tracing::warn!("can't record that QEMU answers again: {error}");
             }
         }
         !answers
@@ -298,12 +298,12 @@ impl Qemu {
         Self { journal, hypervisor, usage, changes, calls, protecting, network, served, vm }
     }
 
-    /// Whether neither a lease nor a cluster decides what leaves the VM.
+    /// Whether neither a lease nor a cluster decides what output leaves the VM.
     fn is_alone(&self) -> bool {
         self.journal.read().lease.is_none() && !self.is_member()
     }
 
-    /// Before a drive has more layers than a save accepts.
+    /// Merges layers before a drive has more of them than a save accepts.
     fn shorten_chains(
         &self,
         machine: &Machine,
@@ -311,7 +311,7 @@ impl Qemu {
         progress: &dyn Fn(Progress),
     ) -> Result<(), Failure> {
         let mut vm = qemu::connect(machine).map_err(|failure| self.unless_ended(failure))?;
-        let drives = vm.drives().doing("looking at the VM's disks")?;
+        let drives = vm.drives().doing("querying the VM's disks")?;
         if drives.iter().all(|drive| drive.chain.len() < LAYERS_MANY) {
             return Ok(());
         }
@@ -320,14 +320,15 @@ impl Qemu {
         merged.map(drop).map_err(|failure| self.unless_ended(failure))
     }
 
-    /// What the VM sends leaves only while that lease is held. Written down first: a successor may have to know.
+    /// Lets the VM's output leave only while this lease is held. The journal records that first,
+    /// because a successor may have to know.
     fn obey(&self, lease: Option<u32>) -> Result<(), Failure> {
         self.journal.update(|journal| journal.lease = lease).doing("writing the journal")?;
         self.network.obey(&self.vm.lease(), lease);
         Ok(())
     }
 
-    /// Follows what the guest writes, and tells its applications what they did.
+    /// Tracks what the guest writes, and answers the guest calls of its applications with it.
     fn answer_calls(&self, machine: &Machine) -> Result<(), Failure> {
         let followed = |journal: &mut Journal| {
             journal.machine.iter_mut().for_each(|machine| machine.followed = true);
@@ -351,7 +352,7 @@ impl Qemu {
         self.journal.read().machine.ok_or_else(none)
     }
 
-    /// Writes down what a successor has to know: where memory is now, and what is about to be done to it.
+    /// Records what a successor has to know: where memory is, and what is about to happen to it.
     fn begin(
         &self,
         request: &SaveRequest,
@@ -360,7 +361,7 @@ impl Qemu {
         vm: &mut Vm,
         layout: &Layout,
     ) -> Result<(), Failure> {
-        let vcpus = vm.vcpus().doing("asking for the vCPUs")?;
+        let vcpus = vm.vcpus().doing("querying the vCPUs")?;
         let places = layout.locations.iter().map(|place| (place.id.clone(), place.hva)).collect();
         let phase = Phase::Saving {
             image: request.image.clone(),
@@ -381,7 +382,7 @@ impl Qemu {
         self.journal.update(change).doing("writing the journal")
     }
 
-    /// What fails because the VM has ended says only that.
+    /// The failure, or, if the VM has ended, a failure that states only that.
     fn unless_ended(&self, failure: Failure) -> Failure {
         self.unless_gone(failure, "it was being saved")
     }
@@ -396,7 +397,7 @@ impl Qemu {
         }
     }
 
-    /// After a failure: lets a VM run on that stands still by it.
+    /// Resumes a VM that a failed save has left paused.
     fn wind_up(&self, failure: Failure, vm: &mut Vm, was_running: bool) -> Failure {
         match vm.status() {
             Ok(state) if was_running && !state.running => run_on(vm),
@@ -409,7 +410,7 @@ impl Qemu {
         failure
     }
 
-    /// A suspend stays in the journal until the VM has ended.
+    /// Records the result of a save. A suspend stays in the journal until the VM has ended.
     fn ended(
         &self,
         request: &SaveRequest,
@@ -425,7 +426,8 @@ impl Qemu {
                 journal.note_success(format!("checkpoint {image} is whole"));
             }
             Err(failure) => {
-                // A VM that was to end, and goes on, writes to what the image would stand on.
+                // A VM that was to end, and continues, writes to disks that the image would build
+                // on.
                 if journal.image_whole() && !then_stop {
                     disks::hand_over(journal);
                 }
@@ -442,7 +444,7 @@ impl Qemu {
     }
 }
 
-/// Whether there are disks that no image can have yet.
+/// Refuses a VM with disks that images can't contain yet.
 fn refuse_served(machine: &Machine) -> Result<(), Failure> {
     let Some(disk) = machine.served.first() else { return Ok(()) };
     let text = format!(
@@ -453,23 +455,23 @@ fn refuse_served(machine: &Machine) -> Result<(), Failure> {
     Err(failure.hint("start the VM without firn=on to save it, or protect it instead"))
 }
 
-/// A VM that is to be saved.
+/// A VM that has been checked and is ready to be saved.
 struct Prepared {
     vm: Vm,
     was_running: bool,
-    /// QEMU's name for its state, if it does not run.
+    /// QEMU's name for the run state, if the VM does not run.
     paused: Option<String>,
-    /// The reasons for which it could not be restored, if the user accepts them.
+    /// The reasons why the image could not be restored, if the user accepts them.
     unrestorable: Vec<String>,
     layout: Layout,
     memory: Memory,
 }
 
-/// Checks a VM, and leaves it as it is.
+/// Checks a VM, without changing it.
 fn prepare(machine: &Machine, accepted: bool, cancel: &AtomicBool) -> Result<Prepared, Failure> {
     let mut vm = qemu::connect(machine)?;
-    refuse_blocked(vm.blockers().doing("asking what can't be saved")?)?;
-    let state = vm.status().doing("asking whether the VM runs")?;
+    refuse_blocked(vm.blockers().doing("querying migration blockers")?)?;
+    let state = vm.status().doing("querying whether the VM runs")?;
     let (was_running, paused) = (state.running, inspection::paused_state(&state));
     let unrestorable = inspection::check_restorable(&mut vm, machine, accepted)?;
     let layout = inspection::mapped_layout(&mut vm, machine, was_running, cancel)?;
@@ -477,16 +479,16 @@ fn prepare(machine: &Machine, accepted: bool, cancel: &AtomicBool) -> Result<Pre
     Ok(Prepared { vm, was_running, paused, unrestorable, layout, memory })
 }
 
-/// One save.
+/// One save of a VM.
 struct Save<'a> {
     operations: &'a Qemu,
     request: &'a SaveRequest,
     then_stop: bool,
     was_running: bool,
     cancel: &'a AtomicBool,
-    /// What the guest used lately, if it was scanned.
+    /// The pages that the guest used recently, if an access scan ran.
     scanned: Option<Pages>,
-    /// The image that the new one is to build on.
+    /// The image that the new one builds on.
     parent: Option<Arc<Image>>,
 }
 
@@ -507,10 +509,10 @@ impl Save<'_> {
         changes.make_way_for(options.strategy, &memory.guest);
         let used = self.used(vm, &memory, options.strategy)?;
         if self.then_stop {
-            // Before disks are looked at: a VM that runs may write to them after that.
+            // Before the disks are examined: a running VM may write to them afterwards.
             vm.stop().doing("stopping the VM")?;
         }
-        let mut disks = vm.disks().doing("looking at the VM's disks")?;
+        let mut disks = vm.disks().doing("querying the VM's disks")?;
         disks.retain(|disk| !cutting.covers(disk.identity));
         let firn = env!("CARGO_PKG_VERSION").to_owned();
         let mut meta = Meta { created: now(), firn, disks, drives: Vec::new(), ..meta };
@@ -522,7 +524,7 @@ impl Save<'_> {
         let cutting = &*cutting;
         let was_running = self.was_running;
         let describe = |found_late: Option<f64>| {
-            // Of a guest that stands still, it was QEMU that touched something.
+            // While the guest is paused, only QEMU can have touched pages.
             let found_late = found_late.filter(|_| was_running);
             let meta = Meta { found_late, ..meta.clone() };
             Ok(serde_json::to_value(meta.with(cutting.frozen()?))?)
@@ -557,8 +559,8 @@ impl Save<'_> {
 }
 
 impl Save<'_> {
-    /// What the guest used before it is stopped: by the scan, or else by watching it for a moment. `None` if what counts is
-    /// what it touches afterwards.
+    /// The pages that the guest used before the pause: from the access scan, or else from a short
+    /// scan now. `None` if the working set consists of what the guest touches after the cut.
     fn used(
         &self,
         vm: &mut Vm,
@@ -577,7 +579,7 @@ impl Save<'_> {
                 Ok(self.scanned.clone())
             }
             Estimator::AccessBits => {
-                let vcpus = vm.vcpus().doing("asking for the vCPUs")?;
+                let vcpus = vm.vcpus().doing("querying the vCPUs")?;
                 let vcpus = vcpus.iter().map(|vcpu| vcpu.tid).collect();
                 Ok(usage::watch(memory, vcpus, &|| self.cancel.load(Ordering::Relaxed)))
             }
@@ -585,10 +587,10 @@ impl Save<'_> {
     }
 }
 
-/// Keeps the journal up to date around the pause.
+/// Updates the journal around the pause of a save.
 struct JournalSteps<'a> {
     journal: &'a JournalFile,
-    /// Whether the VM ran when the save began; else it is its user who has stopped it.
+    /// Whether the VM ran when the save began; otherwise its user has paused it.
     paused: bool,
     cancel: &'a AtomicBool,
     cutting: &'a Cutting<'a>,
@@ -635,7 +637,8 @@ fn save_failure(error: &SaveError) -> Failure {
     }
 }
 
-/// What QEMU could not migrate can't be saved either, even if saving it seems to work.
+/// Refuses a VM with migration blockers: what QEMU could not migrate can't be saved either, even if
+/// saving seems to work.
 fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
     if blockers.is_empty() {
         return Ok(());
@@ -645,14 +648,16 @@ fn refuse_blocked(blockers: Vec<String>) -> Result<(), Failure> {
     Err(failure.hint("start the VM without the device or CPU feature named here"))
 }
 
-/// Closes QEMU's copies of Firn's descriptors. QEMU does that by itself only when no monitor at all is connected.
+/// Closes QEMU's copies of Firn's descriptors. QEMU closes them by itself only when no monitor at
+/// all is connected.
 fn close_descriptors(vm: &mut Vm) {
     if let Err(error) = vm.finish_save() {
         tracing::debug!("{}", Failure::from_error(FailureKind::Other, &error));
     }
 }
 
-/// The same for descriptors that an earlier operation left in QEMU, because it failed or because the VM was paused.
+/// Closes descriptors that an earlier operation left in QEMU because it failed or because the VM
+/// was paused.
 fn close_left_descriptors(machine: &Machine) {
     let closed = qemu::connect_within(machine, qemu::SHORT_WAIT)
         .and_then(|mut vm| vm.close_left_descriptors().doing("closing descriptors in QEMU"));
@@ -667,8 +672,8 @@ fn run_on(vm: &mut Vm) {
     }
 }
 
-/// Private memory can be followed for writes only. What changed since another image is quickly known if writes are
-/// followed from one checkpoint to the next.
+/// Chooses the strategy. In private memory only writes can be tracked. What changed since another
+/// image is found quickly if writes are tracked from one checkpoint to the next.
 fn strategy(choices: &SaveChoices, then_stop: bool, is_shared: bool) -> Strategy {
     let fitting = match is_shared {
         _ if choices.parent.is_some() && changes::can_be_followed() => Strategy::PreCopy,

@@ -1,15 +1,17 @@
-//! A VM whose guest waits for storage: reported, paused, and continued when storage is back.
+//! Outages of storage under a restore: they are reported, and the VM is paused until storage is
+//! back.
 //!
 //! ```text
-//!   vCPU faults on a page that can't be read     it waits in the kernel, whatever is done here
-//!        | for a second                          QMP `stop`: the others pause, the guest's clocks stop
+//!   vCPU faults on a page that can't be read     it blocks in the kernel, whatever Firn does
+//!        | for a second                          QMP `stop`: the other vCPUs pause, the guest's clocks stop
 //!        v
 //!   storage is back, the page is installed       QMP `cont`
 //! ```
 //!
-//! A vCPU that waits in the kernel can't be paused: QEMU answers `stop` only when the page has come, and nothing else before.
-//! So the commands are given on a thread of their own, and whether they were answered does not matter: what counts is that
-//! the VM runs in the end. The journal says before the `stop` that a `cont` is due.
+//! A vCPU that is blocked in the kernel can't be paused: QEMU answers `stop` only when the page has
+//! arrived, and no other command before. So the commands are sent on a thread of its own, and it
+//! does not matter whether they are answered: what counts is that the VM runs in the end. The
+//! journal records before the `stop` that a `cont` has to follow.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -26,13 +28,14 @@ use crate::journal::{Journal, JournalFile, Machine, Phase};
 use crate::protocol::Waiting;
 use crate::qemu;
 
-/// A guest that waits no longer than this is not paused: most storage that fails is back by then.
+/// A guest is paused after it has been blocked for this time: most storage that fails is back
+/// earlier.
 const PAUSE_AFTER: Duration = Duration::from_secs(1);
 
-/// How often it is tried to continue a VM, and looked whether it may be.
+/// The interval at which a `cont` is tried, and at which it is checked whether it is allowed.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// What a user gets to see of an outage.
+/// Describes an outage for the user.
 pub(crate) fn report(outage: &Outage, image: &Path, map: &RegionMap) -> Waiting {
     let gpa = outage.page.and_then(|page| map.gpa_of(page));
     Waiting {
@@ -49,7 +52,7 @@ pub(crate) fn seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// Pauses a VM whose guest waits for storage, and continues it.
+/// Pauses a VM whose guest waits for storage, and resumes it.
 pub(crate) struct Pauser {
     journal: Arc<JournalFile>,
     hypervisor: Arc<ProcessHandle>,
@@ -64,19 +67,20 @@ struct Pause {
 }
 
 impl Pauser {
-    /// Of a VM that runs.
+    /// The pauser of a VM that runs.
     pub(crate) fn new(journal: Arc<JournalFile>, hypervisor: Arc<ProcessHandle>) -> Self {
         Self { journal, hypervisor, waits_since: None, pause: None }
     }
 
-    /// Of a VM that a supervisor before this one may have paused: it is continued as soon as it waits for nothing.
+    /// The pauser of a VM that an earlier supervisor may have paused: it is resumed as soon as it
+    /// waits for no page.
     pub(crate) fn of_paused(journal: Arc<JournalFile>, hypervisor: Arc<ProcessHandle>) -> Self {
         let mut pauser = Self::new(journal, hypervisor);
         pauser.begin(true);
         pauser
     }
 
-    /// Whether the guest waits at this moment. To be called often.
+    /// Reports whether the guest is blocked at this moment. To be called often.
     pub(crate) fn update(&mut self, waits: bool) {
         let now = Instant::now();
         if !waits {
@@ -91,7 +95,7 @@ impl Pauser {
         }
     }
 
-    /// Returns when the VM is not paused any more by this.
+    /// Resumes the VM; returns when this pauser does not pause it any more.
     pub(crate) fn finish(&mut self) {
         self.let_continue();
         if let Some(pause) = self.pause.take() {
@@ -116,7 +120,7 @@ impl Pauser {
     }
 }
 
-/// What the thread of a pause needs.
+/// The thread of a pause.
 struct Turn {
     journal: Arc<JournalFile>,
     hypervisor: Arc<ProcessHandle>,
@@ -134,15 +138,16 @@ impl Turn {
         }
     }
 
-    /// Whether the VM is paused by this, or will be. One that its user has paused stays as it is.
+    /// Pauses the VM. Returns whether it is paused by this, or will be. A VM that its user has
+    /// paused is left alone.
     fn stop(&self, machine: &Machine) -> Result<bool, Failure> {
         let mut vm = qemu::connect_within(machine, qemu::SHORT_WAIT)?;
-        if !vm.status().doing("asking whether the VM runs")?.running {
+        if !vm.status().doing("querying whether the VM runs")?.running {
             return Ok(false);
         }
         self.note(true)?;
         if let Err(error) = vm.stop() {
-            tracing::info!("the VM pauses when the page that it waits for is there: {error}");
+            tracing::info!("the VM pauses when the page that it waits for is installed: {error}");
         }
         Ok(true)
     }
@@ -168,11 +173,11 @@ impl Turn {
     }
 }
 
-/// Lets a VM run, and whether it does.
+/// Resumes a VM; returns whether it runs.
 fn is_running(machine: &Machine) -> bool {
     let continued = qemu::connect_within(machine, qemu::SHORT_WAIT).and_then(|mut vm| {
-        let running = vm.status().doing("asking whether the VM runs")?.running;
-        if running { Ok(()) } else { vm.cont().doing("letting the VM run on") }
+        let running = vm.status().doing("querying whether the VM runs")?.running;
+        if running { Ok(()) } else { vm.cont().doing("resuming the VM") }
     });
     continued.is_ok()
 }

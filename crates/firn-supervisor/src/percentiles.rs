@@ -1,23 +1,23 @@
-//! What `firn status` says of numbers that there are many of.
+//! Percentiles of the newest values of a series, for `firn status`.
 
 use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
 
-/// Values that percentiles are taken over: the newest.
+/// The number of newest values that percentiles are computed from.
 const KEPT: usize = 1000;
 
-/// Of the newest thousand, by nearest rank.
+/// Percentiles of the newest thousand values, by nearest rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Percentiles {
-    /// Half are not above it.
+    /// Half of the values are not above it.
     pub p50: f64,
-    /// 95 of 100 are not above it.
+    /// 95 of 100 values are not above it.
     pub p95: f64,
 }
 
 impl Percentiles {
-    /// Of these values; zeros if there are none.
+    /// The percentiles of these values; zeros if there are none.
     pub(crate) fn of(values: impl Iterator<Item = f64>) -> Self {
         let mut sorted: Vec<f64> = values.collect();
         sorted.sort_by(f64::total_cmp);
@@ -27,7 +27,7 @@ impl Percentiles {
     }
 }
 
-/// The newest values of something.
+/// The newest values of a series.
 #[derive(Debug, Default)]
 pub(crate) struct Newest(VecDeque<f64>);
 

@@ -1,14 +1,14 @@
-//! Processes as errors and notes name them, and which of them has a socket or a file open.
+//! The names of processes in errors and notes, and the processes that have a socket or a file open.
 
 use std::fmt;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// How the programs are called that run VMs.
+/// The beginnings of the names of programs that run VMs.
 const HYPERVISORS: &[&str] = &["qemu", "kvm"];
 
-/// A process, for a message: its id, and its name as far as this user can see it.
+/// A process, for a message: its id, and its name if this user can see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Named {
     pub(crate) pid: i32,
@@ -19,7 +19,7 @@ impl Named {
     /// The process of this id, whether it runs or not.
     pub(crate) fn with_id(pid: i32) -> Self {
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok();
-        // A process chooses its own name: nothing of it but text reaches a terminal.
+        // A process chooses its own name, so only printable text of it may reach a terminal.
         let name = name.map(|name| name.trim_end().escape_debug().to_string());
         Self { pid, name }
     }
@@ -39,7 +39,7 @@ pub(crate) fn user_of(pid: i32) -> Option<u32> {
     fs::metadata(format!("/proc/{pid}")).ok().map(|process| process.uid())
 }
 
-/// The process that has one of these sockets open. `None` if this user can see none that has.
+/// The process that has one of these sockets open. `None` if this user can see none.
 pub(crate) fn with_socket(inodes: &[u32]) -> Option<i32> {
     let links: Vec<PathBuf> =
         inodes.iter().map(|inode| PathBuf::from(format!("socket:[{inode}]"))).collect();
@@ -63,7 +63,7 @@ fn pids() -> impl Iterator<Item = i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// What the descriptors of a process lead to; none if this user cannot see that.
+/// The targets of a process's descriptors; none if this user cannot see them.
 fn open_files(pid: i32) -> Vec<PathBuf> {
     let fds = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     fds.filter_map(|fd| fs::read_link(fd.path()).ok()).collect()

@@ -1,10 +1,13 @@
-//! Which programs a restore may start: an image names one, and an image may come from anywhere.
+//! The programs that a restore may start: an image names one, and an image may come from any
+//! source.
 //!
-//! Allowed is a program of the system's that is called as QEMU is, and that only root can change; what the host's administrator
-//! lists in `/etc/firn/qemu.allow`, one path or pattern a line; and what the user lists in the environment variable
-//! `FIRN_QEMU_ALLOW`, with colons between. `firn restore --qemu PATH` starts that program, and asks no policy.
+//! Three kinds of programs are allowed: a program of the system that has a name of QEMU and that
+//! only root can change; programs that the host's administrator lists in `/etc/firn/qemu.allow`,
+//! one path or pattern per line; and programs that the user lists in the environment variable
+//! `FIRN_QEMU_ALLOW`, separated by colons. `firn restore --qemu PATH` starts that program, without
+//! these checks.
 //!
-//! In a pattern `*` stands for anything but a slash, `?` for one such character.
+//! In a pattern `*` stands for any characters except a slash, `?` for one such character.
 
 use std::fs;
 use std::io;
@@ -19,7 +22,7 @@ const POLICY: &str = "/etc/firn/qemu.allow";
 /// The user's list.
 const VARIABLE: &str = "FIRN_QEMU_ALLOW";
 
-/// Where systems have QEMU.
+/// The directories in which systems have QEMU.
 const SYSTEM: &[&str] = &[
     "/usr/bin/*",
     "/usr/libexec/*",
@@ -29,28 +32,29 @@ const SYSTEM: &[&str] = &[
     "/opt/*/bin/*",
 ];
 
-/// How it is called.
+/// The names of QEMU.
 const NAMES: &[&str] = &["qemu-system-*", "qemu-kvm*", "kvm"];
 
-/// The path of the program that a command line names, if it may be started. A relative path starts in `directory`.
+/// The path of the program that a command line names, if it may be started. A relative path starts
+/// in `directory`.
 pub(crate) fn allowed(program: &str, directory: &Path) -> Result<PathBuf, Failure> {
     let (path, resolved) = find(program, directory)?;
     let listed =
         lists()?.iter().any(|pattern| matches(pattern, &path) || matches(pattern, &resolved));
-    match listed || is_qemu_of_system(&resolved).doing("looking at the program of the image")? {
+    match listed || is_qemu_of_system(&resolved).doing("checking the program of the image")? {
         true => Ok(path),
         false => Err(refused(&path, &resolved)),
     }
 }
 
-/// The path of a program that the user names.
+/// The path of a program that the user chooses.
 pub(crate) fn chosen(program: &str, directory: &Path) -> Result<PathBuf, Failure> {
     find(program, directory).map(|(path, _)| path)
 }
 
-/// The path as it is named, and without links.
+/// The path of a program as it is named, and without links.
 fn find(program: &str, directory: &Path) -> Result<(PathBuf, PathBuf), Failure> {
-    let looking = || format!("looking for {}", program.escape_debug());
+    let looking = || format!("finding {}", program.escape_debug());
     let path = match program.contains('/') {
         true => directory.join(program),
         false => firn_vmm::find_program(program).doing(looking())?,
@@ -66,11 +70,11 @@ fn refused(path: &Path, resolved: &Path) -> Failure {
         false => format!(", which is {}", shown(resolved)),
     };
     let text = format!(
-        "the image's command line starts {}{link}: that is no QEMU that this host allows",
+        "the image's command line starts {}{link}, which is no QEMU that this host allows",
         shown(path)
     );
     let hint = format!(
-        "--qemu PATH starts another program; {POLICY} lists programs that may be started beside the system's QEMU, a path or pattern a line"
+        "--qemu PATH starts another program; {POLICY} lists programs that may be started beside the system's QEMU, one path or pattern per line"
     );
     Failure::new(FailureKind::Refused, text).hint(hint)
 }
@@ -85,13 +89,13 @@ fn is_qemu_of_system(program: &Path) -> io::Result<bool> {
     Ok(is_roots(program, 0o022)? && is_roots(directory, 0o002)?)
 }
 
-/// Whether it is root's, and none of these may write to it.
+/// Whether a file belongs to root, and the classes in `writers` can't write to it.
 fn is_roots(path: &Path, writers: u32) -> io::Result<bool> {
     let metadata = path.metadata()?;
     Ok(metadata.uid() == 0 && metadata.mode() & writers == 0)
 }
 
-/// Patterns of the administrator and of the user.
+/// The patterns of the administrator and of the user.
 fn lists() -> Result<Vec<String>, Failure> {
     let own = std::env::var(VARIABLE).unwrap_or_default();
     let own = own.split(':').filter(|pattern| !pattern.is_empty()).map(str::to_owned);
@@ -105,7 +109,7 @@ fn policy(path: &Path) -> Result<Vec<String>, Failure> {
         read => read.doing_or(FailureKind::Host, &*reading)?,
     };
     if !is_roots(path, 0o022).doing(reading)? {
-        let text = format!("{} can be written by others than root", path.display());
+        let text = format!("users other than root can write to {}", path.display());
         let hint = format!("chown root {0} && chmod go-w {0}", path.display());
         return Err(Failure::new(FailureKind::Host, text).hint(hint));
     }

@@ -1,4 +1,4 @@
-//! Protecting a VM: its epochs to a backup, and what there is to say about them.
+//! The protection of a VM: its epochs are sent to a backup, and `firn status` reports on them.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,23 +26,23 @@ use crate::protocol::{Progress, ProtectRequest};
 use crate::qemu;
 use crate::served::Served;
 
-/// What `firn status` says of a VM's epochs, where it runs.
+/// The part of `firn status` about the epochs of a protected VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Protection {
     /// The backup.
     pub to: String,
     /// Milliseconds between cuts.
     pub interval_ms: u64,
-    /// Network cards by which the VM sends what is not held, as its command line has them.
+    /// Network cards whose output is not buffered, as the VM's command line has them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_held: Vec<String>,
     /// The newest epoch that was cut.
     pub epoch: u64,
-    /// The newest that the backup has.
+    /// The newest epoch that the backup has completely.
     pub complete: u64,
-    /// The newest that a failover would run.
+    /// The newest epoch that a failover would run.
     pub committed: u64,
-    /// How long the VM stood still for an epoch, in milliseconds.
+    /// The length of the pause for an epoch, in milliseconds.
     pub downtime_ms: Percentiles,
     /// Pages copied in a pause.
     pub copied_pages: Percentiles,
@@ -50,13 +50,14 @@ pub struct Protection {
     pub sent_pages: Percentiles,
     /// Bytes sent for all epochs.
     pub sent_bytes: u64,
-    /// Writes that cost no fault, because they were predicted (hot pages).
+    /// Writes that cost no page fault, because they were predicted (hot pages).
     pub predicted: u64,
-    /// Writes that cost one.
+    /// Writes that cost a page fault.
     pub faulted: u64,
-    /// Pages copied for nothing.
+    /// Pages that were copied although their contents had not changed.
     pub unchanged: u64,
-    /// Why the VM does not run, if its hypervisor reports trouble. That is replicated: a failover would not undo it.
+    /// The reason why the VM does not run, if its hypervisor reports one. That state is replicated:
+    /// a failover would not undo it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<RunTrouble>,
 }
@@ -100,14 +101,14 @@ impl Tally {
     }
 }
 
-/// The VM's network cards go along with its protection.
+/// The callbacks of a protection, which involve the VM's network cards and its power button.
 struct Watching<'a> {
     told: &'a dyn Fn(Told),
     network: &'a Network,
     hypervisor: &'a ProcessHandle,
     ending: &'a Ending,
     powerdown: &'a AtomicBool,
-    /// How this side ended, once that is known.
+    /// How the protection ended on this side, once that is known.
     end: &'a Mutex<Option<PrimaryEnd>>,
 }
 
@@ -149,7 +150,7 @@ impl Watch for Watching<'_> {
 }
 
 impl Watching<'_> {
-    /// How the hypervisor ended, if it has. One that closes its monitor is about to.
+    /// How the hypervisor ended, if it has. A hypervisor that closes its monitor is about to end.
     fn exit(&self, error: Option<&GuestError>) -> Option<Exit> {
         let wait = match error {
             Some(GuestError::Devices(_) | GuestError::PastPageCache) | None => Duration::ZERO,
@@ -161,11 +162,11 @@ impl Watching<'_> {
     }
 }
 
-/// Why a VM is not protected any more, though it was to be.
+/// The reason why a VM is not protected any more, although it should be.
 pub(crate) struct Unprotected {
-    /// For its user.
+    /// The failure that the user gets.
     pub(crate) failure: Failure,
-    /// The standby has reported that it never runs the VM.
+    /// The standby has reported that it will never run the VM.
     pub(crate) is_declined: bool,
     /// The hypervisor does not answer.
     pub(crate) is_hung: bool,
@@ -185,7 +186,7 @@ impl From<&PrimaryError> for Unprotected {
     }
 }
 
-/// What of a VM belongs to its epochs beside memory.
+/// The parts of a VM, beside memory, that belong to its epochs.
 pub(crate) struct With<'a> {
     pub(crate) hypervisor: &'a ProcessHandle,
     pub(crate) network: &'a Network,
@@ -201,7 +202,7 @@ pub(crate) struct Protecting {
 }
 
 impl Protecting {
-    /// What there is to say about it now.
+    /// The current status.
     pub(crate) fn now(&self) -> Option<Protection> {
         let tally = self.tally();
         tally.as_ref().map(|tally| Protection {
@@ -212,14 +213,17 @@ impl Protecting {
         })
     }
 
-    /// Has the guest's power button pressed by who has the monitor. `false` if the VM is not protected.
+    /// Requests that the thread with the monitor presses the guest's power button. `false` if the
+    /// VM is not protected.
     pub(crate) fn press_power_button(&self) -> bool {
         let is_protected = self.tally().is_some();
         self.powerdown.store(is_protected, Ordering::Release);
         is_protected
     }
 
-    /// Protects until `ending` says so; gives how this side ended, as far as the backup was informed. `begun` hears once that there is something to fail over to.
+    /// Protects the VM until `ending` requests an end. Returns how the protection ended on this
+    /// side, if the backup was informed of it. `begun` is called once, when the first epoch is
+    /// committed.
     pub(crate) fn run(
         &self,
         (machine, journal): (&Machine, &Arc<JournalFile>),
@@ -247,14 +251,14 @@ impl Protecting {
         let With { hypervisor, network, served } = *with;
         let to = request.to.to_string();
         let meta = serde_json::to_value(&machine.meta).doing("describing the VM")?;
-        // A VM that is refused leaves the backup waiting for another.
+        // The VM is checked first: a VM that is refused leaves the backup waiting for another.
         let guest = attach(machine, served, Stopped(Arc::clone(journal)))?;
         let connected = request.to.connect().doing(format!("connecting to the backup at {to}"));
         let (guest, stream) = match connected {
             Ok(stream) => (guest, stream),
             Err(failure) => {
                 guest.detach().map_err(|error| self::failure(&error.into()))?;
-                return Err(failure.hint("`firn standby` listens there first").into());
+                return Err(failure.hint("start `firn standby` there first").into());
             }
         };
         let regions = guest.memory().map().clone();
@@ -297,7 +301,7 @@ impl Protecting {
         ended.map_err(|error| Unprotected::from(&error))
     }
 
-    /// Whether this was the first epoch to be committed.
+    /// Adds a report to the tally; returns whether the first epoch has been committed by it.
     fn hear(&self, told: Told) -> bool {
         let mut tally = self.tally();
         let Some(tally) = tally.as_mut() else { return false };
@@ -311,7 +315,7 @@ impl Protecting {
     }
 }
 
-/// A successor learns from the journal that the VM stands still by Firn's doing.
+/// Records in the journal that Firn has paused the VM, for a successor.
 #[derive(Debug)]
 struct Stopped(Arc<JournalFile>);
 
@@ -329,7 +333,7 @@ impl Witness for Stopped {
 fn attach(machine: &Machine, served: &Served, witness: Stopped) -> Result<Guest, Failure> {
     let mut vm = qemu::connect(machine)?;
     inspection::check_protectable(&mut vm, machine)?;
-    let is_running = vm.status().doing("asking whether the VM runs")?.running;
+    let is_running = vm.status().doing("querying whether the VM runs")?.running;
     let layout = inspection::mapped_layout(&mut vm, machine, is_running, &AtomicBool::new(false))?;
     let memory = qemu::open_memory(machine.process.pid, &layout)?;
     Guest::attach(vm, memory.process, memory.guest, layout.aux, served.disks(), Box::new(witness))

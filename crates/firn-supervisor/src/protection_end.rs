@@ -1,16 +1,16 @@
-//! How a VM's protection ended, by what is known of its hypervisor. Pure.
+//! The end of a VM's protection, determined from what is known of its hypervisor. A pure core.
 //!
 //! ```text
 //!   `firn stop`                                         stopped
-//!   hypervisor gone   the guest panicked                panicked
+//!   hypervisor ended  the guest panicked                panicked
 //!                     it reported why it shuts down     shut down; lost if a signal or an error of the host did it
 //!                     exit code 0                       shut down
 //!                     anything else                     lost
-//!   it lives          it does not answer                lost
-//!                     anything else                     unprotected: the VM runs on here
+//!   hypervisor lives  it does not answer                lost
+//!                     anything else                     unprotected: the VM continues to run here
 //! ```
 //!
-//! A signal is what a host sends all its processes when it shuts down: the VM then continues at its backup.
+//! A host that shuts down sends a signal to all its processes: the VM then continues at its backup.
 
 use firn_epochs::guest::{GuestError, LastWords};
 use firn_epochs::primary_end::PrimaryEnd;
@@ -18,19 +18,19 @@ use firn_epochs::primary_end::PrimaryEnd;
 use crate::failure::{Failure, FailureKind};
 use crate::journal::Exit;
 
-/// What is known.
+/// The evidence for how a protection ended.
 pub(crate) struct Known<'a> {
     /// The user stops the VM.
     pub(crate) is_stop: bool,
     /// How the hypervisor ended, if it has.
     pub(crate) exit: Option<Exit>,
-    /// What it reported last.
+    /// The last events that it reported.
     pub(crate) words: &'a LastWords,
-    /// What ended the protection, if it was an error.
+    /// The error that ended the protection, if there was one.
     pub(crate) error: Option<&'a GuestError>,
 }
 
-/// Decides.
+/// Decides how the protection ended.
 pub(crate) fn decide(known: &Known<'_>) -> PrimaryEnd {
     match (known.is_stop, known.exit) {
         (true, _) => PrimaryEnd::Stopped,
@@ -59,7 +59,7 @@ fn of_living(error: Option<&GuestError>) -> PrimaryEnd {
             PrimaryEnd::Lost(format!("QEMU does not answer ({})", text(error)))
         }
         Some(error) => PrimaryEnd::Unprotected(text(error)),
-        None => PrimaryEnd::Unprotected("its supervisor was asked to end".to_owned()),
+        None => PrimaryEnd::Unprotected("its supervisor was terminated".to_owned()),
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a `firn` command and a supervisor say to each other: JSON, one message per line.
+//! The control protocol between a `firn` command and a supervisor: JSON, one message per line.
 //!
 //! ```text
 //!   firn checkpoint                                       supervisor
@@ -8,9 +8,10 @@
 //!        <-  {"v":1,"reply":"done","facts":{...}}     or     {"v":1,"reply":"failed","kind":"busy","chain":[...]}
 //! ```
 //!
-//! Every request is answered by any number of `progress` and then one `done` or `failed`. A line that is no request of
-//! this version is answered by `failed`, and the connection stays usable. A connection may carry several requests, one
-//! after another. Starting a supervisor speaks the same replies over a pipe, with a [`Plan`] in place of the request.
+//! A supervisor answers each request with any number of `progress` messages and then one `done` or
+//! `failed`. It answers a line that is no request of this version with `failed`, and the connection
+//! stays usable. A connection may carry several requests, one after another. A supervisor that
+//! starts sends the same replies over a pipe, with a [`SupervisorPlan`] in place of the request.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, Read, Write};
@@ -34,49 +35,50 @@ use crate::failure::{Failure, FailureKind};
 /// The version of the messages. It goes up when an old reader would misunderstand a new message.
 pub const VERSION: u32 = 1;
 
-/// The longest message, in bytes: a [`Plan`] holds a command line, at most 2 MiB in Linux, escaped.
+/// The longest message, in bytes: a [`SupervisorPlan`] holds a command line, at most 2 MiB in
+/// Linux, escaped.
 pub const LINE_BYTES_MAX: usize = 16 << 20;
 
 /// The longest request, in bytes. Requests hold little more than a path.
 pub const REQUEST_BYTES_MAX: usize = 64 << 10;
 
-/// What a command asks of a running supervisor.
+/// A request of a command to a running supervisor.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Request {
-    /// What is going on.
+    /// Report the VM's status.
     Status,
-    /// Save the VM; it goes on.
+    /// Save the VM, which continues to run.
     Checkpoint(SaveRequest),
     /// Save the VM and end it.
     Suspend(SaveRequest),
     /// End the VM.
     Stop(StopRequest),
-    /// The command line that starts the VM on the disks it has now; nothing if the VM is busy.
+    /// Report the command line that starts the VM on its current disks; null if the VM is busy.
     CommandLine,
-    /// Merge the layers of its disks that no image needs.
+    /// Merge the layers of the VM's disks that no image needs.
     MergeDisks,
-    /// Merge all layers of its disks into the files that its command line names.
+    /// Merge all layers of the VM's disks into the files that its command line names.
     CommitDisks,
-    /// Let go of the VM; it goes on without Firn.
+    /// Detach from the VM, which continues to run without Firn.
     Detach,
-    /// Report progress until nothing is going on.
+    /// Report progress until no operation runs.
     Watch,
     /// Send the VM's epochs to a backup until it is released.
     Protect(ProtectRequest),
-    /// Send no more.
+    /// End the protection.
     Release,
-    /// Nobody else can run the VM: what is held leaves, as the lease lets it.
+    /// Release the buffered output, within the lease: no other host can run the VM.
     GoOn,
     /// Run a standby's VM from its newest committed epoch.
     Failover(FailoverRequest),
-    /// Of who makes the global checkpoints of a cluster, to a VM that belongs to it.
+    /// A request of the coordinator of a cluster's global checkpoints, to a member VM.
     Member(MemberRequest),
-    /// As `Release`, of a whole cluster.
+    /// Like `Release`, as part of the release of a whole cluster.
     ReleaseMember,
-    /// The VM runs elsewhere: end it.
+    /// End the VM, because it runs on another host.
     Fence {
-        /// Who says so.
+        /// The reason.
         why: String,
     },
 }
@@ -84,74 +86,74 @@ pub enum Request {
 /// How to run a standby's VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailoverRequest {
-    /// What it sends leaves only while the lease of this timeline is held.
+    /// The VM's output leaves only while the lease of this generation is held.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
-    /// From where it goes on, if it belongs to a cluster.
+    /// The epoch to continue from, if the VM belongs to a cluster.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<FailoverMember>,
-    /// Also if its primary was stopped, or shut down: it was not lost.
+    /// Run the VM even if its primary was stopped or shut down, and so was not lost.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub accept_stopped: bool,
 }
 
-/// What is asked of a member of a cluster.
+/// A request to a member of a cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "ask", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum MemberRequest {
-    /// How its network card is: a [`MemberCard`].
+    /// Report the state of the VM's network card: a [`MemberCard`].
     Card,
-    /// It is a member from now on, in a timeline that begins.
+    /// Become a member, in a generation that begins.
     Join(Membership),
-    /// Its mark, for a global checkpoint: an answer of `firn-cluster`, `cut`.
+    /// Report the member's mark for a global checkpoint: an answer of `firn-cluster`, `cut`.
     Mark {
-        /// The timeline.
+        /// The generation.
         generation: Generation,
-        /// The request.
+        /// The number of the coordinator's request.
         number: RequestNumber,
     },
-    /// A global checkpoint that has it at this epoch is on record.
+    /// A global checkpoint that includes this epoch of the member is on record.
     Globally {
-        /// The timeline.
+        /// The generation.
         generation: Generation,
         /// The epoch.
         epoch: Epoch,
     },
-    /// It is no member any more.
+    /// Cease to be a member.
     Leave,
 }
 
 /// The network card of a VM that is or could be a member of a cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberCard {
-    /// Its address.
+    /// Its MAC address.
     pub mac: Mac,
-    /// What was let out has arrived.
+    /// All released output has arrived.
     pub is_settled: bool,
 }
 
-/// From where a member of a cluster is to go on.
+/// The point from which a member of a cluster is to continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailoverMember {
     /// Its epoch in the newest global checkpoint.
     pub epoch: Epoch,
-    /// The timeline that begins.
+    /// The generation that begins.
     pub generation: Generation,
 }
 
 /// How to protect a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProtectRequest {
-    /// Where the backup listens.
+    /// The address at which the backup listens.
     pub to: Endpoint,
     /// Milliseconds from one cut to the next.
     pub interval_ms: u64,
-    /// What was written in one epoch starts the next writable.
+    /// Pages written in one epoch are writable from the start of the next.
     pub predicts: bool,
-    /// When the backup is lost, what was held leaves, and the VM goes on alone.
+    /// When the backup is lost, the buffered output is released, and the VM continues alone.
     #[serde(default)]
     pub alone: bool,
-    /// What the VM sends leaves only while the lease of this timeline is held, until it is released.
+    /// The VM's output leaves only while the lease of this generation is held, until a release.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
 }
@@ -161,15 +163,15 @@ pub struct ProtectRequest {
 pub struct SaveRequest {
     /// The file to write; absolute.
     pub image: PathBuf,
-    /// What the user chose.
+    /// The user's choices.
     #[serde(default)]
     pub choices: SaveChoices,
-    /// Abort when the client goes away.
+    /// Abort when the client disconnects.
     #[serde(default)]
     pub cancel_with_client: bool,
 }
 
-/// What a user may choose about a save; `None` is the default.
+/// A user's choices for a save; `None` is the default.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SaveChoices {
     /// How memory blocks are compressed.
@@ -187,73 +189,76 @@ pub struct SaveChoices {
     /// The background sweep yields to the guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub throttle: Option<bool>,
-    /// How memory is kept as it was at the cut while it is copied.
+    /// How the state of memory at the cut is preserved while it is copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strategy: Option<Strategy>,
-    /// Of how many address spaces, those used last, what was written is copied first.
+    /// The number of address spaces, most recently used first, whose written pages are copied
+    /// first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first_spaces: Option<usize>,
-    /// The image that the new one is to build on; absolute.
+    /// The image that the new one builds on; absolute.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<PathBuf>,
-    /// What becomes of its disks; by default clones are made where the file system has them, and else overlays for a VM that
-    /// Firn started, and copies for another.
+    /// How the disks are saved. By default the supervisor clones them where the file system can;
+    /// otherwise it makes overlays for a VM that Firn started, and copies for another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disks: Option<SaveDisks>,
-    /// Where files for its disks are made, absolute; by default beside them, and copies beside the image.
+    /// The directory for the files of the disks, absolute. By default they are made beside the
+    /// disks, and copies beside the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_dir: Option<PathBuf>,
-    /// How its working set is found.
+    /// How the working set is estimated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub working_set: Option<Estimator>,
-    /// Make an image that cannot be restored, and mark it so, instead of refusing.
+    /// Make an image that cannot be restored, and mark it, instead of refusing.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub accept_unrestorable: bool,
-    /// For tests: also copy RAM to this file while the guest stands still.
+    /// For tests: also copy RAM to this file during the pause.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reference: Option<PathBuf>,
 }
 
-/// What a save does about the disks that the guest writes to.
+/// How a save treats the disks that the guest writes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SaveDisks {
-    /// They are copied by jobs of the hypervisor; the VM keeps its files.
+    /// Jobs of the hypervisor copy them; the VM keeps its files.
     Copy,
-    /// Their files are cloned, which the file system must be able to do; the VM keeps its files.
+    /// Their files are cloned, which the file system must support; the VM keeps its files.
     Clone,
-    /// The VM writes to overlays on them from the cut on.
+    /// From the cut on, the VM writes to overlays on them.
     Overlay,
-    /// They are only named: a restore finds out whether they have changed.
+    /// They are only named: a restore checks whether they have changed.
     Reference,
 }
 
-/// What a restore does about the disks that an image has kept.
+/// How a restore treats the disks that an image has saved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RestoreDisks {
     /// The VM writes to files of its own.
     #[default]
     Own,
-    /// The VM writes to the image's: it can be restored once only.
+    /// The VM writes to the image's files: the image can be restored only once.
     InPlace,
 }
 
 /// How to end a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StopRequest {
-    /// Press the guest's power button and wait this long, in seconds, rather than pull the plug.
+    /// Press the guest's power button and wait this long, in seconds, instead of ending QEMU at
+    /// once.
     #[serde(default)]
     pub powerdown_s: Option<u64>,
-    /// End it even while a checkpoint is being written.
+    /// End the VM even while a checkpoint is being written.
     #[serde(default)]
     pub force: bool,
-    /// Remove what its drives were written to since the last checkpoint.
+    /// Remove the files that its drives have written to since the last checkpoint.
     #[serde(default)]
     pub discard: bool,
 }
 
-/// What a new supervisor is to look after.
+/// The VM that a new supervisor is to manage.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "plan", rename_all = "kebab-case")]
 pub enum Plan {
@@ -261,20 +266,20 @@ pub enum Plan {
     Run {
         /// The user's command line, program first.
         args: Vec<String>,
-        /// Scan what the guest uses, at so many bytes of RAM a second.
+        /// Scan for pages that the guest uses, at this number of bytes of RAM per second.
         #[serde(default)]
         access_bits: Option<u64>,
-        /// Answer calls of its applications: of those that this file names; absolute.
+        /// Answer calls of the applications that this file names; absolute.
         #[serde(default)]
         calls: Option<PathBuf>,
-        /// Note stores of its applications, by this plugin of QEMU; absolute.
+        /// Record stores of the guest's applications, with this QEMU plugin; absolute.
         #[serde(default)]
         stores: Option<PathBuf>,
-        /// Use disks whose files are old states of them.
+        /// Use disks whose files hold old states of them.
         #[serde(default)]
         old_disk: bool,
     },
-    /// Look after one that runs.
+    /// Manage a hypervisor that runs already.
     Attach {
         /// Its process.
         pid: i32,
@@ -291,28 +296,29 @@ pub enum Plan {
     Restore {
         /// The image; absolute.
         image: PathBuf,
-        /// How memory comes back.
+        /// How memory is restored.
         mode: Mode,
-        /// What becomes of the VM where its memory can't be read.
+        /// What happens to the VM when its memory can't be read.
         #[serde(default)]
         on_error: OnError,
-        /// Go on where QEMU's version or a disk differs.
+        /// Continue when QEMU's version or a disk differs.
         force: bool,
-        /// Count which prefetched pages the guest uses, at its expense.
+        /// Count which prefetched pages the guest uses, at a cost to the guest.
         #[serde(default)]
         account_use: bool,
-        /// What its drives are written to.
+        /// The files that its drives write to.
         #[serde(default)]
         disks: RestoreDisks,
-        /// Where files for them are made, absolute; by default beside those of the image.
+        /// The directory for these files, absolute; by default that of the image's disk files.
         #[serde(default)]
         disk_dir: Option<PathBuf>,
-        /// Go by what earlier restores of the image had to ask for, and keep what this one does.
+        /// Use the blocks that earlier restores of the image had to read on demand, and record
+        /// those of this one.
         learn: bool,
         /// Start the vCPUs of a VM that was paused when it was saved.
         #[serde(default)]
         run: bool,
-        /// What is to be otherwise than the image says.
+        /// Changes to the command line that the image holds.
         #[serde(default)]
         overrides: Overrides,
         /// As with `Run`.
@@ -325,21 +331,21 @@ pub enum Plan {
         #[serde(default)]
         stores: Option<PathBuf>,
     },
-    /// Receive a VM's epochs, and have a hypervisor ready for it.
+    /// Receive a VM's epochs, and keep a hypervisor ready for it.
     Standby {
-        /// Where its primary connects to.
+        /// The address that the primary connects to.
         listen: Endpoint,
-        /// Network cards, by their ids, that have another uplink here.
+        /// The network cards, by their ids, that have another uplink on this host.
         #[serde(default)]
         uplinks: BTreeMap<String, String>,
-        /// Where the files of disks are here, by their ids; absolute.
+        /// The files of the disks on this host, by the disks' ids; absolute.
         #[serde(default)]
         disks: BTreeMap<String, PathBuf>,
     },
 }
 
 impl Plan {
-    /// At how many bytes a second RAM is to be scanned for what the guest uses, if it is.
+    /// The rate of the access scan, in bytes of RAM per second, if there is to be one.
     pub fn access_bits(&self) -> Option<u64> {
         match self {
             Self::Run { access_bits, .. }
@@ -349,7 +355,7 @@ impl Plan {
         }
     }
 
-    /// The file that names the applications that may call, if any may.
+    /// The file that names the applications that may make guest calls, if any may.
     pub fn calls(&self) -> Option<&Path> {
         match self {
             Self::Run { calls, .. } | Self::Restore { calls, .. } => calls.as_deref(),
@@ -357,7 +363,7 @@ impl Plan {
         }
     }
 
-    /// The plugin that notes stores, if one is to.
+    /// The plugin that records stores, if one is to.
     pub fn stores(&self) -> Option<&Path> {
         match self {
             Self::Run { stores, .. } | Self::Restore { stores, .. } => stores.as_deref(),
@@ -366,73 +372,75 @@ impl Plan {
     }
 }
 
-/// What a supervisor answers.
+/// A supervisor's reply to a request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "kebab-case")]
 pub enum Reply {
-    /// It is being done.
+    /// The request is in progress.
     Progress(Progress),
-    /// It is done.
+    /// The request has succeeded.
     Done {
-        /// What there is to say about it.
+        /// Facts about the result.
         facts: serde_json::Value,
     },
-    /// It is not done, and won't be.
+    /// The request has failed.
     Failed(Failure),
 }
 
-/// How far something has come.
+/// The progress of an operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// What is being done, such as `saving`.
+    /// The operation, such as `saving`.
     pub stage: String,
-    /// How much of it is done, in bytes of guest memory.
+    /// The bytes of guest memory that are done.
     pub done: u64,
-    /// How much there is.
+    /// The bytes in all.
     pub total: u64,
-    /// Of a restore: what can't be read or installed at present.
+    /// Of a restore: memory that can't be read or installed at present.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<Waiting>,
-    /// Of a restore: what the guest had of it so far.
+    /// Of a restore: its cost to the guest so far.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore: Option<RestoreNow>,
 }
 
 impl Progress {
-    /// Of something that is no restore.
+    /// Progress of an operation other than a restore.
     pub fn new(stage: &str, done: u64, total: u64) -> Self {
         Self { stage: stage.to_owned(), done, total, waiting: None, restore: None }
     }
 }
 
-/// Memory that can't be read or installed at present: Firn tries again until it succeeds.
+/// Memory that can't be read or installed at present: Firn retries until it succeeds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Waiting {
-    /// Why, from what was tried down to the cause.
+    /// The error, from the attempted operation down to the cause.
     pub error: String,
-    /// The image that it comes from.
+    /// The image that the memory comes from.
     pub path: PathBuf,
-    /// When that began, in seconds since 1970.
+    /// When the outage began, in seconds since 1970.
     pub since: u64,
-    /// The guest-physical address that the guest waits for, in hexadecimal; none if only the background fill waits.
+    /// The guest-physical address of the page fault, in hexadecimal; none if only the background
+    /// fill is blocked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// Whether the guest waits.
+    /// Whether a vCPU is blocked.
     pub guest_waits: bool,
 }
 
-/// What a guest has had of its restore so far.
+/// The cost of a restore to its guest so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestoreNow {
     /// Virtual CPUs.
     pub vcpus: u32,
-    /// How long they waited for pages, all together, in microseconds.
+    /// The time that vCPUs were blocked on pages, summed over all of them, in microseconds.
     pub waited_us: u64,
     /// Page faults.
     pub faults: u64,
-    /// Reads from storage that the guest waited for.
+    /// Reads from storage for requested pages.
     pub demand_reads: u64,
-    /// Pages that were there before it asked, but for those of the background fill.
+    /// Pages that were installed before the guest touched them, except those of the background
+    /// fill.
     pub prefetched_pages: u64,
 }
 
@@ -443,7 +451,7 @@ impl Reply {
     }
 }
 
-/// Why a line is no message.
+/// Why a line is not a message.
 #[derive(Debug, Error)]
 pub enum MessageError {
     /// The connection failed or ended in the middle of a line.
@@ -467,7 +475,7 @@ struct Envelope<T> {
     body: T,
 }
 
-/// The line for a message, with its newline.
+/// Encodes a message as a line, with its newline.
 pub fn encode<T: Serialize>(body: &T) -> Vec<u8> {
     // Messages are made of strings, numbers and JSON values: nothing in them can fail to serialize.
     let mut line = serde_json::to_vec(&Envelope { v: VERSION, body }).unwrap_or_default();
@@ -475,7 +483,7 @@ pub fn encode<T: Serialize>(body: &T) -> Vec<u8> {
     line
 }
 
-/// The message in a line.
+/// Decodes the message in a line.
 pub fn decode<T: DeserializeOwned>(line: &[u8]) -> Result<T, MessageError> {
     #[derive(Deserialize)]
     struct Versioned {

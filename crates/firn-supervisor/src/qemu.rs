@@ -1,7 +1,7 @@
-//! A QEMU that is being looked after: found out about once, then ended, paused or saved on demand.
+//! A QEMU that a supervisor manages: it is described once, then ended, paused or saved on request.
 //!
-//! The monitor is connected for each operation and let go of again: it serves one client at a time, and that of a VM
-//! that was attached to belongs to its user.
+//! The monitor is connected for each operation and released afterwards, because it serves one
+//! client at a time, and that of a VM that Firn attached to belongs to its user.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -24,28 +24,30 @@ use crate::network::Card;
 use crate::protocol::StopRequest;
 use crate::served::ServedDisk;
 
-/// How long QEMU may take to answer a monitor command.
+/// The maximum time that QEMU may take to answer a monitor command.
 pub(crate) const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
-/// How long QEMU may take to answer when the answer is wanted at once, or when it is about to be killed anyway.
+/// The maximum time that QEMU may take to answer if an answer is needed at once, or if QEMU is
+/// about to be killed anyway.
 pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(2);
 
-/// How long a QEMU that is known to hang is given to answer.
+/// The maximum time that a QEMU that is known to hang may take to answer.
 const HUNG_LOOK: Duration = Duration::from_millis(200);
 
-/// How long a QEMU that was told to quit may take to do so: it flushes its disks.
+/// The maximum time that QEMU may take to end after `quit`: it flushes its disks.
 const QUIT_WAIT: Duration = Duration::from_secs(20);
 
-/// How often a monitor that is not there yet is tried.
+/// The interval between attempts to connect to a monitor that does not exist yet.
 const RETRY: Duration = Duration::from_millis(1);
 
-/// The memory of a VM, reachable.
+/// The memory of a VM, opened.
 pub(crate) struct Memory {
     pub(crate) process: Arc<Process>,
     pub(crate) guest: Arc<GuestMemory>,
 }
 
-/// Connects to the monitor of a QEMU that has just been started: waits for it, but not for one that has died.
+/// Connects to the monitor of a QEMU that has just been started. Waits for the monitor as long as
+/// QEMU lives.
 pub(crate) fn connect_new(
     (pid, hypervisor): (i32, &ProcessHandle),
     qmp: &Path,
@@ -77,7 +79,7 @@ pub(crate) fn died(exit: Exit) -> Failure {
     Failure::new(FailureKind::Ended, format!("QEMU ended while it was starting ({exit})"))
 }
 
-/// Connects to the monitor of a VM that runs.
+/// Connects to the monitor of a running VM.
 pub(crate) fn connect(machine: &Machine) -> Result<Vm, Failure> {
     connect_within(machine, ANSWER_WAIT)
 }
@@ -86,20 +88,20 @@ pub(crate) fn connect_within(machine: &Machine, timeout: Duration) -> Result<Vm,
     monitor::connect(machine.process.pid, &machine.qmp, timeout)
 }
 
-/// Where a VM's memory is, by the names it would have after a restore.
+/// Finds a VM's memory, with the names that its regions would have after a restore.
 pub(crate) fn layout(vm: &mut Vm, user_args: &[String]) -> Result<Layout, Failure> {
     let layout = vm.layout().doing("finding the guest's memory")?;
-    // A command line that can't be restored has names of its own.
+    // A command line that can't be restored has other names.
     Ok(match command_line::plan(user_args) {
         Ok(plan) => layout.named_by(&plan),
         Err(_) => layout,
     })
 }
 
-/// Opens a VM's memory where the layout says it is.
+/// Opens a VM's memory at the addresses in the layout.
 pub(crate) fn open_memory(pid: i32, layout: &Layout) -> Result<Memory, Failure> {
     let process = Process::open(pid)
-        .doing_or(FailureKind::Host, "reaching the hypervisor process")
+        .doing_or(FailureKind::Host, "opening the hypervisor process")
         .map_err(with_doctor)?;
     let process = Arc::new(process);
     let places = layout.locations.iter().map(|location| (location.id.clone(), location.hva));
@@ -109,11 +111,12 @@ pub(crate) fn open_memory(pid: i32, layout: &Layout) -> Result<Memory, Failure> 
     Ok(Memory { process, guest: Arc::new(guest) })
 }
 
-/// Opens a VM's memory where the journal says it is, without asking a hypervisor that may not be able to answer.
+/// Opens a VM's memory at the addresses in the journal, without a query to a hypervisor that may
+/// not be able to answer.
 pub(crate) fn open_journaled(
     machine: &Machine,
 ) -> Result<(Arc<Process>, Arc<GuestMemory>), Failure> {
-    let process = Process::open(machine.process.pid).doing("reaching the hypervisor process")?;
+    let process = Process::open(machine.process.pid).doing("opening the hypervisor process")?;
     let process = Arc::new(process);
     let locations = locate(machine.map.regions(), &machine.locations);
     let memory = GuestMemory::open_any(Arc::clone(&process), machine.map.clone(), &locations)
@@ -133,10 +136,10 @@ fn locate(
 }
 
 fn with_doctor(failure: Failure) -> Failure {
-    failure.hint("`firn doctor` says what this host and user lack")
+    failure.hint("`firn doctor` lists what this host and user lack")
 }
 
-/// What is known of a QEMU before it is asked.
+/// What is known of a QEMU before it is queried.
 pub(crate) struct Known {
     pub(crate) process: ProcessIdentity,
     pub(crate) qmp: PathBuf,
@@ -152,14 +155,14 @@ pub(crate) struct Known {
     pub(crate) served: Vec<ServedDisk>,
 }
 
-/// Asks a QEMU what the journal, and later an image, has to say of it.
+/// Queries a QEMU for the facts that the journal, and later an image, contain about it.
 pub(crate) fn describe(
     vm: &mut Vm,
     known: Known,
     layout: &Layout,
     name: &str,
 ) -> Result<Machine, Failure> {
-    const ASKING: &str = "asking QEMU about the VM";
+    const ASKING: &str = "querying QEMU about the VM";
     let vcpus: Vec<Tid> = vm.vcpus().doing(ASKING)?.iter().map(|vcpu| vcpu.tid).collect();
     let accel = match vm.accel().doing(ASKING)? {
         Accel::Kvm => "kvm",
@@ -206,7 +209,8 @@ pub(crate) fn describe(
     })
 }
 
-/// Ends a QEMU. One that does not quit when asked to is killed only by force; one whose guest ignores its power button is not.
+/// Ends a QEMU. If QEMU does not quit on request it is killed only by force; if its guest ignores
+/// the power button, it is not killed.
 pub(crate) fn end(
     machine: &Machine,
     hypervisor: &ProcessHandle,
@@ -236,13 +240,13 @@ pub(crate) fn wait_powerdown(hypervisor: &ProcessHandle, wait: Duration) -> Resu
     }
     let text = format!("the guest did not power down within {} s", wait.as_secs());
     let failure = Failure::new(FailureKind::Interrupted, text);
-    Err(failure.hint("`firn stop` without --powerdown pulls the plug"))
+    Err(failure.hint("`firn stop` without --powerdown ends the VM without its guest"))
 }
 
 fn quit(machine: &Machine, hypervisor: &ProcessHandle, force: bool) -> Result<(), Failure> {
     let wait = if force { SHORT_WAIT } else { QUIT_WAIT };
     let asked =
-        connect_within(machine, wait).and_then(|mut vm| vm.quit().doing("telling QEMU to quit"));
+        connect_within(machine, wait).and_then(|mut vm| vm.quit().doing("sending `quit` to QEMU"));
     let quits = match &asked {
         Ok(()) => hypervisor.wait_gone(QUIT_WAIT).doing("waiting for QEMU to end")?,
         // It may have ended already.
@@ -262,28 +266,30 @@ fn quit(machine: &Machine, hypervisor: &ProcessHandle, force: bool) -> Result<()
     }
 }
 
-/// The process stays as it is: what it has not written to its disks would be lost.
+/// The failure for a QEMU that continues to run: it is not killed, because data that it has not
+/// written to its disks would be lost.
 fn goes_on(machine: &Machine, how: &str) -> Failure {
     let text = format!("QEMU (process {}) {how}", machine.process.pid);
     let hint = format!(
-        "ask again, or `firn stop --force {}` kills it: what it has not written to its disks is lost",
+        "run the command again, or `firn stop --force {}` kills it: what it has not written to its disks is lost",
         machine.meta.name
     );
     Failure::new(FailureKind::Interrupted, text).hint(hint)
 }
 
-/// Whether vCPUs stand still; `None` if QEMU does not say so at once.
+/// Whether the vCPUs are paused; `None` if QEMU does not report that at once.
 pub(crate) fn is_paused(machine: &Machine) -> Option<bool> {
     let mut vm = connect_within(machine, SHORT_WAIT).ok()?;
     Some(!vm.status().ok()?.running)
 }
 
-/// Whether a QEMU that did not answer before does so now.
+/// Whether a QEMU that did not answer before answers now.
 pub(crate) fn answers(machine: &Machine) -> bool {
     connect_within(machine, HUNG_LOOK).is_ok()
 }
 
-/// The command line and working directory of a process: what a VM was started with that Firn attached to.
+/// The command line and working directory of a process, with which a VM was started that Firn
+/// attaches to.
 pub(crate) fn command_line(pid: i32) -> io::Result<(Vec<String>, PathBuf)> {
     let line = std::fs::read(format!("/proc/{pid}/cmdline"))?;
     let words = line.strip_suffix(b"\0").unwrap_or(&line).split(|&byte| byte == 0);

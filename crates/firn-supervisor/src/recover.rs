@@ -1,4 +1,4 @@
-//! Putting right what a dead supervisor left: the deeds that [`crate::recovery`] decides on.
+//! The actions of recovery: a successor carries out what [`crate::recovery_plan`] decides.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -24,10 +24,10 @@ use crate::serving::TakenOver;
 use crate::standby::announce;
 use crate::start::Started;
 
-/// The VM to go on with, if there is one.
+/// The VM that the successor continues to manage, if there is one.
 type Found = Option<(Arc<JournalFile>, Started)>;
 
-/// Takes up where the journal ends.
+/// Takes over from a dead supervisor, at the point where the journal ends.
 pub(crate) fn take_over(
     vm: &VmDir,
     mut journal: Journal,
@@ -43,7 +43,7 @@ pub(crate) fn take_over(
     let recovery = decide(&journal, remains);
     tracing::warn!("taking over from a dead supervisor: {recovery:?}");
     journal.recoveries += 1;
-    // Whoever wanted a VM to end that has not was told so.
+    // A client that wanted the VM to end has learned that it did not.
     journal.discard &= hypervisor.is_none();
     let journal = JournalFile::create(vm.journal(), journal).doing("writing the journal")?;
     let since = Instant::now();
@@ -53,10 +53,10 @@ pub(crate) fn take_over(
     Ok(found)
 }
 
-/// The hypervisor, as long as it lives: by its journaled identity, or, if its supervisor died before it could write
-/// that down, by the monitor socket on its command line.
+/// Finds the hypervisor, if it lives: by its journaled identity, or by the monitor socket on its
+/// command line if its supervisor died before it could journal the identity.
 fn hypervisor(journal: &Journal) -> Result<Option<ProcessHandle>, Failure> {
-    const LOOKING: &str = "looking for the hypervisor";
+    const LOOKING: &str = "finding the hypervisor";
     if let Some(machine) = &journal.machine {
         return machine.process.open().doing(LOOKING);
     }
@@ -114,16 +114,17 @@ impl Recoverer<'_> {
         }
     }
 
-    /// Leaves nothing of a VM that never ran. What a restore had put into memory goes with the process.
+    /// Removes everything of a VM that never ran. Memory that a restore had filled ends with the
+    /// process.
     fn forget(self, kill: bool, hypervisor: Option<ProcessHandle>) -> Result<Found, Failure> {
         if let (true, Some(hypervisor)) = (kill, hypervisor) {
-            hypervisor.kill().doing("ending a QEMU that was only starting")?;
+            hypervisor.kill().doing("ending a QEMU whose VM never ran")?;
         }
         let journal = self.journal.read();
         match journal.phase {
-            // One that was only being attached to has what it needs.
+            // A VM that Firn was only attaching to has its own files.
             Phase::Starting { launching: None } => {}
-            // Its memory is gone, but the disks may be all that is left of its primary.
+            // Its memory is lost, but the disks may be all that is left of its primary.
             Phase::Standby { .. } => kept(&journal.overlays),
             _ => disks::discard(&journal),
         }
@@ -175,8 +176,9 @@ impl Recoverer<'_> {
         Ok(Some((self.journal, started)))
     }
 
-    /// Serves first: a hypervisor whose main thread waits for a page answers nothing. A VM that Firn paused runs on as soon as it
-    /// waits for nothing; one that was paused when it was saved stays so.
+    /// Serves page faults first, because a hypervisor whose main thread waits for a page answers no
+    /// command. A VM that Firn paused is resumed as soon as it waits for no page; one that was
+    /// paused when it was saved stays paused.
     fn serve_on(self, hypervisor: ProcessHandle, serve_on: Recovery) -> Result<Found, Failure> {
         let machine = self.machine()?;
         let hypervisor = Arc::new(hypervisor);
@@ -213,7 +215,8 @@ impl Recoverer<'_> {
         Ok(Some((self.journal, started)))
     }
 
-    /// The guest first: it may be waiting for a page, or stand still.
+    /// Ends a save that can't be finished. The guest comes first: it may wait for a page, or be
+    /// paused.
     fn abort_save(&self, cont: bool, unfinished: &Path) -> Result<(), Failure> {
         let machine = self.machine()?;
         let_go_of_memory(&machine)?;
@@ -227,15 +230,16 @@ impl Recoverer<'_> {
         self.running(|journal| journal.note_failure(text))
     }
 
-    /// A hypervisor that was held for an epoch goes on by itself, and what was stopped by a command is started by one (`cont`). One
-    /// that stands still for another reason was stopped by its user, as far as can be told.
+    /// Ends a protection. A pause within the hypervisor ends by itself, and a VM that was stopped
+    /// by a command is started by one (`cont`). A VM that is paused for another reason was paused
+    /// by its user, as far as can be known.
     fn end_protection(&self, cont: bool) -> Result<(), Failure> {
         let machine = self.machine()?;
         let_go_of_memory(&machine)?;
         resume(&machine, cont)?;
-        let state = qemu::connect(&machine)?.status().doing("asking whether the VM runs")?;
+        let state = qemu::connect(&machine)?.status().doing("querying whether the VM runs")?;
         let how = if state.running { "the VM runs on" } else { "the VM stands still" };
-        // Of what it had, the standby may run any epoch but the newest.
+        // The standby may run any epoch that it has, except the newest.
         let is_shut = !machine.cards.is_empty();
         let held = if is_shut { HELD } else { "" };
         let text = format!("the VM is not protected any more: the supervisor died; {how}{held}");
@@ -245,7 +249,7 @@ impl Recoverer<'_> {
         })
     }
 
-    /// What the record says is settled before the guest runs again.
+    /// Ends a merge. Its record is settled before the guest runs again.
     fn end_merge(&self, cont: bool) -> Result<(), Failure> {
         let machine = self.machine()?;
         disk_layers::end_merges(&mut qemu::connect(&machine)?, &machine)?;
@@ -278,7 +282,7 @@ impl Recoverer<'_> {
         })
     }
 
-    /// Overlays of a save that came to nothing.
+    /// Removes the disk files of a save that failed.
     fn give_up_drives(&self, machine: &Machine) -> Result<(), Failure> {
         match disks::has_made(&self.journal.read()) {
             (true, true) => {
@@ -293,7 +297,8 @@ impl Recoverer<'_> {
     fn finish_suspend(self, image: &Path, hypervisor: &ProcessHandle) -> Result<Found, Failure> {
         let machine = self.machine()?;
         let_go_of_memory(&machine)?;
-        // It is paused, its disks are flushed, and the image has the rest: killing it loses nothing.
+        // It is paused, its disks are flushed, and the image has the rest: killing QEMU loses
+        // nothing.
         let by_force = StopRequest { force: true, ..StopRequest::default() };
         qemu::end(&machine, hypervisor, by_force)?;
         let text = format!("suspended to {}", image.display());
@@ -321,13 +326,14 @@ impl Recoverer<'_> {
     }
 }
 
-/// Wakes every thread that waits for a page, drops all protection, closes the descriptor in the hypervisor.
+/// Releases the guest's memory: wakes every thread that waits for a page, drops all write
+/// protection, and closes the descriptor in the hypervisor.
 fn let_go_of_memory(machine: &Machine) -> Result<(), Failure> {
-    const LETTING_GO: &str = "letting go of the guest's memory";
+    const LETTING_GO: &str = "releasing the guest's memory";
     let (process, memory) = qemu::open_journaled(machine)?;
     let adopted = PageFaults::adopt(&process, memory).doing(LETTING_GO)?;
     if let Some(faults) = &adopted {
-        // At once: with this the guest runs, whatever becomes of the rest.
+        // At once, because with this the guest runs, even if a later step fails.
         faults.unregister().doing(LETTING_GO)?;
     }
     let mut tracee = Tracee::seize(&process, &machine.vcpus).doing(LETTING_GO)?;
@@ -338,23 +344,23 @@ fn let_go_of_memory(machine: &Machine) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Lets a VM run that stands still by the dead supervisor's doing.
+/// Resumes a VM that the dead supervisor has paused.
 fn resume(machine: &Machine, cont: bool) -> Result<(), Failure> {
     if !cont {
         return Ok(());
     }
     let mut vm = qemu::connect(machine)?;
-    let running = vm.status().doing("asking whether the VM runs")?.running;
-    if running { Ok(()) } else { vm.cont().doing("letting the VM run on") }
+    let running = vm.status().doing("querying whether the VM runs")?.running;
+    if running { Ok(()) } else { vm.cont().doing("resuming the VM") }
 }
 
-/// What can't be removed now is cleared away by the next checkpoint to that name.
+/// Removes an unfinished image. If that fails now, the next checkpoint to that name removes it.
 fn remove_unfinished(image: &Path) {
     if let Err(error) = firn_image::remove_partial(image) {
         tracing::warn!("{}", Failure::from_error(FailureKind::Other, &error));
     }
 }
-/// Says which disks of a standby stay when its memory is gone.
+/// Logs which disks of a standby are kept after its memory is lost.
 fn kept(files: &[PathBuf]) {
     for file in files {
         tracing::warn!("the standby's memory is lost; its disk stays: {}", file.display());

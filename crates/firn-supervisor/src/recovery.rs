@@ -1,26 +1,28 @@
-//! What a successor does: decided from the journal and from what is left, before anything is touched.
+//! The plan of recovery: a successor's action, decided from the journal and from what is left of
+//! the VM before anything is changed.
 //!
 //! ```text
-//!   journal says                 QEMU lives                              QEMU is gone
+//!   phase in the journal         QEMU lives                              QEMU has ended
 //!   starting                     kill it, forget the VM                  forget the VM
-//!   being taken up again         let go of it again                      record that it ended
-//!   running                      go on                                   record that it ended
-//!   saving                       let go of its memory, `cont` if it was  remove the unfinished image,
+//!   being attached again         leave it detached                       record that it ended
+//!   running                      continue to manage it                   record that it ended
+//!   saving                       release its memory, `cont` if it was    remove the unfinished image,
 //!                                paused by us, remove the unfinished     record that it ended
 //!                                image, note that it was aborted
-//!   saving, image whole          let go of its memory; `cont`, or for a  record that it ended
-//!                                suspend: end it, as was asked
+//!   saving, image complete       release its memory; `cont`, or for a    record that it ended
+//!                                suspend: end it, as requested
 //!   merging                      end that, `cont` if it was paused by us  record that it ended
 //!   restoring, not started       kill it, forget the VM                  forget the VM
-//!   restoring, started           take its memory over, go on serving     record that it ended
-//!   protecting                   let go of its memory, `cont` if it was  record that it ended
+//!   restoring, started           adopt its memory, continue to serve     record that it ended
+//!   protecting                   release its memory, `cont` if it was    record that it ended
 //!                                stopped by us, note that it is
-//!                                protected no longer
+//!                                not protected any more
 //!   standby, not started         kill it, forget the VM                  forget the VM
-//!   standby, started             `cont`, go on                           record that it ended
+//!   standby, started             `cont`, continue to manage it           record that it ended
 //! ```
 //!
-//! "Forget" and "kill" apply to processes that Firn started itself: one that was attached to is left alone.
+//! "Forget" and "kill" apply to processes that Firn started itself. Nothing is done to a process
+//! that Firn attached to.
 
 use std::path::{Path, PathBuf};
 
@@ -33,39 +35,39 @@ use crate::journal::{Journal, Phase};
 pub struct Remains {
     /// The hypervisor process still runs.
     pub hypervisor_lives: bool,
-    /// The image that was being written is whole: it was renamed to its name.
+    /// The image that was being written is complete: it was renamed to its final name.
     pub image_whole: bool,
 }
 
-/// What to do about it.
+/// What a successor does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Recovery {
-    /// The journal says it is over: there is nothing to look after.
+    /// Do nothing: according to the journal, the VM is over.
     Over,
-    /// The VM never ran: leave nothing of it.
+    /// Remove everything of the VM, which never ran.
     Forget {
         /// End the hypervisor process that was to run it.
         kill: bool,
     },
-    /// Firn was about to take up a VM again that it had let go of: it stays so.
+    /// Leave the VM detached: Firn was about to attach to it again.
     StayDetached,
-    /// The hypervisor ended while nobody watched.
+    /// Record that the hypervisor ended while no supervisor ran.
     RecordEnd {
         /// An image that was being written, and is to be removed.
         unfinished: Option<PathBuf>,
     },
-    /// Look after it as before. Nothing was going on.
+    /// Continue to manage the VM. No operation was running.
     GoOn,
     /// End a checkpoint that can't be finished.
     AbortSave {
-        /// The guest stands still by our doing and has to run on.
+        /// Firn has paused the guest, which has to be resumed.
         cont: bool,
         /// The image that was being written.
         unfinished: PathBuf,
     },
-    /// The image is whole; do what was to follow.
+    /// Do what was to follow a complete image.
     FinishSave {
-        /// The guest stands still by our doing and has to run on.
+        /// Firn has paused the guest, which has to be resumed.
         cont: bool,
         /// End the VM, for a suspend.
         stop: bool,
@@ -74,32 +76,32 @@ pub enum Recovery {
     },
     /// End a merge of layers.
     EndMerge {
-        /// The guest is paused by Firn and has to run.
+        /// Firn has paused the guest, which has to be resumed.
         cont: bool,
     },
-    /// The VM is protected no longer. It runs on.
+    /// Record that the VM is not protected any more. It continues to run.
     EndProtection {
-        /// The guest stands still by our doing and has to run on.
+        /// Firn has paused the guest, which has to be resumed.
         cont: bool,
     },
-    /// All that a failover had to bring is in place: let the VM run.
+    /// Let the VM run: the failover has put its whole state in place.
     FinishFailover,
-    /// Take the guest's memory over and go on serving its page faults.
+    /// Adopt the guest's memory and continue to serve its page faults.
     ServeOn {
-        /// The image its pages come from.
+        /// The image that its pages come from.
         image: PathBuf,
-        /// Which file that has to be.
+        /// The identity that this file must have.
         identity: String,
-        /// How they come.
+        /// The restore mode.
         mode: Mode,
         /// The guest is to run: it was not paused when it was saved.
         cont: bool,
-        /// What becomes of the VM where its memory can't be read.
+        /// What happens to the VM when its memory can't be read.
         on_error: OnError,
     },
 }
 
-/// Decides.
+/// Decides what a successor does.
 pub fn decide(journal: &Journal, remains: Remains) -> Recovery {
     let launched = journal.machine.as_ref().is_none_or(|machine| machine.launched);
     let lives = remains.hypervisor_lives;

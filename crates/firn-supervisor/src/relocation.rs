@@ -1,4 +1,5 @@
-//! What `firn restore` is to do otherwise than the image says.
+//! The overrides of a restore: changes of `firn restore` to the command line and disks of the
+//! image.
 
 use std::path::Path;
 
@@ -19,7 +20,8 @@ impl Meta {
         Ok(self)
     }
 
-    /// A disk's file is named as the image has it, or as the command line does. Its contents are compared as always.
+    /// Moves a disk, which is named as the image or as the command line names it. Its contents are
+    /// compared as always.
     fn move_disk(&mut self, old: &str, new: &str) -> Result<(), Failure> {
         let directory = self.qemu.directory.clone();
         let is_old = |file: &Path| directory.join(file) == directory.join(old);
@@ -29,8 +31,8 @@ impl Meta {
             let is_kept = is_old(&drive.file);
             if is_named && !is_kept && directory.join(&drive.named) != drive.file {
                 let kept = drive.file.display();
-                let text = format!("what the image has of {old} is in {kept}");
-                let hint = format!("--disk {kept}=NEW says where that is now");
+                let text = format!("the image has the contents of {old} in {kept}");
+                let hint = format!("--disk {kept}=NEW gives the new path of that file");
                 return Err(Failure::new(FailureKind::Usage, text).hint(hint));
             }
             if is_kept {

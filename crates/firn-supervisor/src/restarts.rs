@@ -1,21 +1,21 @@
-//! How soon a process that keeps dying is started again.
+//! The delay before a process that dies repeatedly is restarted.
 //!
-//! The first few times at once, then after pauses that grow: what kills it may pass, and a process that can't live must not
-//! take the machine's time.
+//! The first few restarts follow at once, later ones after growing delays: the cause may pass, and
+//! a process that can't live must not use much of the host's processor time.
 
 use std::time::{Duration, Instant};
 
-/// Restarts that are made at once.
+/// The number of restarts without a delay.
 const QUICK_MAX: u32 = 5;
 
-/// The first pause, and the longest.
+/// The first delay, and the longest.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// A process that lived so long was in order.
+/// A process that lived for this time counts as healthy.
 const LIVED: Duration = Duration::from_secs(120);
 
-/// Counts restarts.
+/// Counts restarts, and computes the delay before the next one.
 #[derive(Debug, Default)]
 pub(crate) struct Restarts {
     last: Option<Instant>,
@@ -23,7 +23,7 @@ pub(crate) struct Restarts {
 }
 
 impl Restarts {
-    /// How long to wait before the restart that is due now.
+    /// The delay before the next restart.
     pub(crate) fn pause(&mut self, now: Instant) -> Duration {
         let is_new = |last: Instant| now.saturating_duration_since(last) >= LIVED;
         if self.last.is_none_or(is_new) {

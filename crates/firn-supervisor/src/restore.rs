@@ -1,4 +1,4 @@
-//! From an image to a running VM, and on until all of its memory is back.
+//! The restore of a VM: from an image to a running VM, and until all of its memory is installed.
 //!
 //! ```text
 //!    image ---- meta --> launch QEMU -S -incoming defer ---> monitor ---> attach, register, punch out RAM
@@ -8,8 +8,8 @@
 //!         '-> (eager: all memory) -> cont -> the guest runs; memory follows
 //! ```
 //!
-//! Until the journal says `started`, a successor throws everything away: there is nothing that the image does not
-//! have. From then on it goes on serving.
+//! Until the journal has `started`, a successor discards everything: nothing exists yet that the
+//! image does not have. From then on a successor continues to serve page faults.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -50,36 +50,36 @@ use crate::serving::{PROGRESS_EVERY, Work, progress};
 use crate::start::{self, Child, Place, Started};
 use crate::storage::Storage;
 
-/// What fails when memory can't be brought back.
-pub(crate) const RESTORING: &str = "bringing memory back";
+/// What a failure to restore memory was doing.
+pub(crate) const RESTORING: &str = "restoring memory";
 
-/// What to try where page faults cannot be followed.
+/// A hint for hosts on which page faults cannot be handled.
 const NEEDS_NO_USERFAULTFD: &str = "`firn restore --mode eager` needs no userfaultfd; `firn doctor` names what is missing for the other modes";
 
-/// What `firn restore` asks for.
+/// The choices of `firn restore`.
 pub(crate) struct Wanted<'a> {
     pub(crate) image: &'a Path,
     pub(crate) mode: Mode,
-    /// What becomes of the VM where its memory can't be read.
+    /// What happens to the VM when its memory can't be read.
     pub(crate) on_error: OnError,
-    /// Go on where QEMU's version or a disk differs.
+    /// Continue when QEMU's version or a disk differs.
     pub(crate) force: bool,
     /// Count which prefetched pages the guest uses.
     pub(crate) account_use: bool,
-    /// Go by earlier restores, and keep what there is to learn from this one.
+    /// Use the learned blocks of earlier restores, and record those of this one.
     pub(crate) learn: bool,
     /// Start the vCPUs of a VM that was paused when it was saved.
     pub(crate) run: bool,
-    /// What the VM's drives are written to, and where files for them are made.
+    /// The files that the VM's drives write to, and the directory in which they are made.
     pub(crate) disks: RestoreDisks,
     pub(crate) disk_dir: Option<&'a Path>,
-    /// The file that names the applications that may call.
+    /// The file that names the applications that may make guest calls.
     pub(crate) calls: Option<&'a Path>,
-    /// What is to be otherwise than the image says.
+    /// Changes to the command line that the image holds.
     pub(crate) overrides: &'a Overrides,
 }
 
-/// How long each step took, in milliseconds.
+/// The duration of each step of a restore, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Timings {
     /// Opening the image and checking its index.
@@ -88,15 +88,15 @@ pub struct Timings {
     pub spawn: f64,
     /// Until QEMU's monitor answered.
     pub qmp: f64,
-    /// Finding memory, attaching, registering and emptying it.
+    /// Finding memory; attaching, registering and emptying it.
     pub attach: f64,
-    /// Loading device state and what lies beside RAM.
+    /// Loading the device state and auxiliary blocks.
     pub device_state: f64,
-    /// Bringing memory in before the guest runs (eager and working-set restore).
+    /// Reading memory before the guest runs (eager and working-set restore).
     pub prefill: f64,
-    /// Letting the vCPUs run.
+    /// Starting the vCPUs.
     pub cont: f64,
-    /// All of it, from the supervisor's first instruction.
+    /// The whole restore, from the supervisor's first instruction.
     pub total: f64,
 }
 
@@ -118,7 +118,7 @@ fn milliseconds(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e6).round() / 1e3
 }
 
-/// `firn restore`.
+/// Restores a VM: `firn restore`.
 pub(crate) fn restore(
     place: &Place<'_>,
     wanted: &Wanted<'_>,
@@ -140,7 +140,7 @@ pub(crate) fn restore(
     refuse(&mismatches, wanted.force)?;
     keep_held(place, meta.held)?;
     let stays_paused = stays_paused(&meta, wanted);
-    // A guest that does not run asks for nothing.
+    // A guest that does not run causes no page faults.
     let learns = wanted.learn && !stays_paused;
     let learning = Learning::about(&image, wanted.mode).filter(|_| learns);
     let storage = place.vm.path().parent().and_then(|runtime| Storage::of(image.chain(), runtime));
@@ -195,7 +195,7 @@ fn stays_paused(meta: &Meta, wanted: &Wanted<'_>) -> bool {
     meta.paused.is_some() && !wanted.run
 }
 
-/// Refuses an image that was made although it could not be restored.
+/// Refuses an image that was made although it can't be restored.
 fn refuse_unrestorable(meta: &Meta, force: bool) -> Result<(), Failure> {
     if meta.unrestorable.is_empty() || force {
         return Ok(());
@@ -204,10 +204,11 @@ fn refuse_unrestorable(meta: &Meta, force: bool) -> Result<(), Failure> {
     let failure = Failure { kind, chain, hint: None };
     Err(failure
         .while_doing("the image was made with --accept-unrestorable")
-        .hint("--force tries all the same, at your own risk"))
+        .hint("--force tries it anyway, at your own risk"))
 }
 
-/// What a VM said when it was saved waits still for `firn release`, wherever it goes on.
+/// Keeps output that was buffered at the save blocked until `firn release`, on whatever host the VM
+/// continues.
 fn keep_held(place: &Place<'_>, held: bool) -> Result<(), Failure> {
     let change = |journal: &mut Journal| {
         journal.shut = true;
@@ -219,19 +220,19 @@ fn keep_held(place: &Place<'_>, held: bool) -> Result<(), Failure> {
     }
 }
 
-/// Whether applications of this VM can call, and who may.
+/// Checks whether applications of this VM can make guest calls, and which of them may.
 fn check_calls(meta: &Meta, policy: &Path) -> Result<(), Failure> {
     calls::policy(policy)?;
     let mut words = meta.qemu.user_args.iter();
     if words.any(|word| word.contains(command_line::CALLS_ID)) {
         return Ok(());
     }
-    let text = "the VM of this image has no device for calls";
-    let hint = "it gets one when it is started: `firn run --calls POLICY`";
+    let text = "the VM of this image has no device for guest calls";
+    let hint = "start a VM with one: `firn run --calls POLICY`";
     Err(Failure::new(FailureKind::Usage, text).hint(hint))
 }
 
-/// What goes into a QEMU that has been started, up to its first instruction.
+/// A restore into a QEMU that has been started, up to the guest's first instruction.
 struct Load<'a> {
     place: &'a Place<'a>,
     wanted: &'a Wanted<'a>,
@@ -241,9 +242,9 @@ struct Load<'a> {
     options: RestoreOptions,
     learning: Option<Learning>,
     storage: Option<Storage>,
-    /// What was changed about the command line.
+    /// The changes to the command line.
     notes: Vec<String>,
-    /// The guest may run, and is not ended by what fails.
+    /// The guest may run, and failures do not end it.
     lives: Arc<AtomicBool>,
 }
 
@@ -285,7 +286,7 @@ impl Load<'_> {
         self.mark_started()?;
         self.lives.store(wanted.on_error == OnError::Stop, Ordering::Release);
         restore.guest_may_run();
-        // What failed before ends it all the same: the guest has not run.
+        // An earlier failure still ends the VM: the guest has not run.
         restore.wait_timeout(Duration::ZERO).map_err(|error| restore_failure(&error))?;
         self.start_vcpus(&mut vm).map_err(why)?;
         restore.resumed();
@@ -313,7 +314,7 @@ impl Load<'_> {
         Ok((work.boxed(), facts))
     }
 
-    /// An eager restore where there is no userfaultfd: memory is written before the vCPUs run.
+    /// Restores eagerly without userfaultfd: all memory is written before the vCPUs run.
     fn run_filled(
         &self,
         (vm, machine, memory, mismatches): (&mut Vm, Machine, Memory, Vec<Mismatch>),
@@ -332,7 +333,7 @@ impl Load<'_> {
         self.note_start((watch, timings));
         let mut notes = warnings(&mismatches);
         notes.push(format!(
-            "without userfaultfd ({reason}): memory came back before the VM started"
+            "without userfaultfd ({reason}): memory was restored before the VM started"
         ));
         let journal_file = self.place.journal_handle();
         let finish = move |_: &dyn Fn(Progress)| {
@@ -342,7 +343,7 @@ impl Load<'_> {
         Ok((Box::new(finish), self.facts(&machine, notes)))
     }
 
-    /// From here on a successor lets the VM run.
+    /// Records that a successor is to keep the VM, from here on.
     fn mark_started(&self) -> Result<(), Failure> {
         firn_fault::point("restore.device-state");
         journal(self.place.journal, started)
@@ -351,7 +352,7 @@ impl Load<'_> {
     fn start_vcpus(&self, vm: &mut Vm) -> Result<(), Failure> {
         match stays_paused(&self.meta, self.wanted) {
             true => Ok(()),
-            false => vm.cont().doing("letting the VM run"),
+            false => vm.cont().doing("starting the vCPUs"),
         }
     }
 
@@ -370,7 +371,7 @@ impl Load<'_> {
         facts
     }
 
-    /// From here on a successor knows the QEMU.
+    /// Examines the QEMU and records it in the journal, so that a successor finds it from here on.
     fn get_to_know(&self, args: Vec<String>, vm: &mut Vm) -> Result<(Machine, Memory), Failure> {
         let layout = vm.layout().doing("finding the guest's memory")?;
         let machine = describe(self.place, &self.meta, self.child, args, vm, &layout)?;
@@ -395,7 +396,7 @@ impl Load<'_> {
         }
     }
 
-    /// From here on page faults are answered.
+    /// Starts the page server, which answers page faults from here on.
     fn begin(
         &self,
         memory: Memory,
@@ -423,7 +424,8 @@ impl Load<'_> {
         auxiliary::write_image_aux(vm, process, &self.image)
     }
 
-    /// Why a step failed. Memory that can't be brought back makes everything else fail, and QEMU end.
+    /// Explains why a step failed. If memory can't be restored, everything else fails, and QEMU
+    /// ends.
     fn why(&self, restore: &Restore, failure: Failure) -> Failure {
         match restore.wait_timeout(Duration::ZERO) {
             Err(error) if !error.is_hypervisor_gone() => restore_failure(&error),
@@ -451,7 +453,7 @@ pub(crate) fn open(path: &Path) -> Result<(Arc<Image>, Meta), Failure> {
 
 pub(crate) fn with_meta(image: Image) -> Result<(Arc<Image>, Meta), Failure> {
     let meta: Meta = serde_json::from_value(image.meta().clone())
-        .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
+        .doing_or(FailureKind::Damaged, "reading the image's description of its VM")?;
     match meta.version {
         meta::VERSION..=meta::VERSION_MARKED => Ok((Arc::new(image), meta)),
         other => {
@@ -464,7 +466,7 @@ pub(crate) fn with_meta(image: Image) -> Result<(Arc<Image>, Meta), Failure> {
     }
 }
 
-/// What a disk is now; relative paths start where QEMU was started.
+/// The current identity of a disk; relative paths start in QEMU's working directory.
 pub(crate) fn look(meta: &Meta, file: &Path) -> Option<DiskIdentity> {
     DiskIdentity::of(&meta.qemu.directory.join(file)).ok()
 }
@@ -476,15 +478,15 @@ pub(crate) fn refuse(mismatches: &[Mismatch], force: bool) -> Result<(), Failure
     let chain = mismatches.iter().map(ToString::to_string).collect();
     let failure = Failure { kind: FailureKind::Refused, chain, hint: None };
     Err(failure
-        .while_doing("the guest would not find what it remembers")
-        .hint("bring back what is named here, or go on at your own risk with --force"))
+        .while_doing("the restored guest would find another QEMU or other disks than it had")
+        .hint("provide what is named here, or continue at your own risk with --force"))
 }
 
 fn warnings(mismatches: &[Mismatch]) -> Vec<String> {
     mismatches.iter().map(|mismatch| format!("forced: {mismatch}")).collect()
 }
 
-/// The program of the image, if it may be started; or the one that the user names.
+/// The program that the image names, if it may be started; or the one that the user names.
 fn program(meta: &Meta, overrides: &Overrides) -> Result<PathBuf, Failure> {
     let name = meta.qemu.user_args.first().map_or("", String::as_str);
     match overrides.program {
@@ -493,7 +495,7 @@ fn program(meta: &Meta, overrides: &Overrides) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Takes nothing away from another process: a VM of the same command line may run here.
+/// Changes endpoints that another process uses: a VM with the same command line may run here.
 fn beside(place: &Place<'_>, meta: &Meta, plan: Plan) -> Result<(Plan, Vec<String>), Failure> {
     let holder = |endpoint: &Endpoint| endpoints::holder(endpoint, &meta.qemu.directory);
     let beside = Beside { directory: place.vm.path(), holder: &holder };
@@ -503,7 +505,8 @@ fn beside(place: &Place<'_>, meta: &Meta, plan: Plan) -> Result<(Plan, Vec<Strin
     })
 }
 
-/// Starts QEMU where it ran before, if that directory is still there, and begins to fill its memory.
+/// Starts QEMU in its former working directory, if that still exists, and begins to fill its
+/// memory.
 fn launch(
     place: &Place<'_>,
     meta: &Meta,
@@ -521,8 +524,9 @@ fn launch(
     Ok((child, augmented.args, prefill))
 }
 
-/// `None` where the files are not those of the image: the restore will be refused, and says why. And if use is accounted
-/// for: what is there from the beginning is used unseen.
+/// Starts to prefill RAM. `None` where the files are not those of the image: the restore will be
+/// refused, with the reason. Also `None` if the use of pages is counted, because the use of pages
+/// that are present from the start can't be seen.
 fn prefill_of(
     image: &Arc<Image>,
     options: &RestoreOptions,
@@ -558,7 +562,7 @@ fn describe(
         directory: meta.qemu.directory.clone(),
         drives: meta.drives.clone(),
         cards: child.cards.clone(),
-        // No image has any.
+        // No image has served disks.
         served: Vec::new(),
     };
     qemu::describe(vm, known, layout, place.vm.name().as_str())
@@ -578,11 +582,12 @@ fn attach(
     let mut tracee = Tracee::seize(process, vcpus).doing_or(FailureKind::Host, ATTACHING)?;
     PageFaults::create(&mut tracee, Arc::clone(memory), Trace::Restore)
         .doing_or(FailureKind::Host, ATTACHING)
-        .map_err(|failure| failure.hint("`firn doctor` says what this host and user lack"))
+        .map_err(|failure| failure.hint("`firn doctor` lists what this host and user lack"))
 }
 
-/// A page that can't be brought back leaves QEMU waiting for ever. A VM that has not run, or is to be ended by that, ends, and why
-/// has to be known. Of one that `lives` the supervisor exits instead, and its successor tries again.
+/// What to do when a page can't be restored, because QEMU would wait for it for ever. A VM that has
+/// not run, or that such a failure is to end, is ended, and the reason is recorded. If the VM
+/// `lives`, the supervisor exits instead, and its successor tries again.
 pub(crate) fn on_fatal(
     journal: Arc<JournalFile>,
     hypervisor: &Arc<ProcessHandle>,
@@ -600,7 +605,8 @@ pub(crate) fn on_fatal(
     })
 }
 
-/// Writes what lies beside RAM and is not in the device state. Only now does QEMU have all of it mapped.
+/// Writes the auxiliary blocks that are not in the device state. QEMU has mapped all of them only
+/// now.
 pub(crate) fn write_aux(
     vm: &mut Vm,
     process: &Process,
@@ -615,7 +621,7 @@ pub(crate) fn write_aux(
             .iter()
             .find(|place| place.id == block.id && place.bytes == block.bytes.len() as u64);
         let Some(hva) = place.and_then(|place| place.hva) else {
-            let text = format!("QEMU has no place for {} bytes of {}", block.bytes.len(), block.id);
+            let text = format!("QEMU has no block of {} bytes for {}", block.bytes.len(), block.id);
             return Err(Failure::new(FailureKind::Other, text));
         };
         process_memory::write(process, hva, &block.bytes).doing(format!("writing {}", block.id))?;
@@ -623,7 +629,7 @@ pub(crate) fn write_aux(
     Ok(())
 }
 
-/// Brings in what has to be there before the guest runs, telling how far that is.
+/// Installs the memory that has to be present before the guest runs, and reports progress.
 fn prefill(restore: &Restore, tell: &mut dyn FnMut(Progress)) -> Result<(), Failure> {
     let is_over = AtomicBool::new(false);
     let filled = thread::scope(|scope| {
@@ -644,11 +650,11 @@ fn prefill(restore: &Restore, tell: &mut dyn FnMut(Progress)) -> Result<(), Fail
     });
     match filled {
         Ok(filled) => filled.map_err(|error| restore_failure(&error)),
-        Err(_) => Err(Failure::new(FailureKind::Other, "bringing memory back failed by a bug")),
+        Err(_) => Err(Failure::new(FailureKind::Other, "a bug in Firn ended the restore of memory")),
     }
 }
 
-/// Writes all memory before the vCPUs run, and reports how far that is.
+/// Writes all memory before the vCPUs run, and reports progress.
 fn fill(
     image: &Arc<Image>,
     memory: &GuestMemory,
@@ -671,7 +677,7 @@ fn fill(
     });
     match filled {
         Ok(filled) => filled.map_err(|error| restore_failure(&error)),
-        Err(_) => Err(Failure::new(FailureKind::Other, "bringing memory back failed by a bug")),
+        Err(_) => Err(Failure::new(FailureKind::Other, "a bug in Firn ended the restore of memory")),
     }
 }
 

@@ -1,24 +1,24 @@
-//! The runtime directory: one subdirectory per VM, for its owner alone.
+//! The runtime directory: one subdirectory for each VM, accessible to its owner only.
 //!
 //! ```text
 //!   /run/firn/                 0700   (or $FIRN_RUNTIME_DIR, or $XDG_RUNTIME_DIR/firn)
-//!     .storage/                0700   how far storage is, by earlier restores (storage.rs)
+//!     .storage/                0700   storage latency, from earlier restores (storage_latency.rs)
 //!     .agent/                  0700   sockets of this host's agent (firn-agent, place.rs)
 //!     .network/                0700   a socket for each network that the agent has a switch for
 //!     web/                     0700   one VM
-//!       supervisor.lock               who serves it   (lock.rs)
-//!       guard.lock                    who restarts that one
-//!       watcher.lock                  who does so where the guard does not
-//!       journal.json                  what is going on, in case everybody dies (journal.rs)
-//!       control.sock                  requests of `firn` commands (protocol.rs)
+//!       supervisor.lock               held by the VM's supervisor   (lock.rs)
+//!       guard.lock                    held by the guard, which restarts the supervisor
+//!       watcher.lock                  held by the watcher, which does so where the guard does not
+//!       journal.json                  the operation that runs, for a successor (journal.rs)
+//!       control.sock                  requests of `firn` commands (control_protocol.rs)
 //!       qmp.sock                      QEMU's monitor, for Firn alone; only of VMs that Firn started
-//!       calls                         the memory through which the guest's applications call
-//!       stores.sock                   QEMU's plugin that notes their stores (stores.rs)
-//!       presence                      which pages a restore has installed
-//!       restore.json                  the run record of the last restore, once all memory is there
-//!       log                           the supervisor's; nothing of the guest
+//!       calls                         the memory through which the guest's applications make guest calls
+//!       stores.sock                   QEMU's plugin that records their stores (store_plugin.rs)
+//!       presence                      the pages that a restore has installed
+//!       restore.json                  the run record of the last restore, once all memory is installed
+//!       log                           the supervisor's log; nothing of the guest
 //!       qemu.log                      QEMU's own standard output and error
-//!       user-*                        sockets and files of the user's command line that another process has where that names them
+//!       user-*                        sockets and files of the command line whose names are used elsewhere
 //!       primary.json                  of a standby that an agent has started: its primary's host
 //! ```
 //!
@@ -43,10 +43,10 @@ const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// Why the runtime directory can't be used.
 #[derive(Debug, Error)]
 pub enum RuntimeError {
-    /// Neither root nor a login session with a runtime directory.
+    /// The user is not root, and has no login session with a runtime directory.
     #[error("there is no runtime directory: {VARIABLE} and XDG_RUNTIME_DIR are not set")]
     Nowhere,
-    /// Somebody else could read or replace what is in it.
+    /// Another user could read or replace its contents.
     #[error("{path} is owned by user {owner} with mode {mode:04o}: it must be yours with mode 0700", path = .path.display())]
     Exposed {
         /// The directory.
@@ -67,7 +67,7 @@ pub enum RuntimeError {
     Io {
         /// The file or directory.
         path: PathBuf,
-        /// What the file system said.
+        /// The error of the file system.
         source: io::Error,
     },
 }
@@ -97,15 +97,15 @@ impl RuntimeDir {
         Self { path: path.into() }
     }
 
-    /// Where it is.
+    /// The path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Makes it, if it isn't there.
+    /// Creates the directory, if it does not exist.
     ///
     /// # Errors
-    /// If it can't be made, or is not its owner's alone.
+    /// If it can't be created, or other users can access it.
     pub fn create(&self) -> Result<(), RuntimeError> {
         make_private_all(&self.path)
     }
@@ -120,7 +120,7 @@ impl RuntimeDir {
         VmDir { path: self.path.join(name.as_str()), name: name.clone() }
     }
 
-    /// Every VM that has a subdirectory, by name. What has no VM's name is passed over.
+    /// Every VM that has a subdirectory, by name. Entries that have no VM's name are skipped.
     pub fn vms(&self) -> Result<Vec<VmDir>, RuntimeError> {
         let entries = match fs::read_dir(&self.path) {
             Ok(entries) => entries,
@@ -154,7 +154,7 @@ impl VmDir {
         &self.path
     }
 
-    /// The directory that it is in.
+    /// The runtime directory that contains it.
     pub fn base(&self) -> RuntimeDir {
         RuntimeDir::at(self.path.parent().unwrap_or(Path::new("/")))
     }
@@ -169,7 +169,7 @@ impl VmDir {
         self.path.join("qmp.sock")
     }
 
-    /// The memory through which applications of the guest call, if the VM has that.
+    /// The memory through which applications of the guest make guest calls, if the VM has any.
     pub fn calls(&self) -> PathBuf {
         self.path.join("calls")
     }
@@ -179,17 +179,19 @@ impl VmDir {
         self.path.join("disks.sock")
     }
 
-    /// The socket of the plugin that notes stores, if the VM has that.
+    /// The socket of the plugin that records stores, if the VM has one.
     pub fn stores(&self) -> PathBuf {
         self.path.join("stores.sock")
     }
 
-    /// Until when its frames may leave, if they need a lease: written by the agent.
+    /// The lease file: the time until which the VM's frames may leave, if they need a lease. The
+    /// agent writes it.
     pub fn lease(&self) -> PathBuf {
         self.path.join("lease")
     }
 
-    /// Says until when frames of which timeline may leave (`CLOCK_BOOTTIME`); none may without one.
+    /// Writes the lease file: the generation whose frames may leave, and until when
+    /// (`CLOCK_BOOTTIME`). With `None`, none may leave.
     ///
     /// # Errors
     /// If there is no such VM, or the file can't be written.
@@ -203,7 +205,7 @@ impl VmDir {
         self.path.join("journal.json")
     }
 
-    /// Which pages a restore has installed.
+    /// The presence file: the pages that a restore has installed.
     pub fn presence(&self) -> PathBuf {
         self.path.join("presence")
     }
@@ -223,12 +225,13 @@ impl VmDir {
         self.path.join("qemu.log")
     }
 
-    /// Whether the directory is there.
+    /// Whether the directory exists.
     pub fn exists(&self) -> bool {
         self.path.is_dir()
     }
 
-    /// Makes the directory, and the one around it, if they aren't there; checks that both are private.
+    /// Creates the directory and the runtime directory, if they don't exist; checks that both are
+    /// private.
     pub fn create(&self) -> Result<(), RuntimeError> {
         if let Some(base) = self.path.parent() {
             make_private_all(base)?;
@@ -240,7 +243,8 @@ impl VmDir {
         }
     }
 
-    /// Removes everything but the lock files, so that the name can be used again by the process that holds them.
+    /// Removes everything except the lock files, so that the process that holds them can use the
+    /// name again.
     pub fn clear(&self) -> Result<(), RuntimeError> {
         let io = |source| RuntimeError::Io { path: self.path.clone(), source };
         for entry in fs::read_dir(&self.path).map_err(io)? {
@@ -257,9 +261,9 @@ impl VmDir {
         Ok(())
     }
 
-    /// Removes the directory with all that is in it. That it is gone already is no error.
+    /// Removes the directory with its contents. It is no error if it does not exist.
     ///
-    /// Its name is free at once, so that nothing of another VM that takes it is removed with it.
+    /// Its name is free at once, so that nothing is removed of another VM that then uses the name.
     pub fn remove(&self) -> Result<(), RuntimeError> {
         let gone = self.path.with_file_name(format!(".{}.{}", self.name, std::process::id()));
         let removed = fs::rename(&self.path, &gone).and_then(|()| fs::remove_dir_all(&gone));
@@ -276,15 +280,15 @@ fn absolute(path: &Path) -> Result<PathBuf, RuntimeError> {
     std::path::absolute(path).map_err(|source| RuntimeError::Io { path: path.to_owned(), source })
 }
 
-/// Makes a directory for its owner alone, unless there is one.
+/// Creates a directory that only its owner can access, unless it exists.
 ///
 /// # Errors
-/// If it can't be made, or somebody else can enter it or has made it.
+/// If it can't be created, or if another user can access it or owns it.
 pub fn make_private(path: &Path) -> Result<(), RuntimeError> {
     settle(path, DirBuilder::new().mode(0o700).create(path))
 }
 
-/// With those around it.
+/// Creates a private directory and its parents.
 fn make_private_all(path: &Path) -> Result<(), RuntimeError> {
     settle(path, DirBuilder::new().mode(0o700).recursive(true).create(path))
 }

@@ -1,13 +1,15 @@
-//! The disks of a VM that its supervisor serves, so that they belong to its epochs (`firn-disks`).
+//! The disks of a VM that its supervisor serves, so that they belong to the VM's epochs
+//! (`firn-disks`).
 //!
 //! ```text
 //!   launch:     files locked, served on the VM's disks.sock; QEMU connects              journal: id, file, size
-//!   successor:  the same files, once they are free; QEMU connects again, and repeats what was not answered
-//!   standby:    files made, empty but for what a qcow2 file begins with; epochs are folded into them, QEMU looks on
+//!   successor:  the same files, once they are free; QEMU connects again, and repeats unanswered requests
+//!   standby:    new files, empty except for the head of a qcow2 file; epochs are folded into them while QEMU has them open
 //! ```
 //!
-//! A QEMU that waits for a migration does not believe what it has read of a qcow2 file: it reads it again before the VM runs
-//! (`qcow2_co_invalidate_cache`). So it can be started with a file that has only a head, and everything may change below it.
+//! A QEMU that waits for a migration does not trust what it has read of a qcow2 file: it reads the
+//! file again before the VM runs (`qcow2_co_invalidate_cache`). So it can be started with a file
+//! that has only a head, and everything else may change.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -23,11 +25,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::{Context, Failure, FailureKind};
 
-/// What of a file a QEMU looks at that is only started.
+/// The size of the part of a file that a QEMU reads when it starts.
 const HEAD_BYTES: u64 = 4096;
-/// What a qcow2 file may have beside twice its disk, if nothing else is said.
+/// The default for the bytes that a qcow2 file may have in addition to twice its disk's size.
 const QCOW2_MORE_BYTES: u64 = 64 << 20;
-/// Bytes of memory that a standby takes for a disk's changes before they are folded.
+/// Bytes of memory that a standby uses for a disk's changes before they are folded.
 const FOLD_BYTES: usize = 64 << 20;
 const QCOW2: &str = "qcow2";
 
@@ -38,14 +40,14 @@ pub struct ServedDisk {
     pub id: String,
     /// Its file, absolute.
     pub file: PathBuf,
-    /// Its bytes, with those that the file may still grow by.
+    /// Its size in bytes, including the bytes by which the file may still grow.
     pub size: u64,
-    /// Which file it is: another of its name is none of the VM's.
+    /// The identity of the file: another file of this name does not belong to the VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub is: Option<FileId>,
 }
 
-/// All that are served, until it is dropped.
+/// All disks that are served, until the value is dropped.
 #[derive(Default)]
 pub(crate) struct Served {
     disks: Vec<(ServedDisk, Arc<Disk>)>,
@@ -53,7 +55,7 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    /// Those of a command line, whose files are named from `directory` on.
+    /// Opens and serves the disks of a command line. Relative paths start in `directory`.
     pub(crate) fn open(
         plans: &[DiskPlan],
         directory: &Path,
@@ -68,7 +70,7 @@ impl Served {
         Self::again(&disks, socket)
     }
 
-    /// Those that were served before.
+    /// Opens and serves disks that a supervisor served before.
     pub(crate) fn again(disks: &[ServedDisk], socket: &Path) -> Result<Self, Failure> {
         let open = |disk: &ServedDisk| {
             let (opened, is) = Disk::open_if(&disk.file, Some(disk.size), disk.is)
@@ -88,17 +90,17 @@ impl Served {
         Ok(Self { disks, _server: Some(server) })
     }
 
-    /// Which they are.
+    /// The disks, as the journal records them.
     pub(crate) fn list(&self) -> Vec<ServedDisk> {
         self.disks.iter().map(|(disk, _)| disk.clone()).collect()
     }
 
-    /// For a VM's epochs.
+    /// The disks, for the VM's epochs.
     pub(crate) fn disks(&self) -> Disks {
         Disks::new(self.disks.iter().map(|(it, disk)| (it.id.clone(), Arc::clone(disk))).collect())
     }
 
-    /// For the standby.
+    /// The descriptions of the disks, for the standby.
     pub(crate) fn hello(&self) -> Result<Vec<DiskHello>, Failure> {
         let hello = |(it, disk): &(ServedDisk, Arc<Disk>)| {
             let mut head = vec![0; HEAD_BYTES.min(disk.size()) as usize];
@@ -108,7 +110,7 @@ impl Served {
         self.disks.iter().map(hello).collect()
     }
 
-    /// New files for the disks of a primary's VM, in its order.
+    /// Creates and serves new files for the disks of a primary's VM, in the primary's order.
     pub(crate) fn standby(
         plans: &[DiskPlan],
         hello: &[DiskHello],
@@ -118,7 +120,7 @@ impl Served {
         let are_planned = plans.len() == hello.len()
             && plans.iter().zip(hello).all(|(plan, hello)| plan.id == hello.id);
         if !are_planned {
-            let text = "the VM's disks are not what its command line says";
+            let text = "the VM's disks do not match its command line";
             return Err(Failure::new(FailureKind::Refused, text));
         }
         let made = Made::default();
@@ -139,7 +141,7 @@ impl Served {
     }
 }
 
-/// Files that go again unless they are kept.
+/// New files that are removed when the value is dropped, unless they are kept.
 #[derive(Default)]
 struct Made(std::cell::RefCell<Vec<PathBuf>>);
 
@@ -152,8 +154,8 @@ impl Made {
     ) -> Result<(Arc<dyn Store>, FileId), Failure> {
         // A qcow2 file grows by itself.
         let length = if plan.format == QCOW2 { 0 } else { hello.size };
-        let hint = || format!("`firn standby --disk {}=PATH` puts it elsewhere", plan.id);
-        let making = format!("making a file for the disk {}", plan.id);
+        let hint = || format!("`firn standby --disk {}=PATH` chooses another path", plan.id);
+        let making = format!("creating a file for the disk {}", plan.id);
         let store = FileStore::create(file, length)
             .doing_or(FailureKind::Refused, making.clone())
             .map_err(|failure| failure.hint(hint()))?;
@@ -171,14 +173,14 @@ impl Made {
 
 impl Drop for Made {
     fn drop(&mut self) {
-        // Whoever hears of the failure need not hear of this.
+        // An error is ignored, because a failure is reported already.
         self.0.borrow().iter().for_each(|file| drop(std::fs::remove_file(file)));
     }
 }
 
-/// As large as the file may ever be.
+/// The maximum size that the file may ever have.
 fn size(plan: &DiskPlan, file: &Path) -> Result<u64, Failure> {
-    const LOOKING: &str = "looking at its file";
+    const LOOKING: &str = "examining its file";
     let length = std::fs::metadata(file).doing_or(FailureKind::Usage, LOOKING)?.len();
     let whole = |bytes: u64| bytes.next_multiple_of(1 << 16);
     match (plan.format == QCOW2, plan.size) {
@@ -191,7 +193,7 @@ fn size(plan: &DiskPlan, file: &Path) -> Result<u64, Failure> {
         (false, None) if length % 512 == 0 => Ok(length),
         (false, None) => {
             let text =
-                format!("{} has {length} bytes, which are no sectors of 512", file.display());
+                format!("{} has {length} bytes, not a multiple of 512", file.display());
             Err(Failure::new(FailureKind::Usage, text).hint("make it longer: `truncate -s %512`"))
         }
         (false, Some(_)) => {
@@ -201,7 +203,7 @@ fn size(plan: &DiskPlan, file: &Path) -> Result<u64, Failure> {
     }
 }
 
-/// Of a qcow2 disk, in bytes (QEMU, `docs/interop/qcow2.txt`).
+/// The virtual size of a qcow2 disk, in bytes (QEMU, `docs/interop/qcow2.txt`).
 fn virtual_size(file: &Path) -> std::io::Result<u64> {
     let mut head = [0; 32];
     firn_files::open_disk(file)?.read_exact(&mut head)?;

@@ -1,8 +1,9 @@
-//! The control socket: connections in, events out.
+//! The control socket's server: it turns requests on connections into events.
 //!
-//! One thread accepts, one per connection reads lines and turns them into events; replies are written by the
-//! supervisor's main loop alone, so that two never mix. A client that does not read its replies is not waited for:
-//! it misses progress, and is dropped when it has no room for an answer.
+//! One thread accepts connections, and one for each connection reads lines and turns them into
+//! events. Only the event loop writes replies, so that two never mix. The loop does not wait for a
+//! client that does not read its replies: such a client misses progress, and its connection is
+//! closed when a last reply does not fit into its socket's buffer.
 
 use std::collections::HashMap;
 use std::fs;
@@ -21,7 +22,7 @@ use crate::decisions::{ClientId, Event};
 use crate::failure::{Failure, FailureKind};
 use crate::protocol::{self, MessageError, REQUEST_BYTES_MAX, Reply, Request};
 
-/// Connections served at once; one more is refused.
+/// The maximum number of connections; another one is refused.
 const CLIENTS_MAX: usize = 32;
 
 /// The connections whose requests may still be answered.
@@ -31,7 +32,7 @@ pub struct Clients {
 }
 
 impl Clients {
-    /// Sends a reply to a client. One that has gone away is forgotten.
+    /// Sends a reply to a client. The connection of a client that has disconnected is removed.
     pub fn send(&self, to: ClientId, reply: &Reply) {
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(stream) = streams.get(&to) else { return };
@@ -56,7 +57,7 @@ impl Clients {
     }
 }
 
-/// A message goes whole or not at all: it is far smaller than the socket's buffer.
+/// Sends a message completely or not at all: a message is far smaller than the socket's buffer.
 fn send_whole(stream: &UnixStream, line: &[u8]) -> io::Result<()> {
     let sent = rustix::net::send(stream, line, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
     match sent == line.len() {
@@ -65,7 +66,7 @@ fn send_whole(stream: &UnixStream, line: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Opens the control socket and serves it on threads of its own, for as long as the process lives.
+/// Opens the control socket and serves it on threads of its own, until the process ends.
 pub fn listen(path: &Path, events: Sender<Event>) -> io::Result<Clients> {
     let listener = bind(path)?;
     let clients = Clients::default();
@@ -76,7 +77,8 @@ pub fn listen(path: &Path, events: Sender<Event>) -> io::Result<Clients> {
     Ok(clients)
 }
 
-/// The directory is private already; the socket is too, for whoever moves it.
+/// Binds a socket with mode 0600. The directory is private already; this is for the case that a
+/// user moves the socket.
 pub(crate) fn bind(path: &Path) -> io::Result<UnixListener> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -92,7 +94,7 @@ fn accept(listener: &UnixListener, clients: &Clients, events: &Sender<Event>) {
     for (number, stream) in listener.incoming().enumerate() {
         let Ok(stream) = stream else { continue };
         if connected.load(Ordering::Relaxed) >= CLIENTS_MAX {
-            let busy = Failure::new(FailureKind::Busy, "too many commands talk to this VM at once");
+            let busy = Failure::new(FailureKind::Busy, "too many commands are connected to this VM");
             let _ = send_whole(&stream, &protocol::encode(&Reply::Failed(busy)));
             continue;
         }
@@ -129,13 +131,13 @@ impl Connection {
         let _ = events.send(Event::ClientGone(self.id));
     }
 
-    /// `None` when nothing more can come.
+    /// Reads the next event; `None` when no more can arrive.
     fn next(&self, from: &mut impl io::BufRead) -> Option<Event> {
         match protocol::read_line(from, REQUEST_BYTES_MAX) {
             Ok(Some(line)) => Some(self.event(protocol::decode(&line))),
             Ok(None) | Err(MessageError::Io(_)) => None,
             Err(error) => {
-                // Where this line ends is not known, so nothing after it can be understood.
+                // The end of this line is not known, so nothing after it can be parsed.
                 self.clients.send(self.id, &Reply::Failed(error.into()));
                 None
             }

@@ -1,8 +1,8 @@
-//! What remains of a restore once its guest may run: to serve its memory until all of it is there.
+//! The rest of a restore once its guest may run: its memory is served until all of it is installed.
 //!
 //! ```text
 //!   started here ----------------------------------.
-//!   taken over: adopt the descriptor -> open image -+-> wait, report, keep records -> release the memory -> "running"
+//!   recovered: adopt the descriptor -> open image --+-> wait, report, record -> release the memory -> "running"
 //!                                  ^        | fails
 //!                                  '- pause '   the guest waits meanwhile; the supervisor answers requests
 //! ```
@@ -31,16 +31,16 @@ use crate::restore::{self, RESTORING, journal, on_fatal, restore_failure, vcpus}
 use crate::runtime::VmDir;
 use crate::storage::Storage;
 
-/// How often progress is reported.
+/// The interval between progress reports.
 pub(crate) const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
-/// When a run record is first written while memory is still coming.
+/// The time of the first run record that is written while memory is still being restored.
 const FIRST_RECORD: Duration = Duration::from_secs(1);
 
-/// How often an image that can't be opened is tried again.
+/// The interval between attempts to open an image that can't be opened.
 const REOPEN_EVERY: Duration = Duration::from_millis(500);
 
-/// How far a restore has come, and what it waits for.
+/// The progress of a restore, and its outage if there is one.
 pub(crate) fn progress(restore: &Restore, waiting: Option<Waiting>) -> Progress {
     let now = restore.progress();
     let stage = match &waiting {
@@ -78,14 +78,14 @@ pub(crate) struct TakenOver {
     pub(crate) cont: bool,
 }
 
-/// A restore that continues.
+/// A restore that a successor continues.
 pub(crate) struct Resumed {
     pub(crate) restoring: Restoring,
     /// The open files of the image, if it could be opened.
     pub(crate) files: Vec<File>,
 }
 
-/// The guest's memory, taken over.
+/// The guest's memory, adopted from the hypervisor.
 struct Adopted {
     process: Arc<Process>,
     memory: Arc<GuestMemory>,
@@ -93,16 +93,17 @@ struct Adopted {
 }
 
 impl TakenOver {
-    /// Continues where another supervisor died. `None` if its restore was over and only the journal did not say so.
+    /// Continues a restore whose supervisor died. `None` if the restore was over and only the
+    /// journal did not record it.
     pub(crate) fn resume(self) -> Result<Option<Resumed>, Failure> {
-        const ADOPTING: &str = "taking the guest's memory over";
+        const ADOPTING: &str = "adopting the guest's memory";
         let (process, memory) = qemu::open_journaled(&self.machine)?;
         let Some(faults) = PageFaults::adopt(&process, Arc::clone(&memory)).doing(ADOPTING)? else {
             return Ok(None);
         };
         let adopted = Adopted { process, memory, faults };
         match self.open() {
-            // At once: the guest may be waiting.
+            // At once, because the guest may be waiting.
             Ok(image) => {
                 let files = image.try_clone_files().unwrap_or_default();
                 let restoring = self.serve(image, adopted)?.boxed();
@@ -137,7 +138,8 @@ impl TakenOver {
         self.serve(image, adopted)?.finish(tell)
     }
 
-    /// The guest waits as soon as it touches what is missing, which it may have done already.
+    /// The progress while the image can't be opened. The guest blocks as soon as it touches a
+    /// missing page, which it may have done already.
     fn waiting(&self, failure: &Failure, since: u64) -> Progress {
         let waiting = Waiting {
             error: failure.to_string(),
@@ -149,7 +151,8 @@ impl TakenOver {
         Progress { waiting: Some(waiting), ..Progress::new("waiting for storage", 0, 0) }
     }
 
-    /// The image by its name, or else by its open files. Another file may be the same image: one that was made whole meanwhile.
+    /// Opens the image by its name, or else by its open files. Another file may be the same image:
+    /// one that was completed meanwhile.
     fn open(&self) -> Result<Arc<Image>, Failure> {
         let named = restore::open(&self.image).and_then(|(image, _)| self.check(image));
         named.or_else(|failure| match self.files.is_empty() {
@@ -185,7 +188,7 @@ impl TakenOver {
         let lives = Arc::new(AtomicBool::new(self.on_error == OnError::Stop));
         let on_fatal = on_fatal(Arc::clone(&journal), &hypervisor, lives);
         let restore = Restore::resume(image, memory, faults, options, presence, on_fatal)
-            .doing("taking the guest's memory over")?;
+            .doing("adopting the guest's memory")?;
         let pauser = match self.cont {
             true => Pauser::of_paused(Arc::clone(&journal), Arc::clone(&hypervisor)),
             false => Pauser::new(Arc::clone(&journal), Arc::clone(&hypervisor)),
@@ -206,7 +209,7 @@ impl TakenOver {
     }
 }
 
-/// Writes a file that a reader finds whole, before or after.
+/// Replaces a file, so that a reader sees the old or the new content completely.
 fn replace(path: &Path, content: &[u8]) -> std::io::Result<()> {
     let new = path.with_extension("new");
     std::fs::write(&new, content)?;
@@ -221,9 +224,9 @@ pub(crate) struct Work {
     pub(crate) journal: Arc<JournalFile>,
     pub(crate) hypervisor: Arc<ProcessHandle>,
     pub(crate) run_record: PathBuf,
-    /// Receives what the guest waited for.
+    /// Records which blocks the guest waited for.
     pub(crate) learning: Option<Learning>,
-    /// Receives the storage latency.
+    /// Records the storage latency.
     pub(crate) storage: Option<Storage>,
     pub(crate) image: PathBuf,
     pub(crate) map: RegionMap,
@@ -235,7 +238,7 @@ impl Work {
         Box::new(move |tell| self.finish(tell))
     }
 
-    /// Waits until all memory is there, then leaves the VM as if it had never been restored.
+    /// Waits until all memory is installed, then leaves the VM as if it had never been restored.
     fn finish(mut self, tell: &dyn Fn(Progress)) -> Result<serde_json::Value, Failure> {
         self.wait(tell).map_err(|error| restore_failure(&error))?;
         self.pauser.finish();
@@ -251,7 +254,7 @@ impl Work {
         Ok(json!({ "restored": counts }))
     }
 
-    /// Writes down what happened so far. The guest does not depend on it.
+    /// Writes the run record so far. The guest does not depend on it.
     fn keep_record(&self) -> RunCounts {
         let record = self.restore.record();
         let written = serde_json::to_vec(&record)
@@ -263,7 +266,7 @@ impl Work {
         record.counts
     }
 
-    /// Keeps what there is to be learned, once.
+    /// Records learned blocks and the storage latency, once.
     fn learn(&mut self) {
         if let Some(learning) = self.learning.take() {
             if !self.restore.has_read_all() {
@@ -275,8 +278,9 @@ impl Work {
         }
     }
 
-    /// Meanwhile the run record is kept up to date at growing intervals, so that a long restore can be looked at and its
-    /// record costs no more than twice what it costs in the end.
+    /// Waits until all memory is installed. Meanwhile the run record is written at growing
+    /// intervals, so that a long restore can be examined and its record costs at most twice what it
+    /// costs at the end.
     fn wait(&mut self, tell: &dyn Fn(Progress)) -> Result<(), Arc<RestoreError>> {
         let since = Instant::now();
         let mut record_at = FIRST_RECORD;

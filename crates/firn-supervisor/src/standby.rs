@@ -1,4 +1,5 @@
-//! A standby: receives a VM's epochs into the memory of a hypervisor that waits, and runs it when its primary is lost.
+//! The standby: it receives a VM's epochs into the memory of a waiting hypervisor, and runs the VM
+//! when its primary is lost.
 //!
 //! ```text
 //!   listen -> hello -> launch QEMU -S -incoming defer, its RAM emptied -> receive ... receive        phase `standby`
@@ -8,9 +9,10 @@
 //!                                                    cont                                            phase `running`
 //! ```
 //!
-//! The hypervisor maps the very files that epochs are folded into, so a failover moves no memory. A connection that has ended
-//! leaves what is committed: the standby waits for the failover. Device state is in the supervisor alone: until a failover has put it
-//! into the hypervisor, nothing outlives the supervisor. From then on the VM does.
+//! The hypervisor maps the same files that epochs are folded into, so a failover moves no memory.
+//! When the connection ends, committed epochs remain, and the standby waits for a failover. The
+//! device state is only in the supervisor: until a failover has loaded it into the hypervisor, the
+//! standby is lost with its supervisor. From then on the VM survives the supervisor.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -48,7 +50,7 @@ mod waiting;
 pub use takeover::Readiness;
 pub(crate) use takeover::Takeover;
 
-/// What a VM has elsewhere here.
+/// What a VM has on this host in place of what it has at its primary.
 pub(crate) struct Here<'a> {
     /// The uplinks of its network cards.
     pub(crate) uplinks: &'a BTreeMap<String, String>,
@@ -57,7 +59,8 @@ pub(crate) struct Here<'a> {
 }
 
 impl Here<'_> {
-    /// The VM's command line here. A disk's file is new, and named after the VM unless it is said where it is to be.
+    /// The VM's command line on this host. A disk's file is new, and named after the VM unless the
+    /// user names it.
     fn command(&self, place: &Place<'_>, args: &[String]) -> Result<Vec<String>, CommandLineError> {
         let mut uplinks = self.uplinks.iter();
         let args = uplinks.try_fold(args.to_vec(), |args, (id, path)| {
@@ -74,7 +77,8 @@ impl Here<'_> {
     }
 }
 
-/// `firn standby`: returns once a primary has connected and its hypervisor is ready.
+/// Starts a standby (`firn standby`): returns once a primary has connected and the hypervisor is
+/// ready.
 pub(crate) fn standby(
     place: &Place<'_>,
     listen: &Endpoint,
@@ -85,7 +89,7 @@ pub(crate) fn standby(
     let stream = waiting::accept(place, listen)?;
     let (mut receiver, hello) = Receiver::meet(&stream)
         .map_err(|error| Failure::from_error(FailureKind::Refused, &error))
-        .map_err(|failure| failure.while_doing("meeting the primary"))?;
+        .map_err(|failure| failure.while_doing("receiving the primary's description"))?;
     match Prepared::of(place, &hello, here) {
         Ok(prepared) => prepared.started(place, receiver, stream, hello),
         Err(failure) => {
@@ -95,7 +99,7 @@ pub(crate) fn standby(
     }
 }
 
-/// A hypervisor that waits, with empty memory.
+/// A waiting hypervisor with empty memory.
 struct Prepared {
     child: Child,
     vm: Vm,
@@ -110,7 +114,7 @@ struct Prepared {
 impl Prepared {
     fn of(place: &Place<'_>, hello: &Hello, here: &Here<'_>) -> Result<Self, Failure> {
         let meta: Meta = serde_json::from_value(hello.meta.clone())
-            .doing_or(FailureKind::Refused, "reading what the primary says of its VM")?;
+            .doing_or(FailureKind::Refused, "decoding the primary's description of its VM")?;
         refuse(&meta.disk_mismatches(|disk| look(&meta, Path::new(&disk.file))), false)?;
         let user_args = here.command(place, &meta.qemu.user_args).map_err(start::refused)?;
         let plan = command_line::plan(&user_args).map_err(start::refused)?;
@@ -135,7 +139,7 @@ impl Prepared {
         refuse(meta.qemu_mismatch(&vm.version().to_string()).as_slice(), false)?;
         let layout = vm.layout().doing("finding the guest's memory")?;
         if layout.map.regions() != hello.regions.regions() {
-            let text = "QEMU lays out the VM's memory otherwise than the primary's";
+            let text = "QEMU arranges the VM's memory differently from the primary";
             return Err(Failure::new(FailureKind::Refused, text));
         }
         let known = Known {
@@ -152,7 +156,7 @@ impl Prepared {
         let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
         let facts = start::facts(&machine, &[]);
         let memory = qemu::open_memory(machine.process.pid, &layout)?;
-        // What its firmware wrote.
+        // Its firmware has written to memory.
         memory.guest.punch_out(memory.guest.all()).doing("emptying the VM's memory")?;
         let change = |journal: &mut Journal| {
             journal.machine = Some(machine);
@@ -191,7 +195,8 @@ impl Prepared {
     }
 }
 
-/// Regions come in the order in which the guest sees them, files in that of the command line.
+/// Maps regions to files: regions come in the order of guest addresses, files in that of the
+/// command line.
 fn ram_of(regions: &RegionMap, plans: &[RamPlan], files: Vec<File>) -> Result<RamFiles, Failure> {
     let is_planned = |region: &RamRegion| {
         let bytes = |plan: &RamPlan| plan.bytes.next_multiple_of(PAGE_SIZE as u64);
@@ -200,12 +205,12 @@ fn ram_of(regions: &RegionMap, plans: &[RamPlan], files: Vec<File>) -> Result<Ra
     let files = plans.iter().map(|plan| plan.id.as_str()).zip(files).collect();
     let are_planned = regions.regions().iter().all(is_planned);
     are_planned.then(|| RamFiles::named(regions, files)).flatten().ok_or_else(|| {
-        let text = "the VM's memory is not what its command line says";
+        let text = "the VM's memory does not match its command line";
         Failure::new(FailureKind::Refused, text)
     })
 }
 
-/// A standby that receives, and then runs.
+/// The task of a standby: to receive epochs, and then to run the VM.
 struct Work {
     receiver: Receiver,
     standby: Standby<RamFiles>,
@@ -214,7 +219,7 @@ struct Work {
     journal: Arc<JournalFile>,
     network: Arc<Network>,
     takeover: Arc<Takeover>,
-    /// Of its lease.
+    /// The lease file.
     page: PathBuf,
 }
 
@@ -239,7 +244,7 @@ impl Work {
         write_aux(&mut vm, &process, &aux)?;
         firn_fault::point("failover.loaded");
         let enter = |phase| journal.update(|it| it.phase = phase).doing("writing the journal");
-        // From here on its disks are the VM's own, and nothing that may be discarded.
+        // From here on the disks belong to the VM, and may not be discarded.
         let own = |journal: &mut Journal| {
             journal.phase = Phase::Standby { started: true };
             journal.lease = lease;
@@ -252,7 +257,7 @@ impl Work {
             network.go_on(&Membership { generation, ..of }, epoch, &kept);
         }
         network.plug();
-        vm.cont().doing("letting the VM run")?;
+        vm.cont().doing("starting the vCPUs")?;
         announce(&mut vm);
         firn_fault::point("failover.running");
         enter(Phase::Running)?;
@@ -262,7 +267,8 @@ impl Work {
     }
 }
 
-/// Tells switches where the VM's addresses are now. One that can't be told finds out when the VM sends something.
+/// Announces the VM's addresses to switches. A switch that misses this learns them from the VM's
+/// first frame.
 pub(crate) fn announce(vm: &mut Vm) {
     if let Err(error) = vm.announce() {
         tracing::warn!("the VM's addresses are not announced: {error}");

@@ -1,8 +1,8 @@
-//! Names for the files of a standby's disks.
+//! File names for the disks of a standby.
 //!
-//! `NAME.DISK.FORMAT` is taken where a standby of that name was lost with its host, or the VM was here before: after a failover and a
-//! failback its disk of that time has the name. Such a file may be all that is left of a disk, so it stays, and the new one is
-//! numbered.
+//! The name `NAME.DISK.FORMAT` may be taken: by a standby of that name that was lost with its host,
+//! or by an earlier disk of the VM itself, after a failover and a failback. Such a file may be all
+//! that is left of a disk, so it is kept, and the new one gets a number.
 
 use std::iter;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ pub(crate) fn free_file(directory: &Path, vm: &VmName, disk: &DiskPlan) -> PathB
     let first = directory.join(format!("{stem}.{format}"));
     let numbered = (2_u32..).map(|number| directory.join(format!("{stem}.{number}.{format}")));
     let mut names = iter::once(first.clone()).chain(numbered);
-    // A link that leads nowhere is a file of that name too.
+    // A link to a file that does not exist has the name, too.
     names.find(|name| name.symlink_metadata().is_err()).unwrap_or(first)
 }
 

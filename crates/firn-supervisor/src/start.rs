@@ -1,4 +1,4 @@
-//! Coming to have a VM: start one, or be pointed at one that runs.
+//! The start of a VM, or the attachment to one that runs.
 
 use std::fs::File;
 use std::io;
@@ -29,19 +29,19 @@ use crate::runtime::VmDir;
 use crate::served::Served;
 use crate::standby::Takeover;
 
-/// How much of QEMU's own output goes into an error, in bytes.
+/// The maximum amount of QEMU's own output in an error, in bytes.
 const TAIL_BYTES: u64 = 2000;
 
-/// How long a QEMU that fails at something may take to be dead, if that is why.
+/// The time after a failure within which a QEMU has to end for its end to count as the cause.
 const DYING_WAIT: Duration = Duration::from_millis(500);
 
-/// Where a VM is being started.
+/// The context in which a VM is started.
 pub(crate) struct Place<'a> {
     pub(crate) vm: &'a VmDir,
     pub(crate) journal: &'a Arc<JournalFile>,
-    /// The directory in which the command was given.
+    /// The working directory of the command.
     pub(crate) directory: PathBuf,
-    /// The plugin that QEMU is to note stores with, if it is.
+    /// The plugin with which QEMU is to record stores, if it is.
     pub(crate) stores: Option<&'a Path>,
 }
 
@@ -51,18 +51,18 @@ impl Place<'_> {
     }
 }
 
-/// A VM that runs.
+/// A VM that has been started or attached to.
 pub(crate) struct Started {
     pub(crate) hypervisor: Arc<ProcessHandle>,
-    /// What is left to do of a restore.
+    /// The rest of a restore.
     pub(crate) restoring: Option<Restoring>,
-    /// If it does not run yet: how it is made to.
+    /// The control of a standby, if the VM is one.
     pub(crate) standby: Option<Arc<Takeover>>,
-    /// Its network cards, if they were opened already.
+    /// Its network cards, if they are open already.
     pub(crate) network: Option<Arc<Network>>,
-    /// Its disks that are served, if they are already.
+    /// Its served disks, if they are served already.
     pub(crate) served: Option<Arc<Served>>,
-    /// What there is to say about it.
+    /// The facts for the reply.
     pub(crate) facts: serde_json::Value,
     /// Its guards, if they were started with it.
     pub(crate) guards: Vec<(Role, ProcessHandle)>,
@@ -70,13 +70,13 @@ pub(crate) struct Started {
     pub(crate) files: Vec<File>,
 }
 
-/// A hypervisor that Firn has started. Killed when dropped, unless it was kept.
+/// A hypervisor that Firn has started. It is killed when this value is dropped, unless it was kept.
 pub(crate) struct Child {
     pub(crate) identity: ProcessIdentity,
     pub(crate) handle: Option<Arc<ProcessHandle>>,
     /// Its network cards whose frames pass through the supervisor.
     pub(crate) cards: Vec<Card>,
-    /// Its RAM: the files stay open here until QEMU has opened them itself.
+    /// Its RAM: the files stay open here until QEMU has opened them.
     _ram: Vec<File>,
 }
 
@@ -86,18 +86,18 @@ impl Child {
         self.handle.as_ref().ok_or_else(gone)
     }
 
-    /// Connects to its monitor, as soon as there is one.
+    /// Connects to its monitor, as soon as that exists.
     pub(crate) fn connect(&self, vm: &VmDir) -> Result<Vm, Failure> {
         qemu::connect_new((self.identity.pid, self.handle()?), &vm.qmp())
     }
 
-    /// Lets it live.
+    /// Keeps it alive when this value is dropped.
     pub(crate) fn keep(mut self) -> Result<Arc<ProcessHandle>, Failure> {
         let gone = || Failure::new(FailureKind::Ended, "QEMU has ended");
         self.handle.take().ok_or_else(gone)
     }
 
-    /// Why a step failed: if QEMU has ended by itself, nothing else counts.
+    /// Explains why a step failed: if QEMU has ended by itself, that is the reason.
     pub(crate) fn explain(&self, failure: Failure, vm: &VmDir) -> Failure {
         use FailureKind::{Damaged, Refused, Usage};
         let is_explained = matches!(failure.kind, Damaged | Refused | Usage);
@@ -120,7 +120,7 @@ impl Drop for Child {
     }
 }
 
-/// `firn run`. `calls` names the applications that may call.
+/// Runs a VM: `firn run`. `calls` names the applications that may make guest calls.
 pub(crate) fn run(
     place: &Place<'_>,
     args: &[String],
@@ -138,7 +138,7 @@ pub(crate) fn run(
     let notes = disk_layers::check(&wanted.collect::<Vec<_>>(), old_disk)?;
     let served = Served::open(plan.disks(), &place.directory, &place.vm.disks())?;
     let plan = plan.with_disks(&place.vm.disks());
-    let ram = ram_files(plan.ram()).doing("making the VM's memory")?;
+    let ram = ram_files(plan.ram()).doing("creating the VM's memory")?;
     let mut sockets = Sockets::make(plan.cards(), &place.directory, place.vm)?;
     sockets.connect()?;
     let augmented = plan.augment(&paths(place, &ram, &sockets)).map_err(refused)?;
@@ -185,17 +185,17 @@ fn get_to_know(
     Ok(machine)
 }
 
-/// Whether stores are seen in this VM.
+/// Checks whether stores can be recorded in this VM.
 pub(crate) fn check_stores(meta: &Meta) -> Result<(), Failure> {
     if meta.qemu.accel == "tcg" {
         return Ok(());
     }
-    let text = format!("no stores are seen in a VM that runs under {}", meta.qemu.accel);
-    let hint = "leave out --stores: applications are then told by pages what they wrote";
+    let text = format!("stores can't be recorded in a VM that runs under {}", meta.qemu.accel);
+    let hint = "omit --stores: Firn then reports to applications which pages they wrote";
     Err(Failure::new(FailureKind::Usage, text).hint(hint))
 }
 
-/// `firn attach`. `before` is what the journal said of a VM that Firn had let go of.
+/// Attaches to a VM: `firn attach`. `before` is the record of a VM that Firn was detached from.
 pub(crate) fn attach(
     place: &Place<'_>,
     pid: i32,
@@ -208,11 +208,11 @@ pub(crate) fn attach(
         Failure::new(FailureKind::NoSuchVm, text).hint("give the process id of the hypervisor")
     };
     let process = ProcessIdentity::of(pid).map_err(|_| no_process())?;
-    let hypervisor = process.open().doing("reaching the process")?.ok_or_else(no_process)?;
+    let hypervisor = process.open().doing("opening the process")?.ok_or_else(no_process)?;
     refuse_known(place, &process)?;
     hypervisor.keep_ownership(Ownership::take(&process)?);
     let mut vm = monitor::connect(pid, qmp, qemu::ANSWER_WAIT)?;
-    let drives = vm.drives().doing("asking for the VM's disks")?;
+    let drives = vm.drives().doing("querying the VM's disks")?;
     let wanted =
         |drive: &Drive| Wanted { named: drive.name.clone(), file: drive.file().to_owned() };
     let notes = disk_layers::check(&drives.iter().map(wanted).collect::<Vec<_>>(), old_disk)?;
@@ -229,7 +229,7 @@ pub(crate) fn attach(
         directory: before.map_or(directory, |it| it.meta.qemu.directory.clone()),
         drives: before.map(|it| it.meta.drives.clone()).unwrap_or_default(),
         cards: before.map(|it| it.cards.clone()).unwrap_or_default(),
-        // One with such disks is not let go of.
+        // Firn does not detach from a VM with served disks.
         served: Vec::new(),
     };
     let machine = qemu::describe(&mut vm, known, &layout, place.vm.name().as_str())?;
@@ -241,9 +241,10 @@ pub(crate) fn attach(
     Ok(Started { hypervisor, restoring, standby, network, served, facts, guards, files })
 }
 
-/// Refuses a process that another VM of this runtime directory has already: it may have no supervisor at the moment.
+/// Refuses a process that another VM of this runtime directory has, even if that VM has no
+/// supervisor at the moment.
 fn refuse_known(place: &Place<'_>, process: &ProcessIdentity) -> Result<(), Failure> {
-    for vm in place.vm.base().vms().doing("looking at the other VMs")? {
+    for vm in place.vm.base().vms().doing("listing the other VMs")? {
         let journal = Journal::load(&vm.journal()).ok().flatten();
         let is_it = |journal: &Journal| {
             let machine = journal.machine.as_ref();
@@ -256,7 +257,7 @@ fn refuse_known(place: &Place<'_>, process: &ProcessIdentity) -> Result<(), Fail
         let (pid, name) = (process.pid, vm.name());
         let text = format!("process {pid} is VM {name} already");
         let hint = match journal.phase {
-            Phase::Detached => format!("`firn attach {name}` looks after it again"),
+            Phase::Detached => format!("`firn attach {name}` attaches to it again"),
             _ => format!("`firn detach {name}` releases it"),
         };
         return Err(Failure::new(FailureKind::Busy, text).hint(hint));
@@ -290,7 +291,7 @@ pub(crate) fn refused(error: CommandLineError) -> Failure {
     Failure::from_error(FailureKind::Usage, &error).while_doing("this command line can't be used")
 }
 
-/// One memory file for each region of RAM. QEMU inherits them, so that they go with it.
+/// Creates a memory file for each region of RAM. QEMU inherits them, so that they end with it.
 pub(crate) fn ram_files(plans: &[RamPlan]) -> io::Result<Vec<File>> {
     let file = |plan: &RamPlan| {
         let file = memfd_create("firn-ram", MemfdFlags::CLOEXEC)?;
@@ -309,10 +310,10 @@ pub(crate) fn paths(place: &Place<'_>, ram: &[File], sockets: &Sockets) -> Paths
     Paths { qmp, ram: ram.iter().map(path).collect(), calls, stores, cards }
 }
 
-/// Goes to where a QEMU that is to be started ran before, if that directory is still there.
+/// Changes to the former working directory of a QEMU that is to be started, if that still exists.
 pub(crate) fn enter(directory: &Path) {
     if std::env::set_current_dir(directory).is_err() {
-        tracing::warn!("the directory in which the VM was started is gone");
+        tracing::warn!("the directory in which the VM was started does not exist any more");
     }
 }
 
@@ -327,12 +328,13 @@ pub(crate) fn launch(
     let inherit: Vec<_> = ram.iter().map(AsFd::as_fd).chain(sockets.all()).collect();
     let launched = firn_vmm::launch(&augmented.args, &inherit, &vm.qemu_log())
         .doing("starting QEMU")
-        .map_err(|failure| failure.hint("is QEMU installed? `firn doctor` tells"))?;
+        .map_err(|failure| failure.hint("is QEMU installed? `firn doctor` checks it"))?;
     let (identity, handle) = identify(launched, vm)?;
     Ok(Child { identity, handle: Some(Arc::new(handle)), cards, _ram: ram })
 }
 
-/// From here on its end is found out by pidfd, and collected by [`ProcessHandle::exit`].
+/// Opens a pidfd, which reports the end of the process from here on; [`ProcessHandle::reap_exit`]
+/// reaps it.
 fn identify(
     mut launched: Launched,
     vm: &VmDir,
@@ -353,7 +355,7 @@ fn identify(
     }
 }
 
-/// Adds what QEMU said last.
+/// Adds the last lines of QEMU's output to a failure.
 pub(crate) fn with_output(mut failure: Failure, vm: &VmDir) -> Failure {
     let output = log_tail(&vm.qemu_log(), TAIL_BYTES).unwrap_or_default();
     let lines: Vec<&str> = output.lines().filter(|line| !line.trim().is_empty()).collect();

@@ -1,4 +1,4 @@
-//! What there is to say about a VM: for `firn ls` and `firn status`.
+//! The status of a VM, for `firn ls` and `firn status`.
 
 use std::path::PathBuf;
 
@@ -13,13 +13,14 @@ use crate::protection::Protection;
 use crate::protocol::{Progress, Waiting};
 use crate::standby::Readiness;
 
-/// A VM, as a user sees it.
+/// The status of a VM, as a user sees it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// Its name.
     pub name: VmName,
-    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `waiting`, `protected`, `standby`, `hung`, `ended`, `detached` or,
-    /// if its journal can't be read, `unknown`.
+    /// `starting`, `running`, `paused`, `saving`, `suspending`, `restoring`, `waiting`,
+    /// `protected`, `standby`, `hung`, `ended`, `detached` or, if its journal can't be read,
+    /// `unknown`.
     pub state: String,
     /// How it ended, if it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -27,7 +28,7 @@ pub struct Status {
     /// The hypervisor's process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,
-    /// Whether Firn started the hypervisor (`false`: it was attached to).
+    /// Whether Firn started the hypervisor (`false`: Firn attached to it).
     pub launched: bool,
     /// Guest RAM, in bytes.
     pub memory_bytes: u64,
@@ -37,7 +38,7 @@ pub struct Status {
     pub qemu: String,
     /// `kvm` or `tcg`.
     pub accel: String,
-    /// When Firn took charge of it, in seconds since 1970.
+    /// When Firn began to manage it, in seconds since 1970.
     pub since: u64,
     /// The hypervisor's monitor socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -45,39 +46,39 @@ pub struct Status {
     /// The image that is being written or restored from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
-    /// How far that has come.
+    /// The progress of that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<Progress>,
-    /// Files that its drives are written to, or are about to, and no image stands on.
+    /// Files that its drives write to, or are about to write to, and that no image refers to.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub overlays: Vec<PathBuf>,
-    /// What happened last.
+    /// The last event.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last: Option<Note>,
     /// How often a successor has taken over from a dead supervisor.
     pub recoveries: u32,
-    /// What is known of its epochs while it is protected.
+    /// The state of its protection, if it is protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection: Option<Protection>,
-    /// Of a standby: what it has.
+    /// The state of the standby, if it is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standby: Option<Readiness>,
     /// How its protection ended, if it was protected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protection_end: Option<PrimaryEnd>,
-    /// The timeline whose lease its network cards need, if they need one.
+    /// The generation whose lease its output needs, if it needs one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<u32>,
     /// Its network cards whose frames pass through Firn.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub network: Vec<CardStatus>,
-    /// What can't be read or installed at present, of a VM that is being restored.
+    /// The memory that can't be read or installed at present, if the VM is being restored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<Waiting>,
-    /// Why nobody answers for it, and what helps.
+    /// The reason why no supervisor answers for it, and what helps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unattended: Option<Unattended>,
-    /// Process ids of the supervisor and the guards.
+    /// The supervisor's process id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub supervisor_pid: Option<i32>,
     /// The guard's process id.
@@ -88,12 +89,12 @@ pub struct Status {
     pub watcher_pid: Option<i32>,
 }
 
-/// A VM whose supervisor is gone or does not answer.
+/// The reason why a VM has no supervisor that answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unattended {
     /// What is wrong.
     pub why: String,
-    /// Which command helps.
+    /// The command that helps.
     pub hint: String,
     /// The supervisor, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -101,13 +102,13 @@ pub struct Unattended {
 }
 
 impl Status {
-    /// Of a VM whose journal can't be read.
+    /// The status of a VM whose journal can't be read.
     pub(crate) fn unknown(name: VmName) -> Self {
         let status = Self::of(&Journal::new(name, None));
         Self { state: "unknown".to_owned(), ..status }
     }
 
-    /// The same, of a VM that has come so far with what is going on.
+    /// Adds the progress of the running operation.
     pub(crate) fn with_progress(mut self, progress: Option<Progress>) -> Self {
         self.waiting = progress.as_ref().and_then(|progress| progress.waiting.clone());
         if self.waiting.as_ref().is_some_and(|waiting| waiting.guest_waits) {
@@ -117,7 +118,7 @@ impl Status {
         self
     }
 
-    /// What the journal alone tells.
+    /// The status as the journal alone describes it.
     pub fn of(journal: &Journal) -> Self {
         let machine = journal.machine.as_ref();
         let meta = machine.map(|machine| machine.meta.clone()).unwrap_or_default();

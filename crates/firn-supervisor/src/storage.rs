@@ -1,14 +1,16 @@
-//! How far storage is, by earlier restores from it.
+//! The storage latency of images, as earlier restores measured it.
 //!
-//! To find out takes a restore a few tenths of a second, in which it reads in the wrong way. So where storage was found to
-//! be far, that is kept for the restores to come, one small file per device in the runtime directory:
+//! To measure it takes a restore a few tenths of a second, in which it reads in an unsuitable way.
+//! So where a restore measured a high latency, it is recorded for later restores, in one small file
+//! for each device in the runtime directory:
 //!
 //! ```text
 //!   /run/firn/.storage/254-1     {"way_us": 12500, "restores": 16}
 //! ```
 //!
-//! It is believed for so many restores; then one finds out anew, since nothing shows it to a restore that believes. As
-//! device numbers do, it lasts until the next boot at most. It only makes restores quicker, so nothing about it is an error.
+//! A record is used for a limited number of restores; then one measures anew, because a restore
+//! that uses a record can't see that it is wrong. Like device numbers, a record lasts until the
+//! next boot at most. It only makes restores faster, so no error here is an error of a restore.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -20,25 +22,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::journal::write_private;
 
-/// The directory, in the runtime directory. No VM can have that name.
+/// The directory, in the runtime directory. No VM can have this name.
 const DIRECTORY: &str = ".storage";
 
-/// For how many restores it is believed that storage is far.
+/// The number of restores that use a record of high latency.
 const BELIEVED: u8 = 16;
 
-/// A longer way than any storage has.
+/// A latency that no storage exceeds.
 const WAY_MAX: Duration = Duration::from_secs(1);
 
-/// What is kept about a device.
+/// The record of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Known {
-    /// What getting there costs, in microseconds.
+    /// The storage latency, in microseconds.
     way_us: u64,
-    /// How many restores may go by it.
+    /// The number of restores that may still use it.
     restores: u8,
 }
 
-/// The storage of an image.
+/// The storage that holds an image.
 #[derive(Debug)]
 pub(crate) struct Storage {
     path: PathBuf,
@@ -46,8 +48,8 @@ pub(crate) struct Storage {
 }
 
 impl Storage {
-    /// Of these files, by what is kept in a runtime directory. `None` if they are not all on the same device: nobody could
-    /// tell which of them was read.
+    /// The storage of these files, with the record in a runtime directory. `None` if they are not
+    /// all on the same device, because a measured latency could not be assigned to one.
     pub(crate) fn of<'a>(
         files: impl IntoIterator<Item = &'a Path>,
         runtime: &Path,
@@ -62,13 +64,14 @@ impl Storage {
         Some(Self { path, known })
     }
 
-    /// What getting there costs, if it is known to be far.
+    /// The recorded latency, if there is a record of high latency.
     pub(crate) fn way(&self) -> Option<Duration> {
         self.known.map(|known| Duration::from_micros(known.way_us).min(WAY_MAX))
     }
 
-    /// A restore is over, or has gone on for long enough; it may have found out what getting there costs, and may have gone by
-    /// what is kept. A few reads tell it badly, so what is kept is the mean of what is found and what was.
+    /// Updates the record, when a restore is over or has run for long enough. It may have measured
+    /// the latency (`found`), and may have used the record. A few reads measure badly, so the new
+    /// record is the mean of the measured and the recorded latency.
     pub(crate) fn keep(self, found: Option<Duration>, went_by_it: bool) {
         let next = match (found, self.known.filter(|_| went_by_it)) {
             (Some(way), _) => {

@@ -1,4 +1,4 @@
-//! The plugin that notes stores, as the supervisor talks to it (see `firn_calls::Order`).
+//! The QEMU plugin that records stores, as the supervisor controls it (see `firn_calls::Order`).
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -7,30 +7,30 @@ use std::time::Duration;
 
 use firn_calls::Order;
 
-/// How long the plugin may take. It is in the way of the guest's vCPUs for a moment only.
+/// The maximum time that the plugin may take. It blocks the guest's vCPUs only briefly.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The plugin of a VM, if it has one.
 pub(crate) struct Plugin {
     socket: PathBuf,
     line: Option<UnixStream>,
-    /// It was said that it can't be ordered anything.
+    /// A failure to reach it has been logged.
     is_lost: bool,
 }
 
 impl Plugin {
-    /// The plugin that listens there, now or later, or never.
+    /// The plugin that listens on this socket, now or later, or never.
     pub(crate) fn at(socket: PathBuf) -> Self {
         Self { socket, line: None, is_lost: false }
     }
 
-    /// Has it do something. Where that fails nothing is noted for anybody any more.
+    /// Sends an order. If that fails, stores are not recorded for any application any more.
     pub(crate) fn order(&mut self, order: &Order) -> bool {
         let ordered = self.try_order(order);
         if let Err(error) = &ordered {
             let is_there = error.kind() != io::ErrorKind::NotFound;
             if is_there && !std::mem::replace(&mut self.is_lost, true) {
-                tracing::warn!("stores are not noted: {error}");
+                tracing::warn!("stores are not recorded: {error}");
             }
         } else {
             self.is_lost = false;

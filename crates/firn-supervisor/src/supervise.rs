@@ -1,10 +1,10 @@
-//! The supervisor process: from its start, or from its predecessor's end, to the main loop.
+//! The supervisor process, from its start, or from the end of its predecessor, to the event loop.
 //!
 //! ```text
 //!   firn run ---- plan ---> take the role -> journal "starting" -> guard -> QEMU -> journal "running" -> socket -> loop
 //!            <--- reply ----------------------------------------------------------------------------------'
 //!
-//!   guard ---- --recover -> take the role -> read journal -> decide -> put right -> socket -> loop
+//!   guard ---- --recover -> take the role -> read journal -> decide -> recover -> socket -> loop
 //! ```
 
 use std::fs::File;
@@ -34,13 +34,14 @@ use crate::spawn;
 use crate::standby;
 use crate::start::{self, Place, Started};
 
-/// How long a role may be held by somebody who does nothing with it.
+/// The maximum wait for a role that another process holds without managing a VM.
 const ROLE_WAIT: Duration = Duration::from_secs(1);
 
-/// How often it is tried for.
+/// The interval between attempts to take the role.
 const ROLE_RETRY: Duration = Duration::from_millis(1);
 
-/// The first supervisor of a VM: reads its plan from standard input, replies on standard output.
+/// Runs the first supervisor of a VM: it reads its plan from standard input and replies on standard
+/// output.
 pub fn supervise(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     let since = Instant::now();
     spawn::detach_session();
@@ -68,7 +69,7 @@ pub fn supervise(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
         }
         Err(failure) => {
             tracing::error!("{failure}");
-            // Undone before anybody is told, so that the name is free again.
+            // Undone before the client gets a reply, so that the name is free by then.
             let undone = begun.undo();
             starter.tell(&Reply::Failed(failure));
             undone
@@ -84,21 +85,21 @@ fn read_plan() -> Result<Plan, Failure> {
     }
 }
 
-/// A supervisor that has the role and a journal.
+/// A new supervisor, which has the role and a journal.
 struct Begun {
     vm: VmDir,
     journal: Arc<JournalFile>,
-    /// The journal of a VM that Firn had let go of and is now to take up again.
+    /// The journal of a VM that Firn is detached from and is now to attach to again.
     before: Option<Journal>,
     role: RoleLock,
 }
 
 impl Begun {
-    /// Takes a name that is free, or that of a VM which is over.
+    /// Claims a name that is free, or that of a VM which is over.
     fn at(base: &RuntimeDir, vm: &VmDir, plan: &Plan) -> Result<Self, Failure> {
-        vm.create().doing_or(FailureKind::Host, "making the runtime directory")?;
+        vm.create().doing_or(FailureKind::Host, "creating the runtime directory")?;
         let role = take_role(vm)?.ok_or_else(|| taken(vm))?;
-        let left = Journal::load(&vm.journal()).doing("looking at what is there")?;
+        let left = Journal::load(&vm.journal()).doing("reading the old journal")?;
         let before = left.filter(is_in_use);
         match &before {
             Some(journal) if !is_taken_up_by(journal, plan) => return Err(taken(vm)),
@@ -128,9 +129,9 @@ impl Begun {
         let directory = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("/"));
         let stores = plan.stores();
         let place = Place { vm: &self.vm, journal: &self.journal, directory, stores };
-        // Of an earlier VM of this name.
+        // The run record of an earlier VM of this name.
         let _ = std::fs::remove_file(self.vm.run_record());
-        // They are started while QEMU is: they do not have to wait for anything.
+        // The guards start while QEMU does, because they need not wait for anything.
         let guards = self.start_guards(base).doing("starting the guards")?;
         let mut tell = |progress| starter.tell(&Reply::Progress(progress));
         let started = match plan {
@@ -180,14 +181,14 @@ impl Begun {
         let started = started?;
         let mut handles = Vec::new();
         for (role, handle, to) in guards {
-            // One that has died already is started again.
+            // If a guard has died already, the event loop starts another one.
             let _ = held::send(&to, &started.files);
             handles.extend(handle.map(|handle| (role, handle)));
         }
         Ok(Started { guards: handles, ..started })
     }
 
-    /// Each with the socket by which it gets open files.
+    /// Starts the guards, each with the socket by which it receives open files.
     fn start_guards(
         &self,
         base: &RuntimeDir,
@@ -199,7 +200,7 @@ impl Begun {
         [Role::Guard, Role::Watcher].into_iter().map(start).collect()
     }
 
-    /// Writes down what is to be done while nothing else goes on, before it is.
+    /// Records which work the supervisor is to do while no operation runs, before it does it.
     fn note_wishes(&self, plan: &Plan) -> Result<(), Failure> {
         let (access_bits, calls) = (plan.access_bits(), plan.calls());
         let change = |journal: &mut Journal| {
@@ -214,7 +215,8 @@ impl Begun {
         }
     }
 
-    /// Leaves things as they were. Of a VM that was forgotten already nothing is left: what has its name now is another's.
+    /// Reverts the start. If the VM was forgotten already, nothing is left of it, and what
+    /// has its name now belongs to another VM.
     fn undo(self) -> io::Result<()> {
         match self.before {
             _ if !self.role.is_current() => Ok(()),
@@ -228,21 +230,23 @@ impl Begun {
     }
 }
 
-/// A VM that runs after Firn has let go of it keeps its name, so that its monitor socket is not lost.
+/// Whether the name is in use. A VM that runs without Firn after a detach keeps its name, so that
+/// its monitor socket is not lost.
 fn is_in_use(journal: &Journal) -> bool {
     let alive = journal.machine.as_ref().is_some_and(|machine| machine.process.is_alive());
     !journal.phase.is_over() || (alive && journal.phase == Phase::Detached)
 }
 
-/// Firn can attach again to a VM that it has let go of.
+/// Whether the plan attaches to the VM that Firn detached from.
 fn is_taken_up_by(journal: &Journal, plan: &Plan) -> bool {
     let machine = journal.machine.as_ref();
     let same = |wanted: i32| machine.is_some_and(|machine| machine.process.pid == wanted);
     journal.phase == Phase::Detached && matches!(plan, Plan::Attach { pid, .. } if same(*pid))
 }
 
-/// Takes the role, unless somebody has it who looks after a VM. A supervisor whose VM has ended, and a successor of an
-/// earlier VM of that name which has found nothing to look after, have it for a moment only.
+/// Takes the role, unless the process that has it manages a VM. A supervisor whose VM has ended,
+/// and a successor of an earlier VM of that name which has found nothing to manage, have it only
+/// briefly.
 fn take_role(vm: &VmDir) -> Result<Option<RoleLock>, Failure> {
     const TAKING: &str = "taking the supervisor's role";
     let deadline = Instant::now() + ROLE_WAIT;
@@ -253,7 +257,7 @@ fn take_role(vm: &VmDir) -> Result<Option<RoleLock>, Failure> {
             return Ok(role);
         }
         std::thread::sleep(ROLE_RETRY);
-        vm.create().doing_or(FailureKind::Host, "making the runtime directory")?;
+        vm.create().doing_or(FailureKind::Host, "creating the runtime directory")?;
     }
 }
 
@@ -300,7 +304,8 @@ fn keep(
     keeper.keep(ready)
 }
 
-/// A VM whose network cards are out of reach runs on without them, and says so.
+/// Opens the network cards. If that fails, the VM continues without them, and the journal records
+/// it.
 fn network_of(journal: &JournalFile) -> Arc<Network> {
     let Journal { machine, shut, .. } = journal.read();
     let open =
@@ -316,13 +321,13 @@ fn network_of(journal: &JournalFile) -> Arc<Network> {
     }))
 }
 
-/// The disks of a VM that lives, served again.
+/// Serves again the disks of a VM that lives.
 fn served_of(vm: &VmDir, journal: &Journal) -> Result<Served, Failure> {
     let machine = journal.machine.as_ref().filter(|machine| machine.process.is_alive());
     machine.map_or_else(|| Ok(Served::default()), |it| Served::again(&it.served, &vm.disks()))
 }
 
-/// A VM whose disks are out of reach waits for them, and says so.
+/// Records that a VM waits for its disks because they can't be served.
 fn note_disks(journal: &JournalFile, failure: &Failure) {
     let text = format!("the VM waits for its disks, which can't be served: {failure}");
     tracing::error!("{text}");
@@ -331,8 +336,8 @@ fn note_disks(journal: &JournalFile, failure: &Failure) {
     }
 }
 
-/// A successor: takes the role of a dead supervisor, puts right what that left, and goes on if there is a VM to look
-/// after. Another successor that was faster is no error.
+/// Runs a successor: it takes the role of a dead supervisor, recovers the VM, and manages it if
+/// there is one. It is no error if another successor was faster.
 pub fn recover(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     spawn::detach_session();
     firn_memory::heap::give_back_large_blocks();
@@ -346,7 +351,7 @@ pub fn recover(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     let Some(journal) = Journal::load(&vm.journal()).map_err(io::Error::other)? else {
         return Ok(());
     };
-    // First: a hypervisor that waits for its disks answers nothing.
+    // Disks first: a hypervisor that waits for its disks answers no command.
     let served = served_of(&vm, &journal);
     match take_over(&vm, journal, files) {
         Ok(Some((journal, started))) => {
@@ -365,7 +370,7 @@ pub fn recover(base: &RuntimeDir, name: &VmName) -> io::Result<()> {
     }
 }
 
-/// Closes the pipes to whoever started this supervisor, and leaves its directory.
+/// Closes the pipes to the process that started this supervisor, and leaves its directory.
 fn to_background() -> io::Result<()> {
     let null = File::options().read(true).write(true).open("/dev/null")?;
     rustix::stdio::dup2_stdin(&null)?;

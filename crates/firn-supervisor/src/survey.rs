@@ -1,7 +1,9 @@
-//! All VMs, whatever state their supervisors are in: for `firn ls` and `firn status`.
+//! The survey of all VMs, for `firn ls` and `firn status`, independent of the state of their
+//! supervisors.
 //!
-//! A supervisor that is gone is replaced first. One that does not answer, or that dies each time, hides nothing: its VM is shown
-//! by its journal, with the reason and the command that helps.
+//! If a supervisor is dead, a successor is started first. A supervisor that does not answer, or
+//! that dies repeatedly, does not hide its VM: the VM is listed from its journal, with the reason
+//! and the command that helps.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,25 +20,25 @@ use crate::runtime::{RuntimeDir, VmDir};
 use crate::status::{Status, Unattended};
 use crate::ways::{Command, Remnant, Supervision, way_out};
 
-/// How long a supervisor may take to answer. It asks QEMU, which may be busy.
+/// The maximum time that a supervisor may take to answer. It queries QEMU, which may be busy.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
 
-/// How often a supervisor that has not opened its socket is tried.
+/// The interval between attempts to query a supervisor that has not opened its socket.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// How often a VM is examined again whose supervisor ended meanwhile.
+/// The maximum number of times that a VM is examined whose supervisor ends meanwhile.
 const TRIES: u32 = 3;
 
-/// What is left of a VM.
+/// What an examination found of a VM.
 pub(crate) struct Sight {
     pub(crate) name: VmName,
-    /// `None` if it can't be read.
+    /// `None` if the journal can't be read.
     pub(crate) journal: Option<Journal>,
     supervision: Supervision,
     hypervisor_lives: bool,
-    /// What the supervisor says, if it answers.
+    /// The supervisor's status of the VM, if it answers.
     told: Option<Status>,
-    /// Why there is no answer.
+    /// The reason why there is no answer.
     why: String,
     supervisor_pid: Option<i32>,
 }
@@ -53,7 +55,7 @@ impl Sight {
         way_out(self.remnant())
     }
 
-    /// Whether what was found is old already.
+    /// Whether the VM has changed since it was examined.
     fn has_changed(&self, vm: &VmDir) -> bool {
         let needs_nobody = self.journal.as_ref().is_some_and(|journal| journal.phase.is_over());
         let holder = lock::holder(vm.path(), Role::Supervisor).ok().flatten();
@@ -86,7 +88,7 @@ impl Sight {
         Some(Unattended { why: self.why.clone(), hint, supervisor_pid: self.supervisor_pid })
     }
 
-    /// Why a command that needs the supervisor can't be carried out.
+    /// The failure of a command that needs the supervisor, if that does not answer.
     pub(crate) fn refusal(&self) -> Option<Failure> {
         let unattended = self.unattended()?;
         let failure = Failure::new(FailureKind::Busy, unattended.why);
@@ -94,10 +96,10 @@ impl Sight {
     }
 }
 
-/// What is left of a VM.
+/// Examines a VM, after starting a supervisor if it needs one.
 ///
 /// # Errors
-/// If there is none of that name.
+/// If there is no VM of that name.
 pub(crate) fn examine(base: &RuntimeDir, vm: &VmDir) -> Result<Sight, Failure> {
     let mut tries = 0;
     loop {
@@ -109,7 +111,7 @@ pub(crate) fn examine(base: &RuntimeDir, vm: &VmDir) -> Result<Sight, Failure> {
         };
         let sight = examine_once(vm, journal);
         tries += 1;
-        // A supervisor that ended while it was asked has a successor, or nothing to manage.
+        // A supervisor that ended during the query has a successor, or there is nothing to manage.
         if !sight.has_changed(vm) || tries >= TRIES {
             return Ok(sight);
         }
@@ -139,12 +141,12 @@ fn examine_once(vm: &VmDir, journal: Result<Journal, Failure>) -> Sight {
 
 enum Answer {
     Status(Box<Status>),
-    /// It does not take requests yet.
+    /// The supervisor does not accept requests yet.
     Starts,
     Silence,
 }
 
-/// Asks a supervisor, which may be about to open its socket.
+/// Queries a supervisor, which may be about to open its socket.
 fn ask(vm: &VmDir, journal: Option<&Journal>) -> Answer {
     let deadline = Instant::now() + ANSWER_WAIT;
     while Instant::now() < deadline {
@@ -162,7 +164,7 @@ fn ask(vm: &VmDir, journal: Option<&Journal>) -> Answer {
     Answer::Silence
 }
 
-/// Why there is no answer, if there is none.
+/// The reason why there is no answer, if there is none.
 fn why(vm: &VmDir, supervisor_pid: Option<i32>, unreadable: Option<&Failure>) -> String {
     match (supervisor_pid, unreadable) {
         (Some(pid), _) if is_stopped(pid) => {
@@ -171,7 +173,7 @@ fn why(vm: &VmDir, supervisor_pid: Option<i32>, unreadable: Option<&Failure>) ->
         (Some(pid), _) => format!("its supervisor (process {pid}) does not answer"),
         (None, Some(failure)) => failure.to_string(),
         (None, None) => {
-            format!("its supervisor dies again and again; {} says why", vm.log().display())
+            format!("its supervisor dies repeatedly; see {}", vm.log().display())
         }
     }
 }
@@ -179,18 +181,18 @@ fn why(vm: &VmDir, supervisor_pid: Option<i32>, unreadable: Option<&Failure>) ->
 /// A VM's status, whether or not its supervisor answers.
 ///
 /// # Errors
-/// If there is none of that name.
+/// If there is no VM of that name.
 pub fn inspect(base: &RuntimeDir, vm: &VmDir) -> Result<Status, Failure> {
     examine(base, vm).map(Sight::status)
 }
 
-/// The status of all VMs, by name. All are asked at once, so that those that don't answer delay nothing but the whole. One that goes
-/// away meanwhile is left out.
+/// The status of all VMs, by name. All supervisors are queried at once, so that those that don't
+/// answer delay none of the others, but only the whole list. A VM that ends meanwhile is left out.
 ///
 /// # Errors
 /// If the runtime directory can't be read.
 pub fn survey(base: &RuntimeDir) -> Result<Vec<Status>, Failure> {
-    let vms = base.vms().doing("looking for VMs")?;
+    let vms = base.vms().doing("listing the VMs")?;
     thread::scope(|scope| {
         let ask = |vm| {
             let asked = thread::Builder::new().name("survey".into());
@@ -205,7 +207,7 @@ pub fn survey(base: &RuntimeDir) -> Result<Vec<Status>, Failure> {
 pub fn revive(base: &RuntimeDir) {
     for vm in base.vms().unwrap_or_default() {
         if matches!(guard::running(&vm), Ok(None)) {
-            // Whatever is wrong with it, the next round meets it again.
+            // If this fails, the next round tries again.
             let _ = client::look_after(base, &vm);
         }
     }

@@ -6,7 +6,7 @@ use crate::identity::ProcessIdentity;
 use crate::journal::Machine;
 use crate::meta::Meta;
 
-/// A machine of one 1 MiB region, run by this very process.
+/// A hypervisor with one region of 1 MiB, run by this process.
 pub fn machine(launched: bool) -> Machine {
     Machine {
         process: ProcessIdentity::of(std::process::id() as i32).unwrap(),

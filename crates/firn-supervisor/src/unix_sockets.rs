@@ -1,4 +1,5 @@
-//! The unix sockets of this host, as the kernel lists them (sock_diag(7)): which socket file, in which state, connected to which.
+//! The unix sockets of this host, as the kernel lists them (sock_diag(7)): the file, state and peer
+//! of each.
 //!
 //! ```text
 //!   listener     /run/web.qmp  LISTEN       inode 11
@@ -6,7 +7,8 @@
 //!   its client                 ESTABLISHED  inode 13  peer 12      in the process that is connected
 //! ```
 //!
-//! A connection that is not accepted yet is not listed. The list is that of this process's network namespace.
+//! A connection that is not accepted yet is not listed. The list contains the sockets of this
+//! process's network namespace.
 //!
 //! Source: Linux `include/uapi/linux/unix_diag.h`, `include/uapi/linux/netlink.h`.
 
@@ -35,10 +37,10 @@ const ESTABLISHED: u8 = 1;
 const HEADER: usize = 16;
 /// Bytes of the header of an attribute.
 const ATTRIBUTE: usize = 4;
-/// More than the kernel puts into one answer.
+/// More than the size of one answer of the kernel.
 const ANSWER_BYTES: usize = 64 << 10;
 
-/// A unix socket that a process has.
+/// A unix socket of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct UnixSocket {
     /// Its inode, as in `/proc/PID/fd`: `socket:[INODE]`.
@@ -46,21 +48,22 @@ pub(crate) struct UnixSocket {
     /// The inode of the socket that it is connected to.
     pub(crate) peer: Option<u32>,
     state: u8,
-    /// The path that it was bound to, as it was given.
+    /// The path that it was bound to, as the process gave it.
     path: Option<PathBuf>,
-    /// The device and the inode of its file, as the kernel has them, the inode shortened.
+    /// The device and the inode of its file in the kernel, the inode shortened.
     file: Option<(u32, u32)>,
 }
 
 impl UnixSocket {
-    /// Whether it waits for connections.
+    /// Whether it accepts connections.
     pub(crate) fn is_listening(&self) -> bool {
         self.state == LISTENING
     }
 
-    /// Whether this file is its own, or that of the socket that has accepted it.
+    /// Whether the file at this path is the socket's own, or that of the socket that has accepted
+    /// it.
     ///
-    /// File systems with subvolumes show another device than the kernel has: the name decides there.
+    /// File systems with subvolumes report another device than the kernel: there the name decides.
     fn has_file(&self, path: &Path, (device, inode): (u32, u32)) -> bool {
         let Some(file) = self.file.filter(|file| file.1 == inode) else { return false };
         let named = |own: &PathBuf| own.file_name() == path.file_name();
@@ -75,7 +78,7 @@ pub(crate) struct Users {
     pub(crate) clients: Vec<u32>,
 }
 
-/// The processes' sockets at a socket file. None are found for a file that is not there.
+/// Finds the sockets at a socket file. There are none for a file that does not exist.
 pub(crate) fn users(path: &Path) -> io::Result<Users> {
     let Ok(file) = path.metadata() else { return Ok(Users::default()) };
     let device = rustix::fs::major(file.dev()) << 20 | rustix::fs::minor(file.dev());
@@ -87,7 +90,7 @@ pub(crate) fn users(path: &Path) -> io::Result<Users> {
     Ok(Users { listeners: listeners.collect(), clients: clients.collect() })
 }
 
-/// All unix sockets of this network namespace.
+/// Lists all unix sockets of this network namespace.
 pub(crate) fn list() -> io::Result<Vec<UnixSocket>> {
     let (family, kind) = (AddressFamily::NETLINK, SocketType::RAW);
     let netlink = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, Some(SOCK_DIAG))?;
@@ -96,7 +99,7 @@ pub(crate) fn list() -> io::Result<Vec<UnixSocket>> {
     answers(&netlink)
 }
 
-/// A `nlmsghdr`, then a `unix_diag_req` for all states.
+/// The dump request: a `nlmsghdr`, then a `unix_diag_req` for all states.
 fn request() -> Vec<u8> {
     let wanted = [u32::from(AddressFamily::UNIX.as_raw()), u32::MAX, 0, SHOW, 0, 0];
     let len = (HEADER + size_of_val(&wanted)) as u32;
@@ -126,18 +129,18 @@ fn answers(netlink: &OwnedFd) -> io::Result<Vec<UnixSocket>> {
     }
 }
 
-/// The kernel says a negative number.
+/// The error in an answer, where the kernel has its negated number.
 fn refusal(body: &[u8]) -> io::Error {
     let code = word(body, 0).map_or(0, |code| (code as i32).saturating_neg());
     io::Error::from_raw_os_error(code)
 }
 
-/// Types and bodies of the messages of an answer.
+/// The types and bodies of the messages of an answer.
 fn messages(bytes: &[u8]) -> Vec<(u16, &[u8])> {
     parts(bytes, HEADER, |rest| Some((word(rest, 0)? as usize, half(rest, 4)?)))
 }
 
-/// A `unix_diag_msg` and its attributes.
+/// Parses a `unix_diag_msg` and its attributes.
 fn socket(body: &[u8]) -> Option<UnixSocket> {
     let (state, inode) = (*body.get(2)?, word(body, 4)?);
     let mut socket = UnixSocket { state, inode, ..UnixSocket::default() };
@@ -153,14 +156,15 @@ fn socket(body: &[u8]) -> Option<UnixSocket> {
     Some(socket)
 }
 
-/// `None` for a name that is no file's.
+/// Parses a name; `None` if it is not that of a file.
 fn path(name: &[u8]) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt as _;
     let name = name.split(|&byte| byte == 0).next().filter(|name| !name.is_empty())?;
     Some(PathBuf::from(std::ffi::OsStr::from_bytes(name)))
 }
 
-/// Takes apart what begins with its own length, header included, and is padded to four bytes. `read` gives length and type.
+/// Splits records, each of which begins with its length, header included, and is padded to four
+/// bytes. `read` returns length and type.
 fn parts(
     mut rest: &[u8],
     header: usize,

@@ -1,6 +1,8 @@
-//! What the guest uses, found out while nothing else goes on, for the next save.
+//! The access scan: it finds the pages that the guest uses while no operation runs, for the next
+//! save.
 //!
-//! It only makes restores quicker: where it can't be had, for whatever reason, the log says so and the save goes on without.
+//! It only makes restores faster: if it fails, for whatever reason, the failure is logged and the
+//! save continues without it.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -14,20 +16,20 @@ use crate::failure::{Failure, FailureKind};
 use crate::journal::Machine;
 use crate::qemu::{self, Memory};
 
-/// How long a VM that is not scanned is watched before it is stopped for good.
+/// How long a VM without an access scan is scanned before it is suspended.
 const WATCH: Duration = Duration::from_secs(1);
 
-/// Runs of pages.
+/// Ranges of pages.
 pub(crate) type Pages = Vec<Range<Page>>;
 
-/// The scan of a VM's memory, if there is one.
+/// The access scan of a VM's memory, if it runs.
 #[derive(Default)]
 pub(crate) struct Usage {
     scanner: Mutex<Option<Scanner>>,
 }
 
 impl Usage {
-    /// Begins to scan, if the VM is to be scanned and is not yet.
+    /// Starts the scan, if the VM is to be scanned and the scan does not run yet.
     pub(crate) fn start(&self, machine: &Machine) {
         let Some(bytes_per_s) = machine.access_bits else { return };
         let mut scanner = self.scanner.lock().unwrap_or_else(PoisonError::into_inner);
@@ -36,7 +38,7 @@ impl Usage {
         }
     }
 
-    /// Ends the scan, and gives what it found.
+    /// Ends the scan, and returns what it found.
     pub(crate) fn finish(&self) -> Option<Pages> {
         let scanner = self.scanner.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         found(scanner.finish()).flatten()
@@ -49,7 +51,7 @@ fn scan(machine: &Machine, bytes_per_s: u64) -> Result<Scanner, Failure> {
         .map_err(|error| Failure::from_error(FailureKind::Other, &error))
 }
 
-/// What a guest that runs uses within a moment.
+/// Finds the pages that a running guest uses within a short time.
 pub(crate) fn watch(
     memory: &Memory,
     vcpus: Vec<Tid>,
@@ -64,5 +66,5 @@ fn found<T>(result: Result<T, ScanError>) -> Option<T> {
 }
 
 fn explain(failure: &Failure) {
-    tracing::warn!("what the guest uses is not known: {failure}");
+    tracing::warn!("no access scan: {failure}");
 }

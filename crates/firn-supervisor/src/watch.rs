@@ -1,4 +1,4 @@
-//! Threads that wait for one thing each, and turn it into an event.
+//! Event sources: threads that each wait for one thing and turn it into an event.
 
 use std::io;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use crate::decisions::Event;
 use crate::identity::ProcessHandle;
 use crate::lock::Role;
 
-/// How long a save or restore that has lost its hypervisor may take to wind up.
+/// The time that a save or restore that has lost its hypervisor gets to end.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Reports when the hypervisor is gone, and how it went.
+/// Reports when the hypervisor has ended, and how.
 pub(crate) fn hypervisor(handle: Arc<ProcessHandle>, events: Sender<Event>) -> io::Result<()> {
     spawn("hypervisor", move || {
         if handle.wait_gone_forever().is_ok() {
@@ -25,7 +25,7 @@ pub(crate) fn hypervisor(handle: Arc<ProcessHandle>, events: Sender<Event>) -> i
     })
 }
 
-/// Reports when one of the guards is gone.
+/// Reports when one of the guards has ended.
 pub(crate) fn guard(handle: ProcessHandle, role: Role, events: Sender<Event>) -> io::Result<()> {
     spawn("guard", move || {
         if handle.wait_gone_forever().is_ok() {
@@ -35,7 +35,7 @@ pub(crate) fn guard(handle: ProcessHandle, role: Role, events: Sender<Event>) ->
     })
 }
 
-/// Reports that a guard that keeps dying may be started again.
+/// Reports, after a delay, that a guard that dies repeatedly may be started again.
 pub(crate) fn guard_pause(role: Role, pause: Duration, events: Sender<Event>) -> io::Result<()> {
     spawn("guard", move || {
         thread::sleep(pause);
@@ -53,7 +53,7 @@ pub(crate) fn signals(events: Sender<Event>) -> io::Result<()> {
     })
 }
 
-/// Reports that a save or restore has had time enough.
+/// Reports, after the grace period, that a save or restore had enough time to end.
 pub(crate) fn grace(events: Sender<Event>) -> io::Result<()> {
     spawn("grace", move || {
         thread::sleep(GRACE);

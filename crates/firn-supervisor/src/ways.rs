@@ -1,17 +1,18 @@
-//! Which command ends a VM or brings it back, decided from what is left of it. Pure, so that a test can go through all states.
+//! The command that ends a VM or puts it under a supervisor again, determined from what is left of
+//! it. A pure core, so that a test can go through all states.
 //!
 //! ```text
-//!   journal says         supervisor       hypervisor   `firn ls` names
+//!   phase in journal     supervisor       hypervisor   `firn ls` names
 //!   ended, detached      none is needed   gone         firn rm
 //!   detached             none is needed   lives        firn attach
-//!   anything else        answers          any          firn stop       (fails where QEMU does not quit: firn stop --force)
+//!   anything else        answers          any          firn stop       (if QEMU does not quit: firn stop --force)
 //!   anything else        does not answer  any          firn stop --force
-//!   anything else        dies again       any          firn stop --force
+//!   anything else        dies repeatedly  any          firn stop --force
 //!   can't be read        any              any          firn stop --force
 //! ```
 //!
-//! `firn stop --force` needs no other process: it finds the processes by what the journal says of them (pid and start time), or, if
-//! that says nothing, by the monitor socket on QEMU's command line.
+//! `firn stop --force` needs no other process: it finds the VM's processes by the journal (pid and
+//! start time), or, without a readable journal, by the monitor socket on QEMU's command line.
 
 use std::fmt;
 
@@ -23,16 +24,16 @@ use crate::name::VmName;
 pub enum Supervision {
     /// Its supervisor answers.
     Answers,
-    /// Its supervisor lives and does not answer.
+    /// Its supervisor lives but does not answer.
     Mute,
-    /// It has none, and successors die.
+    /// It has no supervisor, and successors die.
     Absent,
 }
 
 /// What is left of a VM.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Remnant<'a> {
-    /// What the journal says; `None` if it can't be read.
+    /// The phase in the journal; `None` if the journal can't be read.
     pub phase: Option<&'a Phase>,
     /// Whether a supervisor answers for it.
     pub supervision: Supervision,
@@ -40,7 +41,7 @@ pub struct Remnant<'a> {
     pub hypervisor_lives: bool,
 }
 
-/// A command that ends a VM or brings it back.
+/// A command that ends a VM or puts it under a supervisor again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     /// `firn stop`
@@ -54,7 +55,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// As a user types it.
+    /// The command for this VM, as a user types it.
     pub fn line(self, name: &VmName) -> String {
         format!("{self} {name}")
     }
@@ -71,7 +72,7 @@ impl fmt::Display for Command {
     }
 }
 
-/// The command that helps, whatever has happened.
+/// The command that helps in this state.
 pub fn way_out(remnant: Remnant<'_>) -> Command {
     let Some(phase) = remnant.phase else { return Command::StopForce };
     match (phase, remnant.supervision) {
@@ -82,7 +83,7 @@ pub fn way_out(remnant: Remnant<'_>) -> Command {
     }
 }
 
-/// The command that helps where another one did not.
+/// The command that helps after another one has failed.
 pub fn way_out_after(failed: Command) -> Command {
     match failed {
         Command::Stop | Command::Attach | Command::Rm | Command::StopForce => Command::StopForce,
@@ -92,19 +93,19 @@ pub fn way_out_after(failed: Command) -> Command {
 /// A step of `firn stop --force`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deed {
-    /// Ask the supervisor.
+    /// Send a stop request to the supervisor.
     Ask,
-    /// Let QEMU quit, or kill it.
+    /// Make QEMU quit, or kill it.
     EndHypervisor,
     /// Kill a supervisor that does not answer.
     EndSupervisor,
-    /// Wait until a successor has written down that the VM ended, or do so.
+    /// Wait until a successor has recorded that the VM ended, or record it.
     Settle,
     /// Remove what is left of the VM.
     Forget,
 }
 
-/// What `firn stop --force` does, in order. Asking may fail; the others follow then.
+/// The steps of `firn stop --force`, in order. The request may fail; then the other steps follow.
 pub fn forced_end(remnant: Remnant<'_>) -> &'static [Deed] {
     let is_over = remnant.phase.is_some_and(Phase::is_over);
     match remnant.supervision {

@@ -1,4 +1,4 @@
-//! So many words of so many pages.
+//! Write shapes: transactions that write a count of words in a count of pages.
 
 use std::str::FromStr;
 
@@ -6,31 +6,31 @@ use anyhow::{Context as _, Result};
 
 use crate::system::{Calls, System, Taken, measure};
 
-/// Words of a page.
+/// Words per page.
 const PAGE: usize = 512;
 
-/// What a transaction does.
+/// The writes of a transaction.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Pages per transaction.
     pub ppt: usize,
     /// Writes per page.
     pub wpp: usize,
-    /// Pages of the area: a power of two, and no fewer than `ppt`.
+    /// Pages of the area: a power of two, and at least `ppt`.
     pub pages: usize,
 }
 
 impl Shape {
-    /// Words of the area.
+    /// The count of words of the area.
     pub fn words(self) -> usize {
         self.pages * PAGE
     }
 
-    /// Writes to distinct pages, drawn by the transaction's number.
+    /// Writes to distinct pages, chosen by the transaction's number.
     pub fn write(self, words: &mut [u64], transaction: usize) {
         let first = (transaction as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
         for number in 0..self.ppt {
-            // Steps of an odd number of pages through a power of two: none is met twice.
+            // Steps of an odd count of pages through a power of two: no page occurs twice.
             let page = (first as usize + number * 37) % self.pages;
             for write in 0..self.wpp {
                 let word = &mut words[page * PAGE + (write * 61 + transaction) % PAGE];
@@ -39,7 +39,7 @@ impl Shape {
         }
     }
 
-    /// Measures so many transactions.
+    /// Measures this count of transactions.
     ///
     /// # Errors
     /// If the tracker does not work here.
@@ -48,7 +48,7 @@ impl Shape {
         measure(system, calls, self.words(), transactions, |_| {}, work)
     }
 
-    /// As [`Self::from_str`] reads it.
+    /// The text that [`Self::from_str`] parses.
     pub fn name(self) -> String {
         format!("{},{},{}", self.ppt, self.wpp, self.pages)
     }

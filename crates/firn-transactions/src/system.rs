@@ -1,4 +1,4 @@
-//! One system under measurement: a tracker, and what becomes of what it finds.
+//! A system under measurement: a tracker, and the use of its results.
 
 use std::str::FromStr;
 use std::time::Instant;
@@ -7,12 +7,13 @@ use anyhow::{Result, anyhow};
 use firn_app::{Area, Host, Kind, Options, Precision, Session, Source};
 use serde::{Deserialize, Serialize};
 
-/// A tracker as it is measured.
+/// A tracker in a configuration that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum System {
-    /// A tracker alone: pages where it knows pages, words where it knows words.
+    /// A tracker alone: it reports pages or words, as it can.
     Plain(Kind),
-    /// PT by the kernel as sessions use it by default: words, by comparing pages with the last committed copy.
+    /// PT by the kernel as sessions use it by default: words, by comparing pages with the last
+    /// committed copy.
     Assisted,
     /// PT by Firn on the host, in the same way.
     AssistedByHost,
@@ -20,12 +21,12 @@ pub enum System {
     PagesNoted,
 }
 
-/// As whom Firn on the host is called, where it is the tracker.
+/// The name and key with which Firn on the host is called, if it is the tracker.
 #[derive(Clone, Debug, Default)]
 pub struct Calls {
     /// The application's name.
     pub name: String,
-    /// Its key.
+    /// The application's key.
     pub key: String,
 }
 
@@ -36,7 +37,7 @@ impl Calls {
 }
 
 impl System {
-    /// What needs no host below; PT first.
+    /// The systems that need no Firn on the host; PT first.
     pub const NATIVE: [Self; 6] = [
         Self::Plain(Kind::Pages),
         Self::Plain(Kind::Emulate),
@@ -46,7 +47,7 @@ impl System {
         Self::Plain(Kind::Compare),
     ];
 
-    /// What is of interest in a guest.
+    /// The systems of interest in a guest.
     pub const GUEST: [Self; 4] = [
         Self::Plain(Kind::Pages),
         Self::Plain(Kind::Emulate),
@@ -54,7 +55,7 @@ impl System {
         Self::Plain(Kind::Host),
     ];
 
-    /// The same in a guest whose stores are noted.
+    /// The systems of interest in a guest whose stores are noted.
     pub const NOTED: [Self; 6] = [
         Self::Plain(Kind::Pages),
         Self::Plain(Kind::Emulate),
@@ -64,7 +65,7 @@ impl System {
         Self::Plain(Kind::Stores),
     ];
 
-    /// Its name in figures.
+    /// The name in figures.
     pub fn name(self) -> &'static str {
         match self {
             Self::Plain(Kind::Assisted) => "pt_assisted_pages",
@@ -110,28 +111,28 @@ impl FromStr for System {
     fn from_str(name: &str) -> Result<Self> {
         let known = Self::NATIVE.into_iter().chain(Self::NOTED);
         let found = known.into_iter().find(|system| system.name() == name);
-        found.ok_or_else(|| anyhow!("no system is called {name:?}"))
+        found.ok_or_else(|| anyhow!("no system has the name {name:?}"))
     }
 }
 
-/// What a run took.
+/// The results of a run.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Taken {
-    /// For each transaction, in microseconds: operations, and knowing what they wrote.
+    /// Microseconds per transaction, for its operations and for finding what they wrote.
     pub us: f64,
-    /// The same, and copying what was written to where a helper thread would take it.
+    /// The same, and for copying the changes to a buffer as for a helper thread.
     pub us_with_copy: f64,
-    /// Bytes that were copied, in all.
+    /// Bytes copied, in total.
     pub bytes: f64,
-    /// Runs of bytes told, in all.
+    /// Reported runs of bytes, in total.
     pub runs: f64,
-    /// Transactions of which the host could not tell what they wrote.
+    /// Transactions for which the host could not report what they wrote.
     pub blind: u64,
     /// Transactions for which the host was called though stores are noted.
     pub called: u64,
 }
 
-/// An area under transactions.
+/// A session with one area, on which transactions run.
 struct Tracked {
     session: Session,
     area: Area,
@@ -139,11 +140,12 @@ struct Tracked {
 }
 
 impl Tracked {
-    /// An area of that many words, filled by `fill` in a first transaction.
+    /// An area of this count of words, filled by `fill` in a first transaction.
     fn new(mut session: Session, words: usize, fill: impl FnOnce(&mut [u64])) -> Result<Self> {
         let area = session.allocate("area", words * 8)?;
         let mut tracked = Self { session, area, buffer: Vec::with_capacity(words * 8) };
-        // Every page is touched, so that none is met for the first time later on.
+        // Every page is touched here, so that no page is touched for the first time during the
+        // measurement.
         for round in 0..2 {
             let mut transaction = tracked.session.begin()?;
             let bytes = transaction.words(&tracked.area);
@@ -153,7 +155,8 @@ impl Tracked {
             }
             transaction.commit()?;
         }
-        // In one go: where each store is a signal, filling by hand would take longer than what is measured.
+        // In one copy: if each store is a signal, filling word by word would take longer than the
+        // measurement.
         let mut filled = vec![0; words];
         fill(&mut filled);
         let mut transaction = tracked.session.begin()?;
@@ -191,7 +194,8 @@ impl Tracked {
     }
 }
 
-/// Runs a workload on a new area twice: to time it, and, on another, to time it with copies and count bytes.
+/// Runs a workload on a new area twice: to time it, and, on another, to time it with copies and
+/// count bytes.
 ///
 /// # Errors
 /// If the tracker does not work here.

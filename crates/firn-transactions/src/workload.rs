@@ -1,14 +1,14 @@
-//! Operations on data structures.
+//! Workloads of operations on data structures.
 
 use anyhow::Result;
 use firn_structures::Structure;
 
 use crate::system::{Calls, System, Taken, measure};
 
-/// Areas have room for so many elements.
+/// The count of elements that areas have space for.
 pub const ELEMENTS: usize = 10_000;
 
-/// A structure and an operation on it.
+/// A structure, and an operation on it.
 #[derive(Clone, Copy, Debug)]
 pub struct Workload {
     structure: Structure,
@@ -16,7 +16,7 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// The pairs of Table 2.
+    /// All pairs of structure and operation in Table 2.
     pub fn all() -> Vec<Self> {
         let both = |structure: Structure| {
             let deletions = structure.deletes.then_some(true);
@@ -28,12 +28,12 @@ impl Workload {
         firn_structures::ALL.into_iter().flat_map(both).collect()
     }
 
-    /// The one of that name.
+    /// The workload of that name.
     pub fn named(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|workload| workload.name() == name)
     }
 
-    /// Structure and operation.
+    /// The names of structure and operation.
     pub fn name(self) -> String {
         let operation = if self.deletes { "delete" } else { "insert" };
         format!("{}-{operation}", self.structure.name)
@@ -53,7 +53,7 @@ impl Workload {
         }
     }
 
-    /// Measures so many operations, of which `opt` are a transaction.
+    /// Measures this count of operations, of which `opt` form a transaction.
     ///
     /// # Errors
     /// If the tracker does not work here.
@@ -72,7 +72,7 @@ impl Workload {
     }
 }
 
-/// Distinct, in no order.
+/// Distinct keys, in no order.
 fn key(number: usize) -> u64 {
     (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 1
 }

@@ -18,7 +18,8 @@ pub struct Page(pub u32);
 #[serde(transparent)]
 pub struct GuestPhys(pub u64);
 
-/// A virtual address in the hypervisor process, in bytes. Never dereferenced: it belongs to another address space.
+/// A virtual address in the hypervisor process, in bytes. Never dereferenced: it belongs to another
+/// address space.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct HostVirt(pub u64);
@@ -44,21 +45,21 @@ impl Page {
         (range.start.0..range.end.0).map(Page)
     }
 
-    /// How many pages a half-open range has.
+    /// The number of pages in a half-open range.
     pub fn count(range: &Range<Page>) -> usize {
         range.end.0.saturating_sub(range.start.0) as usize
     }
 }
 
 impl GuestPhys {
-    /// The address `bytes` further on.
+    /// The address that is `bytes` higher.
     pub fn plus(self, bytes: u64) -> Self {
         Self(self.0.wrapping_add(bytes))
     }
 }
 
 impl HostVirt {
-    /// The address `bytes` further on.
+    /// The address that is `bytes` higher.
     pub fn plus(self, bytes: u64) -> Self {
         Self(self.0.wrapping_add(bytes))
     }

@@ -1,4 +1,5 @@
-//! Where RAM regions lie: in the dense RAM page space, and in the guest's physical address space.
+//! The map of RAM regions: their positions in the dense RAM page space, and in the guest's physical
+//! address space.
 
 use std::ops::Range;
 
@@ -7,7 +8,8 @@ use thiserror::Error;
 
 use crate::address::{GuestPhys, PAGE_SIZE, Page};
 
-/// Pages to which the start of each RAM region is aligned: the largest memory block, so that none spans two regions.
+/// Pages to which the start of each RAM region is aligned: the largest memory block, so that none
+/// spans two regions.
 pub const REGION_ALIGN: u32 = 16;
 
 /// One backend of guest RAM.
@@ -32,17 +34,18 @@ impl RamRegion {
         u64::from(self.pages) * PAGE_SIZE as u64
     }
 
-    /// Byte offset of `page` in this region's backing memory. The page must be in [`Self::range`].
+    /// Byte offset of `page` in this region's backing memory. The page must be in
+    /// [`Self::page_range`].
     pub fn offset_of(&self, page: Page) -> u64 {
         debug_assert!(self.range().contains(&page), "{page} is not in region {}", self.id);
         u64::from(page.0 - self.first.0) * PAGE_SIZE as u64
     }
 }
 
-/// A stretch of guest-physical addresses that is backed by RAM.
+/// A range of guest-physical addresses that is backed by RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestSpan {
-    /// Where it starts in the guest's physical address space; page-aligned.
+    /// Its start in the guest's physical address space; page-aligned.
     pub gpa: GuestPhys,
     /// The RAM page at its start.
     pub page: Page,
@@ -60,14 +63,14 @@ impl GuestSpan {
     }
 }
 
-/// All RAM of a VM: its regions, and where the guest sees them.
+/// All RAM of a VM: its regions, and the guest-physical addresses at which the guest sees them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionMap {
     regions: Vec<RamRegion>,
     spans: Vec<GuestSpan>,
 }
 
-/// Why a region map was refused.
+/// The reason why a region map was refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RegionMapError {
     /// The VM has no RAM at all, or a region without pages.
@@ -86,18 +89,19 @@ pub enum RegionMapError {
     /// A span names pages that no region has, or is not page-aligned.
     #[error("guest-physical span at {gpa} of {pages} pages lies outside every RAM region")]
     Span {
-        /// Where the span starts.
+        /// The start of the span.
         gpa: GuestPhys,
         /// Its length in pages.
         pages: u32,
     },
-    /// A region's place in the RAM page space is not where the ones before it put it.
+    /// The region does not start in the RAM page space where the regions before it end.
     #[error("RAM region {0:?} is not where the regions before it end")]
     Place(String),
 }
 
 impl RegionMap {
-    /// Lays out regions of the given names and byte sizes one after another. Spans are added by [`Self::with_spans`].
+    /// Lays out regions of the given names and byte sizes one after another. [`Self::with_spans`]
+    /// adds the spans.
     pub fn lay_out<'a>(
         sizes: impl IntoIterator<Item = (&'a str, u64)>,
     ) -> Result<Self, RegionMapError> {
@@ -128,14 +132,15 @@ impl RegionMap {
         Ok(())
     }
 
-    /// The same map with another name for a region.
+    /// Renames a region.
     pub fn renamed(mut self, from: &str, to: &str) -> Self {
         let named = self.regions.iter_mut().filter(|region| region.id == from);
         named.for_each(|region| to.clone_into(&mut region.id));
         self
     }
 
-    /// Adds what the guest sees where. Spans may overlap in RAM pages (the same RAM visible twice), not in addresses.
+    /// Adds the guest-physical spans. Spans may overlap in RAM pages (the guest sees the same RAM
+    /// twice), not in addresses.
     pub fn with_spans(mut self, mut spans: Vec<GuestSpan>) -> Result<Self, RegionMapError> {
         spans.sort_by_key(|span| span.gpa);
         for span in &spans {
@@ -156,7 +161,8 @@ impl RegionMap {
         Err(RegionMapError::Span { gpa: span.gpa, pages: span.pages })
     }
 
-    /// Checks a map that came from outside, such as an image, as strictly as one that was laid out here.
+    /// Checks a map from outside, such as that of an image, as strictly as [`Self::lay_out`] checks
+    /// a new one.
     pub fn check(&self) -> Result<(), RegionMapError> {
         let sizes = self.regions.iter().map(|region| (region.id.as_str(), region.bytes()));
         let laid_out = Self::lay_out(sizes)?;
@@ -178,12 +184,13 @@ impl RegionMap {
         &self.spans
     }
 
-    /// One past the last RAM page. Pages between regions (alignment) count, and are never backed.
+    /// The number after the last RAM page. It counts the alignment pages between regions, which are
+    /// never backed.
     pub fn total_pages(&self) -> u32 {
         self.regions.last().map_or(0, |region| region.range().end.0)
     }
 
-    /// Bytes of RAM the guest has, without alignment.
+    /// The size of the guest's RAM in bytes, without alignment.
     pub fn ram_bytes(&self) -> u64 {
         self.regions.iter().map(RamRegion::bytes).sum()
     }
@@ -203,13 +210,14 @@ impl RegionMap {
         (gpa < span.end()).then(|| Page(span.page.0 + offset as u32))
     }
 
-    /// The first guest-physical address at which the guest sees a page; `None` if it sees it nowhere.
+    /// The first guest-physical address at which the guest sees a page; `None` if the guest does
+    /// not see it.
     pub fn gpa_of(&self, page: Page) -> Option<GuestPhys> {
         let span = self.spans.iter().find(|span| span.page_range().contains(&page))?;
         Some(span.gpa.plus(u64::from(page.0 - span.page.0) * PAGE_SIZE as u64))
     }
 
-    /// Clips a range of pages to the regions: the parts of it that are RAM, in order.
+    /// Clips a range of pages to the regions: returns the parts of it that are RAM, in order.
     pub fn clip(&self, range: Range<Page>) -> impl Iterator<Item = Range<Page>> + '_ {
         self.regions.iter().filter_map(move |region| {
             let ram = region.range();

@@ -1,18 +1,18 @@
-//! Text that a terminal shows and does not obey.
+//! Escaping of untrusted text, so that a terminal shows it and does not obey it.
 //!
-//! Names and messages of images, guests, hypervisors and other hosts are written by others. A control character in them
-//! moves the cursor or erases what was printed before; a bidirectional override shows a line in another order. Such
-//! characters are shown as `\u{1b}`.
+//! Images, guests, hypervisors and other hosts supply names and messages that Firn prints. A
+//! control character in them moves the cursor or erases earlier output; a bidirectional override
+//! shows a line in another order. Firn prints such characters as `\u{1b}`.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// The text with every character escaped that is not shown as itself. The result is one line.
+/// Escapes every character that a terminal does not show as itself. The result is one line.
 pub fn printable(text: &str) -> Cow<'_, str> {
     escaped(text, is_shown)
 }
 
-/// The same, but lines stay lines, and tabs stay.
+/// The same, but line feeds and tabs stay.
 pub fn printable_lines(text: &str) -> Cow<'_, str> {
     escaped(text, |it| is_shown(it) || matches!(it, '\n' | '\t'))
 }
@@ -32,12 +32,12 @@ fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Whether a terminal shows a character as itself, where it stands.
+/// Whether a terminal shows a character as itself, at its position in the text.
 pub fn is_shown(it: char) -> bool {
     !it.is_control() && !is_invisible(it)
 }
 
-/// Characters without a shape of their own: directions, line separators, joiners, tags.
+/// Whether a character has no shape of its own: directions, line separators, joiners, tags.
 fn is_invisible(it: char) -> bool {
     matches!(it,
         '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'

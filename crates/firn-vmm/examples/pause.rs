@@ -1,5 +1,5 @@
-//! How long a VM stands still for a save of its device state: Firn's calls beside the same three commands in a bare
-//! loop over a socket, in turns, so that a busy host slows all of them alike.
+//! Measurement of the pause for a save of device state: Firn's calls, and the same three commands
+//! in a bare loop over a socket, alternately, so that a busy host slows all of them equally.
 //!
 //! ```text
 //!   cargo run --release -p firn-vmm --example pause -- QMP_SOCKET ANOTHER_QMP_SOCKET [ROUNDS]
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use firn_vmm::Vm;
 
-/// The floor: no parsing beyond "is this a reply", a file on tmpfs, nothing read back.
+/// The lower bound: no parsing beyond the check for a reply, a file on tmpfs, nothing read back.
 struct Bare(BufReader<UnixStream>);
 
 impl Bare {

@@ -1,13 +1,14 @@
-//! Layers of a drive merged into the ones below them, while the guest runs.
+//! Merging of layers of a drive into the layers below them, while the guest runs.
 //!
 //! ```text
-//!   device -> c -> b -> a      block-commit, top b, base a        device -> c -> a      what b had is in a now
+//!   device -> c -> b -> a      block-commit, top b, base a        device -> c -> a      the contents of b are in a now
 //!   device -> c -> a           block-commit, top c, base a        device -> a           after `complete`
 //! ```
 //!
-//! Reads through the upper file are right at each instant: until the job has ended the upper file covers what has been copied
-//! already, and then the file above it names the lower one. A job that ends early, by whatever, leaves the chain as it was; only
-//! the lower file alone is worth nothing then. Source: QEMU `docs/interop/live-block-operations.rst`, `qapi/job.json`.
+//! Reads through the upper file are right at each instant: until the job has ended the upper file
+//! covers the data that is copied already, and then the file above it names the lower one. A job
+//! that ends early, for whatever reason, leaves the chain as it was; only the lower file alone is
+//! useless then. Source: QEMU `docs/interop/live-block-operations.rst`, `qapi/job.json`.
 
 use std::path::{Path, PathBuf};
 
@@ -18,10 +19,10 @@ use crate::disks::{FileView, plain_file};
 use crate::drives::{Below, Drive};
 use crate::qmp::{Qmp, QmpError};
 
-/// The beginning of the ids of jobs that Firn starts.
+/// The prefix of the ids of jobs that Firn starts.
 pub const JOB_PREFIX: &str = "firn-merge-";
 
-/// The beginning of the names of nodes that Firn adds.
+/// The prefix of the names of nodes that Firn adds.
 const NODE_PREFIX: &str = "firn-";
 
 /// A merge of layers of one drive.
@@ -31,24 +32,24 @@ pub struct Commit {
     pub job: String,
     /// The topmost file that is merged.
     pub top: PathBuf,
-    /// The file that gets the contents.
+    /// The file that receives the contents.
     pub base: PathBuf,
     /// The file above the topmost; `None` if the guest writes to the topmost.
     pub above: Option<PathBuf>,
 }
 
-/// How a job is.
+/// The state of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobState {
     /// Its id.
     pub id: String,
-    /// QEMU's word for it, such as `running`, `ready` or `concluded`.
+    /// QEMU's name for its state, such as `running`, `ready` or `concluded`.
     pub status: String,
-    /// Bytes that are done.
+    /// The number of bytes that are done.
     pub done: u64,
-    /// Bytes that there are to do.
+    /// The number of bytes to do in all.
     pub total: u64,
-    /// Why it has failed, if it has.
+    /// The reason why it has failed, if it has.
     pub error: Option<String>,
 }
 
@@ -72,7 +73,7 @@ struct Node {
     drv: String,
 }
 
-/// Starts a merge. It runs by itself.
+/// Starts a merge, which continues in the background.
 pub(crate) fn begin(
     qmp: &mut Qmp,
     view: &FileView,
@@ -106,7 +107,7 @@ fn is_format(node: &Node) -> bool {
     matches!(&*node.drv, "qcow2" | "raw")
 }
 
-/// The jobs that Firn has started and not dismissed.
+/// The jobs that Firn has started and has not dismissed.
 pub(crate) fn jobs(qmp: &mut Qmp) -> Result<Vec<JobState>, QmpError> {
     let jobs: Vec<Job> = qmp.query("query-jobs")?;
     let ours = jobs.into_iter().filter(|job| job.id.starts_with(JOB_PREFIX));
@@ -115,7 +116,7 @@ pub(crate) fn jobs(qmp: &mut Qmp) -> Result<Vec<JobState>, QmpError> {
     Ok(ours.map(state).collect())
 }
 
-/// Has a job that is `ready` change the drive to its lower file.
+/// Makes a job that is `ready` switch the drive to its lower file.
 pub(crate) fn complete(qmp: &mut Qmp, job: &str) -> Result<(), QmpError> {
     qmp.execute("job-complete", json!({ "id": job })).map(drop)
 }
@@ -125,12 +126,12 @@ pub(crate) fn cancel(qmp: &mut Qmp, job: &str) -> Result<(), QmpError> {
     qmp.execute("job-cancel", json!({ "id": job })).map(drop)
 }
 
-/// Has QEMU forget a job that is `concluded`.
+/// Makes QEMU forget a job that is `concluded`.
 pub(crate) fn dismiss(qmp: &mut Qmp, job: &str) -> Result<(), QmpError> {
     qmp.execute("job-dismiss", json!({ "id": job })).map(drop)
 }
 
-/// Closes nodes of these files that Firn had added and nothing uses any more, the topmost first.
+/// Closes nodes of these files that Firn added and that are no longer in use, the topmost first.
 pub(crate) fn close(qmp: &mut Qmp, view: &FileView, files: &[PathBuf]) -> Result<(), QmpError> {
     for file in files {
         let nodes: Vec<Node> = qmp.query("query-named-block-nodes")?;

@@ -1,4 +1,5 @@
-//! The devices that a user gave a VM, on the command line or later (`device_add`), as QEMU's object tree names them.
+//! The devices that a user added to a VM, on the command line or later (`device_add`), as paths in
+//! QEMU's object tree.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -8,15 +9,15 @@ use serde_json::{Value, json};
 
 use crate::qmp::{Qmp, QmpError};
 
-/// Where QEMU keeps devices with an id, and those without one.
+/// The containers in QEMU's object tree: for devices with an id, and for those without one.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// A device of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DevicePath {
-    /// Its place in the object tree: no two devices ever have the same.
+    /// Its path in the object tree, unique for all time.
     pub path: String,
-    /// What it is, such as `virtio-net-pci`.
+    /// Its class, such as `virtio-net-pci`.
     pub class: String,
 }
 
@@ -27,7 +28,7 @@ impl fmt::Display for DevicePath {
     }
 }
 
-/// A property of an object, as `qom-list` has it.
+/// A property of an object, as `qom-list` returns it.
 #[derive(Debug, Deserialize)]
 struct Property {
     name: String,
@@ -35,7 +36,7 @@ struct Property {
     class: String,
 }
 
-/// All of them.
+/// Lists all devices that a user added.
 pub(crate) fn list(qmp: &mut Qmp) -> Result<BTreeSet<DevicePath>, QmpError> {
     let mut devices = BTreeSet::new();
     for container in CONTAINERS {

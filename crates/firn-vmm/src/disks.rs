@@ -1,12 +1,13 @@
-//! The VM's disks: which files they are, and how to tell later whether they still are the same.
+//! Identification of a VM's disks: the files it has open, and a check later whether they are still
+//! the same.
 //!
-//! A checkpoint refers to disks, it does not hold them. A restore that finds another file, or the same file written to
-//! in between, would give the guest a disk that contradicts its memory: so each file is remembered by what identifies
-//! it and its content.
+//! A checkpoint refers to disks, it does not contain them. If a restore used another file, or one
+//! that was written to after the checkpoint, the guest would get a disk that contradicts its
+//! memory. So Firn records for each file what identifies it and its contents.
 //!
 //! ```text
-//!   query-named-block-nodes    #block123  qcow2  a.qcow2   backing b.raw      one Disk per image file that is open,
-//!                              #block045  file   a.qcow2                      also those below others
+//!   query-named-block-nodes    #block123  qcow2  a.qcow2   backing b.raw      one DiskImage per open image file,
+//!                              #block045  file   a.qcow2                      backing files included
 //!   stat                       a.qcow2    device, inode, size, mtime
 //! ```
 
@@ -19,30 +20,33 @@ use serde_json::Value;
 
 use crate::qmp::{Qmp, QmpError};
 
-/// Block drivers that hold a local file or device; a format driver may stand above them.
+/// Block drivers of a local file or device. A format driver may be on top of them.
 const FILE_DRIVERS: &[&str] = &["file", "host_device", "host_cdrom"];
 
-/// Drivers whose reads are copied into guest memory by the processor, if they use the page cache.
+/// Drivers for which the processor copies the data of a read into guest memory, if they use the
+/// page cache.
 const COPYING_DRIVERS: [&str; 4] = ["file", "raw", "qcow2", "nbd"];
 
 /// An image that the VM has open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
-    /// QEMU's name for the block node; `#block...` if the user gave none, and then another in every run.
+    /// QEMU's name for the block node; `#block...` if the user gave none, and then another in every
+    /// run.
     pub node: String,
-    /// The image, as QEMU names it: a path, or the address of something on a network.
+    /// The image, as QEMU names it: a path, or a network address.
     pub file: String,
     /// Its format, such as `qcow2` or `raw`.
     pub format: String,
-    /// Whether QEMU has it open for reading only.
+    /// Whether QEMU has opened it read-only.
     pub read_only: bool,
     /// The size of the disk that the guest sees, in bytes.
     pub size: u64,
-    /// The local file; `None` if it is not a file that Firn can see, or is one no more (`-snapshot`).
+    /// The local file; `None` if it is not a file that Firn can access, or was deleted
+    /// (`-snapshot`).
     pub identity: Option<FileIdentity>,
 }
 
-/// What tells one file, with one content, from another.
+/// The properties that distinguish one file, with its contents, from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity {
     /// The device it is on.
@@ -64,7 +68,7 @@ impl FileIdentity {
     }
 }
 
-/// What `query-named-block-nodes` says of a node.
+/// A node in the reply to `query-named-block-nodes`.
 #[derive(Clone, Debug, Deserialize)]
 struct Node {
     #[serde(rename = "node-name", default)]
@@ -81,7 +85,7 @@ struct Image {
     virtual_size: u64,
 }
 
-/// Finds the disks of a VM whose process sees files under `root`, and relative paths under `cwd`.
+/// Finds the disks of a VM, and identifies their files as `process` sees them.
 pub(crate) fn find(qmp: &mut Qmp, process: &FileView) -> Result<Vec<Disk>, QmpError> {
     let nodes = qmp.query("query-named-block-nodes")?;
     let mut disks = images(nodes);
@@ -89,14 +93,14 @@ pub(crate) fn find(qmp: &mut Qmp, process: &FileView) -> Result<Vec<Disk>, QmpEr
     Ok(disks)
 }
 
-/// Whether a disk may be read past the page cache: the kernel, or the storage itself, then writes into guest memory without a page
-/// fault when the read ends. Drivers that aren't known count as such.
+/// Whether a disk may be read without the page cache: the kernel, or the storage itself, then
+/// writes into guest memory without a page fault when the read ends. Unknown drivers count as such.
 pub(crate) fn is_read_past_page_cache(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let nodes: Vec<Way> = qmp.query("query-named-block-nodes")?;
     Ok(nodes.iter().any(Way::is_past_page_cache))
 }
 
-/// How QEMU gets at what a node has.
+/// The driver and the cache mode by which QEMU accesses a node.
 #[derive(Clone, Debug, Deserialize)]
 struct Way {
     drv: String,
@@ -114,8 +118,9 @@ impl Way {
     }
 }
 
-/// One disk per image: the node of its format, or that of its file where no format stands above it. An image that is
-/// open twice counts once, and as writable if it is so once.
+/// Makes one disk of each image: of the node of its format, or of the node of its file where no
+/// format is on top. An image that is open twice counts once, and as writable if one of the nodes
+/// is.
 fn images(nodes: Vec<Node>) -> Vec<Disk> {
     let mut by_file: BTreeMap<String, Node> = BTreeMap::new();
     for mut node in
@@ -139,8 +144,9 @@ impl Node {
     }
 }
 
-/// Where options keep QEMU from naming an image by its path, it writes them out: `json:{"driver": "qcow2", "file":
-/// {"driver": "file", "filename": "a.qcow2"}, ...}`. The path is in there.
+/// Extracts the path of an image. Where options keep QEMU from naming an image by its path, QEMU
+/// prints them: `json:{"driver": "qcow2", "file": {"driver": "file", "filename": "a.qcow2"}, ...}`.
+/// They contain the path.
 pub(crate) fn plain_file(name: &str) -> String {
     let options = name.strip_prefix("json:");
     let options: Option<Value> = options.and_then(|json| serde_json::from_str(json).ok());
@@ -166,12 +172,12 @@ fn disk(node: Node) -> Disk {
 pub(crate) struct FileView {
     root: PathBuf,
     cwd: PathBuf,
-    /// Where what it has open is seen.
+    /// The directory with its open descriptors.
     fds: Option<PathBuf>,
 }
 
 impl FileView {
-    /// The files of a process; those of Firn itself where the process is not known.
+    /// The files of a process; those of Firn itself where the process is unknown.
     pub(crate) fn of(pid: Option<i32>) -> Self {
         match pid {
             Some(pid) => {
@@ -190,7 +196,7 @@ impl FileView {
         FileIdentity::of(&path).ok()
     }
 
-    /// The absolute path by which the process knows a file; what is no file stays as it is.
+    /// The absolute path by which the process knows a file. A name that is no file stays as it is.
     pub(crate) fn absolute(&self, name: &str) -> PathBuf {
         let file = Path::new(name);
         let cwd = std::fs::canonicalize(&self.cwd).ok().filter(|_| !file.is_absolute());
@@ -199,7 +205,7 @@ impl FileView {
             .unwrap_or_else(|| file.to_owned())
     }
 
-    /// Whether an absolute path means to Firn a file that the process has open.
+    /// Whether an absolute path names, for Firn, a file that the process has open.
     pub(crate) fn has_open(&self, file: &Path) -> bool {
         let which = |path: &Path| FileIdentity::of(path).ok().map(|it| (it.dev, it.inode));
         let Some(mine) = which(file) else { return false };

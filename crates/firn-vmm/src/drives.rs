@@ -1,18 +1,20 @@
-//! The guest's writable drives, and how their contents are kept as they are at one moment.
+//! The guest's writable drives, and the preservation of their contents as of one instant.
 //!
-//! A *drive* is a device of the guest with an image behind it, and images below that (its *chain*). From the cut on the
-//! guest writes to another file, an *overlay*, and what was its image stays as it is:
+//! A *drive* is a device of the guest with an image, which may have backing images (its *chain*).
+//! From the cut on the guest writes to another file, an *overlay*, and the earlier image is not
+//! written any more:
 //!
 //! ```text
-//!   before                 ahead of the pause            in the pause              afterwards
+//!   before                 before the pause              in the pause              afterwards
 //!   device -> a.qcow2      device -> a.qcow2             blockdev-snapshot:        device -> overlay -> a.qcow2
 //!                          overlay, open, unused         graph changes only                            never written again
 //! ```
 //!
-//! The overlay is opened ahead of the pause (`blockdev-add` with `backing: null`), so that what can fail fails there, and
-//! the pause pays for no file to be opened. All drives change in one `transaction`: all or none. On a file system that can
-//! share blocks (`FICLONE`, ioctl_ficlone(2)) a clone of the file is taken in the pause instead, and the guest goes on
-//! with its own.
+//! The overlay is opened before the pause (`blockdev-add` with `backing: null`), so that errors
+//! occur there, and the pause opens no file. All drives change in one `transaction`: all or none.
+//! On a file system that can share blocks (`FICLONE`, ioctl_ficlone(2)) Firn clones the file in the
+//! pause instead, and the guest continues with its own.
+//!
 //!
 //! Source: QEMU `docs/interop/live-block-operations.rst`, `qapi/block-core.json`.
 
@@ -36,7 +38,8 @@ use crate::flush;
 use crate::qcow2;
 use crate::qmp::{Qmp, QmpError};
 
-/// The most images that may lie upon each other. QEMU holds all of them open, and gets slow long before it gives up.
+/// The maximum number of images in a chain. QEMU holds all of them open, and gets slow long before
+/// it fails.
 pub const CHAIN_MAX: usize = 64;
 
 /// QEMU's tool for image files.
@@ -45,41 +48,41 @@ const TOOL: &str = "qemu-img";
 /// A drive that the guest can write to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Drive {
-    /// What the user calls it: its id, or else its device's path in QEMU.
+    /// The user's name for it: its id, or else its device's path in QEMU.
     pub name: String,
     /// QEMU's name for its topmost node.
     pub node: String,
-    /// The images that it consists of, the topmost first: the only one that is written to. Absolute paths, except of what
-    /// is no file.
+    /// The images that it consists of, the topmost first, which is the only one that is written to.
+    /// Absolute paths, except where an image is not a file.
     pub chain: Vec<PathBuf>,
     /// The formats of these images.
     pub formats: Vec<String>,
-    /// How QEMU names the topmost.
+    /// QEMU's name for the topmost image.
     pub named: String,
     /// Its format: `qcow2` or `raw`, or another that can't be cut.
     pub format: String,
     /// The size of the drive that the guest sees, in bytes.
     pub bytes: u64,
-    /// Whether QEMU goes past the page cache.
+    /// Whether QEMU bypasses the page cache.
     direct: bool,
     /// Whether QEMU ignores the guest's flushes.
     no_flush: bool,
-    /// Why its contents can't be kept, if so.
+    /// The reason why its contents can't be preserved, if there is one.
     pub obstacle: Option<String>,
 }
 
-/// A drive as it has to be still when the pause has begun.
+/// The properties of a drive that must not have changed when the pause has begun.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Expected {
     /// QEMU's name for its topmost node.
     pub node: String,
-    /// How QEMU names its topmost image.
+    /// QEMU's name for its topmost image.
     pub file: String,
     /// The size of the drive that the guest sees, in bytes.
     pub bytes: u64,
 }
 
-/// A file that takes what a guest writes from some moment on.
+/// A file that takes the guest's writes from some instant on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Overlay {
     /// QEMU's name for its node.
@@ -88,48 +91,48 @@ pub struct Overlay {
     pub path: PathBuf,
 }
 
-/// What is to be done to drives in a pause.
+/// The changes to drives in a pause.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriveCut {
     /// The node of a drive, and the overlay to be put on it.
     pub overlays: Vec<(String, Overlay)>,
-    /// A file, and the one to become a clone of it.
+    /// A file, and the path of its clone.
     pub clones: Vec<(PathBuf, PathBuf)>,
     /// The copies to begin.
     pub copies: Vec<DriveCopy>,
-    /// Files to be flushed before the pause, which would wait for that otherwise.
+    /// Files to flush before the pause, which would wait for the flush otherwise.
     pub flushed: Vec<PathBuf>,
-    /// What all of this was decided for.
+    /// The drives for which all of this was planned.
     pub expected: Vec<Expected>,
 }
 
-/// Why a VM could not be stopped with its disks and devices saved.
+/// The reason why a VM could not be stopped with its disks and devices saved.
 #[derive(Debug, Error)]
 pub enum CutError {
-    /// Its devices.
+    /// Its devices could not be saved.
     #[error("the VM's devices could not be saved")]
     DeviceState(#[from] DeviceStateError),
-    /// Its disks.
-    #[error("the VM's disks could not be kept as they are")]
+    /// Its disks could not be preserved.
+    #[error("the state of the VM's disks could not be preserved")]
     Drives(#[source] QmpError),
-    /// A disk is not what it was when the save began.
-    #[error("disk {node} was changed, or taken away, while the VM was being saved; save it again")]
+    /// A disk changed after the save began.
+    #[error("disk {node} was changed or removed while the VM was being saved; save it again")]
     Changed {
         /// QEMU's name for the node that was its topmost.
         node: String,
     },
-    /// Something changes disks from within the hypervisor.
-    #[error("a block job began to work on the VM's disks ({kind}) while it was being saved")]
+    /// A job changes disks from within the hypervisor.
+    #[error("a block job ({kind}) began on the VM's disks while the VM was being saved")]
     Busy {
-        /// What sort of job.
+        /// The type of the job.
         kind: String,
     },
 }
 
-/// Why an overlay or a clone could not be made.
+/// The reason why an overlay or a clone could not be made.
 #[derive(Debug, Error)]
 pub enum DriveError {
-    /// The tool is not there, or can't be run.
+    /// The tool is missing, or can't be run.
     #[error("cannot run {TOOL}, which makes overlays (Debian: qemu-utils)")]
     Tool(#[source] io::Error),
     /// The tool refused.
@@ -137,34 +140,34 @@ pub enum DriveError {
     Create {
         /// The overlay.
         path: PathBuf,
-        /// What the tool said.
+        /// The tool's error message.
         said: String,
     },
     /// The file system has too little room for a copy.
     #[error("cannot reserve {bytes} bytes for {path}", path = .path.display())]
     Room {
-        /// How many.
+        /// The number of bytes.
         bytes: u64,
         /// The copy.
         path: PathBuf,
-        /// The error of the kernel.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
     /// A file could not be cloned, or given to its owner.
     #[error("cannot {doing} {path}", path = .path.display())]
     Io {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// What `query-block` says of a device.
+/// A device in the reply to `query-block`.
 #[derive(Clone, Debug, Deserialize)]
 struct Device {
     #[serde(default)]
@@ -212,7 +215,7 @@ struct Job {
     kind: String,
 }
 
-/// The drives that the guest can write to.
+/// Finds the drives that the guest can write to.
 pub(crate) fn find(qmp: &mut Qmp, view: &FileView) -> Result<Vec<Drive>, QmpError> {
     let devices: Vec<Device> = qmp.query("query-block")?;
     let jobs: Vec<Job> = qmp.query("query-block-jobs")?;
@@ -221,7 +224,8 @@ pub(crate) fn find(qmp: &mut Qmp, view: &FileView) -> Result<Vec<Drive>, QmpErro
     for drive in &mut drives {
         let is_shared = drive.chain.first().is_some_and(|top| shared.contains(&which(top)));
         drive.obstacle = match jobs.first() {
-            // Which images a job changes can't be seen from outside. Some jobs hide the drive below a node of their own.
+            // Firn can't find out which images a job changes. Some jobs hide the drive below a node
+            // of their own.
             Some(Job { device, kind }) => {
                 Some(format!("a block job is at work ({kind}, {device})"))
             }
@@ -234,12 +238,12 @@ pub(crate) fn find(qmp: &mut Qmp, view: &FileView) -> Result<Vec<Drive>, QmpErro
     Ok(drives)
 }
 
-/// Which file, whatever its name.
+/// The device and inode number of a file, whatever its name.
 fn which(path: &Path) -> Option<(u64, u64)> {
     FileIdentity::of(path).ok().map(|it| (it.dev, it.inode))
 }
 
-/// The files that lie somewhere in the chains of more than one device.
+/// The files that are in the chains of more than one device.
 fn shared(devices: &[Device], view: &FileView) -> Vec<Option<(u64, u64)>> {
     let files = |inserted: &Inserted| -> HashSet<(u64, u64)> {
         chain(inserted, view).iter().filter_map(|path| which(path)).collect()
@@ -280,21 +284,21 @@ fn formats(image: &Layer) -> Vec<String> {
     layers.map(|layer| plain_format(&layer.format).to_owned()).collect()
 }
 
-/// Says why a drive's contents can't be kept, if so.
+/// Returns the reason as an error if a drive's contents can't be preserved.
 fn obstacle(drive: &Inserted, chain: &[PathBuf], view: &FileView) -> Result<(), String> {
     if !matches!(&*drive.drv, "qcow2" | "raw") {
-        return Err(format!("its format is {}; only qcow2 and raw can be kept", drive.drv));
+        return Err(format!("its format is {}; only qcow2 and raw can be preserved", drive.drv));
     }
     if drive.encrypted {
         return Err("it is encrypted".to_owned());
     }
     let Some(top) = chain.first().filter(|top| view.has_open(top)) else {
-        return Err(format!("{} is no file that Firn can see", drive.file));
+        return Err(format!("{} is not a file that Firn can access", drive.file));
     };
     let metadata = top.metadata().map_err(|error| format!("{}: {error}", top.display()))?;
     if !metadata.is_file() {
         return Err(format!(
-            "{} is a device, which has no place for files beside it",
+            "{} is a device, so no file can be created beside it",
             top.display()
         ));
     }
@@ -303,7 +307,8 @@ fn obstacle(drive: &Inserted, chain: &[PathBuf], view: &FileView) -> Result<(), 
     (0..layers.len()).try_for_each(|at| check_layer(layers[at], layers.get(at + 1).copied()))
 }
 
-/// What a layer is, and what lies below it, must be what a restore will find, which goes by the files alone.
+/// Checks that a layer, and its backing file, are those that a restore will find, which relies on
+/// the files alone.
 fn check_layer(
     (file, layer): (&Path, &Layer),
     below: Option<(&Path, &Layer)>,
@@ -314,7 +319,7 @@ fn check_layer(
         let is_whole =
             !metadata.is_file() || metadata.len().next_multiple_of(512) == layer.virtual_size;
         return match below {
-            Some(_) => Err(format!("{name} is {}, and something lies below it", layer.format)),
+            Some(_) => Err(format!("{name} is {}, and has a backing file all the same", layer.format)),
             None if !is_whole => Err(format!("it is only a part of {name}")),
             None => Ok(()),
         };
@@ -334,19 +339,19 @@ fn check_layer(
         {
             match head.below_format.as_deref() {
                 Some(format) if format == plain_format(&layer.format) => Ok(()),
-                // QEMU finds out by itself, and from what a guest may have written there.
+                // QEMU would probe the format by itself, from data that a guest may have written.
                 None if layer.format == "qcow2" => Ok(()),
                 _ => Err(format!(
-                    "{name} does not say that what lies below it is {} (qemu-img rebase -u -F)",
+                    "{name} does not record that its backing file is {} (qemu-img rebase -u -F)",
                     plain_format(&layer.format)
                 )),
             }
         }
-        _ => Err(format!("what lies below {name} is not what it says")),
+        _ => Err(format!("the backing file that QEMU uses for {name} is not the one that {name} names")),
     }
 }
 
-/// Without a format of its own, a file or a device is raw.
+/// The format of a node; a file or a device without a format driver is raw.
 fn plain_format(format: &str) -> &str {
     match format {
         "file" | "host_device" => "raw",
@@ -354,12 +359,12 @@ fn plain_format(format: &str) -> &str {
     }
 }
 
-/// What an overlay is made on.
+/// The image that an overlay is made on.
 #[derive(Clone, Copy, Debug)]
 pub struct Below<'a> {
     /// The file, absolute.
     pub file: &'a Path,
-    /// How a hypervisor that has it open names it.
+    /// The name that a hypervisor uses that has it open.
     pub named: &'a str,
     /// Its format: `qcow2` or `raw`.
     pub format: &'a str,
@@ -368,11 +373,12 @@ pub struct Below<'a> {
 }
 
 impl Below<'_> {
-    /// What the overlay calls it: as the hypervisor does if that means the same file to the overlay. Else the hypervisor
-    /// takes it for another one, and writes out all that lies below in the name of each overlay that follows.
+    /// The backing file name for the overlay at `path`: the hypervisor's name, if that means the
+    /// same file in the overlay. With another name, the hypervisor takes it for another file, and
+    /// writes out the whole lower chain in the name of each later overlay.
     pub(crate) fn name(&self, path: &Path) -> PathBuf {
         let is_beside = path.parent() == self.file.parent();
-        // With a colon it would be a protocol.
+        // A name with a colon would be a protocol.
         let is_plain = !self.named.contains(':');
         match is_beside && is_plain && self.file.file_name() == Some(self.named.as_ref()) {
             true => self.named.into(),
@@ -381,14 +387,14 @@ impl Below<'_> {
     }
 }
 
-/// Makes the file of an overlay, with the owner and the mode of what lies below. `program` is the hypervisor, whose own tool
-/// is preferred.
+/// Makes the file of an overlay, with the owner and the mode of its base. `program` is the
+/// hypervisor, whose own tool is preferred.
 pub fn create_overlay(program: &str, below: &Below<'_>, path: &Path) -> Result<(), DriveError> {
     create(program, Some(below), path, below.bytes)?;
     like(below.file, path).map_err(io_error("give the owner of its disk to", path))
 }
 
-/// Makes a qcow2 file for a drive of so many bytes.
+/// Makes a qcow2 file for a drive of `bytes` bytes.
 pub(crate) fn create(
     program: &str,
     below: Option<&Below<'_>>,
@@ -398,13 +404,14 @@ pub(crate) fn create(
     let mut command = Command::new(tool(program));
     command.args(["create", "-q", "-f", "qcow2"]);
     if let Some(below) = below {
-        // Unsafe only in that it does not look at what is below, which the hypervisor has locked.
+            // `-u` is unsafe only in that the tool does not open the base, which the hypervisor has
+            // locked.
         command.args(["-u", "-F", below.format, "-b"]).arg(below.name(path));
     }
     let output = command.arg(path).arg(bytes.to_string()).output().map_err(DriveError::Tool)?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        // It begins with its own name and the file's.
+        // The message begins with the names of the tool and the file.
         let said =
             said.trim().trim_start_matches(&format!("{TOOL}: {}: ", path.display())).to_owned();
         return Err(DriveError::Create { path: path.to_owned(), said });
@@ -417,8 +424,9 @@ fn tool(program: &str) -> PathBuf {
     if program.contains('/') && beside.exists() { beside } else { TOOL.into() }
 }
 
-/// Gives a file the owner and the mode of another. Who may not give it away keeps it, and runs the hypervisor then; if it is
-/// not of the same group either it is for nobody else.
+/// Gives a file the owner and the mode of another. A user that may not change the owner keeps the
+/// file, and runs the hypervisor then; if the group can't be changed either, the file is for its
+/// owner alone.
 pub(crate) fn like(other: &Path, file: &Path) -> io::Result<()> {
     let metadata = other.metadata()?;
     let mine = file.metadata()?;
@@ -429,17 +437,17 @@ pub(crate) fn like(other: &Path, file: &Path) -> io::Result<()> {
             return std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o600));
         }
     }
-    // Whoever may only read the disk may not read what is written to it from now on.
+    // A user that may only read the disk must not read what is written to it from now on.
     std::fs::set_permissions(file, std::fs::Permissions::from_mode(metadata.mode() & 0o660 | 0o600))
 }
 
-/// Whether files in `dir` can be clones of `from`. Leaves nothing behind.
+/// Whether files in `dir` can be clones of `from`. Leaves no file behind.
 pub fn can_clone(from: &Path, dir: &Path) -> Result<bool, DriveError> {
     let source = firn_files::open_disk(from).map_err(io_error("open", from))?;
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
     let probe = match rustix::fs::open(dir, flags, Mode::from_raw_mode(0o600)) {
         Ok(probe) => probe,
-        // A file system without files that have no name is none that can clone.
+        // A file system without unnamed files cannot clone either.
         Err(Errno::OPNOTSUPP | Errno::ISDIR) => return Ok(false),
         Err(errno) => return Err(io_error("make files in", dir)(errno.into())),
     };
@@ -452,7 +460,8 @@ pub fn can_clone(from: &Path, dir: &Path) -> Result<bool, DriveError> {
     }
 }
 
-/// Makes `to`, which must not be there, a clone of `from`: both share their blocks until one of them is written to.
+/// Makes `to`, which must not exist, a clone of `from`: both share their blocks until one of them
+/// is written to.
 fn clone_file(from: &Path, to: &Path) -> Result<(), DriveError> {
     let source = firn_files::open_disk(from).map_err(io_error("open", from))?;
     let target = File::create_new(to).map_err(io_error("create", to))?;
@@ -470,7 +479,7 @@ fn io_error<'a>(
     move |source| DriveError::Io { doing, path: path.to_owned(), source }
 }
 
-/// Opens an overlay that is to be put on a drive.
+/// Opens an overlay that will be put on a drive.
 pub(crate) fn open_overlay(
     qmp: &mut Qmp,
     drive: &Drive,
@@ -510,8 +519,8 @@ fn is_known(qmp: &mut Qmp, node: &str) -> Result<bool, QmpError> {
 }
 
 impl DriveCut {
-    /// The transaction that puts overlays on drives and begins copies; `None` if there is nothing to do. `fails_alone` if
-    /// this QEMU can let a copy fail instead of a guest's write.
+    /// The transaction that puts overlays on drives and begins copies; `None` if there is nothing
+    /// to do. `fails_alone` if this QEMU can let a copy fail instead of a guest's write.
     pub(crate) fn transaction(&self, fails_alone: bool) -> Option<Value> {
         let action = |(node, overlay): &(String, Overlay)| json!({ "type": "blockdev-snapshot", "data": { "node": node, "overlay": overlay.node } });
         let copies = backup::build_actions(&self.copies, fails_alone);
@@ -519,19 +528,19 @@ impl DriveCut {
         (!actions.is_empty()).then(|| json!({ "actions": actions }))
     }
 
-    /// Clones files, whose VM stands still.
+    /// Clones files. Their VM is paused.
     pub fn clone_files(&self) -> Result<(), DriveError> {
         self.clones.iter().try_for_each(|(from, to)| clone_file(from, to))
     }
 
-    /// Writes back what the page cache has of the files, while the VM runs.
+    /// Flushes the files from the page cache, while the VM runs.
     pub fn flush_files(&self) {
         flush::flush_files(&self.flushed);
     }
 }
 
 impl DriveCut {
-    /// Whether there is anything to be done.
+    /// Whether there is nothing to do.
     pub fn is_empty(&self) -> bool {
         self.overlays.is_empty()
             && self.clones.is_empty()
@@ -539,7 +548,7 @@ impl DriveCut {
             && self.expected.is_empty()
     }
 
-    /// Why drives are not as they were expected to be, by what `query-block` and `query-block-jobs` say.
+    /// Checks by the replies to `query-block` and `query-block-jobs` that drives are as expected.
     pub(crate) fn check(&self, said: Value, jobs: Value) -> Result<(), CutError> {
         let unexpected = |error: serde_json::Error| {
             CutError::Drives(QmpError::unexpected("query-block-jobs", error.to_string()))
@@ -575,7 +584,7 @@ impl Drive {
         self.chain.first().map_or(Path::new(""), PathBuf::as_path)
     }
 
-    /// What it has to be still in the pause.
+    /// The properties that it must still have in the pause.
     pub fn expected(&self) -> Expected {
         Expected { node: self.node.clone(), file: self.named.clone(), bytes: self.bytes }
     }
@@ -633,11 +642,11 @@ mod tests {
         };
         assert!(why(&alone("vmdk", text, 2048)).contains("vmdk"));
         assert!(why(&alone("raw", text, 1024)).contains("only a part of"));
-        assert!(why(&alone("raw", "/nowhere/b", 1024)).contains("/nowhere/b is no file"));
+        assert!(why(&alone("raw", "/nowhere/b", 1024)).contains("/nowhere/b is not a file"));
         assert!(why(&alone("raw", "/dev", 1024)).contains("is a device"));
         assert!(why(&alone("qcow2", text, 2048)).contains("is no qcow2 file"));
         assert_eq!(why(&alone("raw", text, 2048)), "");
-        assert!(why(&device("raw", text, 2048)).contains("something lies below it"));
+        assert!(why(&device("raw", text, 2048)).contains("has a backing file all the same"));
         let mut secret = device("qcow2", text, 2048);
         secret.inserted.as_mut().unwrap().encrypted = true;
         assert!(why(&secret).contains("encrypted"));

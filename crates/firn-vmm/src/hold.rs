@@ -1,35 +1,40 @@
-//! A pause that the hypervisor begins and ends by itself.
+//! A pause that the hypervisor begins and ends by itself, and that lasts as long as Firn keeps a
+//! pipe full.
 //!
-//! QEMU reads commands byte by byte, a few microseconds each: of `stop`, `xen-save-devices-state` and `cont` the latter two
-//! would be read while the VM stands still, which takes longer than carrying them out. But a VM that runs is stopped by
-//! `xen-save-devices-state` itself, and started again when its devices are saved. What Firn has to do meanwhile, it does
-//! while QEMU waits for a pipe:
+//! QEMU reads commands byte by byte, at a few microseconds each. With `stop`,
+//! `xen-save-devices-state` and `cont`, QEMU would read the latter two while the VM is paused,
+//! which takes longer than executing them. But `xen-save-devices-state` itself stops a VM that
+//! runs, and starts it again when its devices are saved. Firn does its own work of the pause while
+//! QEMU waits for a pipe:
 //!
 //! ```text
 //!   Firn                               QEMU
 //!   the command, a pipe of one page --> reads it                                          the guest runs
-//!                                       stops the vCPUs, drains and flushes the disks     it stands still
+//!                                       stops the vCPUs, drains and flushes the disks     it is paused
 //!                                       opens the pipe
-//!   sees that: Held                     saves devices; a page of that fits: waits
-//!   ... fixes memory
-//!   makes the pipe larger ------------> writes the rest, starts the vCPUs                 the guest runs
-//!   reads the rest, and the answer
+//!   is notified: PausedVm               saves devices; a page of that fits: waits
+//!   ... captures memory
+//!   enlarges the pipe ----------------> writes the rest, starts the vCPUs                 the guest runs
+//!   reads the rest, and the reply
 //! ```
 //!
-//! QEMU keeps its end from one pause to the next: handing it over takes three commands, and reading those takes QEMU longer than the page
-//! faults of an epoch do.
+//! QEMU keeps its end from one pause to the next: handing it over takes three commands, and reading
+//! those takes QEMU longer than the page faults of an epoch do.
 //!
-//! With a pipe that takes more, QEMU goes on saving devices while memory is fixed, and waits later, or not at all: if it had nothing left
-//! to write it would start the VM. So that is for a VM of which it is known how much its devices take ([`held_bytes`]).
+//! With a larger pipe, QEMU continues to save devices while Firn captures memory, and waits later,
+//! or not at all: if nothing were left to write, QEMU would start the VM. So Firn uses a larger
+//! pipe only where it knows how many bytes the VM's devices take ([`pipe_capacity`]).
 //!
-//! Where nobody can watch for the opening, it is the first bytes that Firn waits for: QEMU writes 32 KiB at once, which it has to save first.
-//! Whoever else opens the pipe meanwhile might be taken for QEMU while the VM still runs. So a pause in which it was opened twice has failed.
+//! Where inotify is not available, Firn waits for the first bytes instead: QEMU writes 32 KiB at
+//! once, which it has to save first. If another process opens the pipe meanwhile, Firn might
+//! mistake it for QEMU while the VM still runs. So a pause in which the pipe was opened twice has
+//! failed.
 //!
-//! If Firn dies, the pipe has no reader any more: saving fails, and QEMU starts the VM. (It forgets to close its descriptor then.
-//! A hold that is dropped is ended as if it were released.)
+//! If Firn dies, the pipe loses its reader: saving fails, and QEMU starts the VM. (QEMU leaks its
+//! descriptor then. Dropping a [`PausedVm`] ends the pause as resuming it does.)
 //!
-//! Source: QEMU `qmp_xen_save_devices_state` (migration/savevm.c), `monitor_can_read` (monitor/monitor.c); pipe(7),
-//! "Pipe capacity"; fcntl(2), `F_SETPIPE_SZ`.
+//! Source: QEMU `qmp_xen_save_devices_state` (migration/savevm.c), `monitor_can_read`
+//! (monitor/monitor.c); pipe(7), "Pipe capacity"; fcntl(2), `F_SETPIPE_SZ`.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -48,48 +53,53 @@ use crate::qmp::{Qmp, QmpError, Sent};
 use crate::vm::RunState;
 use crate::wait::{either, readable};
 
-/// What a pipe takes before its writer waits: a page, the least there is. No VM's devices fit into that.
+/// Pipe capacity at which QEMU waits early: a page, the minimum. No VM's devices fit into that.
 const HELD_BYTES: usize = 4096;
-/// What it takes of a VM whose devices are known to need that, and [`SPARE_BYTES`] more: QEMU writes 32 KiB at once.
+/// Capacities for a VM whose devices are known to need that and [`SPARE_BYTES`] more: QEMU writes
+/// 32 KiB at once.
 const LATE_BYTES: [usize; 2] = [64 << 10, 32 << 10];
-/// More than one device is likely to take.
+/// More bytes than one device is likely to take.
 const SPARE_BYTES: usize = 8 << 10;
-/// For how long the opening is looked for without sleeping. Once the vCPUs stand still their processors are free, and waking up takes as
-/// long as what is waited for.
+/// Time for which Firn polls for the opening without sleeping. Once the vCPUs are stopped their
+/// processors are free, and waking up takes as long as QEMU takes until the opening.
 const LOOK: Duration = Duration::from_micros(1500);
-/// For how long after that it alone is waited for: what QEMU says when the VM has stopped it says faster if that wakes nobody.
+/// Time after that for which Firn waits for the pipe alone: QEMU sends its STOP event faster if
+/// that wakes no process.
 const PIPE_WAIT: Duration = Duration::from_millis(5);
-/// How often a QEMU is looked at that has closed the pipe, and says nothing.
+/// Polling interval for a QEMU that has closed the pipe and not replied yet.
 const CLOSED_LOOK: Duration = Duration::from_millis(1);
-/// What it takes when its writer is to wait no longer: as much as any user may ask for by default, or less.
+/// Capacities that end QEMU's wait, tried in this order: the maximum that any user may request by
+/// default, or less.
 const FREE_BYTES: [usize; 3] = [1 << 20, 1 << 18, 1 << 16];
-/// How much is read at once.
+/// Bytes per read.
 const READ_BYTES: usize = 256 << 10;
 
-/// How QEMU is waited for when it has been told to stop the VM.
+/// How Firn waits until QEMU has stopped the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
-    /// Without sleeping, for 1.5 ms at most: waking up may take longer than what is waited for.
+    /// Polls without sleeping, for 1.5 ms at most: waking up may take longer than QEMU takes to
+    /// stop the VM.
     Awake,
-    /// By who comes first whenever it wakes up, and would else be in QEMU's way.
+    /// Sleeps. For a thread with real-time priority, which runs at once when it wakes up, and whose
+    /// polling would keep QEMU from running.
     Asleep,
 }
 
-/// A pipe that QEMU can save device state to.
+/// A pipe to which QEMU saves device state, and which blocks QEMU until Firn enlarges it.
 #[derive(Debug)]
 pub(crate) struct Holder {
     reader: OwnedFd,
     openings: Option<Openings>,
-    /// QEMU's number for its end.
+    /// The number of QEMU's descriptor.
     fd: u64,
-    /// QEMU's name for the set it is in.
+    /// The number of QEMU's descriptor set that contains it.
     fdset: u64,
-    /// What it takes before QEMU waits.
+    /// Bytes that the pipe takes before QEMU waits.
     held_bytes: usize,
 }
 
 impl Holder {
-    /// Makes the pipe, for a VM whose devices take `least` bytes at least, and hands QEMU its end.
+    /// Makes the pipe, for a VM whose devices take at least `least` bytes, and hands QEMU its end.
     pub(crate) fn hand_over(qmp: &mut Qmp, least: usize) -> Result<Self, DeviceStateError> {
         take_back_left_behind(qmp)?;
         let made = pipe(held_bytes(least)).map_err(io_error("make a pipe for"))?;
@@ -103,7 +113,8 @@ impl Holder {
         Ok(Self { reader, openings, fd, fdset, held_bytes })
     }
 
-    /// Makes an empty pipe ready for the next pause of a VM whose devices take `least` bytes at least. `false` if it can't be.
+    /// Sets an empty pipe up for the next pause of a VM whose devices take at least `least` bytes.
+    /// `false` if that fails.
     pub(crate) fn is_made_ready(&mut self, least: usize) -> bool {
         match fcntl_setpipe_size(&self.reader, held_bytes(least)) {
             Ok(bytes) => {
@@ -114,32 +125,33 @@ impl Holder {
         }
     }
 
-    /// Takes QEMU's end back.
+    /// Removes QEMU's descriptor.
     pub(crate) fn take_back(self, qmp: &mut Qmp) -> Result<(), QmpError> {
         remove_fdset(qmp, self.fdset)
     }
 
-    /// Not by the name of its set: QEMU would cut such a file to length, which no pipe allows.
+    /// Sends the command, with the path of the descriptor. QEMU would truncate a file that is named
+    /// by its descriptor set, which no pipe allows.
     fn ask(&self, qmp: &mut Qmp) -> Result<Sent, DeviceStateError> {
-        // By whom does not matter until now.
+        // Discards earlier openings: only those from now on matter.
         self.is_opened()?;
         let filename = format!("/proc/self/fd/{}", self.fd);
         let arguments = json!({ "filename": filename, "live": false });
         Ok(qmp.send("xen-save-devices-state", arguments)?)
     }
 
-    /// Whether it was opened since this was asked last, if that can be known.
+    /// Whether a process has opened the pipe since the last call; `None` where that is unknown.
     fn is_opened(&self) -> Result<Option<bool>, DeviceStateError> {
         let opened = self.openings.as_ref().map(Openings::any).transpose();
         opened.map_err(io_error("look for"))
     }
 
-    /// What can be read once QEMU has come.
+    /// The descriptor that becomes readable when QEMU has opened the pipe, or written to it.
     fn sign(&self) -> BorrowedFd<'_> {
         self.openings.as_ref().map_or(self.reader.as_fd(), Openings::as_fd)
     }
 
-    /// Whether QEMU has stopped the VM, and saves it.
+    /// Whether QEMU has stopped the VM and saves its devices.
     fn has_come(&self) -> Result<bool, DeviceStateError> {
         match self.is_opened()? {
             Some(is_opened) => Ok(is_opened),
@@ -152,7 +164,7 @@ impl Holder {
         Ok(bytes > 0)
     }
 
-    /// The same, when there was some time for it.
+    /// The same, after waiting for a short time.
     fn has_soon_come(&self, look: Look) -> Result<bool, DeviceStateError> {
         let since = Instant::now();
         while look == Look::Awake && since.elapsed() < LOOK {
@@ -162,13 +174,15 @@ impl Holder {
             std::hint::spin_loop();
         }
         readable(self.sign(), Instant::now() + PIPE_WAIT).map_err(io_error("wait for"))?;
-        // Of a kernel that tells of no openings that is a sign as well.
+        // On a kernel that reports no openings, the first bytes count as well.
         Ok(self.has_come()? || self.is_written_to()?)
     }
 
-    /// Lets the writer go on. A user who has used up what pipes may take has it write page by page: that is only slower.
+    /// Unblocks QEMU by enlarging the pipe. For a user whose limit on pipe memory is used up, QEMU
+    /// writes page by page, which is only slower.
     ///
-    /// Twice: kernels before 6.1.76, 6.6.15 and 6.7.3 wake the writer before the pipe is larger (CVE-2023-52672).
+    /// Sets the size twice: kernels before 6.1.76, 6.6.15 and 6.7.3 wake the writer before the pipe
+    /// is larger (CVE-2023-52672).
     fn let_go(&self) {
         let is_larger = |bytes: &usize| fcntl_setpipe_size(&self.reader, *bytes).is_ok();
         if let Some(bytes) = FREE_BYTES.iter().find(|bytes| is_larger(bytes)) {
@@ -176,7 +190,7 @@ impl Holder {
         }
     }
 
-    /// Reads what is there.
+    /// Reads all bytes that are in the pipe.
     fn read(&self, state: &mut Vec<u8>) -> Result<(), DeviceStateError> {
         while state.len() as u64 <= STATE_BYTES_MAX {
             state.reserve(READ_BYTES);
@@ -190,7 +204,8 @@ impl Holder {
     }
 }
 
-/// Its reader does not wait. Its writer may be opened by a QEMU that is another user's. It takes so many bytes, or more.
+/// Makes a pipe of at least `bytes` bytes. Its reader does not block. A QEMU that runs as another
+/// user can open its writer.
 fn pipe(bytes: usize) -> io::Result<(OwnedFd, OwnedFd, usize)> {
     let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     rustix::fs::fcntl_setfl(&reader, OFlags::NONBLOCK)?;
@@ -199,40 +214,42 @@ fn pipe(bytes: usize) -> io::Result<(OwnedFd, OwnedFd, usize)> {
     Ok((reader, writer, bytes))
 }
 
-/// How much a pipe is to take by which a VM is held whose devices take `least` bytes at least.
+/// The capacity of the pipe for a VM whose devices take at least `least` bytes.
 fn held_bytes(least: usize) -> usize {
     LATE_BYTES.into_iter().find(|bytes| bytes + SPARE_BYTES <= least).unwrap_or(HELD_BYTES)
 }
 
-/// A VM that stands still, its disks drained, until this is released or dropped.
+/// A VM that is paused, its disks drained, until this is resumed or dropped.
 #[derive(Debug)]
-#[must_use = "the VM goes on when this is dropped, and nothing is saved"]
+#[must_use = "the VM resumes when this is dropped, and nothing is saved"]
 pub struct Held<'a> {
     qmp: &'a mut Qmp,
-    /// Where the pipe goes when QEMU has closed its end, for the next pause.
+    /// Where the pipe is kept for the next pause when QEMU has closed its end.
     home: &'a mut Option<Holder>,
-    /// None once it was released.
+    /// `None` once the VM was resumed.
     under_way: Option<(Holder, Sent)>,
     since: Duration,
 }
 
-/// What was saved, and when it was.
+/// The result of a pause: the saved device state, and the times.
 #[derive(Clone, Debug)]
 pub struct Released {
     /// The state of every device and vCPU, without RAM.
     pub device_state: Vec<u8>,
-    /// How long it took until that began, or, where nobody could see it begin, until some of it was saved; from when the vCPUs had stopped.
-    /// None if they had been stopped before.
+    /// The time from when the vCPUs had stopped until saving began; without inotify, until the
+    /// first part was saved. `None` if the vCPUs had been stopped before.
     pub took: Option<Duration>,
-    /// How long the VM stood still, by QEMU's own clock: from when its vCPUs had stopped until they were about to be started.
+    /// The length of the pause by QEMU's own clock: from when its vCPUs had stopped until just
+    /// before they started.
     pub still: Option<Duration>,
-    /// When the VM went on, since 1970: before that nothing of it ran.
+    /// When the VM resumed, since 1970: nothing of it ran between the stop and this time.
     pub at: Duration,
 }
 
 impl<'a> Held<'a> {
-    /// Stops a VM that runs, and calls `asked` when it has been told to; then `look`s for it. `None` if its QEMU can't open the pipe; then it runs, and
-    /// stood still for a moment.
+    /// Stops a VM that runs. Calls `asked` when the command has been sent, then waits for QEMU in
+    /// `look` mode. `None` if this QEMU can't open the pipe; then the VM runs, and was paused for a
+    /// moment.
     pub(crate) fn hold(
         qmp: &'a mut Qmp,
         home: &'a mut Option<Holder>,
@@ -260,7 +277,7 @@ impl<'a> Held<'a> {
         Ok(Some(Self { qmp, home, under_way: Some((holder, save)), since: now() }))
     }
 
-    /// Lets the VM go on, and gives its device state.
+    /// Resumes the VM, and returns its device state.
     pub fn release(mut self) -> Result<Released, DeviceStateError> {
         let device_state = self.finish()?;
         let stopped = self.qmp.last("STOP");
@@ -278,8 +295,9 @@ impl<'a> Held<'a> {
         })
     }
 
-    /// A VM that its own guest had put to sleep just before is stopped by saving it, and not started again. One that its user
-    /// had stopped is called otherwise.
+    /// Starts a VM that QEMU leaves stopped. If the guest had suspended itself just before, saving
+    /// stops it, and does not start it again. If a user had stopped it, its status is another, and
+    /// it stays stopped.
     fn start_if_left(&mut self) -> Result<(), QmpError> {
         let state: RunState = self.qmp.query("query-status")?;
         match &*state.status {
@@ -288,7 +306,7 @@ impl<'a> Held<'a> {
         }
     }
 
-    /// Lets QEMU write, until it says that it has.
+    /// Lets QEMU write until it replies that it has saved the devices.
     fn finish(&mut self) -> Result<Vec<u8>, DeviceStateError> {
         let mut device_state = Vec::new();
         let Some((mut holder, save)) = self.under_way.take() else { return Ok(device_state) };
@@ -309,14 +327,15 @@ impl<'a> Held<'a> {
         if is_opened_twice {
             return Err(DeviceStateError::OpenedTwice);
         }
-        // One byte more, and QEMU has waited for all that was done before it was let go.
+        // With at least one byte more, QEMU has waited for all work that was done before it was
+        // unblocked.
         match device_state.len() > held_bytes {
             true => Ok(device_state),
             false => Err(DeviceStateError::NotHeld { bytes: device_state.len() }),
         }
     }
 
-    /// Reads until QEMU says that it has saved everything.
+    /// Reads until QEMU replies that it has saved everything.
     fn drain(
         &mut self,
         holder: &Holder,
@@ -335,9 +354,9 @@ impl<'a> Held<'a> {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        // Should this fail, the pipe is closed, and QEMU goes on for that reason.
+        // If this fails, the pipe is closed, and QEMU resumes the VM for that reason.
         if let Err(error) = self.finish() {
-            tracing::debug!("a VM that was held was not released: {error}");
+            tracing::debug!("a paused VM was not resumed: {error}");
         }
     }
 }
@@ -345,7 +364,8 @@ impl Drop for Held<'_> {
 fn wait(qmp: &Qmp, holder: &Holder, deadline: Instant) -> Result<(), DeviceStateError> {
     either(&holder.reader, qmp.socket(), deadline).map_err(io_error("wait for"))?;
     if !holder.is_written_to()? {
-        // A pipe that was closed is always ready. Who closed it is to close the other as well, and may need this processor for that.
+        // A closed pipe is always readable. A QEMU that dies closes the monitor as well, and may
+        // need this processor for that.
         let soon = deadline.min(Instant::now() + CLOSED_LOOK);
         readable(qmp.socket(), soon).map_err(io_error("wait for"))?;
     }

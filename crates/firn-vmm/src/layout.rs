@@ -1,10 +1,11 @@
-//! Where guest RAM lies: in the guest's physical address space, and in the hypervisor's own.
+//! The layout of guest RAM: its addresses in the guest's physical address space, and in the
+//! hypervisor's own.
 //!
 //! ```text
-//!   query-memdev      which backends there are, how large, shared or private
-//!   info mtree -f     which part of which backend the guest sees where          FlatView "memory"
-//!   info ramblock     every other block of memory: firmware, video, ACPI
-//!   gpa2hva           where each of them is mapped in the hypervisor
+//!   query-memdev      the backends, their sizes, shared or private
+//!   info mtree -f     which part of which backend the guest sees at which address          FlatView "memory"
+//!   info ramblock     every other memory block: firmware, video, ACPI
+//!   gpa2hva           the address of each of them in the hypervisor
 //!
 //!   FlatView                                   RegionMap
 //!   0        - 0xc2fff     ram                 region ram   4.5 GiB
@@ -13,8 +14,9 @@
 //!   0x1'00000000 - ...     ram @0x80000000
 //! ```
 //!
-//! The chipset shows parts of low RAM write-protected (PAM) and hides others behind devices (the VGA window, SMRAM).
-//! They are RAM of the same backend all the same: the region holds all of it, the spans only what the guest sees now.
+//! The chipset makes parts of low RAM read-only (PAM) and hides others behind devices (the VGA
+//! window, SMRAM). They are RAM of the same backend all the same: the region has all of it, the
+//! spans only what the guest sees now.
 
 use std::collections::BTreeMap;
 
@@ -26,18 +28,18 @@ use crate::command_line::{CALLS_ID, Plan, RAM_ID};
 use crate::hmp::{self, FlatRange, FlatView, RamBlock, RangeKind};
 use crate::qmp::{Qmp, QmpError};
 
-/// All memory of a VM.
+/// The layout of all memory of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Guest RAM: its backends as regions, and what the guest sees where.
+    /// Guest RAM: its backends as regions, and the addresses at which the guest sees them.
     pub map: RegionMap,
-    /// Where each region of the map is mapped in the hypervisor, in the map's order.
+    /// The address of each region of the map in the hypervisor, in the map's order.
     pub locations: Vec<Location>,
-    /// Memory beside guest RAM.
+    /// The auxiliary blocks.
     pub aux: Vec<AuxRam>,
 }
 
-/// Where a RAM region is mapped in the hypervisor.
+/// The mapping of a RAM region in the hypervisor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Location {
     /// The region's id in the map.
@@ -48,22 +50,25 @@ pub struct Location {
     pub shared: bool,
 }
 
-/// A block of memory that is not guest RAM: firmware, option ROMs, ACPI tables, video memory.
+/// An auxiliary block: memory that is not guest RAM, such as firmware, option ROMs, ACPI tables,
+/// video memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuxRam {
     /// QEMU's name for the block.
     pub id: String,
     /// Its size in bytes.
     pub bytes: u64,
-    /// Where it is mapped in the hypervisor. QEMU 7.2 tells only while the guest has it mapped.
+    /// Its address in the hypervisor. QEMU 7.2 reports it only while the guest has the block
+    /// mapped.
     pub hva: Option<HostVirt>,
-    /// Whether QEMU fills it by itself when it starts and the guest cannot change it, so that no checkpoint needs it.
+    /// Whether QEMU fills it at the start and the guest cannot change it, so that no checkpoint
+    /// needs it.
     pub rom: bool,
 }
 
 impl Layout {
-    /// With the names that a restore of this command line gives to RAM: there, RAM that the user left to QEMU has a name of
-    /// Firn's.
+    /// Uses the names that a restore with this command line gives to RAM. There, RAM without a name
+    /// from the user gets Firn's name.
     pub fn named_by(mut self, plan: &Plan) -> Self {
         let is_planned = |id: &str| plan.ram().iter().any(|ram| ram.id == id);
         let ids: Vec<_> = self.locations.iter().map(|location| location.id.clone()).collect();
@@ -78,11 +83,11 @@ impl Layout {
     }
 }
 
-/// Why the layout of guest RAM could not be found.
+/// The reason why the layout of guest RAM could not be found.
 #[derive(Debug, Error)]
 pub enum LayoutError {
     /// A monitor command failed.
-    #[error("cannot ask QEMU where guest RAM lies")]
+    #[error("cannot query the layout of guest RAM from QEMU")]
     Qmp(#[from] QmpError),
     /// `info mtree -f` shows no view named `memory`.
     #[error("QEMU shows no address space named \"memory\"")]
@@ -90,23 +95,23 @@ pub enum LayoutError {
     /// No backend is visible to the guest.
     #[error("none of QEMU's {backends} memory backends is mapped as guest RAM")]
     NoRam {
-        /// How many there are.
+        /// The number of backends.
         backends: usize,
     },
-    /// QEMU tells no host address for a backend.
-    #[error("QEMU tells no host address for memory backend {id:?} (guest-physical {gpa})")]
+    /// QEMU reports no host address for a backend.
+    #[error("QEMU reports no host address for memory backend {id:?} (guest-physical {gpa})")]
     NoHostAddress {
         /// The backend.
         id: String,
-        /// The address that was asked for.
+        /// The guest-physical address that Firn asked for.
         gpa: GuestPhys,
     },
-    /// The parts do not make a map.
+    /// The backends and the address space contradict each other.
     #[error("QEMU's memory backends and its address space do not fit together")]
     Map(#[from] RegionMapError),
 }
 
-/// What `query-memdev` says of a backend.
+/// A backend in the reply to `query-memdev`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 struct Backend {
     #[serde(default)]
@@ -116,7 +121,7 @@ struct Backend {
     share: bool,
 }
 
-/// A stretch of a backend that the guest sees, in bytes.
+/// A range of a backend that the guest sees, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stretch {
     gpa: u64,
@@ -124,7 +129,7 @@ struct Stretch {
     bytes: u64,
 }
 
-/// A backend with what the guest sees of it.
+/// A backend, with the ranges of it that the guest sees.
 #[derive(Debug, PartialEq, Eq)]
 struct Ram {
     id: String,
@@ -156,7 +161,7 @@ fn memory_view(printed: &str) -> Result<FlatView, LayoutError> {
     views.into_iter().find(|view| view.is_of("memory")).ok_or(LayoutError::NoView)
 }
 
-/// The backends that are guest RAM, by the lowest address at which the guest sees them.
+/// The backends that are guest RAM, ordered by the lowest address at which the guest sees them.
 fn guest_ram(backends: &[Backend], view: &FlatView, blocks: &[RamBlock]) -> Vec<Ram> {
     let mut ram: Vec<Ram> = backends
         .iter()
@@ -170,7 +175,7 @@ fn guest_ram(backends: &[Backend], view: &FlatView, blocks: &[RamBlock]) -> Vec<
     ram
 }
 
-/// RAM that no backend owns: the block at guest-physical 0.
+/// RAM without a backend: the block at guest-physical 0.
 fn unnamed_ram(view: &FlatView, blocks: &[RamBlock]) -> Option<Ram> {
     let lowest = view.ranges.iter().find(|range| range.first == 0 && is_ram(range))?;
     let block = blocks.iter().find(|block| block.id == lowest.region)?;
@@ -185,17 +190,19 @@ impl Ram {
     }
 }
 
-/// Guest RAM has priority 0; memory that a PCI device shows (`ivshmem`) has priority 1.
+/// Whether a range is guest RAM: that has priority 0, memory of a PCI device (`ivshmem`) has
+/// priority 1.
 fn is_ram(range: &FlatRange) -> bool {
     range.priority == 0 && matches!(range.kind, RangeKind::Ram | RangeKind::Rom)
 }
 
-/// Machine types before 4.0 name a backend's memory by its full object path.
+/// Whether a range belongs to a backend. Machine types before 4.0 name a backend's memory by its
+/// full object path.
 fn is_named(range: &FlatRange, id: &str) -> bool {
     range.region.strip_prefix("/objects/").unwrap_or(&range.region) == id
 }
 
-/// Neighbouring ranges joined, then cut down to whole pages.
+/// Joins neighbouring ranges, then clips them to whole pages.
 fn merged<'a>(ranges: impl Iterator<Item = &'a FlatRange>) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = Vec::new();
     for range in ranges {
@@ -268,7 +275,8 @@ fn aux_ram(
         let id = block.id.strip_prefix("/objects/").unwrap_or(&block.id);
         ram.iter().any(|ram| ram.id == id)
     };
-    // What lies in the memory for calls is between this VM's applications and whoever serves it.
+    // The memory for guest calls belongs to this VM's applications and the supervisor that serves
+    // it.
     let is_for_calls = |block: &RamBlock| block.id.ends_with(CALLS_ID);
     let aux = blocks.iter().filter(|block| !is_guest_ram(block) && !is_for_calls(block));
     let mapped = ranges_by_block(view, blocks);
@@ -286,8 +294,8 @@ fn aux_ram(
     .collect()
 }
 
-/// The ranges at which the guest sees each block. A block is named `DEVICE/REGION`, or `REGION` where no device owns
-/// it; a region name that fits several blocks fits none.
+/// The ranges at which the guest sees each block. A range is named `DEVICE/REGION`, or `REGION`
+/// where no device owns it; a region name that matches several blocks belongs to none.
 fn ranges_by_block<'a>(
     view: &'a FlatView,
     blocks: &'a [RamBlock],
@@ -306,8 +314,8 @@ fn owns(block: &RamBlock, region: &str) -> bool {
     block.id == region || block.id.strip_suffix(region).is_some_and(|device| device.ends_with('/'))
 }
 
-/// Whether QEMU fills a block of this name from files or tables of its own when it starts: firmware, option ROMs,
-/// tables handed over by `fw_cfg`, and flash, which lives on a drive.
+/// Whether QEMU fills a block of this name from its own files or tables at the start: firmware,
+/// option ROMs, tables from `fw_cfg`, and flash, which is stored on a drive.
 fn is_rebuilt(id: &str) -> bool {
     let name = id.rsplit('/').next().unwrap_or(id);
     id.starts_with("/rom@")

@@ -104,7 +104,7 @@ fn what_qemu_rebuilds_at_start() {
 }
 
 proptest! {
-    /// Every address that a view says is RAM leads to the page of its offset.
+    /// Every address in a RAM range of the view maps to the page at its offset.
     #[test]
     fn spans_lead_where_the_view_says(
         parts in proptest::collection::vec((0u64..3, 1u64..5, 0u64..60, any::<bool>()), 1..12),

@@ -1,12 +1,13 @@
-//! Who opens a pipe that has no name: inotify(7) tells of each opening by way of `/proc/PID/fd`.
+//! Detection that another process opens an unnamed pipe: inotify(7) reports openings through
+//! `/proc/PID/fd`.
 //!
 //! ```text
-//!   pipe2() ........ told of nothing
-//!   QEMU opens ..... one event            it has stopped the VM just before that (hold)
-//!   it writes ...... told of nothing
+//!   pipe2() ........ no event
+//!   QEMU opens ..... one event            it has stopped the VM just before (pause_pipe)
+//!   QEMU writes .... no event
 //! ```
 //!
-//! Events that are the same and that nobody has read yet are one.
+//! The kernel merges equal events that have not been read yet.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -14,15 +15,16 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::fs::inotify::{self, CreateFlags, Reader, WatchFlags};
 use rustix::io::Errno;
 
-/// Room for some events without names.
+/// Buffer size for a few events without names.
 const EVENTS_BYTES: usize = 512;
 
-/// Watches a pipe.
+/// An inotify watch on a pipe.
 #[derive(Debug)]
 pub(crate) struct Openings(OwnedFd);
 
 impl Openings {
-    /// Begins to watch. `None` if the system lets its user watch nothing more.
+    /// Begins to watch. `None` if the system's limit on watches is reached, or inotify fails
+    /// otherwise.
     pub(crate) fn of(pipe: impl AsFd) -> Option<Self> {
         let watching = Self::watching(pipe.as_fd());
         let told = |errno: &Errno| tracing::debug!("openings of a pipe can't be watched: {errno}");
@@ -36,7 +38,7 @@ impl Openings {
         Ok(Self(watching))
     }
 
-    /// Whether it was opened since this was asked last.
+    /// Whether a process has opened the pipe since the last call.
     pub(crate) fn any(&self) -> Result<bool, Errno> {
         let mut room = [MaybeUninit::uninit(); EVENTS_BYTES];
         let mut events = Reader::new(&self.0, &mut room);

@@ -1,11 +1,12 @@
-//! What a qcow2 file says of itself, as far as Firn has to know before it builds on one.
+//! Reading of qcow2 headers, as far as Firn needs them before it builds on a file.
 //!
 //! ```text
-//!    0  "QFI\xfb"                       16  length of that name         u32      32  encryption  u32, 0: none
-//!    4  version  u32                    72  incompatible features       u64, version 3; bit 2: data in another file
-//!    8  where the name of what lies below it is   u64, 0: nothing      100  bytes of the header u32, version 3; else 72
+//!    0  "QFI\xfb"                             16  length of that name         u32
+//!    4  version  u32                          32  encryption                  u32, 0: none
+//!    8  offset of the backing file name       72  incompatible features       u64, version 3; bit 2: data in another file
+//!       u64, 0: no backing file              100  bytes of the header         u32, version 3; else 72
 //!
-//!   after the header: { kind u32, length u32, data, padded to 8 }, until kind 0; 0xE2792ACA is the format of what lies below
+//!   after the header: { kind u32, length u32, data, padded to 8 }, until kind 0; 0xE2792ACA is the backing file's format
 //! ```
 //!
 //! All numbers are big-endian.
@@ -20,21 +21,21 @@ use std::path::{Path, PathBuf};
 
 const MAGIC: &[u8; 4] = b"QFI\xfb";
 const HEAD_BYTES: usize = 104;
-/// The header of version 2.
+/// The length of the header in version 2.
 const HEAD_BYTES_2: u64 = 72;
 const BELOW_FORMAT: u32 = 0xE279_2ACA;
-/// Header extensions looked at.
+/// Maximum number of header extensions that are read.
 const EXTENSIONS_MAX: usize = 32;
-/// The longest name of what lies below.
+/// The maximum length of a backing file name.
 const NAME_BYTES_MAX: u32 = 1023;
 const DATA_FILE: u64 = 1 << 2;
 
-/// What a qcow2 file says of itself.
+/// The properties of a qcow2 file that its header records.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Head {
-    /// The image below it, as it is named there, absolute if that is a path.
+    /// The backing file as the header names it; absolute if that is a path.
     pub(crate) below: Option<PathBuf>,
-    /// The format of that, if it is said.
+    /// The format of the backing file, if the header records it.
     pub(crate) below_format: Option<String>,
     /// Its contents can't be read without a secret.
     pub(crate) is_encrypted: bool,
@@ -42,7 +43,7 @@ pub(crate) struct Head {
     pub(crate) has_data_file: bool,
 }
 
-/// Reads the head of a file. `None` if it is no qcow2 file.
+/// Reads the header of a file. `None` if it is not a qcow2 file.
 pub(crate) fn head(path: &Path) -> io::Result<Option<Head>> {
     let file = firn_files::open_disk(path)?;
     let mut head = [0; HEAD_BYTES];
@@ -89,7 +90,7 @@ fn ended(error: io::Error) -> io::Result<Option<String>> {
     }
 }
 
-/// The header extension that says it, of those in a range.
+/// Reads the header extension with the backing format, of those in a range.
 fn below_format(file: &File, range: Range<u64>) -> io::Result<Option<String>> {
     let (mut at, mut extension) = (range.start, [0; HEAD_BYTES]);
     for _ in 0..EXTENSIONS_MAX {
@@ -118,7 +119,7 @@ fn u64_at(bytes: &[u8; HEAD_BYTES], at: usize) -> u64 {
     u64::from(u32_at(bytes, at)) << 32 | u64::from(u32_at(bytes, at + 4))
 }
 
-/// The file that a qcow2 file says lies below it; `None` if it says none, or is no qcow2 file.
+/// The backing file that a qcow2 file names; `None` if it names none, or is not a qcow2 file.
 pub fn file_below(path: &Path) -> io::Result<Option<PathBuf>> {
     Ok(head(path)?.and_then(|head| head.below))
 }
@@ -131,7 +132,7 @@ mod tests {
         let mut bytes = vec![0; 300];
         bytes[..4].copy_from_slice(MAGIC);
         (bytes[7], bytes[103]) = (3, 104);
-        // One of another kind, of 3 bytes, before that of 5.
+        // An extension of another kind, of 3 bytes, before the one of 5.
         bytes[104..115].copy_from_slice(b"\x01\x02\x03\x04\0\0\0\x03abc");
         bytes[120..133].copy_from_slice(b"\xe2\x79\x2a\xca\0\0\0\x05qcow2");
         bytes[35] = encryption;

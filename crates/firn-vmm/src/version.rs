@@ -1,10 +1,10 @@
-//! QEMU's version.
+//! QEMU's version number.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// QEMU's version, as `query-version` tells it.
+/// QEMU's version, as `query-version` reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Version {
     /// The number.

@@ -1,4 +1,4 @@
-//! Waiting for a descriptor, never longer than until a deadline.
+//! Waiting for file descriptors until a deadline.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -6,17 +6,18 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Waits until there is something to read. `false` when the deadline has passed.
+/// Waits until `fd` is readable. `false` when the deadline has passed.
 pub(crate) fn readable(fd: impl AsFd, deadline: Instant) -> io::Result<bool> {
     ready(fd, PollFlags::IN, deadline)
 }
 
-/// Waits until there is room to write. `false` when the deadline has passed.
+/// Waits until `fd` is writable. `false` when the deadline has passed.
 pub(crate) fn writable(fd: impl AsFd, deadline: Instant) -> io::Result<bool> {
     ready(fd, PollFlags::OUT, deadline)
 }
 
-/// Waits until one of the two can be read, or was closed by its other side. `false` when the deadline has passed before.
+/// Waits until one of the two is readable, or its peer has closed it. `false` when the deadline has
+/// passed before.
 pub(crate) fn either(fd: impl AsFd, other: impl AsFd, deadline: Instant) -> io::Result<bool> {
     any(&mut [PollFd::new(&fd, PollFlags::IN), PollFd::new(&other, PollFlags::IN)], deadline)
 }

@@ -9,15 +9,17 @@ use crate::output::Output;
 use crate::run::{notes, summary};
 use crate::working_set::WorkingSetArgs;
 
-/// Look after a VM that runs already.
+/// Manage a VM that runs already.
 ///
-/// Its QEMU needs a QMP monitor on a unix socket (-qmp unix:PATH,server=on,wait=off). Nothing in it is changed. The monitor
-/// is used only while Firn has something to do there.
+/// Its QEMU needs a QMP monitor on a unix socket (-qmp unix:PATH,server=on,wait=off). Nothing in it
+/// is changed. Firn uses the monitor only while it has work to do there.
 ///
-/// Guest memory in a shared file (a memory-backend-memfd or memory-backend-file with share=on) can be followed for reads and
-/// writes, which makes restores quicker; memory that is private to QEMU, its default, for writes only.
+/// If guest memory is in a shared file (a memory-backend-memfd or memory-backend-file with
+/// share=on), Firn can trace reads and writes, which makes restores faster. If it is private to
+/// QEMU, its default, Firn can trace writes only.
 ///
-/// A VM that was started by `firn run` or `firn restore` and let go of by `firn detach` is found by its name alone.
+/// A VM that was started by `firn run` or `firn restore` and detached by `firn detach` is found by
+/// its name alone.
 ///
 /// Examples:
 ///   firn attach web --pid 4711 --qmp /run/web.qmp
@@ -25,11 +27,12 @@ use crate::working_set::WorkingSetArgs;
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
-    /// What the VM is to be called.
+    /// The name to give the VM.
     name: VmName,
     #[command(flatten)]
     working_set: WorkingSetArgs,
-    /// Attach although the VM runs on a disk file that is an old state of the disk: see `firn run --old-disk`.
+    /// Attach although the VM runs on a disk file that is an old state of the disk: see `firn run
+    /// --old-disk`.
     #[arg(long)]
     old_disk: bool,
     /// QEMU's process id.
@@ -63,9 +66,9 @@ impl Args {
         let detached = known.filter(|status| status.state == "detached");
         let found = detached.and_then(|status| Some((status.pid?, status.qmp?)));
         found.ok_or_else(|| {
-            let text = format!("{} is no VM that Firn has let go of", self.name);
+            let text = format!("{} is not a VM that Firn has detached from", self.name);
             Failure::new(FailureKind::Usage, text)
-                .hint("say which VM it is: --pid PID --qmp SOCKET")
+                .hint("give the VM's QEMU: --pid PID --qmp SOCKET")
         })
     }
 }

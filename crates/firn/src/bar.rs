@@ -1,4 +1,4 @@
-//! Progress on a terminal; nothing anywhere else.
+//! A progress bar on a terminal; without a terminal, nothing.
 
 use std::io::IsTerminal;
 
@@ -7,13 +7,13 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 const TEMPLATE: &str = "{msg} {bar:30} {bytes} of {total_bytes} ({bytes_per_sec})";
 
-/// A progress bar that shows what it is told of.
+/// A progress bar.
 pub struct Bar {
     bar: ProgressBar,
 }
 
 impl Bar {
-    /// A bar on standard error if that is a terminal. Appears with the first progress.
+    /// A bar on standard error, if that is a terminal. It appears with the first progress.
     pub fn new() -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         if let Ok(style) = ProgressStyle::with_template(TEMPLATE) {
@@ -22,7 +22,7 @@ impl Bar {
         Self { bar }
     }
 
-    /// Shows how far something has come.
+    /// Shows the progress of the current stage.
     pub fn show(&mut self, progress: &Progress) {
         if self.bar.is_hidden() && std::io::stderr().is_terminal() {
             self.bar.set_draw_target(ProgressDrawTarget::stderr());

@@ -6,12 +6,12 @@ use firn_supervisor::{Failure, Request, VmName, ask};
 use crate::output::Output;
 use crate::overlays;
 
-/// Let go of a VM; it runs on without Firn.
+/// Detach from a VM; it continues to run without Firn.
 ///
-/// Nothing of Firn stays in the hypervisor: no descriptor, no registered memory. A VM whose memory is still being
-/// restored can't be let go of; `firn status --watch` waits for that. One that Firn started itself keeps its name and
-/// its monitor socket, so that `firn attach NAME` finds it again. Until then nothing passes through a network card of Firn's (`firn run
-/// --help`).
+/// Nothing of Firn stays in the hypervisor: no descriptor, no registered memory. Firn cannot detach
+/// from a VM whose memory is still being restored; `firn status --watch` waits for that. A VM that
+/// Firn started itself keeps its name and its monitor socket, so that `firn attach NAME` finds it
+/// again. Until then no frame passes through a network card of Firn's (`firn run --help`).
 ///
 /// Example:
 ///   firn detach web
@@ -32,6 +32,6 @@ impl Args {
         let facts =
             serde_json::json!({ "name": self.name, "detached": true, "overlays": overlays });
         let lines = overlays::lines(&overlays);
-        out.facts(&facts, || format!("{} runs on without Firn\n{lines}", self.name))
+        out.facts(&facts, || format!("{} continues to run without Firn\n{lines}", self.name))
     }
 }

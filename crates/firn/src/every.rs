@@ -1,4 +1,4 @@
-//! `firn checkpoint --every`: checkpoints until somebody ends it.
+//! `firn checkpoint --every`: periodic checkpoints until the user ends the command.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -13,25 +13,25 @@ use crate::checkpoint::{describe, save};
 use crate::output::{Output, print_failure};
 use crate::series::Series;
 
-/// Checkpoints that fail one after another before this ends.
+/// The number of consecutive failures after which the series ends.
 const FAILURES_MAX: u32 = 3;
 
-/// A series that goes on.
+/// Periodic checkpoints of a VM.
 pub struct Every {
     /// The VM.
     pub name: VmName,
-    /// How each checkpoint is made; its image names the series.
+    /// The request for each checkpoint; its image names the series.
     pub request: SaveRequest,
-    /// From the beginning of one to the beginning of the next.
+    /// The time from the beginning of one checkpoint to the beginning of the next.
     pub interval: Duration,
-    /// How many are kept.
+    /// The number of images to keep.
     pub keep: usize,
-    /// How many are made; `None` if it goes on and on.
+    /// The number of checkpoints to make; `None` for no end.
     pub times: Option<u32>,
 }
 
 impl Every {
-    /// Makes them.
+    /// Makes the checkpoints.
     pub fn run(&self, base: &RuntimeDir, out: Output) -> Result<(), Failure> {
         let series = Series::of(&self.request.image)?;
         let (mut next, mut failures) = (Instant::now(), 0);
@@ -66,7 +66,7 @@ impl Every {
             .map_err(|failure| failure.while_doing(format!("no checkpoint of {}", self.name)))?;
         out.line(&facts, || describe(&facts))?;
         members.push(number);
-        // The checkpoint is there all the same; it is tried again with the next one.
+        // The checkpoint exists nevertheless; the next one tries this again.
         if let Err(failure) = self.rotate(base, series, &members) {
             print_failure(&failure);
         }
@@ -74,10 +74,11 @@ impl Every {
         Ok(())
     }
 
-    /// Merges layers of disks that only images needed which are gone. What is not merged now is merged the next time.
+    /// Merges disk layers that were needed only by images that are removed. Layers that are not
+    /// merged now are merged the next time.
     fn merge(&self, base: &RuntimeDir) {
         if let Err(failure) = ask(base, &self.name, &Request::MergeDisks, &mut |_| ()) {
-            print_failure(&failure.while_doing("layers of disks are not merged"));
+            print_failure(&failure.while_doing("disk layers are not merged"));
         }
     }
 
@@ -89,14 +90,15 @@ impl Every {
             _ => firn_image::merge(&image, whole, crate::image::threads(), &|_, _| ()).map(drop),
         });
         merged.map_err(|error| {
-            image_failure(&error).while_doing(format!("making {} whole", whole.display()))
+            image_failure(&error).while_doing(format!("merging {} with its parents", whole.display()))
         })?;
         let needed = needed(series, members, &surplus.remove);
         let free: Vec<&PathBuf> =
             surplus.remove.iter().filter(|it| !needed.contains(&canonical(it))).collect();
         for image in free {
             match remove_images(base, std::slice::from_ref(image), false) {
-                // A VM that was restored from it stands on its disks: it stays until that is over.
+                // A VM that was restored from the image uses its disks: the image stays until the
+                // VM has ended.
                 Err(failure) if failure.kind == FailureKind::Refused => {}
                 removed => drop(removed?),
             }
@@ -105,7 +107,7 @@ impl Every {
     }
 }
 
-/// The files on which images build that stay: somebody may have rebased one.
+/// The files on which the staying images build: the user may have rebased one.
 fn needed(series: &Series, members: &[u32], remove: &[PathBuf]) -> Vec<PathBuf> {
     let chain = |image: Image| image.chain().skip(1).map(canonical).collect::<Vec<_>>();
     let paths = members.iter().map(|&number| series.path(number));
@@ -117,7 +119,7 @@ fn canonical(path: &Path) -> PathBuf {
     std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// Whether there is no VM any more, or the request will never do.
+/// Whether the VM does not exist any more, or the request can never succeed.
 fn is_final(failure: &Failure) -> bool {
     use FailureKind::{Ended, NoSuchVm, Refused, Usage};
     matches!(failure.kind, Ended | NoSuchVm | Refused | Usage)

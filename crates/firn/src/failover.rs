@@ -12,15 +12,17 @@ use crate::output::Output;
 
 /// Run a standby's VM, whose primary is lost.
 ///
-/// It goes on from its newest committed epoch, the last but one that arrived.
+/// The VM continues from its newest committed epoch, the last but one that arrived.
 ///
-/// Where hosts agree who may run what (`firn cluster status`), this goes by their record: it waits until the old primary's lease is over,
-/// or is refused while that host holds it. A host that still holds it, though the VM is dead there, is declared dead by its name: the record
-/// then fences it, and nothing that it still sends is ever released.
+/// Where hosts have consensus (`firn cluster status`), the failover follows their record: it waits
+/// until the old primary's lease is over, and is refused while that host holds it. If a host still
+/// holds it although the VM is dead there, declare it dead by its name: the record then fences it,
+/// and nothing that it still sends is ever released.
 ///
-/// Where hosts do not agree, it rests on your word: make sure first that the VM runs nowhere else.
+/// Where hosts have no consensus, Firn relies on you: make sure first that the VM runs on no other
+/// host.
 ///
-/// A VM that was stopped, or whose guest shut down, was not lost: that is refused.
+/// A VM that was stopped, or whose guest shut down, was not lost: its failover is refused.
 ///
 /// Examples:
 ///   firn failover web
@@ -30,7 +32,7 @@ use crate::output::Output;
 pub struct Args {
     /// The standby.
     name: VmName,
-    /// The host of the old primary, which runs the VM no more.
+    /// The host of the old primary, which does not run the VM any more.
     #[arg(long, value_name = "HOST")]
     i_know_it_is_dead: Option<HostName>,
     /// Run it also if its primary was stopped or its guest shut down.
@@ -60,7 +62,7 @@ impl Args {
         ask(base, &self.name, &Request::Failover(how), &mut |_| ())
     }
 
-    /// A person who names another host than the VM ran on may have another VM in mind.
+    /// Refuses another host than the VM ran on: the user may mean another VM.
     fn check_host(&self, base: &RuntimeDir) -> Result<(), Failure> {
         let origin = Place::new(base.clone()).origin(&self.name);
         match (origin, &self.i_know_it_is_dead) {
@@ -78,7 +80,7 @@ impl Args {
             Some(ms) => {
                 format!("{name} runs from the end of epoch {}, after {ms:.1} ms\n", facts["epoch"])
             }
-            // A successor has finished what a dead supervisor began.
+            // A new supervisor has finished the failover that a dead one began.
             None => format!("{name} runs\n"),
         };
         let rests = match (is_leased, Place::new(base.clone()).origin(name)) {
@@ -91,7 +93,7 @@ impl Args {
                 )
             }
             (false, None) => {
-                "this rests on your word that its primary does not run: no record says so\n"
+                "this rests on your word that its primary does not run: no record confirms it\n"
                     .to_owned()
             }
         };
@@ -99,7 +101,8 @@ impl Args {
     }
 }
 
-/// Whether hosts agree who runs it. What is no standby is refused by its supervisor.
+/// Whether the hosts' consensus decides who runs it. The supervisor refuses a VM that is no
+/// standby.
 fn is_leased(base: &RuntimeDir, name: &VmName) -> Result<bool, Failure> {
     let standby = status(base, &base.vm(name))?.standby;
     Ok(standby.is_some_and(|standby| standby.leased))

@@ -5,12 +5,12 @@ use firn_supervisor::{
     Context, Failure, FailureKind, RuntimeDir, VmName, guard, recover, supervise, watcher,
 };
 
-/// Looks after a VM.
+/// Manages a VM.
 #[derive(Debug, ClapArgs)]
 pub struct Supervise {
     /// The VM.
     name: VmName,
-    /// Take over from a dead supervisor.
+    /// Recover after a supervisor that died.
     #[arg(long)]
     recover: bool,
 }
@@ -33,7 +33,7 @@ impl Supervise {
             true => recover(&base, &self.name),
             false => supervise(&base, &self.name),
         };
-        done.doing("looking after the VM")
+        done.doing("supervising the VM")
     }
 }
 
@@ -52,6 +52,6 @@ impl Guard {
 /// The runtime directory that the environment names.
 pub fn runtime_dir() -> Result<RuntimeDir, Failure> {
     RuntimeDir::from_env()
-        .doing_or(FailureKind::Host, "there is no place to keep track of VMs")
+        .doing_or(FailureKind::Host, "there is no runtime directory for VMs")
         .map_err(|failure| failure.hint("set FIRN_RUNTIME_DIR to a directory of your own"))
 }

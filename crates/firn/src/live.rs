@@ -1,9 +1,9 @@
-//! A restore as it goes on, on a terminal; nothing anywhere else.
+//! The progress of a restore on a terminal; without a terminal, nothing.
 //!
 //! ```text
 //!   restoring ##########-------------------- 312 MiB of 1.0 GiB
 //!   vCPUs     ▁▃▆▇████████████████████        98 % now, 91 % since the guest runs
-//!   memory    48231 pages came before they were asked for, 311 faults, 40 of them waited for storage
+//!   memory    48231 pages prefetched before a fault, 311 faults, 40 of them waited for storage
 //! ```
 
 use std::io::IsTerminal;
@@ -14,10 +14,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 const TEMPLATE: &str = "restoring {bar:40} {bytes} of {total_bytes}\n{msg}";
 
-/// Samples of utilization on the screen at most.
+/// The maximum number of utilization samples on the screen.
 const WIDTH: usize = 40;
 
-/// Shows what it is told of.
+/// A live view of a restore.
 pub struct Live {
     bar: ProgressBar,
     utilization: Utilization,
@@ -37,7 +37,7 @@ impl Live {
         Self { bar, utilization: Utilization::new(Instant::now()) }
     }
 
-    /// Shows how far it has come.
+    /// Shows the progress of the restore.
     pub fn show(&mut self, progress: &Progress) {
         self.bar.set_length(progress.total);
         self.bar.set_position(progress.done);
@@ -56,7 +56,7 @@ impl Drop for Live {
 
 fn memory(now: &RestoreNow) -> String {
     format!(
-        "memory    {} pages came before they were asked for, {} faults, {} of them waited for storage",
+        "memory    {} pages prefetched before a fault, {} faults, {} of them waited for storage",
         now.prefetched_pages, now.faults, now.demand_reads
     )
 }
@@ -101,7 +101,7 @@ fn share(time: Duration, waited_us: u64, vcpus: u32) -> f64 {
     (1.0 - waited_us as f64 / all_us).clamp(0.0, 1.0)
 }
 
-/// A share as a character of that height.
+/// The character whose height shows a share.
 fn block(share: f64) -> char {
     const BLOCKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     BLOCKS[((share * 8.0) as usize).min(7)]

@@ -8,10 +8,11 @@ use firn_supervisor::{Failure, Status, Waiting, survey};
 use crate::output::{Output, table};
 use crate::units;
 
-/// List the VMs that Firn looks after.
+/// List the VMs that Firn manages.
 ///
-/// VMs that have ended by themselves are shown, with how they ended, until `firn rm` or until their name is used again. For one whose
-/// supervisor does not answer, and for one that waits for storage, the list shows why, and which command helps.
+/// VMs that have ended by themselves are listed, with how they ended, until `firn rm` or until
+/// their name is used again. If a VM's supervisor does not answer, or the VM waits for storage, the
+/// list shows the reason, and which command helps.
 ///
 /// Examples:
 ///   firn ls
@@ -50,7 +51,7 @@ fn row(status: &Status) -> Vec<String> {
     ]
 }
 
-/// What is wrong with a VM, and what helps.
+/// The trouble of a VM, and the remedy.
 fn remark(status: &Status) -> Option<String> {
     if let Some(unattended) = &status.unattended {
         return Some(format!("{}: {}\n  try: {}\n", status.name, unattended.why, unattended.hint));
@@ -59,7 +60,7 @@ fn remark(status: &Status) -> Option<String> {
     Some(format!("{}: {}\n", status.name, outage(waiting)))
 }
 
-/// What memory that can't be read means for the guest.
+/// The effect of unreadable memory on the guest.
 pub fn outage(waiting: &Waiting) -> String {
     let who = match (&waiting.address, waiting.guest_waits) {
         (Some(address), _) => format!("the guest waits for memory at {address}"),
@@ -70,7 +71,7 @@ pub fn outage(waiting: &Waiting) -> String {
     format!("{who} since {since}: {} (tried again until it succeeds)", waiting.error)
 }
 
-/// What a VM is doing, in a few words.
+/// The state of a VM, in a few words.
 pub fn state(status: &Status) -> String {
     if status.unattended.is_some() {
         return format!("{}, not answering", status.state);
@@ -90,7 +91,8 @@ pub fn state(status: &Status) -> String {
     }
 }
 
-/// What its user should see at once: how the primary of a standby ended, or why a protected VM does not run.
+/// The detail that its user needs at once: how the primary of a standby ended, or why a protected
+/// VM does not run.
 fn detail(status: &Status) -> Option<String> {
     let end = status.standby.as_ref().and_then(|standby| standby.end.as_ref());
     let trouble = status.protection.as_ref().and_then(|protection| protection.trouble);
@@ -98,12 +100,12 @@ fn detail(status: &Status) -> Option<String> {
     of_primary.or_else(|| trouble.map(|trouble| trouble.word().to_owned()))
 }
 
-/// How long ago something was; a dash if it is not known.
+/// The time since a moment; a dash if the moment is unknown.
 fn since(time: u64) -> String {
     if time == 0 { "-".to_owned() } else { units::seconds(age(time)) }
 }
 
-/// Seconds since a time.
+/// The number of seconds since a moment.
 pub fn age(since: u64) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
     now.saturating_sub(since)

@@ -1,9 +1,9 @@
 //! The `firn` command.
 //!
-//! One file per verb; the doc comment of its arguments is its help. All of them end in a [`Failure`] or not at all:
-//! it is printed once, as a chain from what was asked down to the cause, then what to try, and its kind is the exit
-//! code. Facts go to standard output, by `--json` as one JSON value; progress goes to standard error, and only to a
-//! terminal.
+//! One file per verb; the doc comment of its arguments is its help. Every verb succeeds or ends
+//! with a [`Failure`]. The failure is printed once, as a chain from the request down to the cause,
+//! followed by advice, and its kind is the exit code. Facts go to standard output, with `--json` as
+//! one JSON value. Progress goes to standard error, and only to a terminal.
 
 #![forbid(unsafe_code)]
 #![allow(rustdoc::broken_intra_doc_links, reason = "doc comments of options are the help")]
@@ -50,13 +50,14 @@ use output::Output;
 
 /// Checkpoint and restore running virtual machines.
 ///
-/// A checkpoint is taken while the guest works, with a pause of milliseconds, and restored so that the guest works at
-/// once while its memory follows. Guests, hypervisor and host kernel are unmodified.
+/// A checkpoint is taken while the guest works, with a pause of milliseconds. After a restore the
+/// guest works at once, while its memory is loaded. Guests, hypervisor and host kernel are
+/// unmodified.
 ///
 ///   firn run web -- qemu-system-x86_64 -m 1G ...   start a VM
-///   firn checkpoint web -o web.firn                save it; it goes on
+///   firn checkpoint web -o web.firn                save it; it continues to run
 ///   firn stop web
-///   firn restore web.firn                          have it back
+///   firn restore web.firn                          start it from the checkpoint
 ///
 /// Exit codes:
 ///   0  done
@@ -64,14 +65,14 @@ use output::Output;
 ///   2  the command line is wrong
 ///   3  there is no such VM, or it does not run
 ///   4  the VM is busy, or the name is taken
-///   5  refused: the QEMU or a disk is not what the image says
-///   6  the image is damaged, or is no image
+///   5  refused: the QEMU or a disk is not the one that the image records
+///   6  the image is damaged, or the file is not an image
 ///   7  the host or your permissions lack something: see `firn doctor`
-///   8  cut short: the VM ended, or a checkpoint was cancelled
+///   8  ended early: the VM ended, or a checkpoint was cancelled
 ///
 /// Environment:
-///   FIRN_RUNTIME_DIR  where running VMs are kept track of; /run/firn for root, else $XDG_RUNTIME_DIR/firn
-///   FIRN_LOG          how much supervisors log: error, warn, info (the default), debug, trace
+///   FIRN_RUNTIME_DIR  the directory for running VMs; /run/firn for root, else $XDG_RUNTIME_DIR/firn
+///   FIRN_LOG          the log level of supervisors: error, warn, info (the default), debug, trace
 #[derive(Debug, Parser)]
 #[command(name = "firn", version, verbatim_doc_comment, disable_help_subcommand = true)]
 struct Cli {
@@ -169,7 +170,7 @@ mod tests {
         Cli::command().debug_assert();
     }
 
-    /// The arguments of a verb and of its own verbs that take a path.
+    /// The arguments of a verb, and of its own verbs, that take a path.
     fn path_arguments(verb: &clap::Command, name: &str) -> Vec<String> {
         let takes_path = |argument: &&clap::Arg| {
             let kind = argument.get_value_parser().type_id();

@@ -1,4 +1,4 @@
-//! What commands print.
+//! Printing of facts and failures.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -9,19 +9,19 @@ use firn_supervisor::{Context, Failure, FailureKind};
 use firn_types::{is_shown, printable, printable_lines};
 use serde::Serialize;
 
-/// Where facts go, and in which form.
+/// Prints facts to standard output, as JSON or as text.
 #[derive(Clone, Copy, Debug)]
 pub struct Output {
     json: bool,
 }
 
 impl Output {
-    /// Facts as JSON, or for people.
+    /// Prints JSON if `json`, otherwise text for people.
     pub fn new(json: bool) -> Self {
         Self { json }
     }
 
-    /// Prints facts: as they are, or as `for_people` tells them.
+    /// Prints facts: as JSON, or as the text of `for_people`.
     pub fn facts(
         self,
         facts: &impl Serialize,
@@ -36,7 +36,7 @@ impl Output {
         }
     }
 
-    /// Prints facts of which there will be more: a line of JSON each, or as `for_people` tells them.
+    /// Prints facts in a sequence: as one line of JSON, or as the text of `for_people`.
     pub fn line(
         self,
         facts: &impl Serialize,
@@ -52,7 +52,8 @@ impl Output {
     }
 }
 
-/// JSON that says the same, in which a terminal finds nothing to obey: only strings can have such characters.
+/// Escapes characters in JSON that a terminal might interpret, without a change of meaning: only
+/// strings can have such characters.
 fn printable_json(json: &str) -> Cow<'_, str> {
     let is_kept = |it: char| is_shown(it) || it == '\n';
     if json.chars().all(is_kept) {
@@ -71,7 +72,7 @@ fn printable_json(json: &str) -> Cow<'_, str> {
     Cow::Owned(text)
 }
 
-/// Prints to standard output. A reader that has seen enough is no error.
+/// Prints to standard output. It is no error if the reader closes the pipe early.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -82,7 +83,7 @@ pub fn print(text: &str) -> Result<(), Failure> {
     }
 }
 
-/// Prints a failure to standard error: once, as a chain, and what to try.
+/// Prints a failure to standard error: once, as a chain, with its advice.
 pub fn print_failure(failure: &Failure) {
     let mut text = String::new();
     for (depth, message) in failure.chain.iter().enumerate() {
@@ -95,7 +96,7 @@ pub fn print_failure(failure: &Failure) {
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// Checks, before anything is done, that an image or a page can be written at a path.
+/// Checks in advance that an image or a page can be written at a path.
 pub fn check_output(path: &Path) -> Result<(), Failure> {
     if path.as_os_str() == "-" {
         let failure = Failure::new(FailureKind::Usage, "it cannot be written to standard output");
@@ -104,13 +105,13 @@ pub fn check_output(path: &Path) -> Result<(), Failure> {
     firn_files::check_output(path).doing_or(FailureKind::Usage, "nothing is written there")
 }
 
-/// Checks, before anything is done, that a path names a regular file that can be read.
+/// Checks in advance that a path names a regular file that can be read.
 pub fn check_input(path: &Path) -> Result<(), Failure> {
     let opened = firn_files::open_input(path).map(drop);
     opened.doing_or(FailureKind::Usage, format!("cannot read {}", path.display()))
 }
 
-/// Checks, before anything is done, that a path names a directory.
+/// Checks in advance that a path names a directory.
 pub fn check_directory(path: &Path) -> Result<(), Failure> {
     let found = std::fs::metadata(path);
     let found = found.doing_or(FailureKind::Usage, format!("cannot use {}", path.display()))?;
@@ -123,7 +124,7 @@ pub fn check_directory(path: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Lines up the cells of rows; the first row is the heading. Each row becomes one line.
+/// Aligns the cells of rows; the first row is the heading. Each row becomes one line.
 pub fn table(rows: &[Vec<String>]) -> String {
     let rows: Vec<Vec<_>> =
         rows.iter().map(|row| row.iter().map(|cell| printable(cell)).collect()).collect();

@@ -1,24 +1,27 @@
-//! Options that change what an image says of its VM.
+//! Options that override what an image records of its VM.
 
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
 use firn_supervisor::{Failure, Overrides, absolute};
 
-/// What is to be otherwise than in the image.
+/// The changes to the VM of an image.
 #[derive(Debug, ClapArgs)]
 pub struct OverrideArgs {
     /// The QEMU program to start, in place of the image's.
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
-    /// Change a value of QEMU's command line: OPTION.ID.PROPERTY=VALUE, OPTION.PROPERTY=VALUE or OPTION=VALUE where the option is there
-    /// once; OPTION= leaves the option out. Can be given more than once. A device that the guest would miss fails the restore.
+    /// Change a value of QEMU's command line: OPTION.ID.PROPERTY=VALUE, or OPTION.PROPERTY=VALUE or
+    /// OPTION=VALUE where the option occurs once; OPTION= removes the option. Can be given more
+    /// than once. If the guest would miss a device, the restore fails.
     #[arg(long, value_name = "OPTION=VALUE", value_parser = pair)]
     set: Vec<(String, String)>,
-    /// Give a network card another back end, such as net0=user,hostfwd=tcp::2223-:22. Can be given more than once.
+    /// Give a network card another back end, such as net0=user,hostfwd=tcp::2223-:22. Can be given
+    /// more than once.
     #[arg(long, value_name = "ID=BACKEND", value_parser = pair)]
     netdev: Vec<(String, String)>,
-    /// Name the file that a disk of the image is in now. Its contents must be those of the checkpoint. Can be given more than once.
+    /// Give the present file of a disk of the image. Its contents must be those of the checkpoint.
+    /// Can be given more than once.
     #[arg(long, value_name = "OLD=NEW", value_parser = pair)]
     disk: Vec<(String, String)>,
     /// Add a word to the end of QEMU's command line: --qemu-arg=-vnc --qemu-arg=:5
@@ -40,7 +43,7 @@ impl OverrideArgs {
     }
 }
 
-/// A name without a slash is one of PATH.
+/// The program; a name without a slash is searched in PATH.
 fn program(path: &Path) -> Result<String, Failure> {
     match path.components().count() {
         1 => Ok(path.to_string_lossy().into_owned()),
@@ -48,7 +51,7 @@ fn program(path: &Path) -> Result<String, Failure> {
     }
 }
 
-/// An absolute path as QEMU's command line has it.
+/// An absolute path in the form for QEMU's command line.
 fn text(path: &Path) -> Result<String, Failure> {
     Ok(absolute(path)?.to_string_lossy().into_owned())
 }

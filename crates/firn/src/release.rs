@@ -5,11 +5,11 @@ use firn_supervisor::{Failure, Request, VmName, ask};
 
 use crate::output::Output;
 
-/// Protect a VM no longer; it runs on.
+/// End the protection of a VM; it continues to run.
 ///
-/// Its standby agrees first that it never runs the VM; then what was held of the VM's output leaves. If the standby is out of
-/// reach, the VM is protected no longer, and holds on to what it sends; a second release lets that out without asking anybody: make sure
-/// that the standby does not run.
+/// Its standby first confirms that it never runs the VM; then the VM's buffered output leaves. If
+/// the standby cannot be reached, the protection ends, but the output stays buffered; a second
+/// release lets it leave without any confirmation: make sure that the standby does not run.
 ///
 /// Example:
 ///   firn release web
@@ -26,6 +26,6 @@ impl Args {
         let base = crate::hidden::runtime_dir()?;
         let facts = ask(&base, &self.name, &Request::Release, &mut |_| ())
             .map_err(|failure| failure.while_doing(format!("can't release {}", self.name)))?;
-        out.facts(&facts, || format!("{} runs on, and is not protected any more\n", self.name))
+        out.facts(&facts, || format!("{} continues to run, and is not protected any more\n", self.name))
     }
 }

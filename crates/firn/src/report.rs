@@ -10,13 +10,14 @@ use firn_types::printable;
 
 use crate::output::{Output, check_output, print};
 
-/// Draw what restores were like, from their run records.
+/// Draw a report of restores, from their run records.
 ///
-/// A run record is kept with the VM once all its memory is there: `restore.json` in its runtime directory. It can be given
-/// by the VM's name, or as a file, which may have been copied and renamed: its name is what the run is called.
+/// A run record is kept with the VM once all its memory is loaded: `restore.json` in its runtime
+/// directory. Give it by the VM's name, or as a file, which may have been copied and renamed: the
+/// run has the name of the file.
 ///
-/// The page compares the runs: utilization over time, TTR curves, where pages were prefetched and asked for, reads from
-/// storage, and the numbers. It is one file that loads nothing.
+/// The page compares the runs: utilization over time, TTR curves, where pages were prefetched and
+/// requested, reads from storage, and the numbers. It is one file that loads nothing else.
 ///
 /// Examples:
 ///   firn report web -o report.html
@@ -53,7 +54,7 @@ impl Args {
     }
 }
 
-/// By file; or else by the name of a VM.
+/// Reads a run record by its file, or otherwise by the name of a VM.
 fn read(run: &Path) -> Result<Run, Failure> {
     let name = run.to_str().and_then(|name| VmName::new(name.to_owned()).ok());
     let Some(name) = name.filter(|_| !run.exists()) else { return load(run) };
@@ -62,7 +63,7 @@ fn read(run: &Path) -> Result<Run, Failure> {
         let text =
             format!("there is neither a file nor a run record of a VM called {}", run.display());
         return Err(Failure::new(FailureKind::NoSuchVm, text)
-            .hint("a restored VM has one once all its memory is there: `firn status NAME --watch` waits for that"));
+            .hint("a restored VM has one once all its memory is loaded: `firn status NAME --watch` waits for that"));
     }
     load(&kept).map(|run| Run { name: name.to_string(), ..run })
 }

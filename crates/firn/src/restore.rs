@@ -23,29 +23,35 @@ use crate::working_set::WorkingSetArgs;
 
 /// Start a VM from an image.
 ///
-/// The command returns once the guest runs. Memory follows: what the guest touches comes at once, the rest when it is
-/// quiet. `firn status --watch` waits until all of it is there; so does --wait, and says then how soon the guest was back.
+/// The command returns once the guest runs. Memory is loaded meanwhile: what the guest touches at
+/// once, the rest when it is idle. `firn status --watch` waits until all of it is loaded; so does
+/// --wait, which then shows how soon the guest was responsive.
 ///
 /// Modes:
-///   auto         what the guest used last as fast as it comes, while it runs if it can; the rest as locality (the default)
+///   auto         what the guest used last as fast as possible, while it runs if that is possible;
+///                the rest as in locality (the default)
 ///   locality     one locality block per page fault, which brings what was used together
 ///   lazy         one memory block per page fault
-///   working-set  what the guest used last before it runs, then as locality
-///   eager        all of it before the guest runs
+///   working-set  what the guest used last before it runs, then as in locality
+///   eager        all memory before the guest runs
 ///
-/// Once all of it is there, the VM's run record says how it went: `firn report` draws it.
+/// Once all memory is loaded, the VM has a run record of its restore: `firn report` draws it.
 ///
-/// An image of another version of QEMU, or of disks that were written to since, is refused: the guest would find them
-/// in contradiction to its memory. --force goes on all the same.
+/// An image of another version of QEMU, or of disks that were written to since, is refused: they
+/// would contradict the guest's memory. --force restores it nevertheless.
 ///
-/// A VM that was paused when it was saved is paused after the restore too, and its memory comes back; --run starts it.
+/// A VM that was paused when it was saved is paused after the restore too, while its memory is
+/// loaded; --run starts it.
 ///
-/// The VM's disks are those of the image, and it writes to overlays of its own upon them, so that an image can be restored as
-/// often as one likes, also side by side. `firn stop --discard` removes them with the VM.
+/// The VM's disks are those of the image, and it writes to overlays of its own on top of them, so
+/// that an image can be restored any number of times, also side by side. `firn stop --discard`
+/// removes them with the VM.
 ///
-/// A VM that is restored beside the one that was saved takes nothing from it: a socket, port, log or pid file of the command line that
-/// another process has is put into the VM's runtime directory, and the output says so. A taken `hostfwd` port is an error: --netdev
-/// names other ports. Only a QEMU of the system's is started, one that /etc/firn/qemu.allow lists, or what --qemu names.
+/// A VM that is restored beside the one that was saved takes nothing from it: a socket, port, log
+/// or pid file of the command line that another process has is moved to the VM's runtime directory,
+/// and the output shows that. A taken `hostfwd` port is an error: --netdev sets other ports. Only a
+/// QEMU of the system is started, one that /etc/firn/qemu.allow lists, or the one that --qemu
+/// names.
 ///
 /// Examples:
 ///   firn restore web.firn
@@ -56,21 +62,22 @@ use crate::working_set::WorkingSetArgs;
 pub struct Args {
     /// The image.
     image: PathBuf,
-    /// What the VM is to be called; by default as in the image.
+    /// The name to give the VM; by default that in the image.
     #[arg(long)]
     name: Option<VmName>,
-    /// How memory comes back: auto, locality, lazy, working-set or eager.
+    /// How memory is loaded: auto, locality, lazy, working-set or eager.
     #[arg(long, default_value_t)]
     mode: Mode,
-    /// What the VM's disks are written to: `own`, overlays upon those of the image (the default), or `in-place`, those of the
-    /// image: neither that nor any that builds on them can be restored again then.
+    /// The files that the VM's disks are written to: `own`, overlays on top of those of the image
+    /// (the default), or `in-place`, those of the image: then neither this image nor any that
+    /// builds on them can be restored again.
     #[arg(long, value_name = "HOW", value_parser = disks, default_value = "own")]
     disks: RestoreDisks,
-    /// Where overlays are made; by default beside the disks of the image.
+    /// The directory for overlays; by default that of the image's disks.
     #[arg(long, value_name = "DIR")]
     disk_dir: Option<PathBuf>,
-    /// What becomes of the VM where a page that it needs can't be read: `stop`, it waits until storage is back (the default;
-    /// `firn status` says why), or `kill`, it is ended.
+    /// What to do with the VM if a page that it needs cannot be read: `stop`, it waits until
+    /// storage is back (the default; `firn status` shows the reason), or `kill`, it is ended.
     #[arg(long, value_name = "HOW", default_value_t)]
     on_error: OnError,
     #[command(flatten)]
@@ -79,23 +86,25 @@ pub struct Args {
     calls: CallsArgs,
     #[command(flatten)]
     overrides: OverrideArgs,
-    /// Return only when all memory is there.
+    /// Return only when all memory is loaded.
     #[arg(long)]
     wait: bool,
-    /// As --wait, and show on the terminal how the guest gets on meanwhile.
+    /// As --wait, and show the guest's utilization on the terminal meanwhile.
     #[arg(long)]
     watch: bool,
-    /// Go on with another version of QEMU, or with changed disks.
+    /// Continue with another version of QEMU, or with changed disks.
     #[arg(long)]
     force: bool,
     /// Start the VM even if it was paused when it was saved.
     #[arg(long)]
     run: bool,
-    /// Do not go by what earlier restores of this image had to wait for, and keep nothing of this one. Otherwise that is
-    /// kept beside the image, in IMAGE.learned. (How far its storage is, is kept in either case.)
+    /// Do not use the blocks that earlier restores of this image had to read on demand, and record
+    /// none of this one. Otherwise they are kept beside the image, in IMAGE.learned. (The latency
+    /// of its storage is recorded in either case.)
     #[arg(long)]
     no_learn: bool,
-    /// For experiments: count in the run record which prefetched pages the guest uses. It waits for each of them.
+    /// For experiments: count in the run record which prefetched pages the guest uses. The guest
+    /// waits for each of them.
     #[arg(long, hide = true)]
     account_use: bool,
 }
@@ -141,7 +150,7 @@ impl Args {
             (false, true) => follow(base, &name)?,
             (false, false) => return Ok(facts),
         }
-        // A restore that was taken over may have lost its record.
+        // If a new supervisor has recovered the restore, its record may be lost.
         if let Ok(run) = Run::read(&base.vm(&name).run_record()) {
             let run = Run { name: name.to_string(), ..run };
             facts["run"] = serde_json::to_value(run.facts()).unwrap_or_default();
@@ -158,13 +167,14 @@ fn disks(text: &str) -> Result<RestoreDisks, String> {
     }
 }
 
-/// Waits until all memory is there. A VM that has ended by now was ended because it can't be.
+/// Waits until all memory is loaded. A VM that has ended by now was ended because some memory
+/// cannot be read.
 fn follow(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
     let mut bar = Bar::new();
     ask(base, name, &Request::Watch, &mut |progress| bar.show(progress)).map(drop)
 }
 
-/// Shows how the guest gets on until all memory is there.
+/// Shows the guest's utilization until all memory is loaded.
 fn look_on(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
     let mut live = Live::new();
     ask(base, name, &Request::Watch, &mut |progress| live.show(progress)).map(drop)
@@ -175,8 +185,8 @@ fn name_in(image: &Path) -> Result<VmName, Failure> {
     let meta: Option<Meta> = serde_json::from_value(image.meta().clone()).ok();
     let name = meta.and_then(|meta| VmName::new(meta.name).ok());
     name.ok_or_else(|| {
-        let text = "the image does not say what its VM is called";
-        Failure::new(FailureKind::Usage, text).hint("say so: --name NAME")
+        let text = "the image does not record the name of its VM";
+        Failure::new(FailureKind::Usage, text).hint("give a name: --name NAME")
     })
 }
 
@@ -211,7 +221,7 @@ fn describe(facts: &serde_json::Value) -> String {
         let (ttr, complete) = (ms(ttr), ms(&run["complete_s"]));
         let _ = writeln!(
             text,
-            "back to 90 % of its speed after {ttr} (TTR(1 s, 0.9)), all memory there after {complete}"
+            "back to 90 % of its speed after {ttr} (TTR(1 s, 0.9)), all memory loaded after {complete}"
         );
     }
     text

@@ -6,7 +6,7 @@ use firn_supervisor::{Failure, VmName, forget};
 use crate::output::Output;
 use crate::overlays;
 
-/// Forget a VM that has ended, with its logs.
+/// Forget a VM that has ended, and remove its logs.
 ///
 /// `firn ls` shows a VM that ended by itself until it is forgotten or its name is used again.
 ///

@@ -1,21 +1,23 @@
-//! A series of checkpoints of one VM, made at intervals, each of what changed since the one before.
+//! A series of checkpoints of one VM, made at intervals, each an incremental image on the one
+//! before.
 //!
 //! ```text
 //!   --output web.firn --keep 4        web-000001.firn <- web-000002.firn <- ... <- web-000005.firn
-//!   the next one makes six, of which the newest four stay, and the oldest of them becomes whole:
+//!   the next checkpoint makes six. The newest four stay, and the oldest of them is merged with its parents:
 //!                                     web-000003.firn <- web-000004.firn <- ... <- web-000006.firn
 //! ```
 //!
-//! Making an image whole costs as much as a full checkpoint writes, so it is not done each time: a quarter more images
-//! than were asked for may lie there. An image becomes whole in its place and only then its ancestors go, so that all
-//! that lies there can be restored at any time, whenever this is interrupted; what was not removed then is removed the
-//! next time.
+//! Merging an image with its parents costs as much as writing a full checkpoint, so it is not done
+//! each time: there may be a quarter more images than requested. The merged image replaces the old
+//! one at its path, and only then its ancestors are removed. So all images that exist can be
+//! restored at any time, whenever this is interrupted. Images that were not removed then are
+//! removed the next time.
 
 use std::path::{Path, PathBuf};
 
 use firn_supervisor::{Context, Failure, FailureKind};
 
-/// Digits of a number at least, so that names sort as numbers do.
+/// The minimum number of digits, so that names sort like numbers.
 const DIGITS: usize = 6;
 
 /// The images that an output path stands for.
@@ -26,17 +28,17 @@ pub struct Series {
     extension: String,
 }
 
-/// What to do about images that are too many.
+/// The plan for surplus images.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Surplus {
-    /// This one is made whole.
+    /// The image to merge with its parents first.
     pub whole: PathBuf,
-    /// Then these go.
+    /// The images to remove afterwards.
     pub remove: Vec<PathBuf>,
 }
 
 impl Series {
-    /// Of `web.firn`: `web-000001.firn` and so on, beside it.
+    /// The series of `web.firn`: `web-000001.firn` and so on, in its directory.
     pub fn of(output: &Path) -> Result<Self, Failure> {
         let text =
             |part: Option<&std::ffi::OsStr>| part.and_then(|it| it.to_str()).map(str::to_owned);
@@ -49,9 +51,9 @@ impl Series {
         Ok(Self { dir, stem, extension })
     }
 
-    /// The numbers of the images that are there, in order.
+    /// The numbers of the images that exist, in order.
     pub fn members(&self) -> Result<Vec<u32>, Failure> {
-        let looking = || format!("looking for images in {}", self.dir.display());
+        let looking = || format!("searching for images in {}", self.dir.display());
         let mut members = Vec::new();
         for entry in std::fs::read_dir(&self.dir).doing(looking())? {
             let name = entry.doing(looking())?.file_name();
@@ -61,7 +63,7 @@ impl Series {
         Ok(members)
     }
 
-    /// The image of a number.
+    /// The path of the image with this number.
     pub fn path(&self, number: u32) -> PathBuf {
         let Self { dir, stem, extension } = self;
         dir.join(format!("{stem}-{number:0DIGITS$}{extension}"))
@@ -70,11 +72,11 @@ impl Series {
     fn number_in(&self, name: &str) -> Option<u32> {
         let rest = name.strip_prefix(&self.stem)?.strip_prefix('-')?;
         let number = rest.strip_suffix(&self.extension)?.parse().ok()?;
-        // Which `+7` and `0000007` are not.
+        // Excludes `+7` and `0000007`.
         (self.path(number).file_name()?.to_str()? == name).then_some(number)
     }
 
-    /// What to do so that the newest `keep` are left, if there are too many.
+    /// The plan that leaves the newest `keep` images, if there are too many.
     pub fn surplus(&self, members: &[u32], keep: usize) -> Option<Surplus> {
         let keep = keep.max(1);
         if members.len() <= keep + keep / 4 {
@@ -82,7 +84,7 @@ impl Series {
         }
         let (old, kept) = members.split_at(members.len() - keep);
         let whole = self.path(*kept.first()?);
-        // The newest first: whatever is left at any time has all that it builds on.
+        // The newest first: each image that is left at any time has all that it builds on.
         Some(Surplus { whole, remove: old.iter().rev().map(|&number| self.path(number)).collect() })
     }
 }

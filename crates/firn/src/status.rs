@@ -14,17 +14,17 @@ use crate::ls::{age, outage, state};
 use crate::output::Output;
 use crate::units;
 
-/// Show what is known about a VM.
+/// Show the state of a VM.
 ///
 /// Examples:
 ///   firn status web
-///   firn status web --watch     wait until the checkpoint or restore that is going on is over
+///   firn status web --watch     wait until the running checkpoint or restore is finished
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// The VM.
     name: VmName,
-    /// Wait until what is going on is over; show progress on a terminal.
+    /// Wait until the running operation is finished; show progress on a terminal.
     #[arg(long, short)]
     watch: bool,
 }
@@ -42,7 +42,7 @@ impl Args {
     }
 }
 
-/// Waits until nothing is going on any more.
+/// Waits until no operation is running any more.
 pub fn watch(base: &RuntimeDir, name: &VmName) -> Result<(), Failure> {
     let vm = base.vm(name);
     if status(base, &vm)?.exit.is_some() {
@@ -59,19 +59,19 @@ fn by(protection: &Protection) -> String {
 
 fn of(standby: &Readiness) -> String {
     let Readiness { complete, committed, ended, .. } = standby;
-    let ended = ended.as_ref().map(|why| format!("; no more come: {why}")).unwrap_or_default();
+    let ended = ended.as_ref().map(|why| format!("; the stream has ended: {why}")).unwrap_or_default();
     format!("{complete} epochs, of which {committed} are committed{ended}")
 }
 
 fn card_line(card: &CardStatus) -> String {
     let uplink = card.uplink.display();
-    let there = if card.connected { "" } else { ", where nobody is" };
+    let there = if card.connected { "" } else { ", not connected" };
     let how = match card.open {
         true => "open".to_owned(),
         false => {
             let bytes = units::bytes(card.held_bytes as u64);
             format!(
-                "{} frames held ({bytes}), delay {} ms",
+                "{} frames buffered ({bytes}), delay {} ms",
                 card.held_frames,
                 percentiles(card.delay_ms)
             )
@@ -116,7 +116,7 @@ fn describe(status: &Status, qemu_log: &str) -> String {
         if let Some(trouble) = protection.trouble {
             line(
                 "trouble",
-                format!("{}; its standby has the same or will have it", trouble.word()),
+                format!("{}; its standby has the same trouble or will have it", trouble.word()),
             );
         }
         line("downtime", format!("{} ms an epoch", percentiles(protection.downtime_ms)));

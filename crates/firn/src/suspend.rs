@@ -11,9 +11,10 @@ use crate::units;
 
 /// Save a VM to an image and end it.
 ///
-/// The guest is watched for a second, so that a restore knows what to bring in first (unless that is known from `firn run
-/// --working-set access-bits`). From then on it stands still, so its disks are as it left them, and `firn restore` takes
-/// it up where it stopped. If the image can't be written the VM runs on.
+/// Firn scans the guest's accesses for a second, so that a restore knows what to read first (unless
+/// that is known from `firn run --working-set access-bits`). From then on the guest is paused, so
+/// its disks are in the state of the image, and `firn restore` continues it from there. If the
+/// image cannot be written the VM continues to run.
 ///
 /// Example:
 ///   firn suspend web -o web.firn

@@ -1,8 +1,9 @@
-//! Sizes and times, as people write and read them.
+//! Sizes and durations in the form that people write and read.
 
 use std::time::Duration;
 
-/// Reads a size in bytes: `65536`, `64K`, `1M`, `2G` (powers of 1024; `KiB` and the like are understood too).
+/// Parses a size in bytes: `65536`, `64K`, `1M`, `2G` (powers of 1024; `KiB` and the like are
+/// accepted too).
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -11,7 +12,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         "K" | "k" | "KiB" => 10,
         "M" | "MiB" => 20,
         "G" | "GiB" => 30,
-        _ => return Err(format!("{text:?} is no size: write 65536, 64K, 1M or 2G")),
+        _ => return Err(format!("{text:?} is not a size: write 65536, 64K, 1M or 2G")),
     };
     let number: u64 =
         number.parse().map_err(|_| format!("{text:?} does not begin with a number"))?;
@@ -21,7 +22,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("{text:?} is too large"))
 }
 
-/// Reads a span of time: `500ms`, `30s` (or `30`), `5m`, `2h`.
+/// Parses a duration: `500ms`, `30s` (or `30`), `5m`, `2h`.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -30,7 +31,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         "" | "s" => 1000,
         "m" | "min" => 60_000,
         "h" => 3_600_000,
-        _ => return Err(format!("{text:?} is no span of time: write 500ms, 30s, 5m or 2h")),
+        _ => return Err(format!("{text:?} is not a duration: write 500ms, 30s, 5m or 2h")),
     };
     let number: u64 =
         number.parse().map_err(|_| format!("{text:?} does not begin with a number"))?;
@@ -38,7 +39,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_millis(ms))
 }
 
-/// A size for people: `64 KiB`, `1.5 GiB`.
+/// Formats a size: `64 KiB`, `1.5 GiB`.
 pub fn bytes(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut size = bytes as f64;
@@ -53,7 +54,7 @@ pub fn bytes(bytes: u64) -> String {
     }
 }
 
-/// A span of time for people: `12 s`, `5 min`, `3 h`, `2 d`.
+/// Formats a duration: `12 s`, `5 min`, `3 h`, `2 d`.
 pub fn seconds(seconds: u64) -> String {
     match seconds {
         0..=119 => format!("{seconds} s"),
@@ -63,7 +64,7 @@ pub fn seconds(seconds: u64) -> String {
     }
 }
 
-/// Milliseconds for people.
+/// Formats milliseconds.
 pub fn ms(ms: f64) -> String {
     match ms {
         ms if ms < 10.0 => format!("{ms:.2} ms"),

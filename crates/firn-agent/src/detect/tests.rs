@@ -10,11 +10,11 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A detector that is looked at every 100 ms, and a peer that answers after so many, or not at all.
+/// A detector that ticks every 100 ms, and a peer that answers after a given time, or not at all.
 struct World {
     detector: Detector,
     now: Moment,
-    /// When open questions will have been answered.
+    /// When open questions will be answered.
     answers: Vec<(Moment, Moment)>,
     seen: Vec<(u64, Health)>,
     asked: Vec<u64>,
@@ -44,7 +44,7 @@ impl World {
         }
     }
 
-    /// Time passes; questions are answered after so many milliseconds, or fail after 2 s.
+    /// Lets time pass; questions are answered after so many milliseconds, or fail after 2 s.
     fn pass(&mut self, length: u64, answers_after: Option<u64>) {
         let end = self.now + ms(length);
         while self.now < end {
@@ -81,7 +81,7 @@ fn a_silent_one_is_suspected_and_lost_after_the_times_that_are_stated() {
     let mut world = World::new();
     world.pass(1_000, Some(0));
     world.seen.clear();
-    // It answered what it was asked last, at 600.
+    // It answered the question that was asked last, at 600.
     assert_eq!(world.asked.last(), Some(&600));
     world.pass(10_000, None);
     assert_eq!(world.seen, [(2600, Health::Suspected), (5600, Health::Lost)]);
@@ -123,7 +123,7 @@ fn a_late_answer_makes_a_lost_peer_a_suspected_one() {
     assert_eq!(changed, [Action::Changed(name("b"), Health::Suspected)]);
 }
 
-/// The host slept, or the agent was stopped: nobody was asked.
+/// The host slept, or the agent was stopped: no peer was asked.
 #[test]
 fn time_that_this_host_slept_counts_against_nobody() {
     let mut world = World::new();
@@ -145,7 +145,7 @@ fn a_lost_peer_does_not_come_back_because_this_host_slept() {
     world.now += Duration::from_secs(3600);
     world.pass(100, None);
     assert_eq!(world.seen, []);
-    // Nor because of an answer to what was asked before.
+    // Nor because of an answer to an earlier question.
     let asked = world.now - Duration::from_secs(3601);
     assert_eq!(world.detector.on(world.now, Event::Answered(name("b"), asked)), []);
 }
@@ -168,8 +168,9 @@ fn a_stranger_is_nobody() {
 }
 
 proptest! {
-    /// Whatever comes when: who is alive has answered something that was asked within the last 2 s of time that this
-    /// agent was awake, and nobody is lost who answered something that was asked within 5 s.
+    /// Whatever the order of events: an alive peer has answered a question that was asked within
+    /// the last 2 s in which this agent was awake, and no peer is lost that answered a question
+    /// that was asked within 5 s.
     #[test]
     fn nobody_is_believed_alive_or_lost_without_reason(
         steps in proptest::collection::vec((0u64..900, 0u8..4, 0u64..7000), 1..300)
@@ -186,7 +187,7 @@ proptest! {
                 newest = newest.max(Some(asked));
                 detector.on(now, Event::Answered(b.clone(), asked));
             }
-            // Each gap is one that this agent is awake in.
+            // In each gap this agent is awake.
             if now - ticked >= ms(100) || what == 1 {
                 prop_assert!(now - ticked <= ms(1000));
                 detector.on(now, Event::Tick);

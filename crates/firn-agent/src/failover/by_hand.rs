@@ -1,10 +1,11 @@
-//! A failover that a person asks for: by the record of the hosts, which decides who runs the VM ([`firn_cluster::failover::by_hand`]).
+//! A failover that a user requests, decided by the record
+//! ([`firn_cluster::failover::decide_manual_failover`]).
 //!
 //! ```text
-//!   firn failover web, at b            the record                 at b
-//!     |                                { a, backup b }
-//!     |-- the lease of a is over ----> { b, generation + 1,  ---> its Post has the VM run when the fence is empty
-//!     |   or a is declared dead          fence a }
+//!   firn failover web, at b                 the record               at b
+//!     |                                     { a, backup b }
+//!     |-- the lease of a has expired, ----> { b, generation + 1, --> its ClusterMember runs the VM
+//!     |   or a is declared dead               fence a }              when the fence is empty
 //!     '-- the lease of a is held: refused
 //! ```
 
@@ -23,7 +24,7 @@ use super::{Ours, RETRY, change, lock, tend};
 use crate::agent::Agent;
 use crate::api::FailOver;
 
-/// Has a standby's VM run here; returns when it does.
+/// Runs a standby's VM on this host; returns when it runs.
 pub(crate) async fn fail_over(agent: &Arc<Agent>, wanted: &FailOver) -> Result<Value, Failure> {
     let ours = agent.failover.ours().ok_or_else(no_agreement)?;
     let vm = wanted.vm.clone();
@@ -37,14 +38,14 @@ pub(crate) async fn fail_over(agent: &Arc<Agent>, wanted: &FailOver) -> Result<V
 
 fn no_agreement() -> Failure {
     let text = "this host's agent has no record of who runs what";
-    Failure::new(FailureKind::Host, text).hint("`firn cluster status` says why")
+    Failure::new(FailureKind::Host, text).hint("`firn cluster status` shows why")
 }
 
-/// Only a standby by itself is run like this.
+/// Refuses a VM that is no standby, or that belongs to a cluster of several VMs.
 fn check(status: &Status) -> Result<(), Failure> {
     match &status.standby {
         Some(standby) if standby.member => {
-            let text = "the VM belongs to a cluster, and goes on with all of it";
+            let text = "the VM belongs to a cluster, and fails over with all of it";
             Err(Failure::new(FailureKind::Refused, text).hint("`firn cluster failover`"))
         }
         Some(_) => Ok(()),
@@ -55,9 +56,10 @@ fn check(status: &Status) -> Result<(), Failure> {
     }
 }
 
-/// Until when to wait.
+/// How long to wait.
 struct Deadlines {
-    /// For the lease of its primary, whose epochs come no more. While they come it is not waited for.
+    /// For the lease of its primary, if the epochs have ended. While epochs arrive, there is no
+    /// wait.
     lease: Instant,
     /// For everything.
     last: Instant,
@@ -68,7 +70,7 @@ impl Deadlines {
         let now = Instant::now();
         let comes = status.standby.as_ref().is_some_and(|standby| standby.ended.is_none());
         let lease = if comes { now } else { now + 2 * ttl };
-        // The fence, an election, and another lease.
+        // Time for the fence, an election, and another lease.
         Self { lease, last: now + 10 * ttl }
     }
 }
@@ -98,14 +100,14 @@ impl Hand<'_> {
         Err(failure.hint("`firn cluster status` shows the record and the leases"))
     }
 
-    /// Reads the record once and does what follows; the facts if the VM runs.
+    /// Reads the record once and acts on it; returns the facts if the VM runs.
     async fn check_record(&self, deadlines: &Deadlines) -> Result<Option<Value>, Hindrance> {
         let (vm, Ours { members, host, .. }) = (&self.wanted.vm, self.ours);
         let cluster = Cluster::new(vm.as_str())?;
         let View { known, leases, names } = members.view(&cluster).await?;
         let record = known.record.ok_or_else(|| no_record(vm))?;
         let dead = self.dead(&record, &names)?;
-        // It asks for this host's lease, and has the VM run.
+        // The loop requests this host's lease, and runs the VM.
         tend(self.agent, vm);
         match by_hand(&record.register, &leases, *host, &dead) {
             HandDecision::Runs => self.result(record.register.generation.0).await,
@@ -127,7 +129,7 @@ impl Hand<'_> {
         }
     }
 
-    /// The numbers of the host that is declared dead, as far as the record has them run the VM.
+    /// Returns the numbers of the host that is declared dead, among the primaries of the record.
     fn dead(
         &self,
         record: &Record,
@@ -144,13 +146,13 @@ impl Hand<'_> {
         }
     }
 
-    /// What its supervisor answered, once the VM runs in this timeline.
+    /// Returns the supervisor's answer, once the VM runs in this generation.
     async fn result(&self, generation: u32) -> Result<Option<Value>, Hindrance> {
         let vm = self.wanted.vm.clone();
         if lock(&self.agent.failover.given_up).contains(&vm) {
             let text = format!("{vm} could not be run here");
             let failure = Failure::new(FailureKind::Other, text);
-            return Err(Hindrance::Refused(failure.hint("the log of the agent says why")));
+            return Err(Hindrance::Refused(failure.hint("the log of the agent shows why")));
         }
         let status = self.agent.blocking(move |vms| vms.status(&vm)).await?;
         if status.standby.is_some() || status.lease != Some(generation) {
@@ -170,7 +172,7 @@ impl Hand<'_> {
             HandRefusal::Ended => return no_record(vm).into(),
             HandRefusal::Held(host) => (
                 format!(
-                    "host {} holds the lease of {vm}, and so runs it: until {lease_s} s after it asks for it no more",
+                    "host {} holds the lease of {vm}, and so runs it: until {lease_s} s after its last request for the lease",
                     name(host)
                 ),
                 format!(
@@ -181,7 +183,7 @@ impl Hand<'_> {
             ),
             HandRefusal::OtherPrimary(host) => (
                 format!(
-                    "the record says that {vm} runs at host {}, not at the one that is said to be dead",
+                    "the record says that {vm} runs at host {}, not at the one that is declared dead",
                     name(host)
                 ),
                 "`firn cluster status` shows the record".to_owned(),
@@ -195,7 +197,7 @@ impl Hand<'_> {
             ),
             HandRefusal::OtherBackup(None) | HandRefusal::NoCopy => (
                 format!(
-                    "the record names no backup of {vm}: the copy here may be older than what others have seen of it"
+                    "the record names no backup of {vm}: the copy here may be older than output that has left the VM"
                 ),
                 "`firn cluster status` shows the record".to_owned(),
             ),
@@ -210,11 +212,11 @@ fn no_record(vm: &VmName) -> Failure {
     failure.hint(format!("`firn stop {vm}` ends this standby"))
 }
 
-/// Why a look brings nothing.
+/// Why one read of the record did not lead to a result.
 enum Hindrance {
-    /// For good.
+    /// The failover is refused.
     Refused(Failure),
-    /// For now.
+    /// The next try may succeed.
     Trouble(Trouble),
 }
 

@@ -1,20 +1,31 @@
-//! What is due at a host for one VM, by what is agreed on and what is here. Pure.
+//! Plans the next action of a host for one VM, from the VM's record and from what the host
+//! observes. Pure.
 //!
 //! ```text
-//!   the record says                      here                                              due
-//!     runs here                            sent to a backup that the record has not           record it
-//!                                          not sent, the record has a backup, at two looks     record that there is none
-//!                                          not sent, none recorded, what it sends is held      let it go on
-//!                                          not sent, none recorded                             protect it by another host
-//!                                          released, stopped by its user, shut down            end the cluster
-//!                                          died                                                yield: ask no more, the lease ends
-//!                                          hung                                                relinquish: the same, and end it once it runs elsewhere
-//!                                          its guest panicked                                  nothing: a person may ask for a failover
-//!     runs at an earlier agent of here     it runs                                             take it up
-//!     runs elsewhere                       it runs, and obeys a lease                          end it
-//!                                          a standby that gets nothing and nobody counts on    end it
-//!     has ended                            a standby that gets nothing                         end it
-//!     runs here, after a failover          a standby whose primary was stopped                 end the cluster
+//! the record: the VM ...     observed here: the VM ...                planned
+//!   runs here                  is sent to a backup, which is not        record the backup
+//!                              in the record
+//!                              is not sent, though the record has a     record that there is
+//!                              backup, in two runs of the loop          no backup
+//!                              is not sent, no backup recorded, its     release its output
+//!                              output is buffered
+//!                              is not sent, no backup recorded          protect it by another host
+//!                              was released, stopped by its user, or    end the record
+//!                              shut down
+//!                              died                                     yield: request the lease
+//!                                                                       no more: it expires
+//!                              hangs                                    relinquish: the same; end
+//!                                                                       it once it runs elsewhere
+//!                              ended by a panic of its guest            nothing: the user may
+//!                                                                       request a failover
+//!   runs at an earlier agent   runs                                     adopt it
+//!   of this host
+//!   runs elsewhere             runs and obeys a lease                   end it
+//!                              is a standby that receives nothing and   end the standby
+//!                              that no record counts as a backup
+//!   has no record any more     is a standby that receives nothing       end the standby
+//!   runs here, after a         is a standby whose primary was stopped   end the record
+//!   failover
 //! ```
 
 use std::collections::BTreeSet;
@@ -23,22 +34,25 @@ use firn_cluster::Host;
 use firn_membership::Record;
 use firn_supervisor::{Exit, PrimaryEnd, Status};
 
-/// What of a VM is here.
+/// The state of a VM as this host observes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Here {
-    /// Nothing: its user has ended it.
+    /// The host has no such VM: its user has ended it.
     Nothing,
-    /// Its end. `shut_down`: by itself, as it should, or by its user. `has_panicked`: its guest did.
+    /// It has ended. `shut_down`: by itself as intended, or by its user. `has_panicked`: by a panic
+    /// of its guest.
     Ended { shut_down: bool, has_panicked: bool },
-    /// It waits for epochs, or gets no more. `is_over`: its primary was stopped or released, or shut down.
+    /// It is a standby, whose epochs may have ended. `is_over`: its primary was stopped, released
+    /// or shut down.
     Standby { has_ended: bool, is_over: bool },
-    /// It runs. `backup` has committed epochs of it; what it sends obeys a lease; is held whatever that says; its hypervisor does
-    /// not answer.
+    /// It runs. `backup`: the host that has committed epochs of it. `is_leased`: its output obeys a
+    /// lease. `is_held`: its output is buffered, whatever the lease allows. `is_hung`: its
+    /// hypervisor does not answer.
     Runs { backup: Option<Host>, is_leased: bool, is_held: bool, is_hung: bool },
 }
 
 impl Here {
-    /// As its supervisor tells; `backup` is where its epochs go.
+    /// From the status that its supervisor reports; `backup` is the host that its epochs go to.
     pub fn of(status: &Status, backup: Option<Host>) -> Self {
         let commits = status.protection.as_ref().is_some_and(|it| it.committed > 0);
         match (status.state.as_str(), &status.standby) {
@@ -60,8 +74,8 @@ impl Here {
     }
 }
 
-/// Whether a VM ended as its user or its guest wanted. What its protection knows counts more than an exit code: a host that goes down ends
-/// its processes as politely as a guest does.
+/// Whether a VM ended as its user or its guest intended. The end that its protection reports counts
+/// more than an exit code: a host that shuts down ends its processes as politely as a guest does.
 fn was_wanted(status: &Status) -> bool {
     match &status.protection_end {
         Some(PrimaryEnd::Stopped | PrimaryEnd::ShutDown) => true,
@@ -70,24 +84,25 @@ fn was_wanted(status: &Status) -> bool {
     }
 }
 
-/// Something to do.
+/// An action for one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deed {
     /// Nothing.
     Nothing,
-    /// Have the record say who its backup is.
+    /// Record its backup, or that it has none.
     Record(Option<Host>),
-    /// Let out what is held.
+    /// Release the buffered output.
     GoOn,
     /// Protect it.
     Protect,
-    /// Have the record say that there is no such cluster any more.
+    /// End the record.
     End,
-    /// Ask for its lease no more.
+    /// Stop to request its lease.
     Yield,
-    /// The same in this timeline, and continue to obey: what does not answer is ended once it runs elsewhere.
+    /// Stop to request its lease in this generation, and continue to obey the record. A VM whose
+    /// hypervisor does not answer is ended once it runs elsewhere.
     Relinquish,
-    /// Have the record say that this agent looks after it.
+    /// Record that this agent manages the VM, in place of an earlier agent.
     TakeUp(Host),
     /// End the VM: it runs elsewhere.
     Fence,
@@ -95,7 +110,7 @@ pub enum Deed {
     Tidy,
 }
 
-/// What is due at host `me`, whose earlier agents were `mine`.
+/// Plans the action of host `me`, whose earlier agents had the numbers `mine`.
 pub fn due(me: Host, mine: &BTreeSet<Host>, record: &Record, here: Here) -> Deed {
     let register = &record.register;
     let Some(place) = register.places.values().next() else { return after_end(here) };
@@ -137,7 +152,8 @@ pub fn due(me: Host, mine: &BTreeSet<Host>, record: &Record, here: Here) -> Deed
     }
 }
 
-/// A VM whose cluster has ended is run by no host: it was stopped, or runs without a lease.
+/// A VM whose record has ended: no host runs it under a record. It was stopped, or runs without a
+/// lease.
 fn after_end(here: Here) -> Deed {
     match here {
         Here::Standby { has_ended: true, .. } => Deed::Tidy,
@@ -145,9 +161,10 @@ fn after_end(here: Here) -> Deed {
     }
 }
 
-/// Whether it may be done now, or only if it is still due at the next look. That a VM has no backup any more gives up what the backup has; and the
-/// stream of a VM whose hypervisor has just died ends a moment before anybody here knows why. A standby may have been replaced by another
-/// between the look at the record and the look at it.
+/// Whether the action may be performed now, or only if the next run plans it again. To record that
+/// a VM has no backup gives up what the backup has, and the stream of a VM whose hypervisor has
+/// just died ends a moment before this host knows why. A standby may have been replaced by another
+/// one between the read of the record and the read of its status.
 pub fn is_sure(deed: Deed, before: Option<Deed>) -> bool {
     !matches!(deed, Deed::Record(None) | Deed::Tidy) || before == Some(deed)
 }
@@ -193,7 +210,7 @@ mod tests {
         assert_eq!(due_at_me(&alone, runs(Some(OTHER), true, true)), Deed::Record(Some(OTHER)));
         let other = runs(Some(Host(9)), true, true);
         assert_eq!(due_at_me(&backed, other), Deed::Record(Some(Host(9))));
-        // Nothing is let out as long as the record has somebody who may run it.
+        // No output is released while the record names a host that may run the VM.
         assert_eq!(due_at_me(&backed, runs(None, true, true)), Deed::Record(None));
         assert_eq!(due_at_me(&alone, runs(None, true, true)), Deed::GoOn);
         assert_eq!(due_at_me(&alone, runs(None, true, false)), Deed::Protect);
@@ -216,7 +233,8 @@ mod tests {
         assert!(is_sure(then, Some(first)));
     }
 
-    /// A hypervisor that does not answer has lost its VM; a guest that panicked has not, for the backup has the panic or will have it.
+    /// A hypervisor that does not answer has lost its VM; a guest that panicked has not, for the
+    /// backup has the panic or will have it.
     #[test]
     fn a_hung_vm_gives_up_its_lease_and_a_panicked_one_keeps_it() {
         let (alone, backed) = (record(ME, None), record(ME, Some(OTHER)));

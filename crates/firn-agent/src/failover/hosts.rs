@@ -1,4 +1,4 @@
-//! What is done at this host when a register says so: by the VM's supervisor.
+//! Actions on a VM of this host that a record requires: its supervisor carries them out.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -11,10 +11,10 @@ use tokio::time::sleep;
 use super::lock;
 use crate::agent::Agent;
 
-/// How often it is tried to end a VM that runs elsewhere, and looked whether it has ended.
+/// Time between two tries to end a VM that runs elsewhere.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// One VM of this host.
+/// The actions on one VM of this host.
 pub struct Local {
     pub agent: Weak<Agent>,
     pub vm: VmName,
@@ -29,13 +29,13 @@ impl Local {
     async fn run_from(&self, generation: Generation) -> Result<(), Trouble> {
         let (agent, vm) = (self.agent()?, self.vm.clone());
         let run = agent.blocking(move |vms| match vms.status(&vm)? {
-            // It was stopped before its host was lost: what is due says what becomes of it.
+            // It was stopped before its host was lost: the reconcile loop ends this standby.
             status if status.standby.as_ref().is_some_and(Readiness::is_over) => Ok(None),
             status if status.standby.is_some() => vms.fail_over(&vm, generation.0).map(Some),
             status if status.state == "ended" => {
                 Err(Failure::new(FailureKind::Ended, "the VM has ended here"))
             }
-            // It is the primary of the first timeline.
+            // It is the primary of the first generation.
             _ => Ok(None),
         });
         let run = run.await.map_err(|failure| {
@@ -50,7 +50,7 @@ impl Local {
     }
 }
 
-/// Ends a VM that obeys a lease; returns when it has ended. One that needs none was released.
+/// Ends a VM that obeys a lease; returns when it has ended. A VM that obeys none was released.
 pub async fn end(agent: &Arc<Agent>, vm: &VmName, why: &str) {
     let mut told = None;
     loop {
@@ -70,7 +70,7 @@ pub async fn end(agent: &Arc<Agent>, vm: &VmName, why: &str) {
             Err(failure) => {
                 let text = failure.to_string();
                 if told.as_ref() != Some(&text) {
-                    tracing::error!("{vm} is to end here, and does not: {text}");
+                    tracing::error!("{vm} has to end here, and does not: {text}");
                 }
                 told = Some(text);
             }
@@ -82,7 +82,7 @@ pub async fn end(agent: &Arc<Agent>, vm: &VmName, why: &str) {
 impl Hosts for Local {
     fn stop<'a>(&'a self, _: &'a Cluster, generation: Generation) -> Later<'a, ()> {
         Box::pin(async move {
-            let why = format!("it runs elsewhere: its timeline {} is over", generation.0);
+            let why = format!("it runs elsewhere: its generation {} is over", generation.0);
             end(&self.agent()?, &self.vm, &why).await;
             Ok(())
         })

@@ -1,19 +1,25 @@
-//! VMs that fail over by themselves: each that is protected by another host is a cluster of one in what hosts agree on, named after it.
+//! Failover of single VMs without a person: a VM that another host protects is a cluster of one
+//! VM. Its record is named after the VM.
 //!
 //! ```text
 //!   firn protect web --backup b
-//!     |                                                                      the record of "web"
-//!     v                                                                        (firn-membership)
-//!   lease_for: there is a record, it names this host, the lease is held <----->  { primary: a, backup: - }
-//!   protect:   epochs go to b, the VM's frames obey the lease                          |
-//!   backed:    an epoch is committed at b  ------------------------------------>  { primary: a, backup: b }
-//!                                                                                      |  the lease of a is over
-//!   at b: the Post has it run  <---------------------------------------------  { primary: b, generation + 1 }
+//!     |                                                       the record of "web"
+//!     v                                                         (firn-membership)
+//!   acquire_lease: the record exists and names this host,
+//!                  and this host holds the lease <--------->  { primary: a, backup: - }
+//!   protect: epochs go to b, the lease covers the frames                |
+//!   record_committed_backup: b has committed an epoch ----->  { primary: a, backup: b }
+//!                                                                       |  a's lease expires
+//!   at b: the ClusterMember runs the VM <------------------  { primary: b, generation + 1 }
 //! ```
 //!
-//! For each VM that a record may name there is a [`Post`], which asks for the lease and obeys, and beside it, again and again, what is
-//! [`due`]: the record is kept true, and a VM whose backup was lost is protected by another host. Nothing of it is kept: an agent that is
-//! started takes up what its predecessor ran, if nobody else has.
+//! Each VM that a record may name has a [`ClusterMember`], which requests the lease and obeys the
+//! record. Beside it a reconcile loop carries out one planned action at a time ([`plan_action`]):
+//! it keeps the record correct, and protects a VM that has lost its backup by another host. This
+//! state is in memory only: an agent that starts adopts the VMs of its predecessor, unless another
+//! host runs them.
+//!
+//! [`plan_action`]: reconcile::plan_action
 
 mod by_hand;
 mod due;
@@ -40,28 +46,28 @@ use crate::api::Protect;
 use crate::host::HostName;
 use crate::together;
 
-/// How often a VM's lease is asked for in the time of one, and what is due looked at.
+/// Polls in the time of one lease: lease requests of a VM, and runs of its reconcile loop.
 pub(crate) const LOOKS: u32 = 5;
 
-/// How often what others have to do first is looked for.
+/// Time between two tries, where another component has to act first.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// What this agent does for the VMs of its host.
+/// Failover state of this agent, for the VMs of its host.
 #[derive(Default)]
 pub(crate) struct Failover {
     ours: OnceLock<Ours>,
     tended: Mutex<BTreeMap<VmName, Tended>>,
-    /// Those that could not be run here.
+    /// VMs that could not be run on this host.
     given_up: Mutex<BTreeSet<VmName>>,
     /// Why a VM has no backup.
     troubles: Mutex<BTreeMap<VmName, String>>,
-    /// What its supervisor answered when a VM was run here.
+    /// The supervisor's answer when a VM was run on this host.
     ran: Mutex<BTreeMap<VmName, Value>>,
-    /// How a VM was to be protected.
+    /// The request by which a VM was protected last.
     wanted: Mutex<BTreeMap<VmName, Protect>>,
 }
 
-/// Where hosts agree, and which host this is.
+/// This host's access to membership: the store, the terms of leases, and this host's number.
 #[derive(Clone)]
 pub(crate) struct Ours {
     pub members: Arc<dyn Members>,
@@ -79,30 +85,30 @@ pub(crate) fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Failover {
-    /// Why a VM is not protected, if it is to be.
+    /// Why a VM is not protected, though it should be.
     pub(crate) fn trouble(&self, vm: &VmName) -> Option<String> {
         lock(&self.troubles).get(vm).cloned()
     }
 
-    /// The record of a VM was ended by hand.
+    /// Forgets failures of a VM whose record a user has ended.
     pub(crate) fn forget(&self, vm: &VmName) {
         lock(&self.given_up).remove(vm);
         lock(&self.troubles).remove(vm);
     }
 
-    /// Where hosts agree, and which host this is; none where they don't, or not yet.
+    /// Returns the access to membership: `None` without membership, or before this host has joined.
     pub(crate) fn ours(&self) -> Option<Ours> {
         self.ours.get().cloned()
     }
 }
 
-/// Takes part for ever, where hosts agree.
+/// Reconciles the VMs of this host, if membership is configured. Never returns.
 pub(crate) async fn run(agent: Arc<Agent>) {
     let Some((members, terms)) = agent.membership.members() else {
         return std::future::pending().await;
     };
     let host = joined(&*members, agent.config.name.as_str(), terms).await;
-    tracing::info!("this agent is {host} among those that agree");
+    tracing::info!("this agent has joined membership as {host}");
     let _ = agent.failover.ours.set(Ours { members: Arc::clone(&members), terms, host });
     let name = agent.config.name.to_string();
     tokio::spawn(async move { control(members, &name, terms).await });
@@ -121,13 +127,14 @@ async fn joined(members: &dyn Members, name: &str, terms: Terms) -> Host {
     loop {
         match members.join(name).await {
             Ok(host) => return host,
-            Err(trouble) => tracing::warn!("this agent has no number among hosts: {trouble}"),
+            Err(trouble) => tracing::warn!("this agent can't join membership: {trouble}"),
         }
         sleep(terms.ttl / LOOKS).await;
     }
 }
 
-/// Whether a record of its own may have something to say of it: it obeys a lease, or stands by for another host's VM.
+/// Whether a record of its own may cover the VM: the VM obeys a lease, or is a standby of another
+/// host's VM.
 fn concerns(agent: &Agent, status: &Status) -> bool {
     let is_member = status.standby.as_ref().is_some_and(|standby| standby.member);
     if is_member || agent.place.cluster_of(&status.name).is_some() {
@@ -138,7 +145,7 @@ fn concerns(agent: &Agent, status: &Status) -> bool {
     (status.lease.is_some() && (status.state != "ended" || has_panicked)) || is_standby
 }
 
-/// Has a VM obey what is agreed on.
+/// Starts the reconcile loop of a VM, unless it runs already.
 fn tend(agent: &Arc<Agent>, vm: &VmName) -> Option<Arc<Post>> {
     let Ours { members, terms, host } = agent.failover.ours.get()?.clone();
     let cluster = Cluster::new(vm.as_str()).ok()?;
@@ -154,8 +161,8 @@ fn tend(agent: &Arc<Agent>, vm: &VmName) -> Option<Arc<Post>> {
     Some(post)
 }
 
-/// The timeline whose lease a VM's frames are to obey: this host is its primary by then, and holds the lease. None where hosts agree
-/// on nothing.
+/// Acquires the lease that is to cover a VM's frames, and returns its generation. By then the
+/// record names this host as the primary. Returns `None` without membership.
 pub(crate) async fn lease_for(
     agent: &Arc<Agent>,
     wanted: &Protect,
@@ -164,7 +171,8 @@ pub(crate) async fn lease_for(
     let vm = &wanted.vm;
     lock(&agent.failover.given_up).remove(vm);
     lock(&agent.failover.wanted).insert(vm.clone(), wanted.clone());
-    // What an earlier timeline has to be waited for, and an election.
+    // Two things may take long: the lease of an earlier generation has to expire, and the
+    // membership servers may have to elect a leader.
     let (until, mut why) = (Instant::now() + 6 * terms.ttl, String::new());
     while Instant::now() < until {
         match primary(agent, vm).await {
@@ -176,7 +184,7 @@ pub(crate) async fn lease_for(
         sleep(RETRY).await;
     }
     let failure = Failure::new(FailureKind::Host, format!("{vm} gets no lease: {why}"));
-    Err(failure.hint("`firn cluster status` says who can be reached"))
+    Err(failure.hint("`firn cluster status` shows which hosts answer"))
 }
 
 fn refused(vm: &VmName, why: String) -> Failure {
@@ -186,9 +194,9 @@ fn refused(vm: &VmName, why: String) -> Failure {
     ))
 }
 
-/// Has the record name this host; tells the timeline once its lease is held.
+/// Makes the record name this host as the primary; returns the generation once its lease is held.
 async fn primary(agent: &Arc<Agent>, vm: &VmName) -> Result<Option<u32>, Trouble> {
-    let none = || Trouble::Unreachable("this agent has no number among hosts yet".to_owned());
+    let none = || Trouble::Unreachable("this agent has not joined membership yet".to_owned());
     let Ours { members, host, .. } = agent.failover.ours.get().ok_or_else(none)?.clone();
     let cluster = Cluster::new(vm.as_str())?;
     let View { known, names, .. } = members.view(&cluster).await?;
@@ -228,7 +236,8 @@ pub(crate) async fn change(
     Ok(matches!(changed, Changed::Done(_)))
 }
 
-/// An epoch of a VM is committed at its backup, which may run it from now on. If that can't be recorded now, it is later.
+/// Records the backup that has committed an epoch of a VM, so that it may run the VM from now on.
+/// If the record cannot be changed now, the reconcile loop does it later.
 pub(crate) async fn backed(agent: &Arc<Agent>, vm: &VmName, backup: &HostName) {
     lock(&agent.failover.troubles).remove(vm);
     let Some(ours) = agent.failover.ours.get() else { return };
@@ -237,7 +246,7 @@ pub(crate) async fn backed(agent: &Arc<Agent>, vm: &VmName, backup: &HostName) {
         match record_backup(ours, vm, backup).await {
             Ok(true) => return,
             Ok(false) => {}
-            Err(trouble) => tracing::warn!("{vm} does not fail over to {backup} yet: {trouble}"),
+            Err(trouble) => tracing::warn!("{vm} can't fail over to {backup} yet: {trouble}"),
         }
         sleep(RETRY).await;
     }
@@ -255,7 +264,7 @@ async fn record_backup(ours: &Ours, vm: &VmName, backup: &HostName) -> Result<bo
     change(&*ours.members, &cluster, known.revision, &Record { register, ..record }).await
 }
 
-/// The number of the agent of a host that was started last.
+/// Returns the number of the most recently started agent of a host.
 pub(crate) fn newest(names: &BTreeMap<Host, String>, name: &HostName) -> Option<Host> {
     names.iter().rev().find(|(_, it)| *it == name.as_str()).map(|(host, _)| *host)
 }

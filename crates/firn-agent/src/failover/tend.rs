@@ -1,4 +1,4 @@
-//! Looking after one VM: its post, and what is due.
+//! The reconcile loop of one VM: its cluster member, and the actions that are planned for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,21 +16,22 @@ use crate::api::Protect;
 use crate::detect::Health;
 use crate::host::HostName;
 
-/// How a VM is protected after a failover, unless this host was told otherwise: as `firn protect` does by itself.
+/// Epoch interval after a failover, unless this host has a request for the VM: the default of
+/// `firn protect`.
 const INTERVAL_MS: u64 = 100;
 
-/// Until a VM could not be run here, or is nobody's affair any more.
+/// Follows the record of a VM until the VM could not be run here, or has no record any more.
 pub async fn keep(agent: Arc<Agent>, vm: VmName, post: Arc<Post>) {
     tokio::select! {
         done = post.keep() => {
             if let Err(trouble) = done {
-                tracing::error!("{vm} is given up here: {trouble}");
+                tracing::error!("{vm} can't run here, so this host does nothing more for it: {trouble}");
                 lock(&agent.failover.given_up).insert(vm.clone());
             }
         }
         () = tend(&agent, &vm, &post) => {}
     }
-    // Whatever it was granted is not for what has its name next.
+    // A later VM of the same name must not use this lease.
     agent.vms.grant(&vm, None);
 }
 
@@ -41,7 +42,7 @@ async fn tend(agent: &Arc<Agent>, vm: &VmName, post: &Post) {
         match tender.look().await {
             Ok(true) => {}
             Ok(false) => return,
-            Err(trouble) => tracing::debug!("what is due for {vm} is not known: {trouble}"),
+            Err(trouble) => tracing::debug!("no action is planned for {vm}: {trouble}"),
         }
         sleep(ours.terms.ttl / LOOKS).await;
     }
@@ -55,25 +56,25 @@ struct Tender<'a> {
     protecting: Option<JoinHandle<()>>,
     /// The host that was tried last.
     tried: Option<HostName>,
-    /// What was due at the last look.
+    /// The action that the previous run planned.
     before: Option<Deed>,
 }
 
 impl Tender<'_> {
-    /// Looks once, and does what is due. Whether to go on.
+    /// Observes once, and performs the planned action. Returns whether the loop continues.
     async fn look(&mut self) -> Result<bool, Trouble> {
         let is_busy = self.protecting.as_ref().is_some_and(|it| !it.is_finished());
         if is_busy || self.agent.is_claimed(self.vm) {
             return Ok(true);
         }
         if self.agent.place.cluster_of(self.vm).is_some() {
-            // It has come to belong to others, whose lease it obeys.
+            // It has joined a cluster of several VMs, whose lease it obeys.
             return Ok(false);
         }
         let cluster = Cluster::new(self.vm.as_str())?;
         let View { known, names, .. } = self.ours.members.view(&cluster).await?;
         let Some(here) = self.here(&names).await else { return Ok(true) };
-        // Somebody may have begun to set something up meanwhile.
+        // A command may have claimed the VM meanwhile.
         let Some(record) = known.record.filter(|_| !self.agent.is_claimed(self.vm)) else {
             return Ok(true);
         };
@@ -113,7 +114,7 @@ impl Tender<'_> {
     ) -> bool {
         match deed {
             Deed::Yield => {
-                tracing::warn!("{} has died here: its backup is to run it", self.vm);
+                tracing::warn!("{} has died here: its backup has to run it", self.vm);
                 return false;
             }
             Deed::Fence => {
@@ -124,9 +125,9 @@ impl Tender<'_> {
                 hosts::end(self.agent, self.vm, &why).await;
             }
             Deed::Relinquish => self.post.yields(record.register.generation),
-            Deed::GoOn => self.ask("go on", |vms, vm| vms.go_on(vm)).await,
+            Deed::GoOn => self.ask("release its output", |vms, vm| vms.go_on(vm)).await,
             Deed::Tidy => {
-                // Another standby of the name may be set up just now, or was a moment ago.
+                // Another standby of this name may be about to start, or have just started.
                 if let Ok(_claim) = self.agent.claim(self.vm) {
                     self.ask("end as a standby", stop_if_ended).await;
                 }
@@ -144,11 +145,11 @@ impl Tender<'_> {
     ) {
         let vm = self.vm.clone();
         if let Err(failure) = self.agent.blocking(move |vms| work(vms, &vm)).await {
-            tracing::warn!("{} is to {what}: {failure}", self.vm);
+            tracing::warn!("{} should {what}, and does not: {failure}", self.vm);
         }
     }
 
-    /// What of the VM is here; nothing if nobody can tell now.
+    /// Observes the VM on this host; `None` if its state cannot be read now.
     async fn here(&self, names: &BTreeMap<Host, String>) -> Option<Here> {
         let (agent, vm) = (self.agent, self.vm.clone());
         let backup = agent.backup_of(&vm).and_then(|host| newest(names, &host));
@@ -159,7 +160,7 @@ impl Tender<'_> {
         }
     }
 
-    /// Tries the next host that is there.
+    /// Starts to protect the VM by the next host that is alive.
     fn protect(&mut self) {
         let alive = |peer: &HostName| {
             self.agent.peers.health(peer).is_some_and(|it| *it.borrow() == Health::Alive)
@@ -167,7 +168,7 @@ impl Tender<'_> {
         let peers: Vec<&HostName> = self.agent.config.peers.keys().filter(|it| alive(it)).collect();
         let after = |host: &&&HostName| self.tried.as_ref().is_none_or(|tried| **host > tried);
         let Some(host) = peers.iter().find(after).or(peers.first()) else {
-            return note(self.agent, self.vm, "no other host is there".to_owned());
+            return note(self.agent, self.vm, "no other host answers".to_owned());
         };
         self.tried = Some((*host).clone());
         let wanted = lock(&self.agent.failover.wanted).get(self.vm).cloned();
@@ -191,7 +192,7 @@ fn stop_if_ended(vms: &dyn crate::Vms, vm: &VmName) -> Result<(), firn_superviso
 
 async fn protect(agent: Arc<Agent>, wanted: Protect) {
     let (vm, backup) = (wanted.vm.clone(), wanted.backup.clone());
-    // Boxed: protecting asks for the lease, whose tender this may be a part of.
+    // Boxed: protecting acquires the lease, and so may start the reconcile loop that contains this.
     let done = Box::pin(crate::protect::protect(&agent, wanted, |_| ())).await;
     match done {
         Ok(_) => tracing::info!("{vm} is protected again, by host {backup}"),

@@ -1,4 +1,5 @@
-//! How messages get from server to server: by the agents' connections, with certificates of both.
+//! Transport of messages between membership servers: the agents' connections, with certificates of
+//! both hosts.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -12,10 +13,10 @@ use crate::host::HostName;
 use crate::identity::Identity;
 use crate::link::Link;
 
-/// Most connections to a peer that wait to be used again.
+/// Maximum number of connections to a peer that wait to be used again.
 const IDLE_MAX: usize = 4;
 
-/// To the servers.
+/// The connections to the servers.
 pub struct Links {
     me: HostName,
     identity: Identity,
@@ -31,9 +32,9 @@ impl Links {
         Self { me, identity: identity.clone(), peers, own: OnceLock::new(), idle: Mutex::default() }
     }
 
-    /// This host is a server too.
+    /// Sets the server in this process.
     pub fn set_own(&self, server: Weak<Server>) {
-        // It begins once.
+        // It is set once.
         let _ = self.own.set(server);
     }
 

@@ -1,16 +1,16 @@
-//! What hosts agree on (`firn-membership`): this host's part of it.
+//! This host's part in membership: the records and leases of `firn-membership`.
 //!
 //! ```text
-//!   firn cluster status --- agent.sock ---> view          POST /v1/members <--- peers: servers, and those who ask one
-//!                                            |                   |
-//!                                            v                   v
-//!                                      Embedded or Etcd        Server, if this host is one
-//!                                            |                   |
-//!                                            '------ Links ------'--- POST /v1/members ---> peers
+//!   firn cluster status - agent.sock ---> membership_view   POST /v1/members <-- peers: servers,
+//!                                          |                   |                 and their clients
+//!                                          v                   v
+//!                          EmbeddedStore or EtcdStore        RaftServer, if this host is a server
+//!                                          |                   |
+//!                                          '--- ServerLinks ---'--- POST /v1/members ---> peers
 //! ```
 //!
-//! Which peer a message is from is what its certificate says: none asks for another one's lease, and who is no server says
-//! nothing of raft's.
+//! The certificate of a connection identifies the peer that sends a message: no peer can request
+//! the lease of another one, and a peer that is no server can't send messages of raft.
 
 mod links;
 mod options;
@@ -34,7 +34,7 @@ use crate::host::HostName;
 use crate::http::{self, Answer};
 use crate::identity::Identity;
 
-/// This host's part.
+/// This host's part in membership, if it has one.
 pub struct Membership(Option<Part>);
 
 struct Part {
@@ -43,10 +43,10 @@ struct Part {
     server: Option<Arc<Server>>,
 }
 
-/// Makes this host a server of a new cluster; gives back who the servers are.
+/// Makes this host a server of a new cluster; returns the names of the servers.
 ///
 /// # Errors
-/// If it is one already, or isn't to be one.
+/// If it is one already, or is not configured as one.
 pub fn found(config: &Config) -> Result<Vec<String>, Failure> {
     let Some(Options { kind: Kind::Embedded { servers, state: Some(state) }, .. }) =
         &config.membership
@@ -60,10 +60,10 @@ pub fn found(config: &Config) -> Result<Vec<String>, Failure> {
 }
 
 impl Membership {
-    /// Takes part, if the configuration says how.
+    /// Joins membership, if the configuration has it.
     ///
     /// # Errors
-    /// If that can't be done at all. Servers that can't be reached may come.
+    /// If that is impossible. Servers that can't be reached yet are no error.
     pub async fn begin(config: &Config, identity: &Identity) -> Result<Self, Failure> {
         let Some(options) = config.membership.clone() else { return Ok(Self(None)) };
         let part = match &options.kind {
@@ -76,7 +76,7 @@ impl Membership {
         part.map(|part| Self(Some(part))).map_err(|trouble| failure(&trouble))
     }
 
-    /// Answers a peer that takes this host for a server.
+    /// Answers a peer that sends a message to this host's server.
     pub(crate) async fn answer(&self, peer: &HostName, request: Request<Incoming>) -> Answer {
         let Some(server) = self.0.as_ref().and_then(|part| part.server.as_ref()) else {
             let text = "this host is no server of a cluster";
@@ -91,15 +91,15 @@ impl Membership {
         }
     }
 
-    /// Where hosts agree, and what a lease is, if they do.
+    /// The store of records and leases, and the terms of leases, if there is membership.
     pub(crate) fn members(&self) -> Option<(Arc<dyn Members>, Terms)> {
         self.0.as_ref().map(|part| (Arc::clone(&part.members), part.options.terms))
     }
 
-    /// What there is to tell.
+    /// The state of membership as the agent reports it.
     pub(crate) async fn view(&self, host: &HostName) -> Result<MembershipView, Failure> {
         let Some(part) = &self.0 else {
-            let text = format!("host {host} agrees on nothing with others");
+            let text = format!("host {host} has no membership");
             return Err(Failure::new(FailureKind::Usage, text).hint(
                 "give its agent's configuration a [membership]: `firn-agent --help` shows one",
             ));
@@ -147,7 +147,7 @@ impl Part {
         let mut clusters = Vec::new();
         for cluster in self.members.clusters().await? {
             let View { known, leases, names } = self.members.view(&cluster).await?;
-            // It may have ended since.
+            // The record may have ended since.
             if let Some(record) = known.record.filter(|record| !record.register.is_ended()) {
                 clusters.push(cluster_view(&cluster, &record, leases, &names));
             }

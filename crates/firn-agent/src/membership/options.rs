@@ -1,4 +1,4 @@
-//! The part of the configuration that says how hosts agree.
+//! The section of the configuration on membership.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,38 +10,39 @@ use serde::Deserialize;
 
 use crate::host::HostName;
 
-/// How long a lease lasts, in milliseconds: longer than an election takes; and what makes sense.
+/// Duration of a lease, in milliseconds: longer than an election takes; and its limits.
 const LEASE_MS: u64 = 5000;
 const LEASE_MS_MIN: u64 = 3000;
 const LEASE_MS_MAX: u64 = 60_000;
 
-/// How much faster or slower than true a clock may go. Quartz has 100 at most, while a clock is being corrected 500 more.
+/// Maximum error of a clock's rate. Quartz has at most 100, and 500 more while a clock is
+/// corrected.
 const DRIFT_PPM_MAX: u32 = 1000;
 
-/// How hosts agree.
+/// The checked section.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Behind what.
+    /// The kind of store.
     pub kind: Kind,
-    /// What a lease is.
+    /// The terms of leases.
     pub terms: Terms,
 }
 
-/// Who keeps what is agreed on.
+/// The store of records and leases.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Some of the agents.
+    /// Servers in some of the agents.
     Embedded {
         /// Their hosts.
         servers: Vec<HostName>,
-        /// Where this host keeps its part of it, if it is one of them.
+        /// The directory of this host's server, if it is one of them.
         state: Option<PathBuf>,
     },
     /// The user's etcd.
     Etcd(etcd::Options),
 }
 
-/// As it is written.
+/// The section in the file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Section {
@@ -56,7 +57,7 @@ pub struct Section {
 }
 
 impl Section {
-    /// What it says, for a host of that name with these peers. Files are looked for in the directory.
+    /// Checks the section for the host `me` with these peers. Paths are relative to `directory`.
     ///
     /// # Errors
     /// What is wrong with it.
@@ -110,7 +111,7 @@ impl Section {
         let state = self.state_dir.map(|path| directory.join(path));
         if servers.contains(me) && state.is_none() {
             return Err(
-                "this host is a server: say by state-dir where it keeps what it must not forget"
+                "this host is a server: give the directory of its durable state by state-dir"
                     .into(),
             );
         }
@@ -144,7 +145,7 @@ impl Section {
             (None, None) if endpoints.iter().all(|it| it.starts_with("http://")) => None,
             _ => {
                 return Err(
-                    "https needs authority: who has issued the servers' certificates".into()
+                    "https needs authority: the authority that has issued the servers' certificates".into()
                 );
             }
         };

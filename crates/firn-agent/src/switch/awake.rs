@@ -1,9 +1,11 @@
-//! Whether this agent stood still: it was stopped, or its host was. A VM's frames that lay here meanwhile were let out under a lease that may be
-//! over, and its backup may run by now: they go nowhere any more.
+//! Detects that this agent did not run for a while: it was stopped, or its host slept. A VM's
+//! frames that lay in the agent meanwhile were released under a lease that may have expired, and
+//! the VM's backup may run by now: such frames are dropped.
 //!
 //! ```text
 //!   supervisor: is the lease held? --- frame ---> | socket | agent | queue | ---> link
-//!                                                    '-- stopped here: dropped with their connections, which begin anew
+//!                                                    '-- stopped here: frames are dropped with
+//!                                                        their connections, which begin anew
 //! ```
 
 use std::io;
@@ -12,23 +14,23 @@ use std::time::Duration;
 
 use crate::heartbeat::now;
 
-/// How long nobody has to look at the clock for that: as for heartbeats (`detect`). It is far less than passes from the end of a lease until
-/// a backup runs.
+/// The longest gap between two reads of the clock in a running agent: as for heartbeats (`detect`).
+/// It is much shorter than the time from the end of a lease until a backup runs.
 const STILL_MAX: Duration = Duration::from_secs(1);
 
-/// How often somebody looks.
+/// Time between two reads of the clock.
 pub const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Counts how often it stood still.
+/// Counts the times that this agent did not run for too long.
 #[derive(Debug, Default)]
 pub struct Awake {
-    /// When somebody looked last, in milliseconds.
+    /// When the clock was read last, in milliseconds.
     looked: AtomicU64,
     sleeps: AtomicU64,
 }
 
 impl Awake {
-    /// How often it stood still so far. Whoever asks first after that finds it out.
+    /// Returns the count so far. The first caller after a suspend detects it.
     pub fn sleeps(&self) -> u64 {
         self.sleeps_at(now())
     }
@@ -42,14 +44,14 @@ impl Awake {
         self.sleeps.load(Ordering::SeqCst)
     }
 
-    /// What has come since `sleeps` may go on.
+    /// Checks frames that arrived when the count was `sleeps`.
     ///
     /// # Errors
-    /// If it stood still since.
+    /// If the agent was suspended since: the frames must be dropped.
     pub fn check(&self, sleeps: u64) -> io::Result<()> {
         match self.sleeps() == sleeps {
             true => Ok(()),
-            false => Err(io::Error::other("this agent stood still: what lay here goes nowhere")),
+            false => Err(io::Error::other("this agent did not run for a while: its frames are dropped")),
         }
     }
 }

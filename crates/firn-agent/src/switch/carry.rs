@@ -1,4 +1,5 @@
-//! Frames between a port and a stream, in QEMU's framing; or a device that gives and takes a frame at once.
+//! Carries frames between a port and a stream in QEMU's framing, or a device that reads and writes
+//! a frame at once.
 
 use std::io;
 
@@ -7,13 +8,13 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, sp
 
 use super::network::Joined;
 
-/// How much is read or written at once.
+/// Bytes that are read or written at once.
 const PIECE_BYTES: usize = 128 << 10;
 
-/// Carries frames until the stream ends, or makes no sense.
+/// Carries frames until the stream ends or breaks the framing.
 ///
 /// # Errors
-/// If it breaks, ends within a frame, or what comes is no frame.
+/// If the stream breaks, ends within a frame, or breaks the framing.
 pub(super) async fn stream(stream: impl AsyncRead + AsyncWrite, port: &Joined) -> io::Result<()> {
     let (from, to) = split(stream);
     tokio::select! {
@@ -45,7 +46,7 @@ async fn write(mut to: impl AsyncWrite + Unpin, port: &Joined) -> io::Result<()>
         let frames = port.next(PIECE_BYTES).await;
         port.check(sleeps)?;
         piece.clear();
-        // None that came is longer than a frame can be.
+        // No frame in the queue is longer than the framing allows.
         for (head, frame) in frames.iter().filter_map(|frame| Some((head(frame)?, frame))) {
             piece.extend_from_slice(&head);
             piece.extend_from_slice(frame);
@@ -56,10 +57,10 @@ async fn write(mut to: impl AsyncWrite + Unpin, port: &Joined) -> io::Result<()>
     }
 }
 
-/// The same with a device of the kernel's, that takes and gives one frame with each call.
+/// The same with a device of the kernel, which reads and writes one frame with each call.
 ///
 /// # Errors
-/// If it can't be read from any more.
+/// If the device can't be read from any more.
 pub(super) async fn device(device: impl AsyncRead + AsyncWrite, port: &Joined) -> io::Result<()> {
     let (mut from, mut to) = split(device);
     let read = async {
@@ -76,7 +77,7 @@ pub(super) async fn device(device: impl AsyncRead + AsyncWrite, port: &Joined) -
                 port.check(sleeps)?;
                 match to.write(&frame).await {
                     Ok(_) => port.left(1),
-                    // One that is too short or too long, or the device is down: so is a cable.
+                    // The frame is too short or too long, or the device is down: as with a cable.
                     Err(_) => port.lost(),
                 }
             }

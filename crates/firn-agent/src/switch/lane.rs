@@ -1,4 +1,4 @@
-//! What is counted: for the VMs of this host together, for each other host, for the world.
+//! Counters of frames: for all VMs of this host, for each other host, for the uplink.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use firn_cluster::switch::Side;
 use crate::api::LaneView;
 use crate::host::HostName;
 
-/// Where frames come from and go to.
+/// What the ports of a switch connect to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum To {
     /// VMs of this host.
@@ -21,7 +21,7 @@ pub enum To {
 }
 
 impl To {
-    /// The same as the switch has it.
+    /// The side of the switch that such a port is on.
     pub(super) fn side(&self) -> Side {
         match self {
             Self::Vms => Side::Near,
@@ -41,7 +41,7 @@ impl fmt::Display for To {
     }
 }
 
-/// Counts since the agent began, and what is wrong now.
+/// Counters since the agent began, and the current failure.
 #[derive(Debug, Default)]
 pub(super) struct Lane {
     ports: AtomicU64,
@@ -52,39 +52,39 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    /// How many are connected.
+    /// Number of ports that are connected now.
     pub(super) fn ports(&self) -> u64 {
         self.ports.load(Ordering::Relaxed)
     }
 
-    /// Somebody is connected: nothing is wrong any more.
+    /// Counts a port that was connected, and clears the failure.
     pub(super) fn joined(&self) {
         self.ports.fetch_add(1, Ordering::Relaxed);
         *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Somebody is not, and so many frames were still to go there.
+    /// Counts a port that was disconnected, and the frames that still waited for it as dropped.
     pub(super) fn parted(&self, waiting: usize) {
         self.ports.fetch_sub(1, Ordering::Relaxed);
         self.dropped.fetch_add(waiting as u64, Ordering::Relaxed);
     }
 
-    /// A frame has come from there.
+    /// Counts a frame that has arrived.
     pub(super) fn came(&self) {
         self.came.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Frames have gone there.
+    /// Counts frames that were sent.
     pub(super) fn left(&self, frames: usize) {
         self.left.fetch_add(frames as u64, Ordering::Relaxed);
     }
 
-    /// A frame had no room.
+    /// Counts a frame that had no room.
     pub(super) fn dropped(&self) {
         self.dropped.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Why nobody is connected. True if that is news.
+    /// Stores why no port is connected. Returns whether the reason is new.
     pub(super) fn trouble(&self, why: &str) -> bool {
         let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
         let is_new = trouble.as_deref() != Some(why);
@@ -92,7 +92,7 @@ impl Lane {
         is_new
     }
 
-    /// What there is to say about it.
+    /// The counters as the agent reports them.
     pub(super) fn view(&self, to: &To) -> LaneView {
         let count = |number: &AtomicU64| number.load(Ordering::Relaxed);
         LaneView {

@@ -1,8 +1,10 @@
-//! Links to the switches of other hosts: one for each network and host, by the host whose name comes first.
+//! Links to the switches of other hosts: one for each network and host, opened by the host whose
+//! name sorts first.
 //!
 //! ```text
 //!   a: POST /v1/networks/lan, Upgrade: firn-frames  ------>  b
-//!      101  <------------------------------------------------'      then frames both ways, in QEMU's framing
+//!      101  <------------------------------------------------'     then frames in both directions,
+//!                                                                  in QEMU's framing
 //! ```
 
 use std::sync::Arc;
@@ -26,10 +28,10 @@ use crate::http::{self, Answer};
 use crate::link::Link;
 use crate::tunnel;
 
-/// How often a link that is not there is tried.
+/// Time between two tries to open a link.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// Links a network to a peer's, for ever.
+/// Links a network to a peer's. Never returns.
 pub(super) async fn dial(agent: Arc<Agent>, network: Arc<Network>, peer: HostName) {
     let to = To::Host(peer.clone());
     loop {
@@ -66,7 +68,7 @@ async fn hold(agent: &Agent, network: &Arc<Network>, peer: &HostName, stream: To
     network.trouble(&to, &why);
 }
 
-/// Answers a peer that wants a link.
+/// Answers a peer that requests a link.
 pub(crate) fn accept(
     agent: &Arc<Agent>,
     peer: HostName,

@@ -11,24 +11,26 @@
 //!      '--- uplink of a: passt's socket, or a tap                             '--- uplink of b
 //! ```
 //!
-//! Where a frame goes is decided in `firn-cluster` (`switch`). What connects to the socket is a VM: a gate of `firn-net`, or QEMU's
-//! own `-netdev stream`. When a frame may leave a protected VM is the gate's affair; what has come here is on its way.
+//! `firn-cluster` (`switch`) decides where a frame goes. The socket accepts VMs: the network cards
+//! of `firn-net`, or QEMU's own `-netdev stream`. `firn-net` decides when a frame may leave a
+//! protected VM: a frame that arrives here is forwarded at once.
 //!
-//! | module | what it decides or does |
+//! | module | task |
 //! |---|---|
-//! | `config` | what the configuration says of networks |
-//! | `network` | who is connected, and where a frame goes |
-//! | `queue` | frames that wait for a port, and what is dropped |
-//! | `lane` | what is counted |
-//! | `awake` | whether frames lay here while this agent stood still |
+//! | `config` | the networks of a configuration |
+//! | `network` | the ports of a network, and where a frame goes |
+//! | `queue` | frames that wait for a port, and which are dropped |
+//! | `counters` | counters of frames |
+//! | `suspend_detector` | whether frames lay here while this agent did not run |
 //! | `carry` | frames between a stream and a port |
-//! | `vms`, `links`, `world` | who is connected: VMs of this host, other hosts, the uplink |
+//! | `vms`, `links`, `uplink` | the ports: VMs of this host, other hosts, the uplink |
 //!
-//! # What is dropped
+//! # Dropped frames
 //!
-//! A switch never waits: whoever sends to a port that takes nothing would hold up all others. Each port has a queue of 4 MiB
-//! (`queue`); what has no room in it is dropped and counted, and so is what waits when the port ends. Ethernet is like
-//! that. Nothing else is lost and nothing comes twice.
+//! A switch never waits: one receiver that is slow would block all senders. Each port has a queue
+//! of 4 MiB (`queue`). A frame that has no room in it is dropped and counted, and so are the frames
+//! that wait when the port ends. Ethernet behaves like that. No other frame is lost, and none is
+//! delivered twice.
 //!
 //! The design is in `docs/design/014-switch.md`.
 
@@ -65,7 +67,7 @@ use network::Network;
 pub(crate) struct Networks(BTreeMap<NetworkName, Arc<Network>>);
 
 impl Networks {
-    /// One for each network of the configuration, and the sockets that VMs connect to.
+    /// Opens a switch for each network of the configuration, and the sockets that VMs connect to.
     pub(crate) fn open(config: &Config, place: &Place) -> Result<(Self, Vec<Socket>), Failure> {
         let mut networks = BTreeMap::new();
         let mut sockets = Vec::new();
@@ -78,7 +80,7 @@ impl Networks {
         Ok((Self(networks), sockets))
     }
 
-    /// What there is to say about each.
+    /// The networks as the agent reports them.
     pub(crate) fn views(&self) -> Vec<NetworkView> {
         self.0.values().map(|network| network.view()).collect()
     }
@@ -88,7 +90,7 @@ impl Networks {
     }
 }
 
-/// Serves for ever; `sockets` are those that the networks were opened with.
+/// Serves the networks with the sockets that they were opened with. Never returns.
 pub(crate) async fn serve(agent: Arc<Agent>, sockets: Vec<Socket>) {
     let mut parts = JoinSet::new();
     parts.spawn(look(Arc::clone(&agent)));
@@ -101,11 +103,11 @@ pub(crate) async fn serve(agent: Arc<Agent>, sockets: Vec<Socket>) {
             parts.spawn(links::dial(Arc::clone(&agent), Arc::clone(network), peer.clone()));
         }
     }
-    // None of them ends but by a panic, which is told already.
+    // A task ends only by a panic, which is reported already.
     parts.join_next().await;
 }
 
-/// Looks at the clock, for ever.
+/// Reads the clock again and again, so that a suspend is detected. Never returns.
 async fn look(agent: Arc<Agent>) {
     loop {
         agent.networks.0.values().for_each(|network| {

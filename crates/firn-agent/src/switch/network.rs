@@ -1,4 +1,4 @@
-//! One network at this host: who is connected, and where a frame goes.
+//! One network at this host: its ports, and where a frame goes.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -19,13 +19,13 @@ use crate::api::NetworkView;
 use crate::config::Config;
 use crate::host::HostName;
 
-/// Most VMs that may be connected at once.
+/// Maximum number of VMs that are connected at once.
 const VMS_MAX: u64 = 256;
 
-/// A switch.
+/// The switch of one network.
 #[derive(Debug)]
 pub(crate) struct Network {
-    /// What it is called on all hosts.
+    /// Its name, the same on all hosts.
     pub(super) name: NetworkName,
     socket: PathBuf,
     uplink: Option<Uplink>,
@@ -50,7 +50,7 @@ struct Member {
 }
 
 impl Network {
-    /// A switch that nobody is connected to.
+    /// A switch without ports.
     pub(super) fn new(
         name: NetworkName,
         socket: PathBuf,
@@ -75,7 +75,8 @@ impl Network {
         }
     }
 
-    /// Connects somebody, until the value is dropped. Nothing if there are too many, or nobody of the kind is to be connected.
+    /// Connects a port, until the returned value is dropped. `None` if there are too many ports, or
+    /// the network has no such target.
     pub(super) fn join(self: &Arc<Self>, to: &To) -> Option<Joined> {
         let lane = Arc::clone(self.lanes.get(to)?);
         let mut table = self.table();
@@ -90,7 +91,8 @@ impl Network {
         Some(Joined { network: Arc::clone(self), port, member })
     }
 
-    /// The latest connection of a peer ends the one before, which is not known to be dead.
+    /// Registers the newest connection of a peer. The connection before it is ended, for it may
+    /// have died unnoticed.
     pub(super) fn replace(&self, peer: &HostName, link: AbortHandle) {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(before) = links.insert(peer.clone(), link) {
@@ -98,20 +100,20 @@ impl Network {
         }
     }
 
-    /// Forgets addresses that have not been heard of for long.
+    /// Forgets addresses that have sent nothing for a long time.
     pub(super) fn age(&self) {
         let now = self.began.elapsed();
         self.table().switch.age(now);
     }
 
-    /// Notes why somebody is not connected.
+    /// Stores and logs why a target is not connected.
     pub(super) fn trouble(&self, to: &To, why: &str) {
         if self.lanes.get(to).is_some_and(|lane| lane.trouble(why)) {
             tracing::warn!("network {}: {to} is not connected: {why}", self.name);
         }
     }
 
-    /// What there is to say about it.
+    /// The network as the agent reports it.
     pub(super) fn view(&self) -> NetworkView {
         NetworkView {
             name: self.name.clone(),
@@ -136,17 +138,17 @@ pub(super) struct Joined {
 }
 
 impl Joined {
-    /// How often this agent stood still; to be [checked](Self::check).
+    /// How often this agent was suspended, for [`Self::check_suspends`].
     pub(super) fn sleeps(&self) -> u64 {
         self.network.awake.sleeps()
     }
 
-    /// See [`Awake::check`].
+    /// See [`SuspendDetector::check_since`].
     pub(super) fn check(&self, sleeps: u64) -> io::Result<()> {
         self.network.awake.check(sleeps)
     }
 
-    /// A frame has come from whoever is connected here.
+    /// Forwards a frame that this port has received.
     pub(super) fn came(&self, frame: &[u8]) {
         self.member.lane.came();
         let now = self.network.began.elapsed();
@@ -163,17 +165,17 @@ impl Joined {
         }
     }
 
-    /// The next frames for whoever is connected here; see [`Queue::take`].
+    /// Returns the next frames to send to this port; see [`FrameQueue::take_frames`].
     pub(super) async fn next(&self, bytes: usize) -> Vec<Bytes> {
         self.member.queue.take(bytes).await
     }
 
-    /// So many of them have been given to it.
+    /// Counts frames that were sent to this port.
     pub(super) fn left(&self, frames: usize) {
         self.member.lane.left(frames);
     }
 
-    /// Some of them can't be.
+    /// Counts a frame that could not be sent.
     pub(super) fn lost(&self) {
         self.member.lane.dropped();
     }

@@ -1,12 +1,12 @@
 //! Frames that wait for a port.
 //!
 //! ```text
-//!   any port --- push ---> | frame | frame | frame | ... at most BYTES_MAX ---> take --- the port's stream
-//!                  '---- no room: dropped
+//!   any port - push --> | frame | frame | frame | .. BYTES_MAX at most -> take - the port's stream
+//!                '--- no room: dropped
 //! ```
 //!
-//! Who pushes never waits. A protected VM's frames come all at once, an epoch's worth of them, so there has to be room for that:
-//! what is here at most is what a gigabit a second brings in 34 ms.
+//! The sender never waits. A protected VM's frames arrive in bursts of one epoch, so there has to
+//! be room for a burst: the limit is what arrives in 34 ms at a gigabit a second.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,13 +14,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use tokio::sync::Notify;
 
-/// What may wait for one port.
+/// Maximum bytes that wait for one port.
 pub const BYTES_MAX: usize = 4 << 20;
 
-/// What is counted for a frame besides its bytes: what it takes to keep one.
+/// What a frame counts besides its bytes: the memory that it takes to store one.
 const FRAME_COST: usize = 64;
 
-/// Frames in their order.
+/// A queue of frames.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     waiting: Mutex<Waiting>,
@@ -34,7 +34,7 @@ struct Waiting {
 }
 
 impl Queue {
-    /// Whether there was room for it.
+    /// Appends a frame. Returns whether there was room for it.
     pub(super) fn push(&self, frame: Bytes) -> bool {
         let mut waiting = self.waiting();
         let cost = waiting.cost + frame.len() + FRAME_COST;
@@ -47,7 +47,7 @@ impl Queue {
         has_room
     }
 
-    /// The next frames: one, or as many as are no more than `bytes` together.
+    /// Waits for frames, and takes the next ones: one, or as many as have at most `bytes` in total.
     pub(super) async fn take(&self, bytes: usize) -> Vec<Bytes> {
         loop {
             let taken = self.waiting().take(bytes);
@@ -58,7 +58,7 @@ impl Queue {
         }
     }
 
-    /// How many wait.
+    /// The number of frames that wait.
     pub(super) fn len(&self) -> usize {
         self.waiting().frames.len()
     }

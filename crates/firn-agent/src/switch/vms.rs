@@ -1,4 +1,4 @@
-//! VMs of this host: whoever connects to a network's socket, which its owner alone can.
+//! VMs of this host: the processes that connect to a network's socket, which only its owner can.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use super::lane::To;
 use super::network::Network;
 use crate::place::Socket;
 
-/// How long to wait where the system has no more descriptors.
+/// How long to wait when the system has no more descriptors.
 const EXHAUSTED_WAIT: Duration = Duration::from_millis(100);
 
 /// How often old addresses are forgotten.
 const AGE_EVERY: Duration = Duration::from_secs(60);
 
-/// Connects them, for ever.
+/// Connects VMs. Never returns.
 pub(super) async fn serve(network: Arc<Network>, socket: Socket) {
     let Socket { listener, file: _file } = socket;
     let mut ages = interval(AGE_EVERY);
@@ -40,7 +40,7 @@ async fn connect(network: Arc<Network>, stream: UnixStream) {
     let name = &network.name;
     let pid = stream.peer_cred().ok().and_then(|who| who.pid()).unwrap_or_default();
     let Some(port) = network.join(&To::Vms) else {
-        return tracing::warn!("network {name}: process {pid} is sent away: there are too many");
+        return tracing::warn!("network {name}: process {pid} is refused: there are too many");
     };
     tracing::info!("network {name}: process {pid} is connected");
     match carry::stream(stream, &port).await {

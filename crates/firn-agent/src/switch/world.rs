@@ -1,4 +1,4 @@
-//! The way out: a socket that is connected to, or a tap device. One that is not there is tried again.
+//! The uplink: a socket to connect to, or a tap device. One that does not exist is tried again.
 
 use std::io;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use super::config::Uplink;
 use super::lane::To;
 use super::network::{Joined, Network};
 
-/// How often an uplink that is not there is tried.
+/// Time between two tries to connect the uplink.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Connects a network to its uplink, for ever.
+/// Connects a network to its uplink. Never returns.
 pub(super) async fn serve(network: Arc<Network>, uplink: Uplink) {
     loop {
         let why = match once(&network, &uplink).await {

@@ -1,5 +1,5 @@
-//! Protecting a cluster again when nobody has copies of it any more, by a host that runs none of its VMs: one after another is asked, until
-//! one can.
+//! Reprotection of a cluster that has no copies any more: hosts that run none of its VMs are asked
+//! in turn, until one protects it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,10 +19,11 @@ use crate::host::HostName;
 use crate::http::{self, Answer};
 use crate::link::Link;
 
-/// Milliseconds from one cut to the next, where nobody has said: as `firn cluster protect` does by itself.
+/// Milliseconds from one cut to the next where none are configured: the default of
+/// `firn cluster protect`.
 const INTERVAL_MS: u64 = 100;
 
-/// Who was asked, and is.
+/// The state of the search for a host.
 #[derive(Default)]
 pub(super) struct Again {
     asked: Option<JoinHandle<()>>,
@@ -31,7 +32,8 @@ pub(super) struct Again {
 }
 
 impl Again {
-    /// Asks the next host that is there, if none is being asked. Hosts that run a VM of the cluster can't keep copies of it.
+    /// Asks the next host that is alive, if no request is open. A host that runs a VM of the
+    /// cluster can't be its backup.
     pub(super) fn ask(&mut self, agent: &Arc<Agent>, name: &VmName, runs: &BTreeSet<HostName>) {
         let is_busy = self.asked.as_ref().is_some_and(|it| !it.is_finished())
             || self.until.is_some_and(|until| Instant::now() < until);
@@ -68,7 +70,7 @@ async fn asked(agent: &Arc<Agent>, name: &VmName, host: &HostName) -> Result<(),
     told.map_err(late)?.map(drop)
 }
 
-/// Answers a peer that runs VMs of a cluster, and wants it to be protected by this host.
+/// Answers a peer that runs VMs of a cluster, and requests that this host protects it.
 pub(crate) async fn keep(
     agent: &Arc<Agent>,
     name: &str,
@@ -77,7 +79,7 @@ pub(crate) async fn keep(
     let kept = async {
         let name = VmName::new(name).doing_or(FailureKind::Usage, "naming a cluster")?;
         let ProtectHere { interval_ms, .. } = http::read(request).await?;
-        // It goes on also when whoever asked for it has gone.
+        // The work continues when the peer disconnects.
         let agent = Arc::clone(agent);
         let begun = tokio::spawn(async move { protect(&agent, &name, interval_ms).await });
         begun.await.doing("protecting the cluster")?

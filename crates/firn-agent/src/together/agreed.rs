@@ -1,22 +1,27 @@
-//! Clusters under a record that hosts agree on: who may run one, and who looks after its VMs at this host.
+//! The record of a cluster: which host may run its VMs, and which agent manages them at this host.
 //!
 //! ```text
-//!   host c: firn cluster protect shop                                      the record "shop" (firn-membership)
-//!     begun: its VMs run where they do, nobody has copies ---------------> { web: a, db: b }
-//!     a, b: lease_for: the record names the host, the lease is held <--->
+//!   host c: firn cluster protect shop                        the record "shop" (firn-membership)
+//!     begin_record: its VMs run where they do, no copies -> { web: a, db: b }
+//!     a, b: acquire_lease: the record names the host,
+//!           the lease is held <--------------------------->
 //!     the first global checkpoint is in the file of c
-//!     backed ------------------------------------------------------------> { web: a, backup c; db: b, backup c }
-//!                                                                              |  the lease of a is over
-//!     run_here: all of them, from the newest checkpoint of the file <----- { web: c; db: c; generation + 1 }
-//!     a, b: what wakes there is ended <----------------------------------      |  when a and b can't send any more
+//!     record_backup --------------------------------------> { web: a, backup c; db: b, backup c }
+//!                                                                 |  the lease of a expires
+//!     run_here: all VMs, from the newest checkpoint <------ { web: c; db: c; generation + 1 }
+//!     a, b: VMs that continue there are ended <------------      |  when a and b can't send
 //! ```
 //!
-//! At each host that has something of the cluster there is one [`Post`](firn_membership::Post), which asks for the lease of all its VMs there, and beside it, again
-//! and again, what is [`due`](super::due). Which VMs those are is kept with them ([`Place::cluster_of`](crate::place::Place::cluster_of)), so that an
-//! agent that is started again knows.
+//! Each host that has VMs or copies of the cluster has one
+//! [`ClusterMember`](firn_membership::ClusterMember), which requests one lease for all its VMs
+//! there. Beside it a reconcile loop carries out the planned actions
+//! ([`reconcile`](super::reconcile)). Which VMs belong to the cluster is stored in their runtime
+//! directories ([`AgentPaths::cluster_of`](crate::paths::AgentPaths::cluster_of)), so that an agent
+//! that starts again knows them.
 //!
-//! Timelines of frames are counted by the record's layout, which each protection and each failover changes. Its generation begins with
-//! a failover only: whatever runs in an older one is ended.
+//! The generation in frames is taken from the layout of the record, which each protection and each
+//! failover changes. The record's own generation changes with a failover only: a VM that runs in an
+//! older one is ended.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -34,16 +39,16 @@ use crate::agent::Agent;
 use crate::failover::{Ours, change, newest};
 use crate::host::HostName;
 
-/// How often what others have to do first is looked for.
+/// Time between two tries, where another component has to act first.
 pub(super) const RETRY: Duration = Duration::from_millis(100);
 
-/// Whether hosts agree on anything.
+/// Whether this agent has membership, and so clusters have records.
 pub(super) fn is_agreed(agent: &Agent) -> bool {
     agent.membership.members().is_some()
 }
 
 pub(super) fn ours(agent: &Agent) -> Result<Ours, Trouble> {
-    let none = || Trouble::Unreachable("this agent has no number among hosts yet".to_owned());
+    let none = || Trouble::Unreachable("this agent has not joined membership yet".to_owned());
     agent.failover.ours().ok_or_else(none)
 }
 
@@ -51,19 +56,19 @@ pub(super) fn cluster(name: &VmName) -> Result<Cluster, Trouble> {
     Cluster::new(name.as_str())
 }
 
-/// The timeline of frames that a change of the record begins.
+/// The generation in frames that a change of the record begins.
 fn timeline(register: &Register) -> Generation {
     Generation(u32::try_from(register.layout + 1).unwrap_or(u32::MAX))
 }
 
-/// Tries it until it is done, or it can't be, or as long as a failover may take.
+/// Repeats an attempt until it succeeds or is refused, at most for the time of a failover.
 async fn tried<T, F: Future<Output = Result<Option<T>, Trouble>>>(
     agent: &Agent,
     what: &str,
     mut try_it: impl FnMut(Ours) -> F,
 ) -> Result<T, Failure> {
     let ttl = agent.membership.members().map_or(RETRY, |(_, terms)| terms.ttl);
-    let (until, mut why) = (Instant::now() + 6 * ttl, "nobody has answered".to_owned());
+    let (until, mut why) = (Instant::now() + 6 * ttl, "no server has answered".to_owned());
     while Instant::now() < until {
         let tried = match ours(agent) {
             Ok(ours) => try_it(ours).await,
@@ -79,17 +84,17 @@ async fn tried<T, F: Future<Output = Result<Option<T>, Trouble>>>(
     }
     let failure = Failure::new(FailureKind::Host, format!("{what}: {why}"));
     Err(failure.hint(
-        "`firn cluster status` says who can be reached; `firn cluster forget` ends what hosts agreed on if all its hosts are gone",
+        "`firn cluster status` shows which hosts answer; `firn cluster forget` ends the record if all its hosts are gone",
     ))
 }
 
-/// Has the record say where the VMs run, and that nobody has copies of them. The timeline that begins, and whether hosts had agreed on
-/// the cluster before.
+/// Records where the VMs run, and that there are no copies. Returns the generation in frames that
+/// begins, and whether the cluster had a record before.
 pub(super) async fn begun(
     agent: &Agent,
     of: &record::Record,
 ) -> Result<(Generation, bool), Failure> {
-    let what = format!("{} is not agreed on", of.name);
+    let what = format!("{} gets no record", of.name);
     tried(agent, &what, |ours| async move {
         let cluster = cluster(&of.name)?;
         let View { known, names, .. } = ours.members.view(&cluster).await?;
@@ -100,7 +105,7 @@ pub(super) async fn begun(
             None => Register::new(places),
             Some(record) if record.register.is_ended() => record.register.again(places),
             Some(record) if record.vms != vms => return Err(taken(&of.name)),
-            // One of its agents was started again, and has to take it up.
+            // One of its agents was started again, and has to adopt its VM.
             Some(record) if is_elsewhere(&record.register, &places) => return Ok(None),
             Some(record) => record.register.backed_by(None),
         };
@@ -113,13 +118,13 @@ pub(super) async fn begun(
 
 fn taken(name: &VmName) -> Trouble {
     let text = format!(
-        "hosts have agreed on a cluster {name} of other VMs: `firn cluster release {name}` where it was made ends that, or \
+        "there is a record of a cluster {name} of other VMs: `firn cluster release {name}` where it was made ends that, or \
          `firn cluster forget {name}` if all its hosts are gone"
     );
     Trouble::Refused(text)
 }
 
-/// Each VM at the agent of its host that was started last; none if one has no number.
+/// Places each VM at the most recently started agent of its host; `None` if one has no number.
 fn places(of: &record::Record, names: &BTreeMap<Host, String>) -> Option<BTreeMap<Vm, Place>> {
     let place = |(vm, placed): (Vm, &Placed)| {
         Some((vm, Place { primary: newest(names, &placed.host)?, backup: None }))
@@ -134,8 +139,8 @@ fn is_elsewhere(register: &Register, places: &BTreeMap<Vm, Place>) -> bool {
     primaries(&register.places) != primaries(places) || !register.fence.is_empty()
 }
 
-/// Whether no host has changed the record since a protection began in that timeline. Its controller names a backup if seeding takes long, which
-/// has no copies by that.
+/// Whether no host has changed the record since a protection began in that generation. If seeding
+/// takes long, the controller names a backup, which does not have copies by that.
 fn is_unchanged(register: &Register, begun: Generation) -> bool {
     let is_named = register.places.values().any(|place| place.backup.is_some());
     match is_named && !register.is_protected() {
@@ -144,7 +149,8 @@ fn is_unchanged(register: &Register, begun: Generation) -> bool {
     }
 }
 
-/// There is a global checkpoint here, of the timeline that was begun: this host may run the VMs from now on.
+/// Records this host as the backup of all VMs, so that it may run them from now on: it has a global
+/// checkpoint of the generation that was begun.
 pub(super) async fn backed(agent: &Arc<Agent>, of: &record::Record) -> Result<(), Failure> {
     for placed in &of.vms {
         belongs(agent, &placed.vm, &of.name)?;
@@ -171,14 +177,15 @@ pub(super) async fn backed(agent: &Arc<Agent>, of: &record::Record) -> Result<()
     Ok(())
 }
 
-/// Keeps with a VM which cluster it belongs to.
+/// Stores with a VM which cluster it belongs to.
 fn belongs(agent: &Agent, vm: &VmName, cluster: &VmName) -> Result<(), Failure> {
     let kept = agent.place.set_cluster(vm, cluster);
     kept.map_err(|error| Failure::from_error(FailureKind::Other, &error))
         .map_err(|failure| failure.while_doing(format!("noting that {vm} belongs to {cluster}")))
 }
 
-/// The timeline whose lease a VM's frames are to obey, as a part of a cluster: this host is its primary by then, and holds the lease.
+/// Acquires the lease that is to cover the frames of a VM of a cluster, and returns its generation.
+/// By then the record names this host as the VM's primary.
 pub(crate) async fn lease_for(
     agent: &Arc<Agent>,
     name: &VmName,
@@ -186,7 +193,7 @@ pub(crate) async fn lease_for(
 ) -> Result<u32, Failure> {
     if !is_agreed(agent) {
         let text = format!(
-            "host {} agrees on nothing with others, and {name} is a cluster of hosts that do",
+            "host {} has no membership, and {name} is a cluster of hosts that have",
             agent.config.name
         );
         let hint = "give its agent's configuration the [membership] of the others";
@@ -208,12 +215,12 @@ pub(crate) async fn lease_for(
     .await
 }
 
-/// Has the record say that there is no such cluster any more.
+/// Ends the record of a cluster, if it has one.
 pub(super) async fn ended(agent: &Agent, name: &VmName) -> Result<(), Failure> {
     if !is_agreed(agent) {
         return Ok(());
     }
-    tried(agent, &format!("{name} is agreed on still"), |ours| async move {
+    tried(agent, &format!("the record of {name} stays"), |ours| async move {
         let cluster = cluster(name)?;
         let known = ours.members.read(&cluster).await?;
         let Some(record) = known.record.filter(|it| !it.register.is_ended()) else {
@@ -225,7 +232,7 @@ pub(super) async fn ended(agent: &Agent, name: &VmName) -> Result<(), Failure> {
     .await
 }
 
-/// Whether hosts have agreed that there is no such cluster any more.
+/// Whether the record of a cluster has ended.
 pub(super) async fn is_over(agent: &Agent, name: &VmName) -> Result<bool, Failure> {
     if !is_agreed(agent) {
         return Ok(false);
@@ -237,7 +244,8 @@ pub(super) async fn is_over(agent: &Agent, name: &VmName) -> Result<bool, Failur
     .await
 }
 
-/// Has the record say that all VMs run here, if that is not so yet. They do when nobody else can send any more.
+/// Records that all VMs run on this host, unless the record has that already. They are run when no
+/// other host can send any more.
 pub(super) async fn fails_over(agent: &Arc<Agent>, name: &VmName) -> Result<(), Failure> {
     takes_part_again(agent, name);
     tried(agent, &format!("{name} does not fail over"), |ours| async move {
@@ -245,7 +253,7 @@ pub(super) async fn fails_over(agent: &Arc<Agent>, name: &VmName) -> Result<(), 
         let View { known, leases, .. } = ours.members.view(&cluster).await?;
         let not_here = || {
             let text =
-                "hosts have not agreed that this one keeps copies of it that all can go back to";
+                "its record does not name this host as the backup of all its VMs";
             Trouble::Refused(format!("{name} can't be run here: {text}"))
         };
         let record = known.record.ok_or_else(not_here)?;
@@ -257,7 +265,7 @@ pub(super) async fn fails_over(agent: &Arc<Agent>, name: &VmName) -> Result<(), 
         if places.is_empty() || !places.values().all(|place| is_here(place.backup)) {
             return Err(not_here());
         }
-        // Its own lease may just be under way.
+        // This host's own lease may just be requested.
         let Some(register) = record.register.failed_over(&leases) else { return Ok(None) };
         let to = Record { register, ..record };
         Ok(change(&*ours.members, &cluster, known.revision, &to).await?.then_some(()))
@@ -267,7 +275,7 @@ pub(super) async fn fails_over(agent: &Arc<Agent>, name: &VmName) -> Result<(), 
     Ok(())
 }
 
-/// What hosts have agreed on of a cluster that this one does not know: the VMs, and where they run.
+/// Returns the VMs of a cluster, and the hosts that run them, as its record names them.
 pub(super) async fn known(
     agent: &Agent,
     name: &VmName,

@@ -1,4 +1,4 @@
-//! Making a cluster: its VMs are found, and asked for their addresses.
+//! Creation of a cluster: its VMs are located, and the addresses of their cards read.
 
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher as _, RandomState};
@@ -41,7 +41,7 @@ pub(super) async fn create(agent: &Arc<Agent>, wanted: Create) -> Result<Record,
     Ok(record)
 }
 
-/// A cluster of these, which nobody protects yet.
+/// Makes a cluster of these VMs, which no host protects yet.
 pub(super) fn made(
     name: &VmName,
     vms: Vec<Placed>,
@@ -53,14 +53,14 @@ pub(super) fn made(
         return Err(Failure::new(FailureKind::Refused, text).hint("give each `-device ...,mac=`"));
     }
     let generation = before.map_or(Generation(0), |before| before.generation);
-    // Frames of another cluster of this name are not taken for its.
+    // A random number, so that frames of another cluster of this name are not taken for its own.
     let id = RandomState::new().hash_one(name) as u32;
     let (name, state, interval_ms, term) = (name.clone(), State::Made, 100, 0);
     let (checkpoint, trouble) = (None, None);
     Ok(Record { name, id, state, interval_ms, term, generation, vms, checkpoint, trouble })
 }
 
-/// A VM of another host, with its address.
+/// Locates a VM on another host, and reads the address of its card.
 pub(super) async fn found(
     agent: &Arc<Agent>,
     vm: VmName,
@@ -71,8 +71,8 @@ pub(super) async fn found(
         None => somewhere(agent, &vm).await?,
     };
     if host == agent.config.name {
-        let text = format!("{vm} runs on this host, which is to keep the copies");
-        let hint = "make the cluster on a host that none of its VMs runs on";
+        let text = format!("{vm} runs on this host, which is to be the backup");
+        let hint = "create the cluster on a host that runs none of its VMs";
         return Err(Failure::new(FailureKind::Usage, text).hint(hint));
     }
     agent.address(&host)?;

@@ -1,13 +1,16 @@
-//! Global checkpoints, one after another: the shell around the initiator of `firn-cluster` (`cut`).
+//! Global checkpoints of a cluster, one after another: the shell around the initiator of
+//! `firn-cluster` (`cut`).
 //!
 //! ```text
-//!   every interval, or when asked:   Mark ---> all VMs                    each marks the end of the epoch that runs
-//!                                       <--- their epochs                 when they are committed
-//!                                    record: renamed into its place        from here on it is what a failover goes back to
-//!                                    Globally ---> all VMs                 they let out what waits for it, backups fold
+//!   every interval,     Mark ---> all VMs        each marks the end of its current epoch
+//!   or on request            <--- their epochs   when they are committed
+//!                       record: renamed          from here on, a failover runs this checkpoint
+//!                       Globally ---> all VMs    they release the output that waits for it,
+//!                                                the backups fold
 //! ```
 //!
-//! Whoever does not answer is asked again with the next one. Until all do, there is no new one: what VMs send outside waits.
+//! A VM that does not answer is asked again with the next checkpoint. Until all answer, there is no
+//! new checkpoint, and the VMs' output to the outside is buffered.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -25,13 +28,13 @@ use super::far::{ASK_WAIT, Far};
 use super::record::{Record, Records};
 use crate::agent::Agent;
 
-/// How much later the next VM is asked, in tests.
+/// In tests: how much later each VM is asked than the one before.
 const LATE: Duration = Duration::from_millis(800);
 
-/// Somebody wants one now.
+/// Receives the checkpoint that a client has requested.
 type Order = oneshot::Sender<Result<GlobalCheckpoint, Failure>>;
 
-/// Global checkpoints that are being made of a cluster, until this is dropped.
+/// The task that makes global checkpoints of a cluster, until this value is dropped.
 pub(super) struct Cutting {
     task: JoinHandle<()>,
     orders: mpsc::Sender<Order>,
@@ -46,7 +49,7 @@ impl Cutting {
         Self { task: tokio::spawn(cuts.run(ordered)), orders, trouble }
     }
 
-    /// Makes one now.
+    /// Requests a checkpoint now.
     pub(super) fn order(
         &self,
     ) -> impl Future<Output = Result<GlobalCheckpoint, Failure>> + Send + use<> {
@@ -60,15 +63,15 @@ impl Cutting {
         }
     }
 
-    /// Why there was none the last time, if so.
+    /// Why the newest attempt made no checkpoint, if it failed.
     pub(super) fn trouble(&self) -> Option<String> {
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Ends it: no record is written any more when this returns.
+    /// Ends the task. No record is written any more when this returns.
     pub(super) async fn end(mut self) {
         self.task.abort();
-        // It was aborted.
+        // The task was aborted, so its result is an error.
         let _ = (&mut self.task).await;
     }
 }
@@ -84,7 +87,7 @@ struct Cuts {
     record: Record,
     vms: BTreeMap<Vm, Far>,
     initiator: Initiator,
-    /// One that all have answered, and that could not be written.
+    /// A checkpoint that all VMs have marked, but that could not be written.
     pending: Option<GlobalCheckpoint>,
     began: Instant,
     trouble: Arc<Mutex<Option<String>>>,
@@ -121,7 +124,7 @@ impl Cuts {
             };
             let made = self.cut().await;
             self.note(made.as_ref().err());
-            // Whoever ordered it may have gone.
+            // The client may have disconnected.
             order.into_iter().for_each(|order| drop(order.send(made.clone())));
         }
     }
@@ -183,7 +186,7 @@ impl Cuts {
             let epoch = marks.get(&vm).copied().unwrap_or_default();
             Request::Member(MemberRequest::Globally { generation, epoch })
         };
-        // Who does not hear of it hears of the next.
+        // A VM that does not receive this receives the next one.
         for failure in self.ask_all(request).await.into_iter().filter_map(Result::err) {
             tracing::debug!("cluster {}: {failure}", self.record.name);
         }
@@ -199,7 +202,7 @@ impl Cuts {
         for (vm, mut far) in std::mem::take(&mut self.vms) {
             let request = request(vm);
             asked.spawn(async move {
-                // For tests that want a request to be late at some of them.
+                // For tests in which a request has to reach some VMs late.
                 if firn_fault::io("cluster.ask").is_err() {
                     tokio::time::sleep(LATE * u32::from(vm.0)).await;
                 }

@@ -1,27 +1,38 @@
-//! What is due at a host for a cluster of several VMs, by what is agreed on and what is here. Pure.
+//! Plans the next action of a host for a cluster of several VMs, from the cluster's record and from
+//! what the host observes. Pure.
 //!
 //! ```text
-//!   the record says                              here                                          due
-//!     a VM runs here, all can be gone back to      it has died, or is not protected any more     yield: all go back together
-//!                                                  ended by its user, shut down, released        end the cluster
-//!     a VM runs here, there are no backups         what it sends is held                         let it go on
-//!                                                  all of them are gone                          end the cluster
-//!                                                  they run, the first of the cluster too        protect it by another host
-//!     all run here, and have a backup named        that has no copies yet                        record that there is none
-//!     runs at an earlier agent of here             it runs                                       take it up, if nobody has its copies
-//!     runs elsewhere                               it runs, and obeys a lease                    end it
-//!     the cluster has ended                        it runs, in the timeline before that          let it go
-//!     others keep the copies                       copies, of an earlier timeline                give them up
-//!     an earlier agent of here has the copies,     they                                          record that this one has them
-//!     and a VM is lost, or is to run from them
+//!   the record                           observed here                   planned
+//!     a VM runs here, the cluster has      it died, or is not              yield: all fail over
+//!     copies of all VMs                    protected any more
+//!                                          it was ended by its user,       end the record
+//!                                          shut down, or released
+//!     a VM runs here, no VM has a backup   its output is buffered          release its output
+//!                                          all VMs are gone                end the record
+//!                                          they run, the cluster's first   protect them by another
+//!                                          VM among them                   host
+//!     all run here, a backup is named      it has no copies yet            record that there is
+//!                                                                          none
+//!     a VM runs at an earlier agent        it runs                         adopt it, if no host
+//!     of this host                                                         has copies
+//!     a VM runs elsewhere                  it runs and obeys a lease       end it
+//!     the cluster has ended                it runs, in the generation      detach it
+//!                                          before the end
+//!     other hosts have the copies          copies of an earlier            drop them
+//!                                          generation
+//!     an earlier agent of this host has    the copies                      record that this agent
+//!     the copies, and a VM is lost, or                                     has them
+//!     is to run from them
 //! ```
 //!
-//! One that could be gone back to with all others is never let out by itself, nor taken up by an agent that was started again: the copies of
-//! the others are of no use without its own. So whatever happens to one of them happens to the cluster.
+//! While the record names backups for all VMs, no VM's output is released alone, and no restarted
+//! agent adopts a VM alone: without the copy of that VM the copies of the others are of no use. So
+//! whatever happens to one VM happens to the cluster.
 //!
-//! Copies outlive the agent of their host, and its file has the checkpoint. While the record names an earlier agent as the one that has them,
-//! nobody has let anything out that going back to them would undo. But without the agent no more epochs come: so where all VMs
-//! are still there, it is better that they go on, and are protected anew.
+//! Copies outlive the agent of their host, and the stored cluster has the checkpoint. While the
+//! record names an earlier agent as the holder of the copies, no host has released output that a
+//! failover to them would undo. But without the agent no more epochs arrive: so where all VMs still
+//! run, they continue, and are protected anew.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -29,21 +40,22 @@ use firn_cluster::Host;
 use firn_membership::Record;
 use firn_supervisor::{Exit, Status, VmName};
 
-/// What of a VM is here.
+/// The state of one VM of the cluster, as this host observes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vm {
-    /// Nothing: its user has ended it.
+    /// The host has no such VM: its user has ended it.
     Nothing,
-    /// Its end. `shut_down`: by itself, as it should, or by its user.
+    /// It has ended. `shut_down`: by itself as intended, or by its user.
     Ended { shut_down: bool },
-    /// A copy of it.
+    /// It is a standby.
     Standby,
-    /// It runs, and what it sends obeys a lease of that timeline; its epochs are sent; is held whatever the lease says.
+    /// It runs. `lease`: the generation of the lease that its output obeys. `is_protected`: its
+    /// epochs are sent. `is_held`: its output is buffered, whatever the lease allows.
     Runs { lease: Option<u32>, is_protected: bool, is_held: bool },
 }
 
 impl Vm {
-    /// As its supervisor tells.
+    /// From the status that its supervisor reports.
     pub fn of(status: &Status) -> Self {
         match (status.state.as_str(), &status.standby) {
             ("ended", _) => {
@@ -60,15 +72,15 @@ impl Vm {
     }
 }
 
-/// What of a cluster is here.
+/// The state of a cluster, as this host observes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Here {
-    /// VMs that are known to belong to it.
+    /// VMs that belong to the cluster.
     pub vms: BTreeMap<VmName, Vm>,
-    /// Whether there are copies from which all of it could be run.
+    /// Whether this host has copies from which the whole cluster could run.
     pub is_kept: bool,
-    /// Whether those who have the copies are there, though epochs of a VM that runs have not reached them for a while: that they are lost
-    /// would look the same at first.
+    /// Whether the hosts with the copies are alive, though for a while they have not received the
+    /// epochs of a VM that runs here. At first the loss of those hosts would look the same.
     pub is_cut_off: bool,
 }
 
@@ -80,35 +92,36 @@ impl Here {
     }
 }
 
-/// Something to do.
+/// An action for a cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Deed {
     /// Nothing.
     #[default]
     Nothing,
-    /// Have the record say that there is no backup.
+    /// Record that there is no backup.
     Unback,
-    /// Let out what these hold.
+    /// Release the buffered output of these VMs.
     GoOn(BTreeSet<VmName>),
-    /// Protect it, by a host that runs none of its VMs.
+    /// Protect the cluster by a host that runs none of its VMs.
     Protect,
-    /// Have the record say that there is no such cluster any more.
+    /// End the record.
     End,
-    /// Ask for its lease no more, until it is in another timeline.
+    /// Stop to request the lease, until the record has another generation.
     Yield,
-    /// Have the record say that this agent looks after what that one did.
+    /// Record that this agent manages the VMs of that earlier agent.
     TakeUp(Host),
-    /// Have the record say that this agent has the copies that one had.
+    /// Record that this agent has the copies of that earlier agent.
     Inherit(Host),
     /// End the VM: it runs elsewhere.
     Fence(VmName),
-    /// The cluster has ended: the VM goes on for itself.
+    /// The cluster has ended: the VM continues by itself.
     LetGo(VmName),
-    /// The copies are of no use any more.
+    /// Drop the copies, which are of no use any more.
     GiveUp,
 }
 
-/// What is due at host `me`, whose earlier agents were `mine`, where those of `leases` are there.
+/// Plans the action of host `me`, whose earlier agents had the numbers `mine`. `leases` are the
+/// hosts whose leases have not expired.
 pub fn due(
     me: Host,
     mine: &BTreeSet<Host>,
@@ -138,32 +151,32 @@ impl Look<'_> {
         self.record.register.primaries().contains(&host)
     }
 
-    /// Where the VM of that name runs.
+    /// The host that runs the VM of that name.
     fn primary_of(&self, name: &VmName) -> Option<Host> {
         let (vm, _) = self.record.vms.iter().find(|(_, it)| *it == name.as_str())?;
         self.record.register.places.get(vm).map(|place| place.primary)
     }
 
-    /// Whether all can be gone back to.
+    /// Whether the cluster could fail over: every VM has a backup.
     fn is_protected(&self) -> bool {
         let register = &self.record.register;
         register.is_protected() && register.places.values().all(|place| place.backup.is_some())
     }
 
-    /// Whether those who have the copies are there.
+    /// Whether the hosts with the copies hold their leases.
     fn is_backed(&self) -> bool {
         let mut backups = self.record.register.places.values().map(|place| place.backup);
         self.is_protected()
             && backups.all(|backup| backup.is_some_and(|host| self.leases.contains(&host)))
     }
 
-    /// A VM that obeys a lease of another host's.
+    /// Plans for a VM that obeys a lease of another host.
     fn stray(&self, name: &VmName, vm: Vm) -> Option<Deed> {
         let Vm::Runs { lease: Some(lease), .. } = vm else { return None };
         let register = &self.record.register;
         match self.primary_of(name) {
             Some(primary) if primary == self.me => None,
-            // One that was fenced before has to end, though the cluster has ended since.
+            // A VM that was fenced before has to end, though the cluster has ended since.
             None if register.is_ended() && register.generation.0 == lease + 1 => {
                 Some(Deed::LetGo(name.clone()))
             }
@@ -187,7 +200,7 @@ impl Look<'_> {
         (self.here.is_kept && !is_needed).then_some(Deed::GiveUp)
     }
 
-    /// An earlier agent of this host that was to run all VMs, or is needed to.
+    /// Returns an earlier agent of this host that was to run all VMs, or has to.
     fn before(&self) -> Option<Host> {
         let register = &self.record.register;
         let mut places = register.places.values();
@@ -213,7 +226,7 @@ impl Look<'_> {
             true => Deed::Nothing,
             false if self.is_protected() => self.of_protected(&vms),
             false if is_all && vms.iter().all(|(_, vm)| is_gone(*vm)) => Deed::End,
-            // Where epochs are sent, the host that receives them is about to have the record name it.
+            // Where epochs are sent, the host that receives them is about to record itself.
             false if is_all && self.is_named() && !vms.iter().any(|(_, vm)| is_sent(*vm)) => {
                 Deed::Unback
             }
@@ -221,7 +234,7 @@ impl Look<'_> {
         }
     }
 
-    /// Whether a host is named for the copies of a VM.
+    /// Whether a host is named as the backup of a VM.
     fn is_named(&self) -> bool {
         self.record.register.places.values().any(|place| place.backup.is_some())
     }
@@ -240,7 +253,7 @@ impl Look<'_> {
         if vms.iter().any(|(_, vm)| is_left(vm)) {
             return Deed::End;
         }
-        // Without the copies there is nothing to go back to; then the record loses its backup first.
+        // Without the copies a failover has nothing to run from. The record loses its backup first.
         match vms.iter().any(|(_, vm)| is_lost(vm)) && self.is_backed() {
             true => Deed::Yield,
             false => Deed::Nothing,
@@ -256,7 +269,7 @@ impl Look<'_> {
         if !held.is_empty() {
             return Deed::GoOn(held);
         }
-        // One host is enough to have it protected again.
+        // One host is enough to have the cluster protected again.
         let places = &self.record.register.places;
         let is_first = places.values().next().is_some_and(|place| place.primary == self.me);
         let is_ready = |vm: &Vm| matches!(vm, Vm::Runs { lease: Some(_), is_protected: false, .. });
@@ -361,7 +374,7 @@ mod tests {
         assert_eq!(due_with(&all, &[ME], &one, true), Deed::Nothing);
         let none = [("web", Vm::Nothing), ("db", DIED)];
         assert_eq!(due_with(&all, &[ME], &none, true), Deed::End);
-        // The controller has chosen one, that has nothing yet.
+        // The controller has chosen a backup, which has no copies yet.
         all.register.places.values_mut().for_each(|place| place.backup = Some(OTHER));
         all.register.layout += 1;
         assert_eq!(due_with(&all, &[ME, OTHER], &both, true), Deed::Unback);
@@ -379,7 +392,7 @@ mod tests {
         assert_eq!(due_of(&elsewhere, DIED), Deed::Nothing);
         let ended = record(ME, OTHER, Some(BACKUP)).ended();
         assert_eq!(due_of(&ended, HELD), Deed::LetGo(name("web")));
-        // It slept through a failover, and what came of that has ended.
+        // It slept through a failover, and the cluster that failed over has ended.
         let later = record(ME, OTHER, Some(BACKUP)).ended().ended();
         assert_eq!(due_of(&later, HELD), Deed::Fence(name("web")));
     }

@@ -1,9 +1,11 @@
-//! Running all VMs of a cluster on this host, from the newest global checkpoint.
+//! Failover of a cluster: all its VMs run on this host, from the newest global checkpoint.
 //!
 //! ```text
-//!   no membership     firn cluster failover ----------------------------------> go_on     who asks knows that the primaries are gone
-//!   with it           firn cluster failover --> the record says: here --.
-//!                     a lease is over --------> the record says: here --+--> run_here     nobody else can send any more
+//!   without membership    firn cluster failover -----------------------> run_from_checkpoint
+//!                           (the user knows that the primaries are gone)
+//!   with membership       firn cluster failover --> the record: here --.
+//!                         a lease expires --------> the record: here --+--> run_here
+//!                                                      (no other host can send any more)
 //! ```
 
 use std::sync::Arc;
@@ -23,11 +25,12 @@ use super::tend::given_up;
 use super::{agreed, all};
 use crate::agent::Agent;
 
-/// How long what was under way may take to arrive after a failover, and how often that is asked.
+/// How long frames that are under way may take to arrive after a failover, and the time between two
+/// polls.
 const SETTLE_WAIT: Duration = Duration::from_secs(10);
 const SETTLE_LOOK: Duration = Duration::from_millis(100);
 
-/// By hand.
+/// Fails a cluster over because a user requests it.
 pub(super) async fn failover(agent: &Arc<Agent>, name: &VmName) -> Result<Record, Failure> {
     if agreed::is_agreed(agent) {
         return by_record(agent, name).await;
@@ -36,7 +39,7 @@ pub(super) async fn failover(agent: &Arc<Agent>, name: &VmName) -> Result<Record
     go_on(agent, &mut sole, name, None).await
 }
 
-/// Hosts agree first, and do it then.
+/// Requests the failover in the record, and waits until it is done.
 async fn by_record(agent: &Arc<Agent>, name: &VmName) -> Result<Record, Failure> {
     let records = Records::of(&agent.place);
     records.known(name)?;
@@ -54,8 +57,8 @@ async fn by_record(agent: &Arc<Agent>, name: &VmName) -> Result<Record, Failure>
     }
 }
 
-/// Hosts have agreed that all VMs run here, and what they send obeys the lease of this timeline. Nothing is done by a host that has no
-/// copies: it is the first that runs them.
+/// Runs all VMs here, as the record requires. Their output obeys the lease of this generation. A
+/// host without copies does nothing: it is the first one that runs the VMs.
 pub(super) async fn run_here(
     agent: &Arc<Agent>,
     name: &VmName,
@@ -82,10 +85,10 @@ async fn go_on(
     let records = Records::of(&agent.place);
     let state = records.known(name)?.state;
     if !matches!(state, State::Protected | State::FailingOver) {
-        let text = format!("cluster {name} is not protected: there is nothing here to go on from");
+        let text = format!("cluster {name} is not protected: there is no checkpoint here to run");
         return Err(Failure::new(FailureKind::Refused, text));
     }
-    // Nothing is put on record any more, and nothing is let out by it.
+    // From here on no checkpoint is recorded, so none releases output.
     sole::end(sole).await;
     let mut record = records.known(name)?;
     let waiting = standing_by(agent, &record).await?;
@@ -101,7 +104,7 @@ async fn go_on(
     settle(agent, &record).await;
     let left = all(agent, &record, |_| Request::Member(MemberRequest::Leave), ASK_WAIT).await;
     match left {
-        // They run here, whatever one of them says: hosts have agreed on it.
+        // They run here, even if one of them reports a failure: the record requires it.
         Err(failure) if lease.is_some() => tracing::warn!("cluster {name}: {failure}"),
         left => drop(left?),
     }
@@ -110,7 +113,8 @@ async fn go_on(
     Ok(record)
 }
 
-/// The VMs that have to be run, of which each can be. A failover that was cut short has run some.
+/// Returns the VMs that have to be run, after a check that each can be. A failover that was
+/// interrupted has run some already.
 async fn standing_by(
     agent: &Arc<Agent>,
     record: &Record,
@@ -136,7 +140,7 @@ async fn standing_by(
             _ => {
                 let text = format!("{vm} can't be run here from {epoch}: it is {}", status.state);
                 let failure = Failure::new(FailureKind::Refused, text);
-                return Err(failure.hint(format!("`firn status {vm}` says more")));
+                return Err(failure.hint(format!("`firn status {vm}` shows more")));
             }
         }
     }
@@ -171,7 +175,7 @@ async fn run_all(
     })
 }
 
-/// Waits until what was under way has arrived. What has not by then is lost, as in any network.
+/// Waits until frames that are under way have arrived. Later ones are lost, as in any network.
 pub(super) async fn settle(agent: &Arc<Agent>, record: &Record) {
     let since = Instant::now();
     while since.elapsed() < SETTLE_WAIT {
@@ -183,5 +187,5 @@ pub(super) async fn settle(agent: &Arc<Agent>, record: &Record) {
         }
         tokio::time::sleep(SETTLE_LOOK).await;
     }
-    tracing::warn!("cluster {}: what was under way has not all arrived", record.name);
+    tracing::warn!("cluster {}: not all frames under way have arrived", record.name);
 }

@@ -1,4 +1,4 @@
-//! A VM of a cluster, at its host.
+//! Requests to a VM of a cluster, at its host.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,14 +17,14 @@ use crate::http::{self, Answer};
 use crate::link::Link;
 use crate::protect;
 
-/// How long a VM's supervisor may take to answer what it can answer at once.
+/// How long a VM's supervisor may take for an answer that needs no other work.
 pub(super) const ASK_WAIT: Duration = Duration::from_secs(10);
-/// How long a VM may take until there is something to fail over to: all of its memory is copied.
+/// How long a VM may take until a failover is possible: all of its memory is copied.
 pub(super) const PROTECT_WAIT: Duration = Duration::from_secs(3600);
 /// How long a backup may take to agree that it never runs the VM.
 pub(super) const RELEASE_WAIT: Duration = Duration::from_secs(30);
 
-/// A VM, and the connection to its host, kept from one question to the next.
+/// A VM of a cluster, and the connection to its host, which is reused from request to request.
 pub(super) struct Far {
     agent: Arc<Agent>,
     placed: Placed,
@@ -36,7 +36,7 @@ impl Far {
         Self { agent: Arc::clone(agent), placed: placed.clone(), link: None }
     }
 
-    /// Asks its supervisor.
+    /// Sends a request to its supervisor.
     pub(super) async fn ask(&mut self, request: Request, wait: Duration) -> Result<Value, Failure> {
         if self.placed.host == self.agent.config.name {
             let vm = self.placed.vm.clone();
@@ -45,7 +45,7 @@ impl Far {
         self.post(MEMBER, &request, wait).await
     }
 
-    /// Has it protected by this host; returns when there is something to fail over to.
+    /// Has the VM protected by this host; returns when a failover is possible.
     pub(super) async fn protect(
         &mut self,
         interval_ms: u64,
@@ -72,7 +72,7 @@ impl Far {
             let text = format!("host {host} has not answered within {} s", wait.as_secs());
             Failure::new(FailureKind::Other, text)
         };
-        // A connection that fails is not used again.
+        // After a failure the connection is not reused.
         let told = timeout(wait, link.post(&path, body)).await.map_err(late)??;
         self.link = Some(link);
         serde_json::from_slice(&told).doing("reading the answer")
@@ -105,7 +105,7 @@ async fn member(
     let vm = named(vm)?;
     let request: Request = http::read(request).await?;
     if !matches!(request, Request::Member(_) | Request::ReleaseMember) {
-        let text = "a peer asks a VM for nothing but what concerns its cluster";
+        let text = "a peer may send a VM only requests that concern its cluster";
         return Err(Failure::new(FailureKind::Usage, text));
     }
     agent.blocking(move |vms| vms.ask(&vm, &request)).await
@@ -119,7 +119,7 @@ async fn protected(
 ) -> Result<Value, Failure> {
     let ProtectHere { interval_ms, predicts, cluster } = http::read(request).await?;
     let wanted = Protect { vm: named(vm)?, backup, interval_ms, predicts };
-    // It goes on also when whoever asked for it has gone.
+    // The work continues when the peer disconnects.
     let agent = Arc::clone(agent);
     let begun = tokio::spawn(async move { protect::protect_member(&agent, wanted, cluster).await });
     begun.await.doing("protecting the VM")?

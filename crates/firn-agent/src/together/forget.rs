@@ -1,7 +1,9 @@
-//! Ending the record of a cluster, or of one protected VM, whose hosts are all gone: nothing else would, and its name stays taken.
+//! Ends the record of a cluster, or of one protected VM, whose hosts are all gone. Nothing else
+//! would end it, and its name would stay taken.
 //!
-//! A power cut of all hosts leaves such a record: each agent is started as another host, and no VM of the record is there any more. So
-//! does the loss of a VM's host and of its backup's at once. What comes back after all is ended there, as after a failover.
+//! A power failure of all hosts leaves such a record: each agent starts as another host, and no VM
+//! of the record exists any more. So does the loss of a VM's host together with its backup's host.
+//! A VM of the record that appears later is ended on its host, as after a failover.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -20,13 +22,13 @@ use crate::detect::Health;
 use crate::failover::change;
 use crate::host::HostName;
 
-/// How often a record that others change meanwhile is read again.
+/// How often the record is read again if other hosts change it meanwhile.
 const TRIES: usize = 5;
 
 /// Ends the record if all hosts that it names are gone.
 pub(super) async fn forget(agent: &Arc<Agent>, name: &VmName) -> Result<Forgotten, Failure> {
     let Some((members, _)) = agent.membership.members() else {
-        let text = format!("host {} agrees on nothing with others", agent.config.name);
+        let text = format!("host {} has no membership", agent.config.name);
         let hint = format!("`firn release {name}` or `firn cluster release {name}` ends it here");
         return Err(Failure::new(FailureKind::Usage, text).hint(hint));
     };
@@ -35,7 +37,7 @@ pub(super) async fn forget(agent: &Arc<Agent>, name: &VmName) -> Result<Forgotte
     for _ in 0..TRIES {
         let View { known, leases, names } = members.view(&cluster).await.map_err(trouble)?;
         let Some(record) = known.record.filter(|it| !it.register.is_ended()) else {
-            let text = format!("hosts have agreed on nothing called {name}: the name is free");
+            let text = format!("there is no record called {name}: the name is free");
             return Err(Failure::new(FailureKind::NoSuchVm, text));
         };
         let hosts = rests_on(agent, &record, &leases, &names).await?;
@@ -58,10 +60,10 @@ pub(super) async fn forget(agent: &Arc<Agent>, name: &VmName) -> Result<Forgotte
 
 fn trouble(trouble: Trouble) -> Failure {
     let failure = Failure::new(FailureKind::Host, trouble.to_string());
-    failure.hint("`firn cluster status` says who can be reached")
+    failure.hint("`firn cluster status` shows which hosts answer")
 }
 
-/// Each host that the record names, and why nothing of it runs there.
+/// Returns each host that the record names, with the reason why nothing of the record runs there.
 async fn rests_on(
     agent: &Arc<Agent>,
     record: &Record,
@@ -105,7 +107,8 @@ async fn seen(agent: &Arc<Agent>, host: Option<&String>, vms: &BTreeSet<&str>) -
     Seen::Has(has.map(|vm| (vm.name.to_string(), vm.state)).collect())
 }
 
-/// Whether it is a copy, or obeys a lease. A VM that obeys none was released, or began when the one of the record had ended.
+/// Whether it is a standby, or obeys a lease. A VM that obeys none was released, or was started
+/// after the VM of the record had ended.
 fn is_of_a_record(vm: &VmView) -> bool {
     vm.state == "standby" || (vm.state != "ended" && vm.lease.is_some())
 }

@@ -1,4 +1,4 @@
-//! What is done to the VMs of a cluster at this host when a register says so.
+//! Actions on the VMs of a cluster at this host that the record requires.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::tend::grant;
 use crate::agent::Agent;
 use crate::failover::end;
 
-/// VMs of this host that belong to a cluster.
+/// The actions on the VMs of this host that belong to one cluster.
 pub(super) struct Local {
     agent: Weak<Agent>,
     name: VmName,
@@ -30,7 +30,8 @@ impl Local {
         self.agent.upgrade().ok_or_else(gone)
     }
 
-    /// One that has ended without a failover in between lets its VMs go; that is looked after by what is due.
+    /// Ends the VMs. If the cluster has ended without a failover in between, its VMs continue
+    /// instead: the reconcile loop detaches them.
     async fn stop_all(&self, generation: Generation) -> Result<(), Trouble> {
         let agent = self.agent()?;
         let known = ours(&agent)?.members.read(&cluster(&self.name)?).await?;
@@ -39,7 +40,7 @@ impl Local {
             return Ok(());
         }
         let (name, over) = (&self.name, generation.0);
-        let why = format!("its cluster {name} runs elsewhere: its timeline {over} is over");
+        let why = format!("its cluster {name} runs elsewhere: its generation {over} is over");
         for vm in agent.place.members(name) {
             end(&agent, &vm, &why).await;
         }
@@ -58,9 +59,9 @@ impl Local {
 impl Hosts for Local {
     fn stop<'a>(&'a self, _: &'a Cluster, generation: Generation) -> Later<'a, ()> {
         Box::pin(async move {
-            // Whoever could not be asked is asked again: nothing else is done before.
+            // A failed try is repeated until it succeeds: no other action is done before.
             while let Err(trouble) = self.stop_all(generation).await {
-                tracing::debug!("cluster {} is to end here: {trouble}", self.name);
+                tracing::debug!("cluster {} has to end here, and does not yet: {trouble}", self.name);
                 self.agent()?;
                 sleep(RETRY).await;
             }

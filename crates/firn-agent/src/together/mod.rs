@@ -1,18 +1,22 @@
-//! Clusters: VMs of several hosts that are marked together, and fail over together to this host, which keeps their copies.
+//! Virtual clusters: VMs of several hosts that are checkpointed as one, and fail over as one to
+//! this host, their backup.
 //!
 //! ```text
-//!   create    ask each VM for its address                                        record: made
-//!   protect   all gates join, all VMs are protected by this host                 record: protected
-//!             global checkpoints, several a second (cuts)                          and the newest of them
-//!   failover  no more of them; all standbys run from the newest, timeline + 1    record: failing over, failed over
-//!   release   each backup agrees, each gate opens and leaves                     record: made
-//!   forget    all hosts that what hosts agreed on names are gone                 that has ended
+//!   create    get the address of each VM's card                      state: made
+//!   protect   all VMs join, and are protected by this host           state: protected, and the
+//!             global checkpoints, several a second (checkpoints)       newest checkpoint
+//!   failover  no more of them; all standbys run from the newest,     state: failing over,
+//!             in the next generation                                   failed over
+//!   release   each backup agrees, each VM's output is released,      state: made
+//!             each VM leaves
+//!   forget    all hosts that the record names are gone               the record has ended
 //! ```
 //!
-//! The host that keeps the copies makes the global checkpoints and has the record: who is lost with it takes no VM along, and what is
-//! needed for a failover is where it is done. Who may run the VMs is another thing. Where hosts agree on nothing, whoever asks for a
-//! failover knows that the primaries are gone. Where they do (`[membership]`), that is in a record of theirs, gates obey leases, and
-//! all VMs fail over without a person (`agreed`; what is `due` is pure).
+//! The host that is the backup of all VMs makes the global checkpoints, and stores the cluster in a
+//! file: its loss stops no VM, and the state that a failover needs is at the host that fails over.
+//! Which host may run the VMs is decided apart. Without `[membership]`, the user who requests a
+//! failover knows that the primaries are gone. With it, a record decides, output obeys leases, and
+//! all VMs fail over without a person (`cluster_record`; the planning in `reconcile` is pure).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,17 +58,18 @@ use far::Far;
 use record::Records;
 use sole::Locks;
 
-/// Most VMs of a cluster.
+/// Maximum number of VMs of a cluster.
 const VMS_MAX: usize = 64;
 
-/// Clusters of which global checkpoints are being made. Commands about one are done one after another.
+/// The clusters of this agent: locks, so that commands about a cluster run one after another, and
+/// reconcile loops.
 #[derive(Default)]
 pub(crate) struct Together {
     locks: Locks,
     tending: tend::Tending,
 }
 
-/// Answers a command of this host.
+/// Answers a `firn cluster` command of this host.
 pub(crate) async fn command(agent: &Arc<Agent>, request: hyper::Request<Incoming>) -> Answer {
     let path = request.uri().path().to_owned();
     let rest = path.strip_prefix(CLUSTERS).unwrap_or_default();
@@ -87,7 +92,7 @@ pub(crate) async fn command(agent: &Arc<Agent>, request: hyper::Request<Incoming
     told.unwrap_or_else(|failure| http::refusal(&failure))
 }
 
-/// It goes on also when whoever asked for it has gone.
+/// Runs a command about one cluster. It continues when the client disconnects.
 async fn told(
     agent: &Arc<Agent>,
     name: VmName,
@@ -111,7 +116,7 @@ async fn told(
 async fn list(agent: &Arc<Agent>) -> Result<Vec<Record>, Failure> {
     let mut records = Records::of(&agent.place).list()?;
     for record in &mut records {
-        // Something that takes long may be in progress.
+        // A locked cluster may be busy with a long command.
         let Some(sole) = agent.together.locks.try_lock(&record.name) else { continue };
         record.trouble = match (&*sole, record.state) {
             (Some(cutting), _) => cutting.trouble(),
@@ -144,7 +149,7 @@ async fn checkpoint(agent: &Arc<Agent>, name: &VmName) -> Result<Record, Failure
     Ok(Record { checkpoint: Some(checkpoint), ..record })
 }
 
-/// Asks all VMs at once; their answers, in their order, if all answer.
+/// Asks the supervisors of all VMs at once; returns their answers in order, or the first failure.
 async fn all(
     agent: &Arc<Agent>,
     record: &Record,

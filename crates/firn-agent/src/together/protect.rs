@@ -1,4 +1,4 @@
-//! Protecting all VMs of a cluster by this host.
+//! Protection of all VMs of a cluster by this host.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ pub(super) async fn protect(
     name: &VmName,
     interval_ms: u64,
 ) -> Result<Record, Failure> {
-    // Held while the copies are seeded, which may take an hour: of this cluster only.
+    // Held while the copies are seeded, which may take an hour: the lock of this cluster only.
     let mut sole = agent.together.locks.lock(name).await;
     let records = Records::of(&agent.place);
     let mut record = to_protect(agent, &mut sole, &records, name).await?;
@@ -32,7 +32,7 @@ pub(super) async fn protect(
     (record.interval_ms, record.checkpoint) = (interval_ms, None);
     records.store(&record)?;
     if let Err(failure) = begin(agent, &record).await {
-        // Nothing can be gone back to yet: each goes on alone.
+        // No failover is possible yet: each VM continues alone.
         release::undo(agent, &mut sole, record, was_there).await;
         return Err(failure);
     }
@@ -57,7 +57,8 @@ pub(super) async fn protect(
     records.known(name)
 }
 
-/// One that was made here; or that hosts have agreed on, wherever it was made.
+/// Returns the cluster that is to be protected: the one stored here, or the one in the record,
+/// whichever host created it.
 async fn to_protect(
     agent: &Arc<Agent>,
     sole: &mut Sole,
@@ -83,7 +84,7 @@ async fn to_protect(
     }
     match records.known(name)? {
         kept if kept.state == State::FailedOver => {
-            Err(busy(format!("the VMs of {name} run on this host, which can't keep their copies")))
+            Err(busy(format!("the VMs of {name} run on this host, which can't be their backup")))
         }
         kept => Ok(kept),
     }
@@ -91,11 +92,11 @@ async fn to_protect(
 
 fn busy(text: String) -> Failure {
     Failure::new(FailureKind::Busy, text).hint(
-        "`firn cluster release` ends it, `firn cluster forget` if all its hosts are gone; `firn cluster create` on another host makes it there",
+        "`firn cluster release` ends it, `firn cluster forget` if all its hosts are gone; `firn cluster create` on another host creates it there",
     )
 }
 
-/// All join, and are protected.
+/// Makes all VMs join the cluster, and protects them.
 async fn begin(agent: &Arc<Agent>, record: &Record) -> Result<(), Failure> {
     let join = |vm| Request::Member(MemberRequest::Join(record.membership(vm)));
     all(agent, record, join, ASK_WAIT).await?;

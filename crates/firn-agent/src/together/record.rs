@@ -1,9 +1,10 @@
-//! What is known of a cluster, in a file beside the agent's sockets. Written whole, and renamed: a reader sees the old one or the new.
+//! The stored state of a cluster: a file in the agent's directory. It is written whole and renamed,
+//! so a reader gets the old version or the new one.
 //!
 //! ```text
 //!             protect                    failover                        all run
 //!   made ----------------> protected ---------------> failing over ----------------> failed over
-//!    ^                         |                        (may be asked again)
+//!    ^                         |                        (may be requested again)
 //!    '------- release ---------'
 //! ```
 
@@ -22,17 +23,17 @@ use serde::{Deserialize, Serialize};
 use crate::host::HostName;
 use crate::place::Place;
 
-/// What is going on with a cluster.
+/// The state of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
-    /// Its VMs run, each for itself.
+    /// Its VMs run, each by itself.
     Made,
-    /// Its VMs are protected, and marked together.
+    /// Its VMs are protected, and global checkpoints of them are made.
     Protected,
-    /// Its VMs are being run here.
+    /// Its VMs are being started on this host.
     FailingOver,
-    /// They run here, each for itself.
+    /// They run on this host, each by itself.
     FailedOver,
 }
 
@@ -41,33 +42,33 @@ pub enum State {
 pub struct Placed {
     /// Its name.
     pub vm: VmName,
-    /// Where it runs.
+    /// The host that runs it.
     pub host: HostName,
     /// The address of its network card.
     pub mac: Mac,
 }
 
-/// A cluster.
+/// A cluster as its backup stores it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// Its name.
     pub name: VmName,
-    /// Its number in frames.
+    /// Its number in encapsulated frames.
     pub id: u32,
-    /// What is going on.
+    /// Its state.
     pub state: State,
     /// Milliseconds from one global checkpoint to the next.
     pub interval_ms: u64,
-    /// Counts who makes global checkpoints, one after another.
+    /// Number of the initiators that have made global checkpoints so far, one after another.
     pub term: u32,
-    /// Counts timelines: each protection and each failover begins another.
+    /// The newest generation: each protection and each failover begins one.
     pub generation: Generation,
-    /// Its VMs; their numbers are their places here.
+    /// Its VMs; a VM's number is its index here.
     pub vms: Vec<Placed>,
-    /// The newest global checkpoint since it is protected: what a failover goes back to.
+    /// The newest global checkpoint since the protection began: a failover runs the VMs from it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<GlobalCheckpoint>,
-    /// Why there are no new ones, if so. Not kept.
+    /// Why no new checkpoint is made, if none is. Not stored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
 }
@@ -78,7 +79,7 @@ impl Record {
         (0..).map(Vm).zip(&self.vms)
     }
 
-    /// What one of its VMs has to know.
+    /// The membership that one of its VMs needs.
     pub(super) fn membership(&self, own: Vm) -> Membership {
         let (cluster, generation, layout) = (self.id, self.generation, 0);
         let members = self.numbered().map(|(vm, placed)| (vm, placed.mac)).collect();
@@ -96,7 +97,7 @@ impl Record {
     }
 }
 
-/// Where records are.
+/// The directory of stored clusters.
 #[derive(Clone, Debug)]
 pub(super) struct Records(PathBuf);
 
@@ -115,11 +116,11 @@ impl Records {
         }
     }
 
-    /// One that there is.
+    /// Loads a cluster that must exist.
     pub(super) fn known(&self, name: &VmName) -> Result<Record, Failure> {
         self.load(name)?.ok_or_else(|| {
-            let text = format!("this host has made no cluster {name}");
-            let hint = "`firn cluster` is for the host that keeps the copies, where `firn cluster create` was run";
+            let text = format!("this host has created no cluster {name}");
+            let hint = "run `firn cluster` on the host that is the backup, where `firn cluster create` was run";
             Failure::new(FailureKind::Usage, text).hint(hint)
         })
     }

@@ -1,4 +1,4 @@
-//! The end of a cluster: its VMs go on, each for itself.
+//! The end of a cluster: its VMs continue, each by itself.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ pub(super) async fn release(agent: &Arc<Agent>, name: &VmName) -> Result<Record,
     let record = Records::of(&agent.place).known(name)?;
     match record.state {
         State::FailedOver if agreed::is_agreed(agent) => {
-            // They obey its lease, though nobody has their copies.
+            // They obey the cluster's lease, though no host has copies of them.
             let left = let_go(agent, &record).await;
             left.and(agreed::ended(agent, name).await).map(|()| record)
         }
@@ -31,7 +31,7 @@ pub(super) async fn release(agent: &Arc<Agent>, name: &VmName) -> Result<Record,
 
 async fn ended(agent: &Arc<Agent>, sole: &mut Sole, mut record: Record) -> Result<Record, Failure> {
     sole::end(sole).await;
-    // From here on nobody goes back to its checkpoints: so each may be let go of by itself.
+    // From here on no host runs the VMs from its checkpoints, so each may be released by itself.
     (record.state, record.checkpoint) = (State::Made, None);
     Records::of(&agent.place).store(&record)?;
     let left = let_go(agent, &record).await;
@@ -40,7 +40,8 @@ async fn ended(agent: &Arc<Agent>, sole: &mut Sole, mut record: Record) -> Resul
     Ok(record)
 }
 
-/// What has come to nothing. Of one that hosts had agreed on before, they still do, and its VMs go on obeying its lease.
+/// Undoes a protection that failed. If the cluster had a record before, the record stays, and the
+/// VMs continue to obey its lease.
 pub(super) async fn undo(agent: &Arc<Agent>, sole: &mut Sole, record: Record, was_there: bool) {
     let name = record.name.clone();
     let undone = match was_there {
@@ -52,7 +53,7 @@ pub(super) async fn undo(agent: &Arc<Agent>, sole: &mut Sole, record: Record, wa
     }
 }
 
-/// Hosts have agreed that nobody counts on the copies here.
+/// Drops the copies on this host: no record counts them as backups.
 pub(super) async fn give_up(
     agent: &Arc<Agent>,
     sole: &mut Sole,
@@ -66,7 +67,7 @@ pub(super) async fn give_up(
     no_copies(agent, &record).await
 }
 
-/// The record that is kept here. Where hosts have agreed that the cluster has ended, its copies are given up first.
+/// Loads the stored cluster. If its record has ended, its copies are dropped first.
 pub(super) async fn kept(
     agent: &Arc<Agent>,
     sole: &mut Sole,
@@ -90,7 +91,8 @@ async fn no_copies(agent: &Arc<Agent>, record: &Record) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A copy that is left when its VM goes on alone would be in the way of the next, and never runs.
+/// Stops a standby of a cluster. After its VM continues alone it never runs, and would be in the
+/// way of the next standby.
 fn no_copy(vms: &dyn Vms, vm: &VmName) -> Result<(), Failure> {
     match vms.status(vm).ok().and_then(|status| status.standby) {
         Some(standby) if standby.member => vms.stop(vm),
@@ -98,17 +100,19 @@ fn no_copy(vms: &dyn Vms, vm: &VmName) -> Result<(), Failure> {
     }
 }
 
-/// Backups agree that they never run their VM, what was held leaves, and each VM is for itself.
+/// Releases all VMs: their backups agree never to run them, their output is released, and each VM
+/// leaves the cluster.
 async fn let_go(agent: &Arc<Agent>, record: &Record) -> Result<(), Failure> {
     let release = || each(agent, record, |_| Request::ReleaseMember, RELEASE_WAIT);
     let mut released = release().await;
-    // Whose copy was lost a moment ago may hear of that now, and not be released. Nobody is asked for a copy that nobody counts on.
+    // A VM whose standby was lost a moment ago may notice that only now, and not be released. The
+    // second request needs no answer from a standby that does not count any more.
     if released.iter().any(|it| it.as_ref().is_err_and(|it| it.kind == FailureKind::Lost)) {
         released = release().await;
     }
     settle(agent, record).await;
     let left = all(agent, record, |_| Request::Member(MemberRequest::Leave), ASK_WAIT).await;
-    // One that was not protected had nothing to be released from.
+    // A VM that was not protected has nothing to be released from.
     let failed = released.into_iter().filter_map(Result::err);
     let mut failed = failed.filter(|failure| failure.kind != FailureKind::Usage);
     failed.next().map_or(Ok(()), Err).and(left.map(drop))

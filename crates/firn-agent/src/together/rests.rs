@@ -1,15 +1,15 @@
-//! Whether a record can be ended by hand: what that rests on, for each host that the record names. Pure.
+//! Decides whether a user may end a record, from evidence about each host that it names. Pure.
 //!
 //! ```text
-//!   lease        the host                            the record may be ended
-//!   not over     any                                 no: it may send
-//!   over         does not answer for long            yes
-//!   over         answers, has nothing of the VMs     yes: its VMs ended with an earlier start of the host
-//!   over         answers, has one of the VMs         no: it runs, or is a copy that may be run
-//!   over         answers, does not list its VMs      no
+//!   lease        the host                           the record may be ended
+//!   not expired  any                                no: the host may send
+//!   expired      has not answered for long          yes
+//!   expired      answers, has none of the VMs       yes: its VMs ended with an earlier start of it
+//!   expired      answers, has one of the VMs        no: it runs, or is a standby that may be run
+//!   expired      answers, does not list its VMs     no
 //! ```
 
-/// A host that a record names.
+/// A host that a record names, with the evidence about it.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Named {
     /// Its name and number, as `a (1)`.
@@ -18,24 +18,24 @@ pub(super) struct Named {
     pub(super) seen: Seen,
 }
 
-/// What this host's agent finds out about another one.
+/// The evidence that this host's agent has about another host.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Seen {
-    /// It does not answer; the seconds since it did.
+    /// It does not answer. The seconds since its last answer.
     Lost(Option<f64>),
     /// It is no peer of this host.
     NoPeer,
-    /// It is there, and does not list its VMs.
+    /// It answers, but does not list its VMs.
     Silent,
-    /// It is there, and has these of the VMs, each with its state.
+    /// It answers, and has these VMs of the record, each with its state.
     Has(Vec<(String, String)>),
 }
 
 impl Named {
-    /// Why nothing of the record runs there, or can be run.
+    /// Returns why nothing of the record runs on this host, or can be run there.
     ///
     /// # Errors
-    /// Why something may, and what to do.
+    /// Why something may run there, and a hint.
     pub(super) fn is_gone(&self) -> Result<&'static str, (String, String)> {
         let host = &self.host;
         if self.has_lease {
@@ -61,10 +61,10 @@ impl Named {
         }
     }
 
-    /// The same with the time, for people.
+    /// The same with the time of the last answer, for users.
     ///
     /// # Errors
-    /// Likewise.
+    /// As for [`Self::absence_reason`].
     pub(super) fn describe(&self) -> Result<String, (String, String)> {
         let why = self.is_gone()?;
         Ok(match &self.seen {

@@ -1,7 +1,7 @@
 //! The right to change a cluster at this host: one lock for each cluster.
 //!
-//! Seeding the copies of one cluster may take an hour, and its lock is held all the while. The failover of another must not wait for
-//! that, so nothing here is locked for all of them.
+//! Seeding the copies of one cluster may take an hour, during which its lock is held. The failover
+//! of another cluster must not wait for that, so no lock covers all clusters.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use tokio::sync::OwnedMutexGuard;
 use super::cuts::Cutting;
 use crate::failover::lock;
 
-/// The right to change one cluster, with the global checkpoints that are being made of it.
+/// The lock of one cluster, with the task that makes its global checkpoints.
 pub(super) type Sole = OwnedMutexGuard<Option<Cutting>>;
 
 type Slot = Arc<tokio::sync::Mutex<Option<Cutting>>>;
@@ -22,13 +22,13 @@ type Slot = Arc<tokio::sync::Mutex<Option<Cutting>>>;
 pub(super) struct Locks(Mutex<BTreeMap<VmName, Slot>>);
 
 impl Locks {
-    /// Waits until nothing else changes this cluster.
+    /// Locks a cluster; waits until no other task changes it.
     pub(super) async fn lock(&self, name: &VmName) -> Sole {
         let slot = self.slot(name);
         slot.lock_owned().await
     }
 
-    /// The same; nothing if something else changes it now.
+    /// Locks a cluster; `None` if another task changes it now.
     pub(super) fn try_lock(&self, name: &VmName) -> Option<Sole> {
         self.slot(name).try_lock_owned().ok()
     }
@@ -45,7 +45,7 @@ fn is_needed(slot: &Slot) -> bool {
     Arc::strong_count(slot) > 1 || slot.try_lock().map_or(true, |cutting| cutting.is_some())
 }
 
-/// Ends the global checkpoints, if any are being made.
+/// Ends the task that makes global checkpoints, if there is one.
 pub(super) async fn end(sole: &mut Sole) {
     if let Some(cutting) = sole.take() {
         cutting.end().await;

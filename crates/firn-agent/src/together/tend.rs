@@ -1,4 +1,4 @@
-//! Looking after what of a cluster is at this host: its post, and what is due.
+//! The reconcile loop of one cluster at this host: its cluster member, and the planned actions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -21,11 +21,11 @@ use crate::detect::Health;
 use crate::failover::{LOOKS, Ours, change, end, lock, newest};
 use crate::host::HostName;
 
-/// What this agent does for clusters of several VMs.
+/// The reconcile loops of this agent, for clusters of several VMs.
 #[derive(Default)]
 pub(crate) struct Tending {
     tended: Mutex<BTreeMap<VmName, Tended>>,
-    /// Those that could not be run here, and why.
+    /// Clusters that could not be run here, and why.
     given_up: Mutex<BTreeMap<VmName, String>>,
 }
 
@@ -34,17 +34,17 @@ struct Tended {
     task: AbortHandle,
 }
 
-/// Why a cluster could not be run here, if it was to be.
+/// Why a cluster could not be run on this host, if a failover here has failed.
 pub(super) fn given_up(agent: &Agent, name: &VmName) -> Option<String> {
     lock(&agent.together.tending.given_up).get(name).cloned()
 }
 
-/// What failed before is tried again.
+/// Forgets an earlier failure, so that this host tries again.
 pub(super) fn takes_part_again(agent: &Agent, name: &VmName) {
     lock(&agent.together.tending.given_up).remove(name);
 }
 
-/// Has what is here of a cluster obey what is agreed on.
+/// Starts the reconcile loop of a cluster, unless it runs already or has failed before.
 pub(crate) fn tend(agent: &Arc<Agent>, name: &VmName) -> Option<Arc<Post>> {
     let Ours { members, terms, host } = agent.failover.ours()?;
     let agreed = &agent.together.tending;
@@ -68,13 +68,13 @@ async fn keep(agent: Arc<Agent>, name: VmName, post: Arc<Post>) {
     tokio::select! {
         done = post.keep() => {
             if let Err(trouble) = done {
-                tracing::error!("cluster {name} is given up here: {trouble}");
+                tracing::error!("cluster {name} can't run here, so this host does nothing more for it: {trouble}");
                 lock(&agent.together.tending.given_up).insert(name.clone(), trouble.to_string());
             }
         }
         () = look_after(&agent, &name, &post) => {}
     }
-    // Whatever they were granted is not for what has their names next.
+    // Later VMs of the same names must not use these leases.
     grant(&agent, &name, None);
 }
 
@@ -89,7 +89,7 @@ async fn look_after(agent: &Arc<Agent>, name: &VmName, post: &Post) {
             Ok(true) => {}
             Ok(false) => return,
             Err(trouble) => {
-                tracing::debug!("what is due for cluster {name} is not known: {trouble}")
+                tracing::debug!("no action is planned for cluster {name}: {trouble}")
             }
         }
         let ttl = agent.membership.members().map_or(RETRY, |(_, terms)| terms.ttl);
@@ -97,17 +97,18 @@ async fn look_after(agent: &Arc<Agent>, name: &VmName, post: &Post) {
     }
 }
 
-/// What one look has to know of those before.
+/// State that the loop retains from one run to the next.
 #[derive(Default)]
 struct Looked {
     deed: Deed,
     again: Again,
-    /// Since when epochs of a VM that runs here are not sent.
+    /// Since when the epochs of a VM that runs here are not sent.
     unprotected: Option<Instant>,
 }
 
 impl Looked {
-    /// A host that is lost has a lease for a while yet, and longer where an election came with it.
+    /// Whether epochs have not been sent for so long that the cause is no loss of a backup: a lost
+    /// host still has its lease for a while, and longer if an election came with the loss.
     fn is_cut_off(&mut self, here: &Here, are_heard: impl Fn() -> bool, ours: &Ours) -> bool {
         let since =
             here.is_unprotected().then(|| *self.unprotected.get_or_insert_with(Instant::now));
@@ -120,7 +121,7 @@ impl Looked {
     }
 }
 
-/// Whether this host hears of all that have copies.
+/// Whether the hosts that have copies are alive, as this host sees them.
 fn are_heard(agent: &Agent, record: &Record, names: &BTreeMap<Host, String>) -> bool {
     let backups: BTreeSet<Host> =
         record.register.places.values().filter_map(|place| place.backup).collect();
@@ -132,14 +133,14 @@ fn are_heard(agent: &Agent, record: &Record, names: &BTreeMap<Host, String>) -> 
     })
 }
 
-/// Looks once, and does what is due. Whether to go on.
+/// Observes once, and performs the planned action. Returns whether the loop continues.
 async fn look(
     agent: &Arc<Agent>,
     name: &VmName,
     post: &Post,
     looked: &mut Looked,
 ) -> Result<bool, Trouble> {
-    // Somebody is changing something.
+    // A command may be changing the cluster.
     let Some(mut sole) = agent.together.locks.try_lock(name) else { return Ok(true) };
     if agent.place.members(name).iter().any(|vm| agent.is_claimed(vm)) {
         return Ok(true);
@@ -166,7 +167,7 @@ async fn look(
         Deed::End => register.ended(),
         Deed::GiveUp => {
             if let Err(failure) = release::give_up(agent, &mut sole, name).await {
-                tracing::warn!("copies of cluster {name} are in the way: {failure}");
+                tracing::warn!("copies of cluster {name} can't be dropped: {failure}");
             }
             return Ok(true);
         }
@@ -188,7 +189,7 @@ async fn look(
     Ok(true)
 }
 
-/// Whether nothing of an ended cluster is here any more. It is forgotten then.
+/// Whether nothing of an ended cluster is on this host any more. If so, its VMs are forgotten.
 fn is_over(agent: &Agent, name: &VmName, record: &Record, here: &Here) -> bool {
     let obeys = |vm: &due::Vm| matches!(vm, due::Vm::Runs { lease: Some(_), .. });
     let is_over = record.register.is_ended() && !here.is_kept && !here.vms.values().any(obeys);
@@ -198,7 +199,7 @@ fn is_over(agent: &Agent, name: &VmName, record: &Record, here: &Here) -> bool {
     is_over
 }
 
-/// What is here; nothing if nobody can tell now.
+/// Observes the cluster on this host; `None` if its state cannot be read now.
 async fn here(agent: &Arc<Agent>, name: &VmName, record: &Record, me: Host) -> Option<Here> {
     let mut vms: BTreeSet<VmName> = agent.place.members(name).into_iter().collect();
     let placed = record.register.places.iter().filter(|(_, place)| place.primary == me);
@@ -228,7 +229,7 @@ async fn perform(agent: &Arc<Agent>, name: &VmName, post: &Post, record: &Record
         }
         Deed::Fence(vm) => {
             let generation = record.register.generation.0;
-            let why = format!("its cluster {name} has gone on elsewhere, in timeline {generation}");
+            let why = format!("its cluster {name} continues elsewhere, in generation {generation}");
             end(agent, &vm, &why).await;
         }
         Deed::LetGo(vm) => let_go(agent, &vm).await,
@@ -237,7 +238,7 @@ async fn perform(agent: &Arc<Agent>, name: &VmName, post: &Post, record: &Record
                 let on = vm.clone();
                 let done = agent.blocking(move |them| them.go_on(&on)).await;
                 if let Err(failure) = done {
-                    tracing::warn!("{vm} is to go on: {failure}");
+                    tracing::warn!("{vm} should release its output, and does not: {failure}");
                 }
             }
         }
@@ -245,7 +246,7 @@ async fn perform(agent: &Arc<Agent>, name: &VmName, post: &Post, record: &Record
     }
 }
 
-/// Its cluster has ended: it goes on for itself.
+/// The cluster has ended: the VM continues by itself.
 async fn let_go(agent: &Arc<Agent>, vm: &VmName) {
     let name = vm.clone();
     let done = agent.blocking(move |them| {
@@ -253,6 +254,6 @@ async fn let_go(agent: &Arc<Agent>, vm: &VmName) {
         them.ask(&name, &Request::Member(MemberRequest::Leave)).map(drop)
     });
     if let Err(failure) = done.await {
-        tracing::warn!("{vm} is to go on for itself: {failure}");
+        tracing::warn!("{vm} should leave its cluster, and does not: {failure}");
     }
 }

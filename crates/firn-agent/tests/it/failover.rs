@@ -1,4 +1,5 @@
-//! Three agents that agree, and VMs that are only what supervisors would say: who runs `web`, and with which lease.
+//! Three agents with membership, and VMs that are only the answers of their supervisors: which host
+//! runs `web`, and with which lease.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -27,15 +28,15 @@ struct Model {
 
 #[derive(Default)]
 struct Web {
-    /// `running`, `protected`, `standby`, `ended`; or it is not there.
+    /// `running`, `protected`, `standby`, `ended`; `None` if it does not exist.
     state: Option<&'static str>,
     lease: Option<u32>,
-    /// What it sends is held, whatever its lease says.
+    /// Its output is buffered, whatever its lease allows.
     is_held: bool,
-    /// Timelines whose lease it was granted.
+    /// Generations whose lease it was granted.
     granted: Vec<u32>,
     why: String,
-    /// Its epochs go or come there.
+    /// The stream of its epochs.
     stream: Option<UnixStream>,
 }
 
@@ -46,7 +47,7 @@ impl Model {
 
     fn is(&self, state: &str) -> bool {
         let mut web = self.web();
-        // Whoever is at the other end of a stream has gone.
+        // The process at the other end of the stream may be gone.
         let gone = web.stream.as_ref().is_some_and(|stream| {
             stream.set_nonblocking(true).unwrap();
             matches!(std::io::Read::read(&mut &*stream, &mut [0]), Ok(0))
@@ -198,7 +199,7 @@ impl Hosts {
         assert_eq!(place(&self.hosts[0]), ["a", "b"]);
     }
 
-    /// A person asks `b` to run it, and may declare a host dead.
+    /// A user requests that `b` runs it, and may declare a host dead.
     fn fail_over(&self, dead: Option<&str>) -> Result<Value, Failure> {
         let vm = VmName::new("web").unwrap();
         let wanted = FailOver { vm, dead: dead.map(name) };
@@ -214,7 +215,7 @@ fn view(host: &Host) -> MembershipView {
     client::membership(&host.base).unwrap()
 }
 
-/// The names of primary and backup, as hosts have agreed.
+/// The names of primary and backup in the record.
 fn place(host: &Host) -> Vec<String> {
     let view = view(host);
     let vm = view.clusters.first().and_then(|cluster| cluster.vms.first());
@@ -261,7 +262,8 @@ fn a_vm_whose_backup_is_lost_goes_on_and_is_protected_by_the_third() {
     assert!(web.lease == Some(0) && web.granted == [0] && !web.is_held, "nothing was rolled back");
 }
 
-/// What its user releases, or ends, is nobody's affair any more; and may begin again, in another timeline.
+/// A VM that its user releases or ends has no record any more; and may begin again, in another
+/// generation.
 #[test]
 fn a_vm_that_is_released_is_no_cluster_and_may_be_one_again() {
     let hosts = Hosts::start();
@@ -269,14 +271,14 @@ fn a_vm_that_is_released_is_no_cluster_and_may_be_one_again() {
     hosts.models[0].release(&VmName::new("web").unwrap()).unwrap();
     eventually("it is no cluster", || place(&hosts.hosts[0]).is_empty());
     assert!(hosts.is_at(0, "running"));
-    // Its standby agreed never to run it, and gives way.
+    // Its standby agreed never to run it, and is replaced.
     *hosts.models[1].web() = Web::default();
     hosts.hosts[0].protect("web", "b").unwrap();
     assert_eq!(place(&hosts.hosts[0]), ["a", "b"]);
     assert_eq!(hosts.models[0].web().lease, Some(2));
 }
 
-/// What its user stops is run by no host: the record ends, and the standby goes.
+/// No host runs a VM that its user has stopped: the record ends, and so does the standby.
 #[test]
 fn a_vm_that_is_stopped_leaves_no_record_and_no_standby() {
     let hosts = Hosts::start();
@@ -288,7 +290,8 @@ fn a_vm_that_is_stopped_leaves_no_record_and_no_standby() {
     assert_eq!(refused.kind, FailureKind::NoSuchVm);
 }
 
-/// A person's failover goes by the record: a primary that holds its lease keeps its VM, unless its host is declared dead by its name.
+/// A failover by a user follows the record: a primary that holds its lease keeps its VM, unless its
+/// host is declared dead by its name.
 #[test]
 fn a_failover_by_hand_goes_by_the_record() {
     let hosts = Hosts::start();
@@ -308,7 +311,8 @@ fn a_failover_by_hand_goes_by_the_record() {
     assert_eq!(place(&hosts.hosts[1])[0], "b");
 }
 
-/// A hypervisor that does not answer: its host asks for the lease no more, and ends it once it runs elsewhere.
+/// A hypervisor that does not answer: its host stops to request the lease, and ends the VM once it
+/// runs elsewhere.
 #[test]
 fn a_vm_that_hangs_runs_at_its_backup_though_its_agent_lives() {
     let hosts = Hosts::start();
@@ -321,7 +325,7 @@ fn a_vm_that_hangs_runs_at_its_backup_though_its_agent_lives() {
     eventually("the old one is ended", || hosts.is_at(0, "ended") || hosts.is_at(0, "standby"));
 }
 
-/// `a` and `b` are lost together; `b` comes back with nothing.
+/// `a` and `b` are lost together; `b` returns with nothing.
 #[test]
 fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_free() {
     let mut hosts = Hosts::start();
@@ -359,7 +363,7 @@ fn a_vm_that_is_lost_with_its_backup_is_forgotten_by_command_and_its_name_is_fre
     assert_eq!(place(c), ["c", "b"]);
 }
 
-/// Somebody else has the name.
+/// Another host has the name.
 #[test]
 fn a_vm_of_the_same_name_elsewhere_is_refused() {
     let hosts = Hosts::start();

@@ -1,4 +1,5 @@
-//! A peer that begins to answer, and does not go on: nobody waits for it for ever, and the VM's name is free again.
+//! A peer that begins an answer, and does not continue: no task waits for it forever, and the VM's
+//! name is free again.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -16,7 +17,7 @@ use rustls::{ServerConfig, ServerConnection, StreamOwned};
 
 use crate::host::{Authority, Host, free_address, name};
 
-/// Halves of answers, each given once; who asks after that is refused.
+/// Halves of answers, each sent once; later requests are refused.
 const HALVES: [&str; 3] = [
     "HTTP/1.1 101 Swit",
     "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: firn-ep",
@@ -25,10 +26,10 @@ const HALVES: [&str; 3] = [
 const HEARTBEAT: &str = "HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n{\"host\":\"b\"}";
 const REFUSAL: &str = "HTTP/1.1 409 Conflict\r\ncontent-length: 0\r\n\r\n";
 
-/// How long the agent waits, and how long it may take.
+/// How long the agent waits, and the limit for that.
 const WAIT: Duration = Duration::from_secs(30);
 
-/// The host `b`, of which nothing is there but its certificate and its heart.
+/// The host `b`, of which only its certificate and its heartbeats exist.
 fn half_a_peer(authority: &Authority) -> SocketAddr {
     let [certificate, key] = authority.issue(&["b"], |_| ());
     let chain = vec![CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap()];
@@ -56,7 +57,7 @@ fn answer(config: Arc<ServerConfig>, stream: TcpStream, left: &Mutex<Vec<&str>>)
             true => left.lock().unwrap().pop().unwrap_or(REFUSAL),
             false => HEARTBEAT,
         };
-        // It may have enough of it by now.
+        // The agent may have given up by now.
         let _ = stream.write_all(answer.as_bytes());
     }
 }

@@ -1,4 +1,5 @@
-//! Hosts: an agent each, in a runtime of its own, so that it can be killed; and VMs that are only sockets.
+//! Hosts: an agent each, in a runtime of its own, so that it can be killed; and VMs that are only
+//! sockets.
 
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
@@ -39,7 +40,7 @@ pub fn name(name: &str) -> HostName {
     HostName::new(name).unwrap()
 }
 
-/// Somebody who issues certificates.
+/// The authority that issues certificates.
 pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {
@@ -73,15 +74,15 @@ impl Authority {
     }
 }
 
-/// An address that nobody has.
+/// A free address.
 pub fn free_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
-/// A VM whose supervisor connects only when it is let go.
+/// A VM whose supervisor connects only when the test allows it.
 pub const LATE: &str = "late";
 
-/// VMs that are sockets: what a test gets of each is the end that the supervisor would have.
+/// VMs that are sockets: a test gets, of each, the end that the supervisor would have.
 struct Fake(Sender<UnixStream>);
 
 impl Vms for Fake {
@@ -166,7 +167,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// Begins one, with these peers.
+    /// Starts a host with these peers.
     pub fn start(
         authority: &Authority,
         who: &str,
@@ -178,7 +179,7 @@ impl Host {
         Self::with_identity(&authority.pem(), identity, who, listen, peers, times)
     }
 
-    /// Begins one that shows this certificate.
+    /// Starts a host that shows this certificate.
     pub fn with_identity(
         authority: &str,
         identity: [String; 2],
@@ -192,7 +193,7 @@ impl Host {
         Self::with_config(dir, Config::load(&file).unwrap(), times).unwrap()
     }
 
-    /// Begins one with more in its configuration.
+    /// Starts a host with more in its configuration.
     pub fn start_with(
         authority: &Authority,
         who: &str,
@@ -208,7 +209,7 @@ impl Host {
         Self::with_config(dir, Config::load(&file).unwrap(), Times::default()).unwrap()
     }
 
-    /// Begins one that is configured like this.
+    /// Starts a host with this configuration.
     pub fn with_config(
         dir: tempfile::TempDir,
         config: Config,
@@ -218,7 +219,7 @@ impl Host {
         Self::with_vms(dir, config, times, Arc::new(Fake(send)), ends)
     }
 
-    /// Begins one that has these VMs.
+    /// Starts a host with these VMs.
     pub fn with_vms(
         dir: tempfile::TempDir,
         config: Config,
@@ -235,12 +236,12 @@ impl Host {
         Ok(Self { dir, base, listen, ends, runtime: Some(runtime) })
     }
 
-    /// Ends it as SIGKILL would: all of its sockets are closed, and nothing is said.
+    /// Ends it as SIGKILL would: all of its sockets are closed, and nothing is sent.
     pub fn kill(&mut self) {
         self.runtime.take().unwrap().shutdown_background();
     }
 
-    /// Starts it again where it was killed, as soon as what it had then is free.
+    /// Starts it again with its old address, as soon as its old resources are free.
     pub fn start_again(&mut self, file: &Path, vms: &Arc<dyn Vms>) {
         eventually("it begins again", || {
             let (config, place) = (Config::load(file).unwrap(), Place::new(self.base.clone()));
@@ -252,12 +253,12 @@ impl Host {
         });
     }
 
-    /// Whether a supervisor waits for that.
+    /// Whether a supervisor waits for permission to connect.
     pub fn has_a_late_one(&self) -> bool {
         self.base.path().join("asked").exists()
     }
 
-    /// Lets supervisors connect that waited for it.
+    /// Lets the waiting supervisors connect.
     pub fn let_late_ones_go(&self) {
         fs::write(self.base.path().join("go"), "").unwrap();
     }

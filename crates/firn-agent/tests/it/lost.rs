@@ -1,4 +1,4 @@
-//! Hosts that go, and come back.
+//! Hosts that are lost, and return.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -25,11 +25,12 @@ fn a_host_that_goes_is_suspected_and_then_lost() {
     let peer = a.peer("b");
     assert!(peer.trouble.unwrap().contains("connecting to host b"));
     assert!(peer.heard_s.unwrap() >= 4.0);
-    // It cannot have been believed lost before it was silent for so long.
+    // It cannot have counted as lost before it was silent for so long.
     assert!(since.elapsed() > Duration::from_secs(4) && suspected > Duration::from_secs(1));
 }
 
-/// Nobody is told that the network is gone: the streams end when the host counts as lost, and work when it is back.
+/// No process is notified that the network is dead: the streams end when the host counts as lost,
+/// and work when it is back.
 #[test]
 fn a_host_behind_a_dead_network_is_lost_with_its_streams() {
     let authority = Authority::new();
@@ -70,7 +71,8 @@ fn a_host_behind_a_dead_network_is_lost_with_its_streams() {
     standby.read_exact(&mut [0]).unwrap();
 }
 
-/// A host that is lost before the VM's supervisor has connected: what is set up ends as soon as it begins.
+/// A host that is lost before the VM's supervisor has connected: the protection ends as soon as it
+/// begins.
 #[test]
 fn a_host_that_is_lost_while_a_stream_is_set_up_ends_it() {
     let authority = Authority::new();

@@ -1,4 +1,4 @@
-//! Three hosts that agree, by their agents' connections.
+//! Three hosts with membership, by their agents' connections.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -13,7 +13,7 @@ use crate::host::{Authority, Host, eventually, free_address, pair, write_config}
 
 const NAMES: [&str; 3] = ["a", "b", "c"];
 
-/// What three hosts are configured with.
+/// The configuration of the three hosts.
 pub fn configured() -> Vec<(tempfile::TempDir, PathBuf)> {
     let authority = Authority::new();
     let addresses = NAMES.map(|name| (name, free_address()));

@@ -1,4 +1,5 @@
-//! Three agents that agree, and a cluster of two VMs that are only what supervisors would say: `web` at `a`, `db` at `b`, copies at `c`.
+//! Three agents with membership, and a cluster of two VMs that are only the answers of their
+//! supervisors: `web` at `a`, `db` at `b`, copies at `c`.
 
 use std::collections::BTreeMap;
 use std::fs::DirBuilder;
@@ -40,26 +41,26 @@ struct Vm {
     /// `running`, `protected`, `standby` or `ended`.
     state: &'static str,
     lease: Option<u32>,
-    /// What it sends is held, whatever its lease says.
+    /// Its output is buffered, whatever its lease allows.
     is_held: bool,
-    /// Timelines whose lease it was granted.
+    /// Generations whose lease it was granted.
     granted: Vec<u32>,
     member: Option<Membership>,
     epoch: u64,
     why: String,
-    /// The timeline and the epoch that it went on from.
+    /// The generation and the epoch that it continued from.
     went_on: Option<(Generation, Epoch)>,
-    /// Its copy is lost, of which it hears when it is to be released.
+    /// Its standby is lost, which its supervisor notices when it has to release it.
     hears_late: bool,
-    /// Its copy is not complete until this is set back; it is being seeded.
+    /// Its standby is not complete until this is set back; it is being seeded.
     is_slow: bool,
     is_seeded: bool,
-    /// Its epochs go or come there.
+    /// The stream of its epochs.
     stream: Option<UnixStream>,
 }
 
 impl Vm {
-    /// Whoever is at the other end of its stream may have gone.
+    /// The process at the other end of its stream may be gone.
     fn look(&mut self) {
         let gone = self.stream.as_ref().is_some_and(|stream| {
             stream.set_nonblocking(true).unwrap();
@@ -134,7 +135,7 @@ impl Model {
         all
     }
 
-    /// Does something with one of its VMs, which is there.
+    /// Calls a function with one of its VMs, which must exist.
     fn with<T>(&self, vm: &VmName, work: impl FnOnce(&mut Vm) -> T) -> T {
         work(self.all().get_mut(vm).unwrap())
     }
@@ -151,7 +152,7 @@ impl Model {
 }
 
 impl Model {
-    /// Nothing is left of what was only in memory.
+    /// State that was only in memory is lost.
     fn lose_power(&self) {
         for name in std::mem::take(&mut *self.all()).into_keys() {
             let _ = std::fs::remove_dir_all(self.base.vm(&name).path());
@@ -341,7 +342,8 @@ impl Hosts {
         assert!(self.models[0].is("web", "protected") && self.models[1].is("db", "protected"));
     }
 
-    /// Both run at `c`, in another timeline, from one global checkpoint; what ran elsewhere is ended.
+    /// Both run at `c`, in another generation, from one global checkpoint; VMs that ran elsewhere
+    /// are ended.
     fn both_run_at_c(&self) {
         let c = &self.models[2];
         let runs = |it| c.is(it, "running") || c.is(it, "protected");
@@ -360,7 +362,7 @@ impl Hosts {
         eventually("hosts agree", || places(&self.hosts[2]).iter().all(|place| place[0] == "c"));
     }
 
-    /// What `c` keeps.
+    /// The stored cluster of `c`.
     fn kept(&self) -> Record {
         let all: Vec<Record> =
             client::clusters(&self.hosts[2].base, Method::GET, CLUSTERS, None::<&()>).unwrap();
@@ -383,7 +385,7 @@ fn view(host: &Host) -> MembershipView {
     client::membership(&host.base).unwrap()
 }
 
-/// The names of primary and backup of each, as hosts have agreed.
+/// The names of primary and backup of each VM in the record.
 fn places(host: &Host) -> Vec<Vec<String>> {
     let name = |it: &str| it.split(' ').next().unwrap_or_default().to_owned();
     let of = |vm: &PlaceView| {
@@ -399,7 +401,8 @@ fn all_vms_of_a_cluster_go_on_when_the_host_of_one_dies_and_are_protected_by_ano
     hosts.hosts[0].kill();
     hosts.both_run_at_c();
     hosts.is_ended(1, "db");
-    // By a host that never heard of it, and without a person. The failover names that host before it has copies.
+    // By a host that has no stored cluster, and without a person. The failover names that host
+    // before it has copies.
     let c = &hosts.models[2];
     eventually("both are protected", || c.is("web", "protected") && c.is("db", "protected"));
     eventually("hosts agree", || places(&hosts.hosts[1]) == [["c", "b"], ["c", "b"]]);
@@ -418,7 +421,7 @@ fn a_vm_that_dies_takes_its_cluster_back_though_all_agents_live() {
     hosts.is_ended(0, "web");
 }
 
-/// Its successor knows nothing of what was held: the copies are what is left.
+/// Its successor has none of the buffered output: the copies are all that is left.
 #[test]
 fn a_vm_whose_supervisor_dies_takes_its_cluster_back() {
     let hosts = Hosts::start();
@@ -444,7 +447,7 @@ fn vms_whose_copies_are_lost_go_on() {
     assert_eq!(places(&hosts.hosts[0]), [["a"], ["b"]]);
 }
 
-/// An agent holds no copies: one that is started again has those of its predecessor.
+/// An agent holds no copies: a restarted one adopts those of its predecessor.
 #[test]
 fn a_host_that_dies_while_the_agent_of_the_copies_is_started_again_is_no_loss() {
     let mut hosts = Hosts::start();
@@ -460,7 +463,7 @@ fn a_host_that_dies_while_the_agent_of_the_copies_is_started_again_is_no_loss() 
     hosts.is_ended(1, "db");
 }
 
-/// Where all VMs are there, they don't go back for it.
+/// If all VMs still run, there is no failover because of it.
 #[test]
 fn vms_go_on_when_the_agent_of_the_copies_is_started_again_and_are_protected_anew() {
     let mut hosts = Hosts::start();
@@ -504,7 +507,7 @@ fn a_cluster_that_is_released_is_none_and_may_be_one_again() {
     assert_eq!(places(&hosts.hosts[2]), [["a", "c"], ["b", "c"]]);
 }
 
-/// The others are not gone back without it.
+/// The others do not fail over without it.
 #[test]
 fn a_vm_that_hears_late_of_the_loss_of_its_copy_is_released() {
     let hosts = Hosts::start();
@@ -553,7 +556,7 @@ fn a_cluster_fails_over_while_another_is_seeded() {
     assert!(b.is("till", "protected"));
 }
 
-/// Power is cut at all hosts: each agent is another host then, and no VM of the record is there.
+/// A power failure of all hosts: each agent is another host then, and no VM of the record exists.
 #[test]
 fn a_name_is_free_again_after_a_power_cut() {
     let mut hosts = Hosts::start();

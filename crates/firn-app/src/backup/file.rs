@@ -1,4 +1,4 @@
-//! A log in a file as a target.
+//! A backup in a file: appends transactions to a log.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use super::helper::{Job, Sink};
 use super::record::{RecordKind, encode};
 use super::{Compression, Fsync, Image, Log};
 
-/// A log and the state that it has.
+/// A log, and the state that it describes.
 #[derive(Debug)]
 pub(crate) struct FileSink {
     log: Log,
@@ -19,7 +19,7 @@ pub(crate) struct FileSink {
 }
 
 impl FileSink {
-    /// A log whose state is `image` already.
+    /// A log whose state is already `image`.
     pub(crate) fn new(log: Log, image: Image, fsync: Fsync, compression: Compression) -> Self {
         Self { log, image, fsync, compression, synced: Instant::now(), dirty: false }
     }

@@ -1,4 +1,5 @@
-//! The helper thread of one target: takes records from a bounded queue, and says which are safe.
+//! Helper thread of one backup target: takes transactions from a bounded queue, and reports which
+//! are stored safely.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,10 +12,10 @@ use super::Acknowledge;
 use super::error::BackupError;
 use crate::sys::fork::Owner;
 
-/// Transactions in the queue at most.
+/// The maximum count of transactions in the queue.
 const QUEUE: usize = 256;
 
-/// One transaction on its way.
+/// One transaction for a helper to store.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
     pub(crate) sequence: u64,
@@ -22,29 +23,30 @@ pub(crate) struct Job {
     pub(crate) payload: Arc<Vec<u8>>,
 }
 
-/// Where a helper puts transactions.
+/// A target that a helper writes transactions to.
 pub(crate) trait Sink: Send {
-    /// Makes transactions safe, in order. Gives the last one that is, which may be an earlier one.
+    /// Stores transactions safely, in order. Returns the last one that is safe, which may be an
+    /// earlier one.
     ///
     /// # Errors
-    /// If it cannot: no later one will be either.
+    /// If it cannot: then no later transaction will be stored either.
     fn put(&mut self, jobs: &[Job]) -> Result<u64, BackupError>;
 
-    /// When to call [`Sink::idle`] if nothing comes.
+    /// The time after which to call [`BackupSink::finish_pending_work`] if no transaction arrives.
     fn idle_after(&self) -> Option<Duration> {
         None
     }
 
-    /// Does what was put off.
+    /// Does deferred work.
     ///
     /// # Errors
-    /// As for [`Sink::put`].
+    /// As for [`BackupSink::store_transactions`].
     fn idle(&mut self) -> Result<(), BackupError> {
         Ok(())
     }
 }
 
-/// How far a helper is.
+/// The state of a helper: the last transaction that is safe, and the error that ended the helper.
 #[derive(Debug, Default)]
 struct Progress {
     state: Mutex<(u64, Option<Arc<BackupError>>)>,
@@ -75,7 +77,8 @@ impl Progress {
     }
 }
 
-/// A helper thread. Dropping it waits until all that was given to it is safe, or cannot be.
+/// A helper thread. Dropping this value waits until all its transactions are safe, or the helper
+/// has failed.
 pub(crate) struct Helper {
     queue: Option<Sender<Job>>,
     progress: Arc<Progress>,
@@ -103,14 +106,14 @@ impl Helper {
         Ok(Self { queue: Some(queue), progress, thread: Some(thread), acknowledge, owner })
     }
 
-    /// Hands a transaction over.
+    /// Queues a transaction for the helper.
     pub(crate) fn put(&self, job: Job) -> Result<(), Arc<BackupError>> {
         let sent = self.queue.as_ref().is_some_and(|queue| queue.send(job).is_ok());
-        // A helper that has ended says why.
+        // A helper that has ended has left its error.
         if sent { Ok(()) } else { self.progress.wait_for(u64::MAX) }
     }
 
-    /// Waits until a transaction may be called committed.
+    /// Waits until a transaction counts as committed.
     pub(crate) fn wait(&self, sequence: u64) -> Result<(), Arc<BackupError>> {
         let needed = match self.acknowledge {
             Acknowledge::Sync => sequence,
@@ -133,13 +136,13 @@ impl Helper {
 impl Drop for Helper {
     fn drop(&mut self) {
         if !self.owner.is_here() {
-            // A child has no such thread, which may have held the queue's lock at the fork.
+            // The child has no such thread. The thread may have held the queue's lock at the fork.
             std::mem::forget((self.queue.take(), self.thread.take()));
             return;
         }
         self.queue = None;
         if let Some(thread) = self.thread.take() {
-            // A panic has been reported to those who wait.
+            // A panic has already been reported to the threads that wait.
             let _ = thread.join();
         }
     }
@@ -147,11 +150,11 @@ impl Drop for Helper {
 
 impl fmt::Debug for Helper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Helper").field("acknowledged", &self.acknowledged()).finish_non_exhaustive()
+        f.debug_struct("BackupHelper").field("acknowledged", &self.acknowledged()).finish_non_exhaustive()
     }
 }
 
-/// Tells those who wait that nobody works for them any more, however the thread ends.
+/// Reports the end of the helper to the threads that wait for it, however the thread ends.
 struct Ending(Arc<Progress>);
 
 impl Drop for Ending {

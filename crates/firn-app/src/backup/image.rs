@@ -1,13 +1,13 @@
-//! A committed state: all areas by name, as a backup holds them.
+//! Committed state: all areas by name, as a backup stores them.
 
 use super::error::BackupError;
 use super::record::{Parts, Payload, RecordKind};
 
-/// Areas that a state has at most, and bytes of one of them.
+/// The maximum count of areas of a state, and the maximum size of one of them in bytes.
 const AREAS_MAX: u32 = 1 << 16;
 const LEN_MAX: u64 = 1 << 40;
 
-/// One area.
+/// One stored area.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Stored {
     pub(crate) name: String,
@@ -39,7 +39,7 @@ impl Image {
         self.areas.iter().position(|area| area.name == name).map(|number| number as u32)
     }
 
-    /// All of it.
+    /// The whole state as the payload of a record.
     pub(crate) fn payload(&self) -> Payload {
         let mut payload = Payload::default();
         for (number, area) in self.areas.iter().enumerate() {
@@ -49,7 +49,7 @@ impl Image {
         payload
     }
 
-    /// Becomes the state after a record. On an error it may be half way there.
+    /// Applies a record. After an error the state may be applied in part.
     pub(crate) fn apply(
         &mut self,
         kind: RecordKind,
@@ -59,7 +59,7 @@ impl Image {
         match kind {
             RecordKind::State => self.areas.clear(),
             RecordKind::Change if sequence != self.sequence + 1 => {
-                return Err(BackupError::Malformed("a transaction is missing before it"));
+                return Err(BackupError::Malformed("the transaction before it is missing"));
             }
             RecordKind::Change => {}
         }
@@ -75,7 +75,7 @@ impl Image {
             self.place(area, offset, bytes.len())?.copy_from_slice(bytes);
         }
         if !parts.0.is_empty() {
-            return Err(BackupError::Malformed("payload too long"));
+            return Err(BackupError::Malformed("the payload is too long"));
         }
         self.sequence = sequence;
         Ok(())
@@ -84,9 +84,9 @@ impl Image {
     fn define(&mut self, parts: &mut Parts<'_>) -> Result<(), BackupError> {
         let (number, len, name_len) = (parts.half()?, parts.word()?, parts.byte()?);
         let name = std::str::from_utf8(parts.take(u64::from(name_len))?)
-            .map_err(|_| BackupError::Malformed("a name is no text"))?;
+            .map_err(|_| BackupError::Malformed("the name of an area is not UTF-8"))?;
         if len > LEN_MAX || number >= AREAS_MAX || number as usize > self.areas.len() {
-            return Err(BackupError::Malformed("impossible area"));
+            return Err(BackupError::Malformed("the area has an impossible number or length"));
         }
         let area = Stored { name: name.to_owned(), bytes: vec![0; len as usize] };
         match self.areas.get_mut(number as usize) {
@@ -98,7 +98,7 @@ impl Image {
 
     fn place(&mut self, area: u32, offset: u64, len: usize) -> Result<&mut [u8], BackupError> {
         let area = self.areas.get_mut(area as usize);
-        let bytes = area.ok_or(BackupError::Malformed("a change of no area"))?.bytes.as_mut_slice();
+        let bytes = area.ok_or(BackupError::Malformed("a change of an unknown area"))?.bytes.as_mut_slice();
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
         bytes
             .get_mut(start..start.saturating_add(len))

@@ -1,17 +1,19 @@
-//! The log: a file of records, one for each committed transaction.
+//! Application log: a file of records, one for each committed transaction.
 //!
 //! ```text
 //!   "FIRNAPPL" | version u32 | name length u32 | name | xxh3 of that u64 | record | record | ...
 //! ```
 //!
-//! A log is written at its end only. A record that was cut short there (the process died, the disk was full) never was
-//! acknowledged, and is cut off: what is left of it is the beginning of a record that says it is longer, or zeros, which some
-//! file systems leave after a power cut. Anything else that is no record is damage, and an error: a transaction that was
-//! acknowledged may be lost, and nothing can say which. A length that was damaged does not make a record one that was cut
-//! short: with the length that is there its checksum is right.
+//! A log is written at its end only. A record that is truncated there (the process died, the disk
+//! was full) was never acknowledged, and is cut off. What remains of it is the beginning of a
+//! record whose header names a greater length, or zeros, which some file systems leave after a
+//! power failure. Any other bytes that are no record are damage, and an error: a transaction that
+//! was acknowledged may be lost, and Firn cannot know which. A damaged length does not make a
+//! record look truncated: with the length that is there its checksum is right.
 //!
-//! When the log has grown to several times its state, it is written anew: one state record in a new file, which then takes
-//! the name. Whoever writes a log holds a lock on the file.
+//! When the log has grown to several times its state, it is compacted: one state record in a new
+//! file, which then replaces the log by its name. The process that writes a log holds a lock on the
+//! file.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
@@ -29,13 +31,13 @@ use crate::sys::fork::ParentOnly;
 
 const START: [u8; 8] = *b"FIRNAPPL";
 const VERSION: u32 = 1;
-/// How long a log may be locked before it counts as in use: a process that is being started has its parent's locks until
-/// it has become another program.
+/// How long to wait for a locked log before it counts as in use: a process that is just being
+/// started has its parent's locks until execve(2).
 const LOCK_WAIT: Duration = Duration::from_secs(1);
 const LOCK_RETRY: Duration = Duration::from_millis(5);
-/// A log is not written anew before it has so many bytes.
+/// The minimum size of a log that is compacted, in bytes.
 const SMALL: u64 = 4 << 20;
-/// ... and so many times those of its state.
+/// The minimum ratio of a log's size to that of its state before the log is compacted.
 const GROWTH: u64 = 4;
 
 /// A log that is open for writing.
@@ -45,18 +47,18 @@ pub(crate) struct Log {
     name: String,
     file: ParentOnly,
     len: u64,
-    /// Not written anew before it has so many bytes: the last time there was no room.
+    /// The log is not compacted below this size: the disk had no space the last time.
     compact_from: u64,
 }
 
 impl Log {
-    /// Opens the log of a session, or makes one, and reads the last committed state.
+    /// Opens the log of a session, or creates one, and reads the last committed state.
     pub(crate) fn open(path: &Path, name: &str) -> Result<(Self, Image), BackupError> {
         let mut file = open_locked(path)?;
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(failed("cannot read", path))?;
         let start = start(name);
-        // Shorter than any start: made, and never written.
+        // Shorter than any preamble: created, but never written.
         if bytes.len() < START.len() + 8 || bytes.len() < start.len() && start.starts_with(&bytes) {
             let (path, name) = (path.to_owned(), name.to_owned());
             let mut log = Self { path, name, file, len: 0, compact_from: 0 };
@@ -67,7 +69,8 @@ impl Log {
             return Ok((log, Image::default()));
         }
         check_start(path, name, &bytes, &start)?;
-        // Left by who wrote it anew and was killed: nobody does while the log is locked.
+        // A process that was killed while it compacted the log left this file. No process does so
+        // now: the log is locked.
         let _ = std::fs::remove_file(beside(path));
         let (image, len) = replay(path, &bytes, start.len())?;
         let (path, name) = (path.to_owned(), name.to_owned());
@@ -83,7 +86,7 @@ impl Log {
         &self.path
     }
 
-    /// Writes a record. If that fails, the log ends where it did.
+    /// Writes a record. If that fails, the log ends where it did before.
     pub(crate) fn append(&mut self, record: &[u8]) -> Result<(), BackupError> {
         let written = self.file.write_all(record).map_err(failed("cannot write", &self.path));
         match written {
@@ -103,8 +106,8 @@ impl Log {
         self.file.sync_data().map_err(failed("cannot sync", &self.path))
     }
 
-    /// Writes the log anew if it has grown enough. `image` is its state. Where there is no room for that the log goes on as it
-    /// is.
+    /// Compacts the log if it has grown enough. `image` is its state. If the disk has no space for
+    /// that, the log continues as it is.
     pub(crate) fn compact_if_large(
         &mut self,
         image: &Image,
@@ -123,13 +126,13 @@ impl Log {
         }
     }
 
-    /// Replaces all of it by one record. After a crash it is the old log or the new one.
+    /// Replaces the whole log by one record. After a crash the file is the old log or the new one.
     pub(crate) fn replace(&mut self, state: &[u8]) -> Result<(), BackupError> {
         let new = self.written_anew(state)?;
         self.give_way_to(new)
     }
 
-    /// A log beside this one, of one record, on the disk.
+    /// Writes a log of one record beside this one, and forces it to disk.
     fn written_anew(&self, state: &[u8]) -> Result<Self, BackupError> {
         let path = beside(&self.path);
         let mut how = OpenOptions::new();
@@ -151,7 +154,7 @@ impl Log {
 
     fn give_way_to(&mut self, new: Self) -> Result<(), BackupError> {
         if let Err(error) = std::fs::rename(&new.path, &self.path) {
-            // That is the error to report.
+            // The error of the rename is the one to report.
             let _ = std::fs::remove_file(&new.path);
             return Err(failed("cannot rename", &new.path)(error));
         }
@@ -160,7 +163,7 @@ impl Log {
     }
 }
 
-/// Where a log is written anew.
+/// The path at which a compacted log is written.
 fn beside(path: &Path) -> PathBuf {
     let mut path = path.to_owned().into_os_string();
     path.push(".new");
@@ -194,7 +197,7 @@ fn name_in(bytes: &[u8]) -> Option<String> {
     String::from_utf8(bytes.get(16..16_usize.checked_add(len)?)?.to_vec()).ok()
 }
 
-/// The state after all whole records, and where the last of them ends.
+/// The state after all whole records, and the offset at which the last of them ends.
 fn replay(path: &Path, bytes: &[u8], start: usize) -> Result<(Image, u64), BackupError> {
     let (mut image, mut at) = (Image::default(), start);
     while at < bytes.len() {
@@ -226,9 +229,9 @@ fn why(error: &BackupError) -> &'static str {
     }
 }
 
-/// The record at the start of some bytes: its header, its payload, its length.
+/// Reads the record at the start of some bytes: its header, its payload, its length.
 fn read_record(bytes: &[u8]) -> Result<(Header, Vec<u8>, usize), BackupError> {
-    let short = || BackupError::Malformed("it is cut short");
+    let short = || BackupError::Malformed("it is truncated");
     let head: &[u8; HEADER] = bytes.first_chunk().ok_or_else(short)?;
     let header = Header::parse(head)?;
     let len = usize::try_from(header.stored).ok().and_then(|len| len.checked_add(HEADER));
@@ -237,7 +240,8 @@ fn read_record(bytes: &[u8]) -> Result<(Header, Vec<u8>, usize), BackupError> {
     Ok((header, payload, HEADER + stored.len()))
 }
 
-/// Whether these bytes, which are no record and run to the end of the log, are what is left of one that was cut short.
+/// Whether these bytes, which are no record and extend to the end of the log, are the rest of a
+/// truncated record.
 fn is_cut(rest: &[u8]) -> bool {
     let is_shorter = match rest.first_chunk::<HEADER>() {
         None => MAGIC.starts_with(&rest[..rest.len().min(MAGIC.len())]),
@@ -246,7 +250,8 @@ fn is_cut(rest: &[u8]) -> bool {
     rest.iter().all(|byte| *byte == 0) || is_shorter && !whole_record_in(&rest[1..])
 }
 
-/// Whether a record has more bytes than there are, unless its length was damaged and it has just these.
+/// Whether a record's header names more bytes than there are. False if only its length is damaged,
+/// and these bytes are all of the record.
 fn is_shorter(head: &[u8; HEADER], stored: &[u8]) -> bool {
     let Ok(header) = Header::parse(head) else { return false };
     header.stored > stored.len() as u64 && !Header::is_whole_but_for_its_length(head, stored)
@@ -262,12 +267,12 @@ fn open_locked(path: &Path) -> Result<ParentOnly, BackupError> {
         let mut how = OpenOptions::new();
         how.read(true).write(true).create(true).truncate(false).mode(0o600);
         let file = ParentOnly::open(path, &how).map_err(failed("cannot open", path))?;
-        // A device could be read for ever.
+        // A read from a device might never end.
         if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
             return Err(BackupError::NoLog { path: path.to_owned() });
         }
         lock(&file, path)?;
-        // Somebody may have written it anew before the lock was ours.
+        // Another process may have compacted the log before this one got the lock.
         let same = match (file.metadata(), std::fs::metadata(path)) {
             (Ok(ours), Ok(named)) => ours.ino() == named.ino() && ours.dev() == named.dev(),
             _ => false,

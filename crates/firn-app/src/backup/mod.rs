@@ -1,4 +1,4 @@
-//! Where committed changes go: files and other hosts, each by a helper thread of its own.
+//! Backups of committed changes: files and other hosts, each written by a helper thread of its own.
 //!
 //! ```text
 //!   commit --- record ---> bounded queue ---> helper: compress, write to the log, fsync ----> acknowledge
@@ -34,41 +34,41 @@ pub(crate) use record::Payload;
 pub(crate) use standby::helper as log_helper;
 pub(crate) use targets::open;
 
-/// When a commit returns.
+/// The condition under which a commit returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Acknowledge {
-    /// When the backup has it.
+    /// When the backup has stored the transaction.
     Sync,
-    /// When at most so many transactions are not acknowledged yet: that is what can be lost.
+    /// When at most `lag_max` transactions are not acknowledged yet: these can be lost.
     Async {
-        /// Transactions.
+        /// The maximum count of transactions that are not acknowledged.
         lag_max: u64,
     },
 }
 
-/// When a log is forced to disk. Without, what a crash of the machine loses is the kernel's to decide; the death of a
-/// process loses nothing in any case.
+/// The times at which a log is forced to disk. If it is not forced, the kernel decides what a crash
+/// of the host loses. The death of a process loses nothing in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fsync {
     /// Before any transaction is acknowledged.
     EveryCommit,
-    /// When so much time has passed since the last time.
+    /// When this time has passed since the last fsync.
     Interval(Duration),
     /// Never.
     Never,
 }
 
-/// How records are stored and sent.
+/// The encoding in which records are stored and sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Compression {
-    /// As they are.
+    /// Uncompressed.
     #[default]
     None,
-    /// By LZ4, where that makes them smaller.
+    /// LZ4, where that makes a record smaller.
     Lz4,
 }
 
-/// A place for committed changes.
+/// A target that committed changes are written to.
 #[derive(Clone, Debug)]
 pub struct Target {
     pub(crate) place: Place,
@@ -88,7 +88,8 @@ impl Target {
         Self::at(Place::File { path: path.into(), fsync: Fsync::EveryCommit })
     }
 
-    /// A backup process on another host, `HOST:PORT`. When the connection is lost, it is made again for 10 s.
+    /// A backup process on another host, `HOST:PORT`. When the connection is lost, Firn tries to
+    /// reconnect for 10 s.
     pub fn remote(address: impl Into<String>, identity: Identity) -> Self {
         let patience = Duration::from_secs(10);
         Self::at(Place::Remote { address: address.into(), identity, patience })
@@ -98,19 +99,19 @@ impl Target {
         Self { place, acknowledge: Acknowledge::Sync, compression: Compression::default() }
     }
 
-    /// When a commit returns. [`Acknowledge::Sync`] by default.
+    /// Sets when a commit returns. [`AcknowledgePolicy::Sync`] by default.
     pub fn acknowledge(mut self, acknowledge: Acknowledge) -> Self {
         self.acknowledge = acknowledge;
         self
     }
 
-    /// How records are stored and sent. As they are by default.
+    /// Sets the encoding of stored and sent records. Uncompressed by default.
     pub fn compression(mut self, compression: Compression) -> Self {
         self.compression = compression;
         self
     }
 
-    /// When a file is forced to disk. A remote backup decides that by itself.
+    /// Sets when a log file is forced to disk. A remote backup decides that by itself.
     pub fn fsync(mut self, policy: Fsync) -> Self {
         if let Place::File { fsync, .. } = &mut self.place {
             *fsync = policy;
@@ -118,7 +119,7 @@ impl Target {
         self
     }
 
-    /// How long a lost connection is tried again before commits fail.
+    /// Sets how long the helper tries to restore a lost connection before commits fail.
     pub fn patience(mut self, time: Duration) -> Self {
         if let Place::Remote { patience, .. } = &mut self.place {
             *patience = time;

@@ -12,8 +12,9 @@
 //!             the bytes of the changes, one after the other
 //! ```
 //!
-//! All numbers are little-endian. A *change* record says what a transaction changed, and defines the areas that it is the
-//! first to have. A *state* record has everything; what came before it does not matter.
+//! All numbers are little-endian. A *change* record holds the changes of a transaction, and defines
+//! the areas that occur in it for the first time. A *state* record holds all areas in full; records
+//! before it do not matter.
 
 use std::hash::Hasher as _;
 
@@ -24,10 +25,10 @@ use super::{Compression, Image};
 
 pub(crate) const HEADER: usize = 40;
 pub(crate) const MAGIC: [u8; 4] = *b"FARc";
-/// LZ4 makes bytes at most so many times smaller: a longer claim is a lie.
+/// The maximum factor by which LZ4 can compress: a header with a greater factor is wrong.
 const RATIO_MAX: u64 = 255;
 
-/// What a record is.
+/// The kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RecordKind {
     Change,
@@ -45,7 +46,7 @@ pub(crate) struct Header {
     checksum: u64,
 }
 
-/// What a transaction changed, being put together.
+/// Builds the payload of a record from areas and changes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Payload {
     areas: (u32, Vec<u8>),
@@ -84,7 +85,7 @@ impl Payload {
     }
 }
 
-/// A whole record.
+/// Encodes a whole record.
 pub(crate) fn encode(
     kind: RecordKind,
     sequence: u64,
@@ -109,7 +110,7 @@ pub(crate) fn encode(
     record
 }
 
-/// The record of a whole state.
+/// Encodes the record of a whole state.
 pub(crate) fn encode_state(image: &Image, codec: Compression) -> Vec<u8> {
     encode(RecordKind::State, image.sequence(), &image.payload().finish(), codec)
 }
@@ -122,7 +123,7 @@ fn checksum(head: &[u8], stored: &[u8]) -> u64 {
 }
 
 impl Header {
-    /// Reads a header. What it says is to be believed only when the payload matches.
+    /// Parses a header. Its fields are trusted only once the payload matches the checksum.
     pub(crate) fn parse(bytes: &[u8; HEADER]) -> Result<Self, BackupError> {
         let number = |at: usize| u64::from_le_bytes(array(&bytes[at..at + 8]));
         if bytes[..4] != MAGIC {
@@ -149,7 +150,8 @@ impl Header {
         Ok(Self { kind, codec, sequence, stored, raw, checksum })
     }
 
-    /// Whether the record would be right if it said that it has these bytes.
+    /// Whether the record's checksum would be right if its length field named this count of stored
+    /// bytes.
     pub(crate) fn is_whole_but_for_its_length(head: &[u8; HEADER], stored: &[u8]) -> bool {
         let mut head = *head;
         head[16..24].copy_from_slice(&(stored.len() as u64).to_le_bytes());
@@ -157,7 +159,7 @@ impl Header {
         checksum(&head, stored) == said
     }
 
-    /// The payload, if the stored bytes are those that were written.
+    /// Decodes the payload, if the stored bytes match the checksum.
     pub(crate) fn payload(
         &self,
         head: &[u8; HEADER],
@@ -171,19 +173,19 @@ impl Header {
             Compression::Lz4 => lz4_flex::block::decompress(stored, self.raw as usize)
                 .ok()
                 .filter(|payload| payload.len() as u64 == self.raw)
-                .ok_or(BackupError::Malformed("cannot be decompressed")),
+                .ok_or(BackupError::Malformed("the payload cannot be decompressed")),
         }
     }
 }
 
-/// Reads the parts of a payload in order.
+/// Reads the fields of a payload in order.
 pub(crate) struct Parts<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Parts<'a> {
     pub(crate) fn take(&mut self, len: u64) -> Result<&'a [u8], BackupError> {
         let len = usize::try_from(len).unwrap_or(usize::MAX);
         let (now, later) =
-            self.0.split_at_checked(len).ok_or(BackupError::Malformed("payload too short"))?;
+            self.0.split_at_checked(len).ok_or(BackupError::Malformed("the payload is too short"))?;
         self.0 = later;
         Ok(now)
     }

@@ -1,4 +1,4 @@
-//! A backup process on another host as a target.
+//! A backup process on another host: sends it transactions by TLS.
 
 use std::io::{self, Write as _};
 use std::net::{TcpStream, ToSocketAddrs as _};
@@ -15,14 +15,14 @@ use super::tls::{self, Identity};
 use super::wire::{self, Message};
 use super::{Compression, Image};
 
-/// How long to wait for an answer before the connection counts as lost.
+/// How long to wait for a reply before the connection counts as lost.
 const ANSWER: Duration = Duration::from_secs(30);
-/// Pause between attempts to connect.
+/// Interval between attempts to connect.
 const PAUSE: Duration = Duration::from_millis(100);
 
 type Stream = StreamOwned<ClientConnection, TcpStream>;
 
-/// A backup process, and the state that it should have.
+/// A connection to a backup process, and the state that it should have.
 pub(crate) struct Remote {
     address: String,
     name: String,
@@ -34,7 +34,7 @@ pub(crate) struct Remote {
 }
 
 impl Remote {
-    /// Connects, and gives the sequence that the backup has.
+    /// Connects, and returns the sequence of the state that the backup has.
     pub(crate) fn open(
         address: &str,
         name: &str,
@@ -56,18 +56,18 @@ impl Remote {
         Ok((remote, sequence))
     }
 
-    /// Asks for the state that the backup has.
+    /// Requests the state that the backup has.
     pub(crate) fn get(&mut self) -> Result<Image, BackupError> {
         let mut image = Image::default();
         let answer = self.ask(|stream| wire::send(stream, &Message::Get))?;
         let Message::Record { header, payload, .. } = answer else {
-            return Err(BackupError::Refused("it does not answer with its state".into()));
+            return Err(BackupError::Refused("it does not reply with its state".into()));
         };
         image.apply(header.kind, header.sequence, &payload)?;
         Ok(image)
     }
 
-    /// Makes the backup's state this one, whatever it has.
+    /// Replaces the backup's state by this one, whichever it has.
     pub(crate) fn replace(&mut self, image: Image) -> Result<(), BackupError> {
         self.image = image;
         self.stream = None;
@@ -78,7 +78,7 @@ impl Remote {
         BackupError::Connection { address: self.address.clone(), source }
     }
 
-    /// Tries for a while, with a new connection each time the old one is lost.
+    /// Retries until the reconnect timeout, with a new connection each time the old one is lost.
     fn patiently<T>(
         &mut self,
         mut attempt: impl FnMut(&mut Self) -> Result<T, BackupError>,
@@ -104,7 +104,7 @@ impl Remote {
         match answer.map_err(|error| self.lost(error))? {
             Message::Acknowledge(sequence) => Ok((stream, sequence)),
             Message::Error(text) => Err(BackupError::Refused(text)),
-            _ => Err(BackupError::Refused("it does not answer a greeting".into())),
+            _ => Err(BackupError::Refused("it does not reply to a greeting".into())),
         }
     }
 
@@ -126,7 +126,7 @@ impl Remote {
         Err(last)
     }
 
-    /// Connects anew, and sends the whole state.
+    /// Reconnects, and sends the whole state.
     fn catch_up(&mut self, flags: u8) -> Result<(), BackupError> {
         let (stream, _) = self.connect(flags)?;
         self.stream = Some(stream);
@@ -134,7 +134,7 @@ impl Remote {
         self.deliver(&[record])
     }
 
-    /// Sends records, and waits until they are safe.
+    /// Sends records, and waits until they are stored safely.
     fn deliver(&mut self, records: &[Vec<u8>]) -> Result<(), BackupError> {
         let answer = self.ask(|stream| {
             records.iter().try_for_each(|record| wire::send_record(stream, record))?;
@@ -142,7 +142,7 @@ impl Remote {
         })?;
         match answer {
             Message::Acknowledge(sequence) if sequence == self.image.sequence() => Ok(()),
-            _ => Err(BackupError::Refused("it acknowledges something else".into())),
+            _ => Err(BackupError::Refused("it acknowledges another transaction".into())),
         }
     }
 
@@ -171,7 +171,7 @@ impl Sink for Remote {
             self.image.apply(RecordKind::Change, job.sequence, &job.payload)?;
         }
         match self.deliver(&records) {
-            // What the backup has of them is not known: it gets the whole state.
+            // How many of them the backup has stored is unknown: send it the whole state.
             Err(error) if error.is_passing() => {
                 self.stream = None;
                 self.patiently(|remote| remote.catch_up(0))?;
@@ -183,7 +183,7 @@ impl Sink for Remote {
 }
 
 impl Remote {
-    /// What the backup has is this state.
+    /// Records that the backup has this state.
     pub(crate) fn agree(&mut self, image: Image) {
         self.image = image;
     }

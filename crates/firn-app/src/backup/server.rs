@@ -1,4 +1,4 @@
-//! The backup process's side: takes states and changes from applications, keeps a log for each.
+//! Backup server: receives states and changes from applications, and writes a log for each.
 
 use std::collections::HashMap;
 use std::io::{self, Write as _};
@@ -18,21 +18,21 @@ use super::wire::{self, Message};
 use super::{Compression, Fsync, Image, Log};
 use crate::sys::fork::Owner;
 
-/// A connection that says nothing for so long in the middle of a greeting is closed.
+/// A connection on which no bytes arrive for this time during the greeting is closed.
 const GREETING: Duration = Duration::from_secs(30);
-/// Connections at once.
+/// The maximum count of open connections.
 const CONNECTIONS_MAX: usize = 256;
 
-/// What a backup process needs to know.
+/// The options of a backup server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// Where to listen, `HOST:PORT`.
+    /// The address to listen on, `HOST:PORT`.
     pub listen: String,
-    /// Its certificate and key, and whose it accepts.
+    /// The server's certificate and key, and the authority of the applications' certificates.
     pub identity: Identity,
-    /// Where logs go: `NAME.log` for the session NAME.
+    /// The directory of the logs: `NAME.log` for the session NAME.
     pub directory: PathBuf,
-    /// When they are forced to disk.
+    /// When logs are forced to disk.
     pub fsync: Fsync,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct Store {
     pub(super) image: Image,
     connection: u64,
     synced: Instant,
-    /// Its state is not known any more; the log has it.
+    /// The state in memory is no longer valid; the log has it.
     broken: bool,
 }
 
@@ -54,7 +54,7 @@ struct Shared {
     closing: AtomicBool,
 }
 
-/// A backup process. Dropping it ends all connections.
+/// A backup server. Dropping it ends all connections.
 pub struct Server {
     shared: Arc<Shared>,
     address: SocketAddr,
@@ -63,7 +63,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens, in a thread of its own.
+    /// Starts a server, which listens in a thread of its own.
     ///
     /// # Errors
     /// If the address or the identity cannot be used.
@@ -83,17 +83,17 @@ impl Server {
         Ok(Self { shared, address, thread: Some(thread.map_err(lost)?), owner })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The process that serves.
+    /// The process that runs the server.
     pub(super) fn owner(&self) -> Owner {
         self.owner
     }
 
-    /// Ends all connections, and gives what is known of a session.
+    /// Ends all connections, and returns the log and state of a session.
     pub(super) fn take(mut self, name: &str) -> Option<Store> {
         self.close();
         let store = locked(&self.shared.stores).remove(name)?;
@@ -102,12 +102,12 @@ impl Server {
 
     fn close(&mut self) {
         if !self.owner.is_here() {
-            // A child has no such thread; connections are its parent's.
+            // A child has no such thread, and the connections are its parent's.
             std::mem::forget(self.thread.take());
             return;
         }
         self.shared.closing.store(true, Ordering::Release);
-        // The listener waits: somebody has to come.
+        // The listener blocks in accept(2): this connection wakes it.
         let _ = TcpStream::connect(self.address);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -126,7 +126,7 @@ impl Drop for Server {
 
 impl std::fmt::Debug for Server {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Server").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("BackupServer").field("address", &self.address).finish_non_exhaustive()
     }
 }
 
@@ -155,12 +155,12 @@ fn accept(
         let connection = Connection { number, shared: shared.clone(), options: options.clone() };
         let config = config.clone();
         let serve = move || connection.serve(socket, config);
-        // Without a thread the connection is closed, and the other side tries again.
+        // If no thread starts, the connection is closed, and the peer retries.
         let _ = thread::Builder::new().name("firn-app-serve".into()).spawn(serve);
     }
 }
 
-/// One connection.
+/// One connection of an application.
 struct Connection {
     number: u64,
     shared: Arc<Shared>,
@@ -178,7 +178,8 @@ type Stream = StreamOwned<ServerConnection, TcpStream>;
 impl Connection {
     fn serve(&self, socket: TcpStream, config: Arc<ServerConfig>) {
         let Ok(mut stream) = greet(socket, config) else { return };
-        // Why a connection ends is for the other side to know, but not for a stranger.
+        // The peer is sent the reason for the end of a connection, but not before it is
+        // authenticated.
         let Err(error) = self.converse(&mut stream) else { return };
         if stream.conn.is_handshaking() {
             return;
@@ -189,10 +190,10 @@ impl Connection {
 
     fn converse(&self, stream: &mut Stream) -> Result<(), BackupError> {
         let Message::Hello { version, flags, name } = self.receive(stream)? else {
-            return Err(BackupError::Malformed("no greeting"));
+            return Err(BackupError::Malformed("the first message is no greeting"));
         };
         if version != wire::VERSION {
-            return Err(BackupError::Malformed("another version"));
+            return Err(BackupError::Malformed("the peer uses another protocol version"));
         }
         let store = self.store(&name)?;
         let sequence = self.with(&store, |store| {
@@ -218,7 +219,7 @@ impl Connection {
                     let sequence = self.with(&store, |store| self.settle(store))?;
                     self.send(stream, &Message::Acknowledge(sequence))?;
                 }
-                _ => return Err(BackupError::Malformed("not a message for a backup")),
+                _ => return Err(BackupError::Malformed("a backup does not accept this message")),
             }
         }
     }
@@ -235,11 +236,11 @@ impl Connection {
         wire::send(stream, message).and_then(|()| stream.flush()).map_err(|error| self.lost(error))
     }
 
-    /// The store of a session, opened when it is first asked for.
+    /// The store of a session. The first request for it opens its log.
     fn store(&self, name: &str) -> Result<Arc<Mutex<Option<Store>>>, BackupError> {
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if name.is_empty() || name.starts_with('.') || !name.chars().all(plain) {
-            return Err(BackupError::Refused("a session's name has letters, digits, - _ .".into()));
+            return Err(BackupError::Refused("a session's name has only letters, digits, - _ .".into()));
         }
         let mut stores = locked(&self.shared.stores);
         if let Some(store) = stores.get(name).filter(|store| locked(store).is_some()) {
@@ -254,7 +255,7 @@ impl Connection {
         Ok(store)
     }
 
-    /// Does something with the store, if it is this connection's: the newest one of a session has it.
+    /// Calls `work` with the store, if this connection is the newest one of the session.
     fn with<T>(
         &self,
         store: &Mutex<Option<Store>>,
@@ -266,7 +267,7 @@ impl Connection {
             return Err(BackupError::Refused("the standby has taken over".into()));
         };
         if store.connection > self.number {
-            return Err(BackupError::Refused("the session has another connection".into()));
+            return Err(BackupError::Refused("the session has a newer connection".into()));
         }
         let result = work(store);
         if store.broken {
@@ -286,14 +287,15 @@ impl Connection {
         if header.kind == RecordKind::State && header.sequence < store.image.sequence() && !replace
         {
             return Err(BackupError::Refused(format!(
-                "it has transaction {}, and is offered {}",
+                "it has transaction {}, and the peer offers the older {}",
                 store.image.sequence(),
                 header.sequence
             )));
         }
         let mut image = match header.kind {
             RecordKind::State => Image::default(),
-            // Taken out, so that an error half way through leaves no state that never was.
+            // Moved out, so that an error in the middle leaves no state that no transaction
+            // committed.
             RecordKind::Change => std::mem::take(&mut store.image),
         };
         let applied = image.apply(header.kind, header.sequence, payload);

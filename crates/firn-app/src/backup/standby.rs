@@ -1,4 +1,4 @@
-//! A warm standby: receives a session's state and changes, and takes over in one call.
+//! Warm standby: receives a session's state and changes, and takes over in one call.
 
 use super::error::BackupError;
 use super::server::{Server, ServerOptions};
@@ -6,17 +6,19 @@ use super::{Acknowledge, Compression, Fsync, Image, Log};
 use crate::error::Error;
 use crate::session::Session;
 
-/// A backup process inside of the application that would go on.
+/// A backup process inside of the application that would continue the session.
 ///
 /// ```no_run
-/// # use firn_app::{Error, Identity, Fsync, Options, ServerOptions, Session, Standby};
+/// # use firn_app::{BackupServerOptions, Error, FsyncPolicy};
+/// # use firn_app::{Session, SessionOptions, TlsIdentity, WarmStandby};
 /// # fn wait_until_the_primary_is_gone() {}
 /// # fn main() -> Result<(), Error> {
-/// # let identity = Identity { certificate: "".into(), key: "".into(), authority: "".into() };
+/// # let identity = TlsIdentity { certificate: "".into(), key: "".into(), authority: "".into() };
 /// let listen = "0.0.0.0:7700".to_owned();
-/// let options = ServerOptions { listen, identity, directory: "/var/lib/ledger".into(), fsync: Fsync::Never };
-/// let standby = Standby::start(options)?;
-/// let mut session = Session::open(Options::new("ledger"))?;
+/// let directory = "/var/lib/ledger".into();
+/// let options = BackupServerOptions { listen, identity, directory, fsync: FsyncPolicy::Never };
+/// let standby = WarmStandby::start(options)?;
+/// let mut session = Session::open(SessionOptions::new("ledger"))?;
 /// let accounts = session.allocate("accounts", 1 << 20)?;
 /// wait_until_the_primary_is_gone();
 /// standby.take_over(&mut session)?;
@@ -39,16 +41,16 @@ impl Standby {
         Ok(Self { server: Server::start(options).map_err(Error::backup)?, fsync })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> std::net::SocketAddr {
         self.server.address()
     }
 
-    /// Refuses the primary from now on, gives the areas of `session` the last state that was acknowledged, and goes on
-    /// with the log. Gives that state's number; 0 if the primary never committed.
+    /// Refuses the primary from now on, fills the areas of `session` with the last acknowledged
+    /// state, and continues the log. Returns that state's number; 0 if the primary never committed.
     ///
     /// # Errors
-    /// If the session has a backup already, or an area of another size.
+    /// If the session already has a backup, or an area has another size.
     pub fn take_over(self, session: &mut Session) -> Result<u64, Error> {
         let name = session.name().to_owned();
         let owner = self.server.owner();
@@ -60,7 +62,7 @@ impl Standby {
     }
 }
 
-/// For a session that goes on with a log.
+/// Starts the helper of a session that continues a log.
 pub(crate) fn helper(log: Log, image: Image, fsync: Fsync) -> Result<super::Helper, BackupError> {
     let path = log.path().to_owned();
     let sequence = image.sequence();

@@ -1,4 +1,4 @@
-//! Opens the targets of a session: which has the latest state, and who must be brought up to it.
+//! Opens the targets of a session: finds which has the latest state, and updates the others to it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +15,7 @@ enum Opened {
     Remote(Box<Remote>, u64),
 }
 
-/// Opens all of them, and gives the latest state that any has.
+/// Opens all targets, and returns the latest state that any of them has.
 pub(crate) fn open(
     name: &str,
     targets: &[Target],

@@ -1,4 +1,4 @@
-//! Keys and certificates: each side shows one and asks for one. TLS 1.3 only.
+//! TLS keys and certificates: each side presents a certificate and requires one. TLS 1.3 only.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,17 +11,18 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 use super::error::BackupError;
 
-/// The longest file of certificates, or with a key, in bytes.
+/// The maximum size of a file of certificates or with a key, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Files in PEM format: this side's certificate and key, and the authority that must have signed the other side's.
+/// Files in PEM format: this side's certificate and key, and the authority that must have signed
+/// the peer's certificate.
 #[derive(Clone, Debug)]
 pub struct Identity {
-    /// Certificate, with intermediate ones if there are any.
+    /// The certificate, followed by intermediate certificates if there are any.
     pub certificate: PathBuf,
-    /// Its private key.
+    /// The certificate's private key.
     pub key: PathBuf,
-    /// Authority whose certificates are accepted from the other side.
+    /// The authority whose certificates are accepted from the peer.
     pub authority: PathBuf,
 }
 
@@ -62,7 +63,7 @@ impl Identity {
     }
 }
 
-/// The host of `HOST:PORT`, which the server's certificate must name.
+/// The host of `HOST:PORT`; the server's certificate must be valid for it.
 pub(super) fn server_name(address: &str) -> Result<ServerName<'static>, BackupError> {
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
     let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();

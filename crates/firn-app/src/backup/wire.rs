@@ -1,12 +1,12 @@
-//! What an application and a backup process say to each other, inside of TLS.
+//! Messages between an application and a backup process, inside of TLS.
 //!
 //! ```text
 //!   application                                   backup
 //!   H version u16, flags u8, name length u8, name
-//!                                                 A sequence     what the backup has
+//!                                                 A sequence     of the state that the backup has
 //!   G                                             R record       its state
-//!   R record, R record, ... F                     A sequence     once all of them are safe
-//!                                                 E length u16, text: no; the connection ends
+//!   R record, R record, ... F                     A sequence     once all of them are stored
+//!                                                 E length u16, text: an error; the connection ends
 //! ```
 
 use std::io::{self, Read, Write};
@@ -15,11 +15,12 @@ use super::error::BackupError;
 use super::record::{HEADER, Header};
 
 pub(crate) const VERSION: u16 = 1;
-/// Flag of the greeting: what the backup has may be replaced by something older.
+/// Flag of the greeting: the backup may replace its state by an older one.
 pub(crate) const REPLACE: u8 = 1;
-/// Stored bytes of one record at most: beyond, a length is taken for nonsense.
+/// The maximum stored size of a record in bytes: a greater length is taken for an error.
 const STORED_MAX: u64 = 1 << 36;
-/// Bytes of a record that are read at once: memory follows what has come, not what was promised.
+/// Bytes of a record that are read at once: memory grows with the bytes that have arrived, not with
+/// the announced length.
 const CHUNK: u64 = 1 << 20;
 
 /// One message.
@@ -33,7 +34,7 @@ pub(crate) enum Message {
     Error(String),
 }
 
-/// Writes a message that is no record.
+/// Writes a message.
 pub(crate) fn send(to: &mut impl Write, message: &Message) -> io::Result<()> {
     let mut bytes = Vec::new();
     match message {
@@ -82,7 +83,7 @@ pub(crate) fn receive(from: &mut impl Read) -> io::Result<Message> {
             Message::Error(text(from, u64::from(len))?)
         }
         b'R' => record(from)?,
-        _ => return Err(nonsense("unknown message")),
+        _ => return Err(nonsense("unknown kind of message")),
     })
 }
 
@@ -90,7 +91,7 @@ fn record(from: &mut impl Read) -> io::Result<Message> {
     let head: [u8; HEADER] = exactly(from)?;
     let header = Header::parse(&head).map_err(malformed)?;
     if header.stored > STORED_MAX {
-        return Err(nonsense("a record longer than any"));
+        return Err(nonsense("the record is too long"));
     }
     let mut bytes = head.to_vec();
     take(from, header.stored, &mut bytes)?;
@@ -113,7 +114,7 @@ fn take(from: &mut impl Read, len: u64, to: &mut Vec<u8>) -> io::Result<()> {
 fn text(from: &mut impl Read, len: u64) -> io::Result<String> {
     let mut bytes = Vec::new();
     take(from, len, &mut bytes)?;
-    String::from_utf8(bytes).map_err(|_| nonsense("no text"))
+    String::from_utf8(bytes).map_err(|_| nonsense("a text is not UTF-8"))
 }
 
 fn exactly<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {

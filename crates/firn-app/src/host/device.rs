@@ -1,4 +1,5 @@
-//! The device whose memory the host sees: `ivshmem-plain` (QEMU, docs/specs/ivshmem-spec.rst). Its memory is BAR 2.
+//! The device whose memory the host shares: `ivshmem-plain` (QEMU, docs/specs/ivshmem-spec.rst).
+//! Its memory is BAR 2.
 
 use std::fs::{self, File};
 use std::os::fd::AsFd as _;
@@ -10,16 +11,16 @@ use super::HostError;
 use crate::sys::mapping::Mapping;
 
 const DEVICES: &str = "/sys/bus/pci/devices";
-/// Red Hat's vendor number, and the device's.
+/// Red Hat's vendor number, and the number of the device.
 const IVSHMEM: [&str; 2] = ["0x1af4", "0x1110"];
 
-/// Its memory.
+/// An ivshmem device, whose memory is mapped.
 pub(super) struct Device {
     memory: Mapping,
 }
 
 impl Device {
-    /// The first one that the host serves.
+    /// Opens the first device that the host serves.
     pub(super) fn find() -> Result<Self, HostError> {
         let none = |why: String| HostError::NoDevice(why);
         let entries = fs::read_dir(DEVICES).map_err(|error| none(format!("{DEVICES}: {error}")))?;

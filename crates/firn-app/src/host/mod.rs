@@ -1,16 +1,18 @@
-//! PT assisted by the hypervisor layer: Firn on the host tells which pages were written.
+//! PT assisted by the hypervisor layer: Firn on the host reports which pages were written.
 //!
-//! The application calls Firn through the memory of a device, around the guest's kernel (see `firn_calls`): no system call,
-//! no page fault in the guest. Only a process that may write to that memory can (by default root, as the device is a PCI
-//! one), and Firn listens only to who has a key.
+//! The application calls Firn through the memory of a device, around the guest's kernel (see
+//! `firn_calls`): no system call, no page fault in the guest. Only a process that may write to that
+//! memory can call (by default root, as the device is a PCI device), and Firn accepts calls only
+//! from applications with a key.
 //!
-//! What Firn did not see, it says: while it saves the VM, or after it was started anew, everything counts as written. A
-//! session that compares with the last committed copy then still finds what changed. So it does if Firn is gone
-//! altogether; that takes longer, and [`Counts`](crate::Counts) tells.
+//! Firn reports what it could not observe: while it saves the VM, or after Firn was restarted,
+//! everything counts as written. A session that compares with the last committed copy then still
+//! finds what changed. The same holds if Firn is gone altogether. That takes longer, and
+//! [`TrackerCounts`](crate::TrackerCounts) counts such commits.
 //!
-//! Where the hypervisor emulates and has Firn's plugin, the application's stores can be noted from below
-//! ([`Host::noting_stores`]): then a commit is one store and no call, and what it reads is words. Whatever is not told so,
-//! pages tell as above.
+//! If the hypervisor emulates the guest's processor and has Firn's plugin, the plugin can note the
+//! application's stores ([`HostTracker::noting_stores`]). Then a commit is one store and no call,
+//! and its result is words. If the plugin cannot report an epoch, the host reports pages as above.
 
 mod device;
 mod noted;
@@ -33,9 +35,9 @@ use crate::tracker::{Counts, Found, Kind, Tracker};
 use device::Device;
 use noted::Noted;
 
-/// How long the host may take to answer.
+/// The maximum time that the host may take to reply.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How soon a host that was lost is looked for again, at first and at last.
+/// The interval between attempts to reach a host that was lost: the first one, and the longest.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
 
 /// Why Firn on the host can't be called.
@@ -45,34 +47,34 @@ pub enum HostError {
     /// The guest has no such device, or this process may not use it.
     #[error("no device to call the host through ({0})")]
     NoDevice(String),
-    /// The device is not what it should be, or nobody serves it.
+    /// The device is not as expected, or no host serves it.
     #[error(transparent)]
     Window(#[from] WindowError),
-    /// The host refuses, or somebody disturbs.
+    /// The host refuses, or another program disturbs the call.
     #[error(transparent)]
     Call(#[from] CallError),
-    /// Nobody answers.
+    /// The host does not reply.
     #[error("the host does not answer within {} s", PATIENCE.as_secs())]
     Silent,
-    /// The kernel can't make sure that all threads are past their stores.
+    /// The kernel cannot guarantee that all threads have completed their stores.
     #[error("the guest's kernel has no membarrier(2)")]
     Barrier(#[source] std::io::Error),
     /// The kernel cannot mark a page for forks.
     #[error("a page cannot be marked for forks")]
     Fork(#[source] std::io::Error),
-    /// The key is none.
+    /// The key is malformed.
     #[error(transparent)]
     Key(#[from] firn_calls::KeyError),
 }
 
-/// The tracker: give it to [`crate::Session::open_with`].
+/// The tracker on the host. Pass it to [`crate::Session::open_with`].
 ///
 /// ```no_run
-/// use firn_app::{Host, Options, Session};
+/// use firn_app::{HostTracker, Session, SessionOptions};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let key = std::fs::read_to_string("/etc/ledger.key")?;
-/// let host = Host::open("ledger", &key)?;
-/// let session = Session::open_with(Options::new("ledger"), Box::new(host))?;
+/// let host = HostTracker::open("ledger", &key)?;
+/// let session = Session::open_with(SessionOptions::new("ledger"), Box::new(host))?;
 /// # Ok(())
 /// # }
 /// ```
@@ -80,20 +82,20 @@ pub struct Host {
     name: String,
     key: Key,
     device: Device,
-    /// Where the host finds whose memory this is.
+    /// The proof, by which the host finds the address space of this process.
     proof: Mapping,
     spans: Vec<Span>,
     line: Option<Line>,
-    /// When the host was looked for last, and how soon it will be again.
+    /// The time of the last attempt to reach the host, and the interval until the next.
     tried: Option<Instant>,
     again: Duration,
-    /// Stores are to be noted from below, and told so.
+    /// The unit in which noted stores are reported; `None` if stores are not to be noted.
     notes: Option<Precision>,
     counts: Counts,
     owner: Owner,
 }
 
-/// A slot of the window, and who serves it.
+/// A slot of the window that this process has claimed, and the service that serves it.
 #[derive(Clone, Copy)]
 struct Seat {
     slot: usize,
@@ -110,7 +112,8 @@ struct Line {
 }
 
 impl Host {
-    /// Calls as an application of this name, with its key (64 hexadecimal digits), through the device that this guest has.
+    /// Calls as an application of this name, with its key (64 hexadecimal digits), through the
+    /// device of this guest.
     ///
     /// # Errors
     /// If there is no such device, or the host refuses.
@@ -128,12 +131,14 @@ impl Host {
         Ok(host)
     }
 
-    /// Has its stores noted from below, and is told their words, or pages, at the price of a store. Not noticed is then what does
-    /// not store at the areas' own addresses: devices that read into an area directly (`O_DIRECT`), a second mapping of the
-    /// same memory, ptrace(2) and its like.
+    /// Has the plugin note this process's stores, and report their words, or pages. A commit then
+    /// costs one store. The plugin does not notice writes that are no stores at the areas' own
+    /// addresses: devices that write into an area directly (`O_DIRECT`), a second mapping of the
+    /// same memory, ptrace(2) and the like.
     ///
     /// # Errors
-    /// If nobody sees the stores of this guest (`firn run --stores`), or its kernel has no membarrier(2).
+    /// If no plugin observes the stores of this guest (`firn run --stores`), or its kernel has no
+    /// membarrier(2).
     pub fn noting_stores(mut self, told: Precision) -> Result<Self, HostError> {
         membarrier(MembarrierCommand::RegisterPrivateExpedited)
             .map_err(|errno| HostError::Barrier(errno.into()))?;
@@ -158,7 +163,7 @@ impl Host {
         line
     }
 
-    /// A session in this seat, with all that is followed.
+    /// Opens a session in this slot, with all areas that are followed.
     fn take_up(&self, seat: Seat) -> Result<Line, HostError> {
         let own: Nonce = random();
         let mut caller = Caller::new(&self.name, self.key.clone(), seat.slot as u32, own);
@@ -177,7 +182,7 @@ impl Host {
         Ok(caller.done(&self.ask(caller, seat, &prove)?)?)
     }
 
-    /// Puts the proof where the host looks for it.
+    /// Writes the proof to the address where the host searches for it.
     fn lay_down(&self, proof: &Proof) {
         let words = self.proof.words(0, proof.len() / 8);
         for (word, bytes) in words.iter().zip(proof.chunks_exact(8)) {
@@ -187,13 +192,13 @@ impl Host {
     }
 
     fn follow(&self, line: &mut Line, span: Span) -> Result<(), HostError> {
-        // The host follows pages that are there.
+        // The host can follow only pages that are present.
         Mapping::touch(span);
         let (start, pages) = (span.start() as u64, span.pages() as u32);
         let request = line.caller.request(&Request::Follow { start, pages });
         let id = line.caller.following(&self.ask(&line.caller, line.seat, &request)?)?;
         line.areas.insert(id, span);
-        // Of the areas as they were.
+        // The notes are of the areas as they were.
         line.noted.lost();
         Ok(())
     }
@@ -201,7 +206,7 @@ impl Host {
     fn ask(&self, caller: &Caller, seat: Seat, request: &[u8]) -> Result<Vec<u8>, HostError> {
         let window = self.device.window()?;
         let slot = window.slot(seat.slot).ok_or(WindowError::NotServed)?;
-        // The guest's kernel may take away what nobody touches.
+        // The guest's kernel may reclaim a page that no process touches.
         Mapping::touch(self.proof.span());
         let since = Instant::now();
         slot.ask(caller.asked(), request);
@@ -212,7 +217,7 @@ impl Host {
             }
             match waited < Duration::from_millis(2) {
                 true => std::hint::spin_loop(),
-                // Who serves now knows nothing of this session.
+                // A service that has started since does not know this session.
                 false if window.service()? != seat.service => {
                     return Err(CallError::NotTheHosts.into());
                 }
@@ -228,7 +233,8 @@ impl Host {
         }
     }
 
-    /// What was written, by the host. An answer that somebody has spoilt is asked for once more.
+    /// Requests the written pages from the host. Retries once if another program has overwritten
+    /// the reply.
     fn collect_by(&self, line: &mut Line) -> Result<Changed, HostError> {
         let mut last = HostError::Silent;
         for _ in 0..2 {
@@ -243,13 +249,14 @@ impl Host {
         Err(last)
     }
 
-    /// What was written, as it was noted. `None` if a call has to tell.
+    /// The writes as the plugin noted them. `None` if only a call can report them.
     fn collect_noted(&self, line: &mut Line, found: &mut Found) -> Option<()> {
         let unit = match self.notes? {
             Precision::Words => WORD as usize,
             Precision::Pages => PAGE,
         };
-        // A store is noted just after it is done: those of other threads that this one knows of have been after that.
+        // The plugin notes a store just after it is done. After this barrier it has noted all
+        // stores of other threads that this thread knows of.
         membarrier(MembarrierCommand::PrivateExpedited).ok()?;
         let window = self.device.window().ok()?;
         let runs = line.noted.collect(window.slot(line.seat.slot)?)?;
@@ -263,7 +270,7 @@ impl Host {
         Some(())
     }
 
-    /// From now on stores are noted; what was written before, a call tells.
+    /// Begins to note stores. A call must report what was written before.
     fn begin_noting(&self, line: &mut Line) -> Result<(), HostError> {
         let window = self.device.window()?;
         let end = window.slot(line.seat.slot).ok_or(WindowError::NotServed)?.end_address();
@@ -273,7 +280,7 @@ impl Host {
         Ok(())
     }
 
-    /// Looks for the host again, if it was lost.
+    /// Reconnects to the host, if the session was lost and the retry interval is over.
     fn reconnect(&mut self) {
         if self.tried.is_some_and(|tried| tried.elapsed() < self.again) {
             return;
@@ -286,7 +293,7 @@ impl Host {
         };
     }
 
-    /// The session is of no use any more.
+    /// Gives up a session that cannot be used any more.
     fn lose(&mut self, line: &Line) {
         self.give_back(line.seat);
         self.tried = None;
@@ -294,7 +301,8 @@ impl Host {
 }
 
 impl Line {
-    /// Pages by their areas. A run is within its area: what the host seals is cut to it all the same.
+    /// Adds pages by their areas. A run lies within its area; what the host sealed is clipped to
+    /// the area all the same.
     fn tell(&self, runs: &[Run], found: &mut Found) {
         for run in runs {
             if let Some(span) = self.areas.get(&run.area) {
@@ -306,7 +314,7 @@ impl Line {
     }
 }
 
-/// Whether the host will never follow this area, rather than not now.
+/// Whether the host will never follow this area, as opposed to not now.
 fn is_about_the_area(error: &HostError) -> bool {
     let HostError::Call(CallError::Refused(refusal)) = error else { return false };
     !matches!(refusal, Refusal::Unavailable | Refusal::Gone(_) | Refusal::Early | Refusal::Garbled)
@@ -338,7 +346,8 @@ impl Tracker for Host {
                     self.line = Some(line);
                     return Err(unavailable(&error));
                 }
-                // The host can't follow anything just now: everything counts as written until it can.
+                // The host cannot follow any area just now: everything counts as written until it
+                // can.
                 Err(_) => self.lose(&line),
             }
         }
@@ -354,7 +363,7 @@ impl Tracker for Host {
                     return Ok(());
                 }
                 self.counts.called += 1;
-                // First, so that nothing is between the two.
+                // Notes begin before the call, so that no write falls between the two.
                 if line.noted.is_due() {
                     let _ = self.begin_noting(&mut line);
                 }
@@ -384,7 +393,7 @@ impl Tracker for Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        // The host knows one process by this slot: a child says nothing there.
+        // The host knows one process by this slot: a child sends nothing there.
         let line = self.line.take().filter(|_| self.owner.is_here());
         if let Some(mut line) = line {
             let bye = line.caller.request(&Request::Bye);
@@ -396,17 +405,17 @@ impl Drop for Host {
 
 impl std::fmt::Debug for Host {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Host").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("HostTracker").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
-/// Bytes that nobody can guess (getrandom(2)).
+/// Random bytes that no other process can guess (getrandom(2)).
 fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     let mut filled = 0;
     while filled < N {
         let flags = rustix::rand::GetRandomFlags::empty();
-        // It fails only where it is interrupted.
+        // It fails only if it is interrupted.
         filled += rustix::rand::getrandom(&mut bytes[filled..], flags).unwrap_or(0);
     }
     bytes

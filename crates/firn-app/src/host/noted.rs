@@ -1,55 +1,57 @@
-//! What is noted of the application's stores, as it reads it.
+//! State of store noting: whether the host's plugin notes the application's stores, and the reader
+//! of its notes.
 //!
 //! ```text
-//!   not noted ---begin---> noted ---collect: told---> noted
+//!   not noted ---begin---> noted ---collect: an epoch is reported---> noted
 //!      ^                     |
-//!      `--- nothing is told, or not what the stores were (too many for an answer, pages that moved)
+//!      `--- nothing is reported, or not the stores themselves (too many for a reply, pages that moved)
 //! ```
 //!
-//! An application whose transactions are never told would ask for notes in each of them in vain: after a few it asks rarely.
+//! If the epochs of an application are never reported, a request for notes in each transaction
+//! would be in vain. After a few failed attempts the application requests notes only rarely.
 
 use std::time::{Duration, Instant};
 
 use firn_calls::{Reader, Slot, Told, WordRun};
 
-/// After so many attempts in a row of which nothing came.
+/// The count of failed attempts in a row after which the application waits.
 const LOST_MAX: u32 = 3;
-/// It waits for so long.
+/// The time it waits then.
 const REST: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Default)]
 pub(super) struct Noted {
     reader: Option<Reader>,
-    /// Attempts since an epoch was told.
+    /// Attempts since an epoch was last reported.
     lost: u32,
     tried: Option<Instant>,
 }
 
 impl Noted {
-    /// An attempt is made.
+    /// Records that an attempt is made.
     pub(super) fn tried(&mut self) {
         self.reader = None;
         self.lost += 1;
         self.tried = Some(Instant::now());
     }
 
-    /// Stores are noted from now on.
+    /// Records that stores are noted from now on.
     pub(super) fn begin(&mut self, reader: Reader) {
         self.reader = Some(reader);
     }
 
-    /// They are not noted any more.
+    /// Records that stores are no longer noted.
     pub(super) fn lost(&mut self) {
         self.reader = None;
     }
 
-    /// Whether to ask for notes, if there are none.
+    /// Whether to request notes, if there are none.
     pub(super) fn is_due(&self) -> bool {
         let is_rested = || self.tried.is_none_or(|tried| tried.elapsed() >= REST);
         self.reader.is_none() && (self.lost < LOST_MAX || is_rested())
     }
 
-    /// Ends an epoch. `None` if what was written is not told.
+    /// Ends an epoch, and returns its stores. `None` if they are not reported.
     pub(super) fn collect(&mut self, slot: Slot<'_>) -> Option<Vec<WordRun>> {
         let mut reader = self.reader.take()?;
         let (epoch, token) = reader.end();

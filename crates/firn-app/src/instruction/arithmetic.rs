@@ -1,4 +1,4 @@
-//! Arithmetic on memory: the result and the flags.
+//! Arithmetic on memory: computes the result and the flags.
 
 use iced_x86::{Instruction, Mnemonic, Register};
 
@@ -39,13 +39,13 @@ pub(crate) struct Operation {
     register: Register,
 }
 
-/// What it leaves behind.
+/// The result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Outcome {
-    /// For memory.
+    /// The new value in memory.
     pub(crate) value: u64,
     pub(crate) flags: u64,
-    /// A register that gets what was in memory.
+    /// A register that receives the old value in memory.
     pub(crate) old_to: Option<Register>,
 }
 
@@ -71,7 +71,7 @@ impl Operation {
         Some(Self { kind, operand, register: instruction.op1_register() })
     }
 
-    /// What it makes of `old`. `rax` is for `cmpxchg` alone.
+    /// Computes the result for the old value `old`. Only `cmpxchg` uses `rax`.
     pub(crate) fn apply(&self, old: u64, size: usize, flags: u64, rax: u64) -> Outcome {
         let operand = self.operand & mask(size);
         let carry = flags & CARRY;

@@ -43,7 +43,8 @@ fn addresses_have_four_parts() {
 
 #[test]
 fn what_is_not_known_is_refused() {
-    // mov fs:[rdi], rax; cmpxchg16b [rdi]; shl qword ptr [rdi], 1; mov [edi], rax; nop; mov rax, [rdi]
+    // mov fs:[rdi], rax; cmpxchg16b [rdi]; shl qword ptr [rdi], 1; mov [edi], rax; nop; mov rax,
+    // [rdi]
     for code in [
         &[0x64, 0x48, 0x89, 0x07][..],
         &[0x48, 0x0f, 0xc7, 0x0f],
@@ -78,8 +79,8 @@ fn narrow_registers_keep_the_rest() {
     assert_eq!(general[1], 5);
 }
 
-/// Arithmetic against the processor itself, flags included. Another crate's tests would need unsafe code for that; this
-/// crate has it anyway.
+/// Arithmetic against the processor itself, flags included. Another crate's tests would need unsafe
+/// code for that; this crate has it anyway.
 mod processor {
     use super::*;
     use proptest::prelude::*;
@@ -89,7 +90,8 @@ mod processor {
         ($instruction:literal, $old:ident, $operand:ident, $flags:ident) => {{
             let mut value = $old;
             let flags: u64;
-            // SAFETY: reads and writes the two registers and, balanced, the stack. The flags set are arithmetic ones.
+            // SAFETY: reads and writes the two registers and, balanced, the stack. The flags set
+            // are arithmetic ones.
             unsafe {
                 asm!("push {f}", "popfq", $instruction, "pushfq", "pop {f}",
                     v = inout(reg) value, o = in(reg) $operand, f = inout(reg) $flags => flags);

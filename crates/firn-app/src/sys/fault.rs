@@ -1,16 +1,19 @@
-//! The handler of SIGSEGV: answers writes to followed spans, hands everything else on.
+//! The handler of SIGSEGV: handles writes to followed spans, and passes other signals to the
+//! previous handler.
 //!
 //! ```text
 //!   write to a protected page --> kernel --> SIGSEGV --> on_fault
-//!        a span of ours, and a write?      no  --> the handler that was there before (or the default action)
-//!        a second mapping, known instruction?  --> perform it through that mapping, note the words, skip it
-//!        else                                  --> note the page, make it writable, run the instruction again
+//!        a followed span, and a write?         no  --> the handler that was installed before (or the default action)
+//!        a second mapping, supported instruction?  --> perform it through that mapping, note the words, skip it
+//!        otherwise                             --> note the page, make it writable, run the instruction again
 //! ```
 //!
-//! In a child of the process that follows a span nothing is noted: the span becomes writable there, and the child's own.
+//! In a child of the process that follows a span nothing is noted: the span becomes writable there,
+//! and private to the child.
 //!
-//! The handler calls nothing that allocates or locks. What it writes are [`Notes`], on pages of their own; what it reads is
-//! the table below. It stays installed once it is: somebody may have chained to it.
+//! The handler calls no function that allocates or locks. It writes [`SpanNotes`], on pages of
+//! their own, and reads the table below. Once installed it stays installed: other code may have
+//! chained to it.
 
 use std::mem::MaybeUninit;
 use std::ptr::{null, null_mut};
@@ -25,11 +28,11 @@ use super::notes::Notes;
 use super::perform::{Performed, perform};
 use crate::span::Span;
 
-/// Spans that can be followed by faults at once, in all sessions together.
+/// The maximum count of spans that can be followed by faults at once, in all sessions together.
 const SLOTS: usize = 512;
-/// A bit of the page-fault error code: it was a write.
+/// The bit of the page-fault error code for a write.
 const WAS_WRITE: i64 = 1 << 1;
-/// `si_code`: the mapping does not allow it.
+/// `si_code`: the mapping does not permit the access.
 const SEGV_ACCERR: c_int = 2;
 
 struct Slot {
@@ -38,7 +41,7 @@ struct Slot {
     notes: AtomicPtr<Notes>,
 }
 
-/// Reads of an empty slot find no address in it.
+/// An empty slot: its range contains no address.
 const fn empty() -> Slot {
     Slot { start: AtomicUsize::new(0), end: AtomicUsize::new(0), notes: AtomicPtr::new(null_mut()) }
 }
@@ -46,28 +49,29 @@ const fn empty() -> Slot {
 /// Read by the handler, written under `CHANGING`. An empty slot ends at 0.
 static TABLE: [Slot; SLOTS] = [const { empty() }; SLOTS];
 static CHANGING: Mutex<()> = Mutex::new(());
-/// The action before ours; null until ours is installed.
+/// The action of SIGSEGV before this handler; null until the handler is installed.
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
 
 pub(super) fn lock() -> MutexGuard<'static, ()> {
     CHANGING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// In a child: pages of emulated spans that were writable in the parent are its memory. Now all of them are read-only, until
-/// the child writes them and gets memory of its own.
+/// In a child: makes all pages of emulated spans read-only. Pages that were writable in the parent
+/// are the parent's memory; the child gets memory of its own when it writes them.
 pub(super) fn stop_sharing(_changing: &MutexGuard<'_, ()>) {
     for slot in TABLE.iter().filter(|slot| slot.end.load(Ordering::Acquire) != 0) {
-        // SAFETY: a slot that is not empty names the notes of a span that is watched, and none ends being watched meanwhile:
-        // the table is locked, and a child has one thread.
+        // SAFETY: a slot that is not empty has the notes of a span that is watched. No watch ends
+        // meanwhile: the table is locked, and a child has one thread.
         let notes = unsafe { slot.notes.load(Ordering::Acquire).as_ref() };
         if let Some(notes) = notes.filter(|notes| notes.is_shared()) {
-            // If it fails the child may write the parent's memory, as before.
+            // If it fails the child can write the parent's memory, as before.
             let _ = protect(notes.span(), false);
         }
     }
 }
 
-/// A span whose first writes, or all writes, are noted. Dropping it makes the span writable and forgets it.
+/// A span whose first writes, or all writes, are noted. Dropping it makes the span writable and
+/// ends the notes.
 #[derive(Debug)]
 pub(crate) struct Watched {
     notes: Box<Notes>,
@@ -75,7 +79,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Protects a span. `alias` is where a second writable mapping of it starts.
+    /// Protects a span. `alias` is the address of a second writable mapping of it.
     pub(crate) fn new(span: Span, alias: Option<usize>) -> Result<Self, Errno> {
         let notes = Box::new(Notes::new(span, alias)?);
         let changing = lock();
@@ -97,7 +101,8 @@ impl Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        // A span that cannot be made writable again faults on, and the fault is no longer answered: loud, and rightly so.
+        // If a span cannot be made writable again, the next write faults, and no handler handles
+        // it: the process ends.
         let _ = match self.notes.owner().is_here() {
             true => protect(self.notes.span(), true),
             false => self.notes.give_to_child(),
@@ -116,9 +121,10 @@ fn notes_of(address: usize) -> Option<&'static Notes> {
         slot.start.load(Ordering::Acquire) <= address && address < slot.end.load(Ordering::Acquire)
     };
     let notes = TABLE.iter().find(has)?.notes.load(Ordering::Acquire);
-    // SAFETY: the slot has the address, so its span is watched. It stays watched while the handler runs: who ends a watch
-    // holds the session, and no thread may write its memory meanwhile (rule of `Session`), but this one is writing it. So
-    // the box that the pointer was taken from lives.
+    // SAFETY: the slot has the address, so its span is watched. It stays watched while the handler
+    // runs: a thread that ends a watch has the session, and no thread may write its memory
+    // meanwhile (rule of `Session`), but this one is writing it. So the box that the pointer was
+    // taken from exists.
     unsafe { notes.as_ref() }
 }
 
@@ -128,7 +134,7 @@ fn install() -> Result<(), Errno> {
     }
     crate::instruction::prepare();
     let mut before = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: asks for the action of SIGSEGV; the pointer is valid for one.
+    // SAFETY: requests the action of SIGSEGV; the pointer is valid for one.
     check(unsafe { libc::sigaction(libc::SIGSEGV, null(), before.as_mut_ptr()) })?;
     // SAFETY: the call above has filled it in; and zeros are a valid action as well.
     let before = Box::new(unsafe { before.assume_init() });
@@ -139,7 +145,7 @@ fn install() -> Result<(), Errno> {
     let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_fault;
     ours.sa_sigaction = handler as usize;
     ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
-    // SAFETY: the action is complete, and its handler has the signature that SA_SIGINFO asks for.
+    // SAFETY: the action is complete, and its handler has the signature that SA_SIGINFO requires.
     check(unsafe { libc::sigaction(libc::SIGSEGV, &raw const ours, null_mut()) })
 }
 
@@ -151,8 +157,8 @@ fn check(result: c_int) -> Result<(), Errno> {
 }
 
 extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    // SAFETY: the kernel gives a handler installed with SA_SIGINFO valid pointers to both, which nobody else uses while
-    // it runs.
+    // SAFETY: the kernel gives a handler installed with SA_SIGINFO valid pointers to both, which no
+    // other code uses while it runs.
     let (fault, registers) = unsafe { (&*info, &mut *context.cast::<ucontext_t>()) };
     if !answer(fault, registers) {
         hand_on(signal, info, context);
@@ -164,7 +170,7 @@ fn answer(fault: &siginfo_t, context: &mut ucontext_t) -> bool {
     if fault.si_code != SEGV_ACCERR || !was_write {
         return false;
     }
-    // SAFETY: `si_code` says that the kernel reported a fault, so the address is there.
+    // SAFETY: `si_code` shows that the kernel reported a fault, so the address is set.
     let address = unsafe { fault.si_addr() }.addr();
     let Some(notes) = notes_of(address) else { return false };
     if !notes.owner().is_here() {
@@ -180,7 +186,7 @@ fn answer(fault: &siginfo_t, context: &mut ucontext_t) -> bool {
     notes.open_page(address).is_ok()
 }
 
-/// What would have happened without us.
+/// Does what would have happened without this handler.
 fn hand_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     // SAFETY: set before the handler was installed, and never freed.
     let Some(before) = (unsafe { BEFORE.load(Ordering::Acquire).as_ref() }) else { return };
@@ -188,8 +194,8 @@ fn hand_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
         return default_action(signal, info);
     }
     set_mask(signal, before);
-    // SAFETY: an action that is neither default nor ignored has a handler of the kind that its flags name, installed by
-    // code that expects to be called for this signal with these arguments.
+    // SAFETY: an action that is neither default nor ignored has a handler of the kind that its
+    // flags name, installed by code that expects to be called for this signal with these arguments.
     unsafe {
         if before.sa_flags & libc::SA_SIGINFO != 0 {
             type Handler = extern "C" fn(c_int, *mut siginfo_t, *mut c_void);
@@ -200,9 +206,11 @@ fn hand_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     }
 }
 
-/// The signals that the earlier handler wanted blocked. The kernel sets the mask back when a handler returns.
+/// Blocks the signals that the earlier handler wants blocked. The kernel restores the mask when a
+/// handler returns.
 fn set_mask(signal: c_int, before: &libc::sigaction) {
-    // SAFETY: both sets are valid, and changing the calling thread's mask touches no memory of Rust's.
+    // SAFETY: both sets are valid, and changing the calling thread's mask touches no memory of
+    // Rust's.
     unsafe {
         libc::pthread_sigmask(libc::SIG_BLOCK, &raw const before.sa_mask, null_mut());
         if before.sa_flags & libc::SA_NODEFER != 0 {
@@ -214,8 +222,8 @@ fn set_mask(signal: c_int, before: &libc::sigaction) {
     }
 }
 
-/// Ends the process by the signal: the instruction faults again when the handler returns, or, if somebody sent the
-/// signal, it is sent again.
+/// Ends the process by the signal: the instruction faults again when the handler returns. If a
+/// process sent the signal, it is sent again.
 fn default_action(signal: c_int, info: *mut siginfo_t) {
     // SAFETY: zeros are the default action; `info` is the kernel's; raise is async-signal-safe.
     unsafe {

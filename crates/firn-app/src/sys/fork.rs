@@ -1,13 +1,15 @@
-//! Forks: which process a session belongs to, and what a child must not share with its parent.
+//! Forks: the process that a session belongs to, and what a child must not share with its parent.
 //!
-//! The kernel wipes one page of this process in every child that gets a copy of the memory (`MADV_WIPEONFORK`). A process
-//! writes its own mark there. A session keeps the mark of the process that opened it, so one load says whether it belongs to
-//! this process: also for a child made by clone(2), which calls no handler of the C library, and in a pid namespace, or
-//! after a pid was used again, where a comparison of pids would be wrong.
+//! The kernel wipes one page of this process in every child that gets a copy of the memory
+//! (`MADV_WIPEONFORK`). A process writes its own mark there. A session stores the mark of the
+//! process that opened it, so one load tests whether it belongs to this process. That also works
+//! for a child made by clone(2), which calls no handler of the C library, and in a pid namespace,
+//! or after a pid was reused, where a comparison of pids would be wrong.
 //!
-//! Handlers of fork(2) (`pthread_atfork`) do the rest. The locks of this crate are held across a fork, so that a child never
-//! finds one that a thread holds which it does not have. In the child, descriptors of logs become empty memory files: the
-//! lock of a log is not held by children. Pages that an area shares with the parent become read-only, so that the child's
+//! Handlers of fork(2) (`pthread_atfork`) do everything else. The locks of this crate are locked
+//! across a fork, so that a child never finds a lock of a thread that does not exist in the child.
+//! In the child, descriptors of logs become empty memory files, so that children do not keep the
+//! lock of a log. Pages that an area shares with the parent become read-only, so that the child's
 //! first write gives it memory of its own (`fault`).
 
 use std::cell::RefCell;
@@ -28,15 +30,17 @@ use super::mapping::Mapping;
 use crate::claims;
 use crate::span::Span;
 
-/// The page that is wiped; null until the first session is opened. A child has the same pointer.
+/// The page that the kernel wipes; null until the first session is opened. A child has the same
+/// pointer.
 static PAGE: AtomicPtr<Mapping> = AtomicPtr::new(null_mut());
-/// The next mark. A child counts on from its parent's, so no two processes of one line have the same.
+/// The next mark. A child continues its parent's numbers, so no two processes of one line of
+/// descent have the same mark.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 static HAS_HANDLERS: AtomicBool = AtomicBool::new(false);
-/// Descriptors of logs.
+/// Descriptors of open logs.
 static FILES: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 
-/// The process that something belongs to.
+/// The process that a session or a thread belongs to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Owner {
     mark: u64,
@@ -59,12 +63,13 @@ impl Owner {
         current_mark() == self.mark
     }
 
-    /// The owner's number.
+    /// The owner's process id.
     pub(crate) fn pid(self) -> u32 {
         self.pid
     }
 
-    /// Differs from that of every process that this one descends from. Never 0.
+    /// The owner's mark. It differs from that of every process that the owner descends from. Never
+    /// 0.
     pub(crate) fn mark(self) -> u64 {
         self.mark
     }
@@ -81,11 +86,11 @@ fn wiped_page() -> Result<&'static Mapping, Errno> {
         let new = Box::into_raw(Box::new(Mapping::wiped_in_children()?));
         let set = PAGE.compare_exchange(null_mut(), new, Ordering::AcqRel, Ordering::Acquire);
         if set.is_err() {
-            // SAFETY: made above, and not shared: another thread was first.
+            // SAFETY: made above, and not shared: another thread has set the pointer first.
             drop(unsafe { Box::from_raw(new) });
         }
     }
-    // SAFETY: not null any more, and what is there is never freed.
+    // SAFETY: not null any more, and the page is never freed.
     Ok(unsafe { &*PAGE.load(Ordering::Acquire) })
 }
 
@@ -94,7 +99,7 @@ fn wiped_page() -> Result<&'static Mapping, Errno> {
 pub(crate) struct ParentOnly(File);
 
 impl ParentOnly {
-    /// Opens a file. No fork happens in between, so that no child keeps it, or a lock on it.
+    /// Opens a file. No fork happens in between, so that no child keeps the file, or a lock on it.
     pub(crate) fn open(path: &Path, how: &OpenOptions) -> io::Result<Self> {
         let mut files = files();
         let file = how.open(path)?;
@@ -119,7 +124,7 @@ impl DerefMut for ParentOnly {
 
 impl Drop for ParentOnly {
     fn drop(&mut self) {
-        // Before the file is closed, and its number is another's.
+        // Before the file is closed, and its number can be reused for another file.
         files().retain(|file| *file != self.0.as_raw_fd());
     }
 }
@@ -128,7 +133,7 @@ fn files() -> MutexGuard<'static, Vec<RawFd>> {
     FILES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Locks that are held while the process forks.
+/// Locks that this process keeps locked while it forks.
 struct Held {
     files: MutexGuard<'static, Vec<RawFd>>,
     _claims: MutexGuard<'static, Vec<Span>>,
@@ -140,7 +145,7 @@ thread_local! {
 }
 
 unsafe extern "C" {
-    /// Of POSIX; the crate libc does not declare it for glibc.
+    /// A function of POSIX; the crate libc does not declare it for glibc.
     fn pthread_atfork(
         prepare: Option<unsafe extern "C" fn()>,
         parent: Option<unsafe extern "C" fn()>,
@@ -150,16 +155,17 @@ unsafe extern "C" {
 
 fn install_handlers() {
     if !HAS_HANDLERS.swap(true, Ordering::AcqRel) {
-        // SAFETY: the handlers have the type that is asked for, and stay for as long as this library does. Without memory for
-        // them the call fails: then forks are noticed all the same, and only locks may be held in a child.
+        // SAFETY: the handlers have the required type, and exist for as long as this library does.
+        // Without memory for them the call fails: then forks are still noticed, and only locks may
+        // be locked in a child.
         let _ = unsafe { pthread_atfork(Some(prepare), Some(in_parent), Some(in_child)) };
     }
 }
 
 extern "C" fn prepare() {
-    // Each of these is held for a moment, and none is taken while another is held.
+    // Each of these is locked only for a moment, and none is locked while another is.
     let held = Held { files: files(), _claims: claims::lock(), table: fault::lock() };
-    // A thread that is ending has no such variable any more; it does not fork.
+    // A thread that is ending no longer has this variable; it does not fork.
     let _ = HELD.try_with(|there| there.replace(Some(held)));
 }
 
@@ -173,16 +179,17 @@ extern "C" fn in_child() {
     fault::stop_sharing(&held.table);
 }
 
-/// The numbers stay taken: what believes to own a file closes it.
+/// Replaces the files of logs by an empty one. Their descriptors stay open: the values that own a
+/// file close it.
 fn close_files(files: &mut Vec<RawFd>) {
     if files.is_empty() {
         return;
     }
-    // Without another descriptor the child keeps the log's lock, and harms nothing else.
+    // If no descriptor is free the child keeps the log's lock, and harms nothing else.
     let Ok(empty) = rustix::fs::memfd_create("firn-app-child", MemfdFlags::CLOEXEC) else { return };
     for file in files.drain(..) {
-        // SAFETY: replaces a descriptor of a log, which this process owns and does not use: whatever uses it in the parent is
-        // an error in a child.
+        // SAFETY: replaces a descriptor of a log, which this process owns and does not use: the
+        // functions that use it in the parent return errors in a child.
         unsafe { libc::dup3(empty.as_raw_fd(), file, libc::O_CLOEXEC) };
     }
 }

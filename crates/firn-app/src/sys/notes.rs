@@ -1,13 +1,13 @@
-//! What the signal handler writes down: pages and words, in memory of their own.
+//! Notes of the signal handler: written pages and words, in memory of their own.
 //!
-//! Notes never share a page with anything that could be write-protected: a fault inside the handler would end the
-//! process.
+//! Notes never share a page with data that could be write-protected: a fault inside the handler
+//! would end the process.
 //!
 //! ```text
 //!   words    0 listed   pages in the list               4 unsupported   instructions not emulated
-//!            1 logged   stores in the log               5 everything    1: the span is writable, all of it
+//!            1 logged   stores in the log               5 everything    1: the whole span is writable
 //!            2 emulated stores performed
-//!            3 faults   answered
+//!            3 faults   handled
 //!            6 own      the span is the child's own: 0 no, 1 being copied, 2 yes
 //!            8 ..       one bit per page: noted and writable
 //!   halves   list of pages, in order of their first write
@@ -24,25 +24,26 @@ use super::mapping::{Mapping, protect, replace_by_copy};
 use crate::span::{PAGE, Span};
 
 const COUNTERS: usize = 8;
-/// Stores that the log of an emulated span holds; further ones are followed by pages.
+/// The maximum count of stores in the log of an emulated span; further stores are followed by
+/// pages.
 const LOG: usize = 1 << 15;
-/// Whose the memory of an emulated span is, in a child.
+/// In a child: which process owns the memory of an emulated span.
 const SHARED: u64 = 0;
 const COPYING: u64 = 1;
 const OWN: u64 = 2;
 
-/// What was noted of one span.
+/// The notes of one span.
 #[derive(Debug)]
 pub(crate) struct Notes {
     span: Span,
-    /// Where a second, writable mapping of the span starts; 0 if there is none.
+    /// The address of a second, writable mapping of the span; 0 if there is none.
     alias: usize,
     memory: Mapping,
     log: usize,
     owner: Owner,
 }
 
-/// A store that was noted.
+/// A store that the handler noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Noted {
     pub(crate) address: usize,
@@ -63,12 +64,14 @@ impl Notes {
         self.owner
     }
 
-    /// Whether writes to the span's pages are writes to the memory of the process that follows it, in a child as well.
+    /// Whether a write to the span's pages reaches the memory of the process that follows it, in a
+    /// child as well.
     pub(crate) fn is_shared(&self) -> bool {
         self.alias != 0 && self.counter(6).load(Ordering::Acquire) != OWN
     }
 
-    /// In a child: makes the span writable, and the child's own memory, with the content that it has now.
+    /// In a child: gives the span private memory of the child with its present content, and makes
+    /// it writable.
     ///
     /// Called by the signal handler: no allocation, no lock.
     pub(crate) fn give_to_child(&self) -> Result<(), Errno> {
@@ -85,7 +88,7 @@ impl Notes {
                     return copied;
                 }
                 Err(OWN) => return Ok(()),
-                // Another thread of the child copies it.
+                // Another thread of the child is copying it.
                 Err(_) => rustix::thread::sched_yield(),
             }
         }
@@ -117,7 +120,8 @@ impl Notes {
         self.memory.words(offset, self.log)
     }
 
-    /// Notes a page and makes it writable. If there are too many mappings to split one more, the whole span.
+    /// Notes a page and makes it writable. If the kernel has no mapping left to split off, makes
+    /// the whole span writable.
     ///
     /// Called by the signal handler: no allocation, no lock.
     pub(crate) fn open_page(&self, address: usize) -> Result<(), Errno> {
@@ -134,7 +138,8 @@ impl Notes {
         })
     }
 
-    /// Notes a store. False if the log is full: then it must not be performed unnoted.
+    /// Notes a store. False if the log is full: then the store must not be performed without a
+    /// note.
     pub(crate) fn note(&self, stored: Noted) -> bool {
         let at = self.counter(1).fetch_add(1, Ordering::AcqRel) as usize;
         let Some(entry) = self.stores().get(at) else { return false };
@@ -156,7 +161,8 @@ impl Notes {
         self.counter(4).load(Ordering::Relaxed)
     }
 
-    /// Tells what was noted, forgets it, and protects what was made writable. Nobody may write the span meanwhile.
+    /// Returns what was noted, forgets it, and protects what was made writable. No thread may write
+    /// the span meanwhile.
     pub(crate) fn take(&self, pages: &mut Vec<u32>, stores: &mut Vec<Noted>) -> Result<(), Errno> {
         pages.clear();
         stores.clear();
@@ -177,7 +183,7 @@ impl Notes {
         }
     }
 
-    /// One call for all of them: the mapping that was split becomes one again.
+    /// Protects all of these pages in one call: the mappings that were split become one again.
     fn close(&self, pages: Range<usize>) -> Result<(), Errno> {
         protect(self.span.part(pages), false)
     }

@@ -1,4 +1,4 @@
-//! What the kernel knows of each page of this process: `/proc/self/pagemap`, by `PAGEMAP_SCAN` (Linux 6.7) or read as
+//! The page map of this process: `/proc/self/pagemap`, by `PAGEMAP_SCAN` (Linux 6.7) or read as
 //! words (proc(5)).
 
 use std::fs::{File, OpenOptions};
@@ -12,18 +12,18 @@ use rustix::ioctl::{self, Direction, Ioctl, IoctlOutput, Opcode};
 use crate::span::{PAGE, Span};
 use crate::tracker::Found;
 
-/// What to look for in a page.
+/// The property of the pages that a scan finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sought {
-    /// Written since it was last write-protected; and write-protects it again.
+    /// Written since the last write protection. The scan write-protects these pages again.
     WrittenAndRearm,
     /// A private copy of a page of a file.
     Copied,
 }
 
-/// Runs of pages that one call of the kernel tells.
+/// The maximum count of page runs that one call of the kernel reports.
 const REGIONS: usize = 64;
-/// Pages read as words in one go.
+/// The count of pages read as words at once.
 const WORDS: usize = 512;
 /// Bit of a word: written since `clear_refs`.
 const SOFT_DIRTY: u64 = 1 << 55;
@@ -60,7 +60,8 @@ impl<'a> Scan<'a> {
             return_mask: 0,
         };
         match sought {
-            // The kernel has a short path for exactly this combination. Mappings that are not registered are skipped.
+            // The kernel has a short path for exactly this combination. It skips mappings that are
+            // not registered.
             Sought::WrittenAndRearm => {
                 argument.flags = u64::from(raw::PM_SCAN_WP_MATCHING);
                 argument.category_mask = u64::from(raw::PAGE_IS_WRITTEN);
@@ -78,11 +79,12 @@ impl<'a> Scan<'a> {
     }
 }
 
-// SAFETY: PAGEMAP_SCAN takes struct pm_scan_arg, which `as_ptr` points to, writes at most `vec_len` regions at `vec`, both
-// taken from a slice that is borrowed for as long as `self`, and returns their number. What it may write-protect is a span
-// registered with an asynchronous userfaultfd: writes go on.
+// SAFETY: PAGEMAP_SCAN takes struct pm_scan_arg, which `as_ptr` points to, writes at most `vec_len`
+// regions at `vec`, both taken from a slice that is borrowed for as long as `self`, and returns
+// their number. What it may write-protect is a span registered with an asynchronous userfaultfd:
+// writes do not block.
 unsafe impl Ioctl for Scan<'_> {
-    /// Number of regions, and where the scan ended.
+    /// The count of regions, and the address at which the scan ended.
     type Output = (usize, u64);
     const IS_MUTATING: bool = true;
 
@@ -98,7 +100,8 @@ unsafe impl Ioctl for Scan<'_> {
         count: IoctlOutput,
         argument: *mut std::ffi::c_void,
     ) -> Result<(usize, u64), Errno> {
-        // SAFETY: the caller hands back what `as_ptr` gave: a valid argument, which the kernel has filled in.
+        // SAFETY: the caller returns what `as_ptr` gave: a valid argument, which the kernel has
+        // filled in.
         let walk_end = unsafe { (*argument.cast::<pm_scan_arg>()).walk_end };
         Ok((count.unsigned_abs() as usize, walk_end))
     }
@@ -117,7 +120,7 @@ impl Pagemap {
         Ok(Self { file: File::open("/proc/self/pagemap")?, regions: vec![empty; REGIONS] })
     }
 
-    /// Notes each run of pages that has what is sought, in order.
+    /// Adds each run of pages that meet the criterion, in order.
     pub(crate) fn scan(
         &mut self,
         span: Span,
@@ -127,7 +130,7 @@ impl Pagemap {
         let mut start = span.start() as u64;
         while start < span.end() as u64 {
             let scan = Scan::new(start, span.end() as u64, sought, &mut self.regions);
-            // SAFETY: `Scan` upholds the contract of `Ioctl`.
+            // SAFETY: `SelfScan` upholds the contract of `Ioctl`.
             let (count, end) = unsafe { ioctl::ioctl(&self.file, scan) }?;
             for run in &self.regions[..count] {
                 found.push(run.start as usize, (run.end - run.start) as usize);
@@ -137,7 +140,7 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Notes each page that was written since [`forget_writes`].
+    /// Adds each page that was written since [`clear_soft_dirty`].
     pub(crate) fn soft_dirty(&self, span: Span, found: &mut Found) -> io::Result<()> {
         let mut bytes = [0; WORDS * 8];
         for first in (0..span.pages()).step_by(WORDS) {

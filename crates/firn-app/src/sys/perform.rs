@@ -10,10 +10,11 @@ use crate::instruction::{
 };
 use crate::span::PAGE;
 
-/// What came of it.
+/// The result of an attempt to perform a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Performed {
-    /// Memory and registers are as after the instruction, or, if it repeats, after some of its rounds.
+    /// Memory and registers are as after the instruction, or, if it repeats, after some of its
+    /// iterations.
     Yes,
     /// Nothing has changed.
     Unsupported,
@@ -40,10 +41,12 @@ const ORDER: [c_int; 16] = [
     libc::REG_R14,
     libc::REG_R15,
 ];
-/// Where an XSAVE area says that it is one, and that it has which state (`struct _fpx_sw_bytes`).
+/// Offset and value of the mark of an XSAVE area, and the offset of its set of state components
+/// (`struct _fpx_sw_bytes`).
 const XSAVE_MAGIC: (usize, u32) = (464, 0x4650_5853);
 const XSAVE_FEATURES: usize = 472;
-/// State component: upper halves of the vector registers. In the standard format it lies at a fixed place.
+/// State component: upper halves of the vector registers. In the standard format it has a fixed
+/// offset.
 const YMM: (u64, usize) = (1 << 2, 576);
 
 /// Performs the instruction that faulted.
@@ -65,7 +68,7 @@ fn decode(context: &ucontext_t) -> Option<Store> {
     let general = ORDER.map(|register| gregs[register as usize] as u64);
     let flags = gregs[libc::REG_EFL as usize] as u64;
     let registers = Registers { general, ip, flags, xmm, ymm_high };
-    // The next page may not be there, unless the instruction reaches into it.
+    // The next page may not be mapped, unless the instruction extends into it.
     let to_page_end = PAGE - ip as usize % PAGE;
     match evaluate(code_at(ip, to_page_end.min(LONGEST)), &registers) {
         Err(Unknown::Incomplete) if to_page_end < LONGEST => {
@@ -76,9 +79,10 @@ fn decode(context: &ucontext_t) -> Option<Store> {
 }
 
 fn code_at(ip: u64, len: usize) -> &'static [u8] {
-    // SAFETY: the processor has just read the instruction at `ip`. `len` ends within its page, or the decoder has said
-    // that the instruction goes on in the next, which is therefore mapped as well. Code that changes while it runs is not
-    // followed. (Pages that can be executed and not read end the process here, as an unhandled fault.)
+    // SAFETY: the processor has just read the instruction at `ip`. `len` ends within its page, or
+    // the decoder has reported that the instruction continues in the next, which is therefore
+    // mapped as well. Code that changes while it runs is not supported. (Pages that can be executed
+    // and not read end the process here, as an unhandled fault.)
     unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(ip as usize), len) }
 }
 
@@ -89,15 +93,17 @@ fn vectors(context: &ucontext_t) -> (Halves<'_>, Halves<'_>) {
     if state.is_null() {
         return (None, None);
     }
-    // SAFETY: where it is not null, `fpregs` is an FXSAVE area of 512 bytes on the signal frame, which lives as long as the
-    // context. Bytes 160 to 416 are the 16 registers. If the software bytes name the magic and the component, the kernel
-    // has written an XSAVE area in standard format behind it, where the upper halves lie at 576.
+    // SAFETY: where it is not null, `fpregs` is an FXSAVE area of 512 bytes on the signal frame,
+    // which lives as long as the context. Bytes 160 to 416 are the 16 registers. If the software
+    // bytes name the magic and the component, the kernel has written an XSAVE area in standard
+    // format behind it, where the upper halves lie at 576.
     unsafe {
         let xmm = Some(&*state.add(160).cast::<[[u8; 16]; 16]>());
         let magic = state.add(XSAVE_MAGIC.0).cast::<u32>().read_unaligned();
         let features = state.add(XSAVE_FEATURES).cast::<u64>().read_unaligned();
         let has = magic == XSAVE_MAGIC.1 && features & YMM.0 != 0;
-        // A component in its initial state is all zeros, and the kernel says so in the header at 512 only.
+        // A component in its initial state is all zeros, and the kernel marks that in the header at
+        // 512 only.
         let present = has && state.add(512).cast::<u64>().read_unaligned() & YMM.0 != 0;
         let high = match (has, present) {
             (true, true) => Some(&*state.add(YMM.1).cast::<[[u8; 16]; 16]>()),
@@ -123,7 +129,7 @@ struct Window<'a> {
 }
 
 impl Window<'_> {
-    /// Where to write instead, if all of it lies in the span.
+    /// The address to write to in the second mapping, if all bytes lie in the span.
     fn place(&self, address: u64, len: usize) -> Option<*mut u8> {
         let span = self.notes.span();
         let start = address as usize;
@@ -185,14 +191,15 @@ impl Window<'_> {
     }
 
     fn copy(&self, store: &Store, from: u64, repeats: bool, context: &mut ucontext_t) -> Performed {
-        // The first element has been read by the processor; what lies in the next page may not be readable.
+        // The processor has read the first element; the bytes in the next page may not be readable.
         let readable = PAGE - from as usize % PAGE;
         let rounds = rounds(store, repeats, context, readable).max(1);
         let mut from: *const u8 = std::ptr::with_exposed_provenance(from as usize);
         let performed = self.rounds(store, rounds, repeats, context, |to| {
             let mut element = [0; 8];
-            // SAFETY: the first element has been read by the instruction before it faulted on the write, and further
-            // ones lie wholly in the same page. Volatile: other threads may write there, as they may natively.
+            // SAFETY: the first element has been read by the instruction before it faulted on the
+            // write, and further ones lie wholly in the same page. Volatile: other threads may
+            // write there, as they may natively.
             unsafe {
                 for (index, byte) in element[..store.size].iter_mut().enumerate() {
                     *byte = from.add(index).read_volatile();
@@ -209,7 +216,8 @@ impl Window<'_> {
         performed
     }
 
-    /// Some rounds of a string instruction: as many as lie in the span. If more are left, it runs again.
+    /// Performs the iterations of a string instruction that lie in the span. If more are left, the
+    /// instruction runs again.
     fn rounds(
         &self,
         store: &Store,
@@ -241,7 +249,8 @@ impl Window<'_> {
     }
 }
 
-/// How many rounds at most: what is left of `rcx`, a page's worth, what can be read.
+/// The maximum count of iterations: limited by `rcx`, by the size of a page, and by the readable
+/// bytes.
 fn rounds(store: &Store, repeats: bool, context: &ucontext_t, readable: usize) -> usize {
     match repeats {
         true => (get(context, libc::REG_RCX) as usize).min(PAGE.min(readable) / store.size),
@@ -249,11 +258,12 @@ fn rounds(store: &Store, repeats: bool, context: &ucontext_t, readable: usize) -
     }
 }
 
-/// Writes bytes, each natural width that is aligned in one go.
+/// Writes bytes, each aligned natural width in one access.
 fn write(to: *mut u8, bytes: &[u8]) {
-    // SAFETY: callers take `to` from `Window::place`: that many bytes of the second mapping, which is writable and lives
-    // as long as the span is watched. The casts are to widths that the match found aligned; accesses are atomic, so that
-    // other threads of the application see what they would natively.
+    // SAFETY: callers take `to` from `AliasedSpan::alias_pointer`: that many bytes of the second
+    // mapping, which is writable and lives as long as the span is watched. The casts are to widths
+    // that the match found aligned; accesses are atomic, so that other threads of the application
+    // see what they would natively.
     unsafe {
         match (bytes.len(), to.addr() % bytes.len().max(1)) {
             (8, 0) => (*to.cast::<AtomicU64>()).store(word(bytes), Ordering::Release),
@@ -268,7 +278,7 @@ fn write_in_parts(to: *mut u8, bytes: &[u8]) {
     let wide = bytes.len() % 8 == 0 && to.addr() % 8 == 0;
     for (number, part) in bytes.chunks(if wide { 8 } else { 1 }).enumerate() {
         let to = to.wrapping_add(number * part.len());
-        // SAFETY: as in `write`; alignment is what `wide` says.
+        // SAFETY: as in `write_atomically`; `wide` guarantees the alignment.
         unsafe {
             match wide {
                 true => (*to.cast::<AtomicU64>()).store(word(part), Ordering::Release),
@@ -284,11 +294,12 @@ fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Replaces a word atomically, whether the instruction asked for that or not. Gives the old one.
+/// Replaces a word atomically, also if the instruction was not atomic. Returns the old word.
 fn update(at: *mut u8, size: usize, new: impl Fn(u64) -> u64) -> u64 {
     macro_rules! swap {
         ($atomic:ty, $word:ty) => {{
-            // SAFETY: `modify` takes `at` from `Window::place` and has checked that it is aligned to `size`.
+            // SAFETY: `modify_memory` takes `at` from `AliasedSpan::alias_pointer` and has checked
+            // that it is aligned to `size`.
             let cell = unsafe { &*at.cast::<$atomic>() };
             let mut old = cell.load(Ordering::Acquire);
             loop {

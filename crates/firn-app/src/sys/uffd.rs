@@ -1,4 +1,5 @@
-//! A `userfaultfd(2)` of this process that remembers writes and tells nobody (`UFFD_FEATURE_WP_ASYNC`).
+//! Asynchronous userfaultfd(2) of this process: the kernel remembers writes and sends no message
+//! (`UFFD_FEATURE_WP_ASYNC`).
 
 use std::os::fd::OwnedFd;
 
@@ -37,8 +38,9 @@ const _: () = {
 
 struct Call<'a, T>(Opcode, &'a mut T);
 
-// SAFETY: only `Uffd::call` makes one, with the argument type that belongs to the number (each pair stands in one method
-// below); the argument is borrowed for longer than the call and may be written.
+// SAFETY: only `AsyncUffd::call_ioctl` makes one, with the argument type that belongs to the number
+// (each pair is in one method below); the argument is borrowed for longer than the call and may be
+// written.
 unsafe impl<T> Ioctl for Call<'_, T> {
     type Output = ();
     const IS_MUTATING: bool = true;
@@ -56,17 +58,19 @@ unsafe impl<T> Ioctl for Call<'_, T> {
     }
 }
 
-/// Write protection that lets writes through and remembers them.
+/// Write protection under which the kernel permits writes and remembers them.
 #[derive(Debug)]
 pub(crate) struct Uffd(OwnedFd);
 
 impl Uffd {
-    /// Makes one. Without privileges: faults inside of system calls need no handler here either.
+    /// Makes a userfaultfd without privileges: faults inside of system calls need no handler here
+    /// either.
     pub(crate) fn new() -> Result<Self, Errno> {
         let user_mode_only = UserfaultfdFlags::from_bits_retain(raw::UFFD_USER_MODE_ONLY);
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | user_mode_only;
-        // SAFETY: a userfaultfd changes an address space only through what is registered with it. `register` takes spans
-        // only, and a write to those is never blocked, as the descriptor is asynchronous.
+        // SAFETY: a userfaultfd changes an address space only through what is registered with it.
+        // `register_span` takes spans only, and a write to those never blocks, as the descriptor is
+        // asynchronous.
         let uffd = Self(unsafe { rustix::mm::userfaultfd(flags) }?);
         let api = u64::from(raw::UFFD_API);
         uffd.call(API, &mut raw::uffdio_api { api, features: FEATURES, ioctls: 0 })?;
@@ -74,8 +78,8 @@ impl Uffd {
     }
 
     fn call<T>(&self, opcode: Opcode, argument: &mut T) -> Result<(), Errno> {
-        // SAFETY: `Call` upholds the contract of `Ioctl`. The requests made here change the protection of spans, which
-        // sessions own, and no content.
+        // SAFETY: `UffdCall` upholds the contract of `Ioctl`. The requests made here change the
+        // protection of spans, which sessions own, and no content.
         unsafe { ioctl::ioctl(&self.0, Call(opcode, argument)) }
     }
 

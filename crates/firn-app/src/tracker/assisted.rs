@@ -1,10 +1,12 @@
-//! PT assisted by the operating system: asynchronous write protection, and one scan per commit that tells the written
-//! pages and protects them again. No signals; system calls may write areas as well.
+//! PT assisted by the operating system: asynchronous write protection, and one scan per commit that
+//! reports the written pages and protects them again. No signals; system calls may write areas as
+//! well.
 //!
-//! Where the session compares what it is told with the last committed copy, pages that are written in most transactions
-//! ([`Heat`]) are not protected at all, and told every time: comparing a page costs a tenth of what a fault does. They are
-//! taken out of the registration, and the scan skips what is not registered, so that it remains one call. Where faults cost
-//! more than looking at everything, nothing is protected for a while ([`Whole`]).
+//! If the session compares reported pages with the last committed copy, pages that are written in
+//! most transactions ([`PageHeat`]) are not protected at all, and reported every time: comparing a
+//! page costs a tenth of a fault. They are unregistered, and the scan skips pages that are not
+//! registered, so that it remains one call. If faults cost more than comparing everything, no page
+//! is protected for a while ([`FullCompare`]).
 
 use super::hot::Heat;
 use super::whole::Whole;
@@ -83,7 +85,7 @@ impl Tracker for Assisted {
 }
 
 impl Assisted {
-    /// Tells everything. Where pages can't be protected it goes on looking.
+    /// Reports everything. If pages cannot be protected again it continues to compare everything.
     fn look(&mut self, found: &mut Found) -> Result<(), Error> {
         self.spans.iter().for_each(|span| found.push(span.start(), span.bytes()));
         if self.whole.is_last() {
@@ -93,16 +95,17 @@ impl Assisted {
         Ok(())
     }
 
-    /// Nothing is protected any more.
+    /// Ends the protection of all pages.
     fn let_go(&mut self) -> Result<(), Error> {
         self.heat = Some(Heat::default());
         let let_go = self.spans.iter().try_for_each(|span| self.uffd.unregister(*span));
         let_go.map_err(Error::system("taking an area out of userfaultfd"))
     }
 
-    /// Tells hot pages, and decides which are. What was found so far are the pages that are not.
+    /// Reports hot pages, and decides which pages are hot. The pages found so far are those that
+    /// are not hot.
     fn follow(&self, heat: &mut Heat, found: &mut Found) -> Result<(), Error> {
-        // Those that become hot now have been told.
+        // Pages that become hot now have been reported already.
         let hot = heat.hot().count();
         for &(start, len) in found.runs() {
             for page in (start..start + len).step_by(PAGE) {
@@ -125,7 +128,7 @@ impl Assisted {
 
 impl Drop for Assisted {
     fn drop(&mut self) {
-        // A child's descriptor is its parent's: the parent's pages are registered there.
+        // A child's descriptor is its parent's: the parent's pages are registered with it.
         let spans = self.spans.iter().filter(|_| self.owner.is_here());
         for span in spans {
             // Closing the descriptor, which comes next, unregisters as well.

@@ -1,4 +1,4 @@
-//! The tracker that is quickest here, found by trying.
+//! Choice of a tracker: times several trackers on small transactions, and opens the fastest.
 
 use std::time::{Duration, Instant};
 
@@ -8,14 +8,14 @@ use crate::options::Source;
 use crate::span::PAGE;
 use crate::sys::region::Region;
 
-/// Pages of the area tried on.
+/// The count of pages of the area used for trials.
 const PAGES: usize = 64;
-/// Transactions of each trial; the median counts.
+/// The count of transactions in each trial; the median time counts.
 const TRANSACTIONS: usize = 41;
-/// Pages and words written in each.
+/// The counts of pages and of words per page written in each transaction.
 const WRITTEN: (usize, usize) = (2, 4);
 
-/// Opens the quickest tracker for small transactions on memory of that kind.
+/// Opens the fastest tracker for small transactions on memory from this source.
 pub(crate) fn choose(source: Source) -> Result<Box<dyn Tracker>, Error> {
     let candidates = match source {
         Source::Any => &[Kind::Assisted, Kind::Pages][..],
@@ -30,7 +30,8 @@ pub(crate) fn choose(source: Source) -> Result<Box<dyn Tracker>, Error> {
 fn trial(kind: Kind) -> Result<Duration, Error> {
     let mut tracker = open(kind)?;
     let memory = tracker.allocate(PAGES * PAGE)?;
-    // SAFETY: memory of that size, mapped for this trial, alive as long as `memory`, known to this thread alone.
+    // SAFETY: memory of that size, mapped for this trial, alive as long as `memory`, known to this
+    // thread alone.
     let mut region = unsafe { Region::new(memory.start(), PAGES * PAGE) };
     let mut found = Found::default();
     let mut times = Vec::with_capacity(TRANSACTIONS);

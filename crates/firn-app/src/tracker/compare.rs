@@ -1,6 +1,8 @@
-//! Compare: every byte may have been written; the session compares all of it with the committed copy.
+//! Compare: every byte may have been written; the session compares all of it with the committed
+//! copy.
 //!
-//! No faults, no system calls, any kernel, any memory. A commit costs the time to read the areas twice.
+//! No faults, no system calls, any kernel, any memory. A commit costs the time to read the areas
+//! twice.
 
 use super::{Found, Kind, Tracker};
 use crate::error::Error;

@@ -1,8 +1,8 @@
-//! Emul: the application's mapping stays write-protected; each store is performed through a second mapping of the same
-//! memory, and its words are noted.
+//! Emul: the application's mapping stays write-protected; each store is performed through a second
+//! mapping of the same memory, and its words are noted.
 //!
-//! A store that cannot be performed (an unknown instruction, or the log is full) makes its page writable until commit, as
-//! PT does; the page is then told as a whole.
+//! A store that cannot be performed (an unknown instruction, or the log is full) makes its page
+//! writable until commit, as PT does; the page is then reported as a whole.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::span::Span;
 use crate::sys::fault::Watched;
 use crate::sys::notes::Noted;
 
-/// Noted stores are told in whole words.
+/// The unit in which noted stores are reported, in bytes.
 const WORD: usize = 8;
 
 /// See the module documentation.

@@ -1,11 +1,14 @@
-//! Which pages are written so often that waiting for their first write costs more than looking at them every time.
+//! Hot pages: pages written so often that a fault at their first write costs more than comparing
+//! them every time.
 //!
-//! A page's *heat* rises by [`RISE`] when it was written in a transaction, and falls by one with every transaction; a page
-//! written in more than half of them becomes hot at last. (A fault costs about a microsecond; looking at a page a tenth of
-//! that, and half a microsecond more if it stands alone, as the kernel then walks more mappings.) Nobody tells any more when
-//! a hot page is written, so it is put back after a while, and has to become hot again; after a longer while each time.
+//! A page's *heat* rises by [`HEAT_PER_WRITE`] when a transaction writes it, and falls by one with
+//! every transaction. A page written in more than half of them becomes hot in the end. (A fault
+//! costs about a microsecond; comparing a page a tenth of that, and half a microsecond more if it
+//! has no hot neighbor, as the kernel then walks more mappings.) Nothing reports writes to a hot
+//! page any more, so it is protected again after some transactions, and has to become hot again;
+//! after more transactions each time.
 //!
-//! Numbers of pages and transactions go in, decisions come out: no kernel here.
+//! Page addresses and transactions are the input, decisions are the output: no system calls here.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -13,31 +16,31 @@ use std::hash::{BuildHasherDefault, Hasher};
 const RISE: u32 = 2;
 const HOT: u32 = 12;
 const MOST_HEAT: u32 = 20;
-/// Pages that are hot at once, at most: each costs a commit about a tenth of a microsecond.
+/// The maximum count of hot pages: each costs a commit about a tenth of a microsecond.
 const PAGES_MAX: usize = 32;
-/// Transactions for which a page stays hot, the first time and at last.
+/// The count of transactions for which a page stays hot: the first time, and the maximum.
 const STAY: (u64, u64) = (256, 1 << 16);
-/// Heat with which a page that was hot starts again.
+/// The heat with which a page that was hot starts again.
 const WARM: u32 = 9;
 
 #[derive(Clone, Copy, Debug)]
 struct Page {
     heat: u32,
     seen: u64,
-    /// For how long it will be hot next time.
+    /// The count of transactions for which it will be hot next time.
     stay: u64,
 }
 
-/// See the module documentation. A page is named by its address.
+/// The heat of pages. A page is identified by its address.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Heat {
     now: u64,
     pages: HashMap<usize, Page, BuildHasherDefault<Address>>,
-    /// Hot pages, and until when.
+    /// Hot pages, and the transaction until which they are hot.
     hot: Vec<(usize, u64)>,
 }
 
-/// Addresses are no enemy's choice: a multiplication spreads them well enough.
+/// A hasher for addresses. No attacker chooses them: a multiplication spreads them well enough.
 #[derive(Clone, Copy, Debug, Default)]
 struct Address(u64);
 
@@ -56,17 +59,18 @@ impl Hasher for Address {
 }
 
 impl Heat {
-    /// Pages that are hot.
+    /// The addresses of hot pages.
     pub(super) fn hot(&self) -> impl Iterator<Item = usize> + '_ {
         self.hot.iter().map(|(page, _)| *page)
     }
 
-    /// A transaction has ended.
+    /// Counts the end of a transaction.
     pub(super) fn tick(&mut self) {
         self.now += 1;
     }
 
-    /// A page that is not hot was written in the transaction. True if it is hot from now on.
+    /// Records that the transaction wrote a page that is not hot. True if the page is hot from now
+    /// on.
     pub(super) fn written(&mut self, page: usize) -> bool {
         let new = Page { heat: 0, seen: self.now, stay: STAY.0 };
         let entry = self.pages.entry(page).or_insert(new);
@@ -81,7 +85,7 @@ impl Heat {
         true
     }
 
-    /// A page whose time is over, one at a time; it is not hot any more.
+    /// Removes one page whose hot period is over, and returns it.
     pub(super) fn cooled(&mut self) -> Option<usize> {
         let over = self.hot.iter().position(|(_, until)| *until <= self.now)?;
         let (page, _) = self.hot.swap_remove(over);

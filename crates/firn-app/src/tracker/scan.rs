@@ -1,14 +1,18 @@
-//! Scan: page-table entries, read at commit, say which pages were written. Nothing is noted in between.
+//! Scan: page-table entries, read at commit, show which pages were written. Nothing is noted in
+//! between.
 //!
-//! Linux shows no program the dirty bit that the processor sets. There are two next best things:
+//! Linux shows programs no dirty bit of the processor. There are two substitutes:
 //!
-//! - *Soft-dirty bits* (`CONFIG_MEM_SOFT_DIRTY`): kept by the kernel for every page of the process, forgotten by writing to
-//!   `clear_refs`, for the whole process at once: so there can be one such session per process. Any memory.
-//! - *Private copies*, where the kernel lacks those bits: the area is a private mapping of a memory file that holds the
-//!   committed state. The first write of a page makes a copy of it; copies are what a scan (`PAGEMAP_SCAN`, Linux 6.7) finds.
-//!   At commit they are written to the file and given up. Memory must be allocated by the library.
+//! - *Soft-dirty bits* (`CONFIG_MEM_SOFT_DIRTY`): the kernel maintains them for every page of the
+//!   process. A write to `clear_refs` clears them, for the whole process at once, so only one
+//!   session per process can use them. Any memory.
+//! - *Private copies*, where the kernel lacks those bits: the area is a private mapping of a memory
+//!   file that holds the committed state. The first write of a page makes a copy of it, and a scan
+//!   (`PAGEMAP_SCAN`, Linux 6.7) finds copies. At commit they are written to the file and
+//!   discarded. The library must allocate the memory.
 //!
-//! Both cost the first write of a page a fault inside the kernel, and a commit the time to look at every page of the areas.
+//! Both cost the first write of a page a fault inside the kernel, and a commit the time to check
+//! every page of the areas.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,10 +25,11 @@ use crate::sys::fork::Owner;
 use crate::sys::pagemap::{Pagemap, Sought, forget_writes};
 use crate::sys::{mapping, region};
 
-/// The mark of the process of which a session reads the soft-dirty bits; 0 if none does. A child has bits of its own.
+/// The mark of the process whose soft-dirty bits a session reads; 0 if no session does. A child has
+/// bits of its own.
 static SOFT_DIRTY_OF: AtomicU64 = AtomicU64::new(0);
 
-/// The way that this kernel has.
+/// Opens the tracker that this kernel supports.
 pub(super) fn open() -> Result<Box<dyn Tracker>, Error> {
     match soft_dirty_works()? {
         true => Ok(Box::new(SoftDirty::open()?)),
@@ -36,10 +41,11 @@ fn pagemap() -> Result<Pagemap, Error> {
     Pagemap::open().map_err(Error::io("opening /proc/self/pagemap"))
 }
 
-/// A kernel without the bits shows them as 0, also for a page that has just been mapped and written.
+/// A kernel without the bits shows them as 0, also for a page that has just been mapped and
+/// written.
 fn soft_dirty_works() -> Result<bool, Error> {
     let memory = Memory::anonymous(1)?;
-    // SAFETY: one byte of memory that nobody else knows.
+    // SAFETY: one byte of memory that no other code knows.
     unsafe { memory.start().write_volatile(1) };
     let mut found = Found::default();
     pagemap()?
@@ -48,7 +54,7 @@ fn soft_dirty_works() -> Result<bool, Error> {
     Ok(!found.runs().is_empty())
 }
 
-/// Soft-dirty bits.
+/// A tracker by soft-dirty bits.
 #[derive(Debug)]
 struct SoftDirty {
     pagemap: Pagemap,
@@ -70,7 +76,7 @@ impl SoftDirty {
 impl Drop for SoftDirty {
     fn drop(&mut self) {
         let of = self.owner.mark();
-        // If it is another's now, this is a child, and the session its parent's.
+        // If the mark is another one, this process is a child, and the session is its parent's.
         let _ = SOFT_DIRTY_OF.compare_exchange(of, 0, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
@@ -81,7 +87,8 @@ impl Tracker for SoftDirty {
     }
 
     fn watch(&mut self, span: Span) -> Result<(), Error> {
-        // What other areas have had written stays written: theirs is told once too often rather than never.
+        // Pages of other areas that were written stay marked: they are reported once too often
+        // rather than never.
         self.spans.push(span);
         Ok(())
     }
@@ -95,7 +102,7 @@ impl Tracker for SoftDirty {
     }
 }
 
-/// Private copies.
+/// A tracker by private copies.
 #[derive(Debug)]
 struct Copies {
     pagemap: Pagemap,
@@ -145,7 +152,7 @@ impl Tracker for Copies {
     }
 }
 
-/// Writes copies to the file and gives them up.
+/// Writes copies to the file and discards them.
 fn settle(memory: &Memory, span: Span) -> Result<(), Error> {
     region::copy_to_second(memory, span);
     mapping::forget_copies(span).map_err(Error::system("giving up private copies"))

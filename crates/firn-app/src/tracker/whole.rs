@@ -1,29 +1,30 @@
-//! Whether following pages is worth it, or looking at all of them costs less: a small area of which a transaction writes many.
+//! Full comparison: decides whether to follow pages, or to compare all of them, which costs less
+//! for a small area of which a transaction writes many pages.
 //!
 //! ```text
-//!   following ---- a window of transactions in which faults cost more than looking at everything ----> looking
-//!       ^                                                                                                 |
-//!       `------------ after a while, a longer one each time that it was right to look -------------------'
+//!   following -- a window of transactions in which faults cost more than comparing everything --> comparing
+//!       ^                                                                                            |
+//!       `-------- after some transactions, more of them each time that comparing was right ----------'
 //! ```
 //!
-//! Numbers of pages go in, decisions come out: no kernel here. Costs are in comparisons of a page, which take about a tenth of a
-//! microsecond.
+//! Counts of pages are the input, decisions are the output: no system calls here. The unit of cost
+//! is the comparison of one page, which takes about a tenth of a microsecond.
 
-/// The first write of a page that is protected, and the scan of each commit.
+/// The cost of the first write of a protected page, and of the scan of each commit.
 const FAULT: u64 = 8;
 const SCAN: u64 = 8;
-/// Transactions that are looked at before a decision.
+/// The count of transactions before a decision.
 const WINDOW: u64 = 64;
-/// Transactions for which everything is looked at, the first time and at last.
+/// The count of transactions for which everything is compared: the first time, and the maximum.
 const STAY: (u64, u64) = (1 << 10, 1 << 16);
 
 /// See the module documentation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Whole {
-    /// Transactions of this window, and what following cost in it.
+    /// The transactions of this window, and the cost of following pages in it.
     seen: u64,
     cost: u64,
-    /// How many transactions are left in which everything is looked at.
+    /// The remaining transactions in which everything is compared.
     left: u64,
     stay: u64,
 }
@@ -35,13 +36,13 @@ impl Default for Whole {
 }
 
 impl Whole {
-    /// Whether everything is looked at now.
+    /// Whether everything is compared now.
     pub(super) fn is_looking(self) -> bool {
         self.left > 0
     }
 
-    /// A transaction in which so many pages faulted, and so many were compared as they are hot, of so many in all. True if
-    /// everything is looked at from now on.
+    /// Counts a transaction in which `faults` pages faulted and `hot` pages were compared, of
+    /// `pages` in all. True if everything is compared from now on.
     pub(super) fn followed(&mut self, faults: usize, hot: usize, pages: usize) -> bool {
         if pages == 0 {
             return false;
@@ -60,17 +61,18 @@ impl Whole {
         is_dear
     }
 
-    /// Whether pages are followed after the next transaction.
+    /// Whether pages are followed again after the next transaction.
     pub(super) fn is_last(self) -> bool {
         self.left == 1
     }
 
-    /// There is more to look at: what was decided may be wrong now.
+    /// There are more pages now: the last decision may be wrong.
     pub(super) fn grew(&mut self) {
         *self = Self { left: self.left.min(1), ..Self::default() };
     }
 
-    /// A transaction after which everything was looked at. True if pages are followed from now on.
+    /// Counts a transaction after which everything was compared. True if pages are followed from
+    /// now on.
     pub(super) fn looked(&mut self) -> bool {
         self.left = self.left.saturating_sub(1);
         if self.left == 0 {

@@ -1,8 +1,10 @@
-//! Forks at random instants: the parent recovers exactly, and no child panics, hangs, or harms what is the parent's.
+//! Forks at random instants: the parent recovers exactly, and no child panics, hangs, or harms what
+//! is the parent's.
 //!
-//! A program (this test program, started anew) commits and aborts transactions. Its main thread forks between two of them and
-//! inside of them, another thread forks at any instant. Children end at once, use what they have of the session, drop it,
-//! write the areas, or open a session of their own. `FIRN_RUNS` says how many forks (60 for each tracker).
+//! A program (this test program, started anew) commits and aborts transactions. Its main thread
+//! forks between two of them and inside of them, another thread forks at any instant. Children end
+//! at once, use what they have of the session, drop it, write the areas, or open a session of their
+//! own. `FIRN_RUNS` says how many forks (60 for each tracker).
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -102,7 +104,8 @@ fn run(kind: Kind, forks: u64, dir: &Path) {
     let mut areas: Vec<(usize, usize)> =
         own.iter().map(|area| (area.as_ptr() as usize, area.len())).collect();
     let mut memory = vec![0_u8; REGISTERED];
-    // SAFETY: the vector stays as it is until the session is dropped, and is written by this thread alone.
+    // SAFETY: the vector stays as it is until the session is dropped, and is written by this thread
+    // alone.
     let registered = unsafe {
         session.register("registered", NonNull::new(memory.as_mut_ptr()).unwrap(), REGISTERED)
     };
@@ -195,7 +198,8 @@ fn fork_at_any_instant(
         let Some(child) = forked() else {
             ends(|| match draw {
                 0 => Ok(()),
-                // SAFETY: the session lives until this thread has ended, and the thread that uses it is not in this process.
+                // SAFETY: the session lives until this thread has ended, and the thread that uses
+                // it is not in this process.
                 1 => use_it(unsafe { &mut *(session as *mut Session) }),
                 2 => write_all(areas),
                 _ => own_session(kind, dir),
@@ -230,7 +234,8 @@ fn finish(kind: Kind, session: Session, log: &Path, right: (u64, &[Vec<u8>]), fo
 
 /// The child's number; none in the child.
 fn forked() -> Option<libc::pid_t> {
-    // SAFETY: the child uses memory, the C library's allocator, which forks know, and this library; then it ends.
+    // SAFETY: the child uses memory, the C library's allocator, which forks know, and this library;
+    // then it ends.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "fork failed");
     (child != 0).then_some(child)

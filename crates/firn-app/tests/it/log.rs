@@ -76,7 +76,7 @@ fn cut_at_any_byte_it_gives_the_last_whole_transaction() {
             0 => assert_eq!(bytes, [0; LEN]),
             count => assert_eq!(bytes, states[count - 1].0, "cut at {len}"),
         }
-        // What was cut off is gone, and the log goes on from there.
+        // The truncated record is gone, and the log continues from there.
         let after = write(&path, 1);
         assert_eq!(recover(&path).unwrap(), (sequence + 1, after[0].0.clone()));
     }
@@ -294,7 +294,8 @@ impl Drop for Disk {
     }
 }
 
-/// Fills an area anew in each transaction until the disk is full. Gives the last one that was acknowledged.
+/// Fills an area anew in each transaction until the disk is full. Gives the last one that was
+/// acknowledged.
 fn fill_up(path: &Path, len: usize) -> (u64, Error) {
     let options = Options::new("full").tracker(Kind::Compare).backup(target(path));
     let mut session = Session::open(options).unwrap();

@@ -103,7 +103,8 @@ fn two_areas_may_share_a_page_and_two_sessions_may_not() {
         let start = NonNull::from(&mut memory.0).cast::<u8>();
         let at = |offset| start.map_addr(|address| address.checked_add(offset).unwrap());
         let (mut one, mut two) = (open(kind), open(kind));
-        // SAFETY: the box outlives both sessions, and is written by this thread, outside of their methods.
+        // SAFETY: the box outlives both sessions, and is written by this thread, outside of their
+        // methods.
         let (a, b) = unsafe {
             let a = one.register("a", at(10), 5000).unwrap();
             let b = one.register("b", at(5010), 99).unwrap();
@@ -135,7 +136,8 @@ fn a_static_can_be_an_area() {
     for kind in [Kind::Pages, Kind::Assisted] {
         let mut session = open(kind);
         let start = NonNull::from(&STATIC).cast();
-        // SAFETY: a static lives for ever; it is written by this thread, outside of the session's methods.
+        // SAFETY: a static lives for ever; it is written by this thread, outside of the session's
+        // methods.
         let area = unsafe { session.register("static", start, size_of_val(&STATIC)).unwrap() };
         session.begin().unwrap().commit().unwrap();
         session.begin().unwrap().detach();
@@ -286,7 +288,8 @@ fn a_list_may_come_from_outside() {
     assert_eq!(changed(&session), [(4096, 4104)]);
 }
 
-// What follows ends the process, or could: it runs in a child, which is this test program with one test.
+// What follows ends the process, or could: it runs in a child, which is this test program with one
+// test.
 
 const CHILD: &str = "FIRN_APP_TEST_FAULT";
 

@@ -51,7 +51,8 @@ fn standby(dir: &Path, identity: &Identity) -> Standby {
     Standby::start(options).unwrap()
 }
 
-/// What a client of this version of TLS, with the primary's certificate, gets in place of a connection.
+/// What a client of this version of TLS, with the primary's certificate, gets in place of a
+/// connection.
 fn greeting(
     standby: &Standby,
     identity: &Identity,
@@ -123,7 +124,7 @@ fn a_standby_goes_on_where_the_primary_was() {
         }
         assert!(refused >= 6, "{refused} of 10");
 
-        // The second goes on with the log, which a third can recover.
+        // The second continues the log, which a third can recover.
         let mut transaction = second.begin().unwrap();
         transaction.bytes(&copy)[9999] = 99;
         assert_eq!(transaction.commit().unwrap(), 51);

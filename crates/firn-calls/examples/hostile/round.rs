@@ -1,4 +1,5 @@
-//! One round: an application, its host, and a hostile program between them. What happens follows from the dice alone.
+//! One round: an application, its host, and a hostile program between them. What happens follows
+//! from the dice alone.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -26,7 +27,8 @@ pub const STEPS: usize = 400;
 
 /// Where decisions come from.
 pub enum Dice {
-    /// SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
+    /// SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
+    /// 2014).
     Seed(u64),
     /// These bytes, and zeros after them.
     Bytes(std::vec::IntoIter<u8>),
@@ -80,7 +82,7 @@ pub struct Round {
 }
 
 impl Round {
-    /// Nothing has been said yet.
+    /// A round without any message so far.
     pub fn new(dice: Dice) -> Self {
         let policy = format!("[applications.ledger]\nkey = \"{}\"", "07".repeat(32));
         let policy = Policy::parse(&policy).unwrap_or_default();
@@ -175,7 +177,7 @@ impl Round {
         self.guest.notes.iter_mut().flatten().for_each(|(_, notes)| notes.store(at, WORD));
     }
 
-    /// Something that was said before, as it was or bent.
+    /// An earlier message, unchanged or modified.
     fn play_again(&mut self) {
         if self.seen.is_empty() {
             return;
@@ -263,7 +265,7 @@ impl Round {
         Some(runs.iter().flat_map(|run| words(run.first, run.words)).collect())
     }
 
-    /// What was written since the last answer, as words; whole pages where pages are told.
+    /// The words written since the last reply; whole pages where the host reports pages.
     fn collect(&mut self, own: &mut Application) -> Option<BTreeSet<u64>> {
         if let Some(words) = self.noted(own) {
             return Some(words);

@@ -1,21 +1,21 @@
-//! An area that is followed: where its pages are, and which of them were written.
+//! A followed area: the physical addresses of its pages, and which of them were written.
 
 use firn_types::Page;
 
 use crate::message::{AreaId, Refusal, Run};
 use crate::noting::NotedArea;
 
-/// An area of one address space.
+/// A followed area of one address space.
 #[derive(Debug)]
 pub(super) struct Area {
     pub(super) start: u64,
-    /// Where each of its pages was when it was looked at last, if anywhere.
+    /// The physical page of each of its pages at the last translation, if it was mapped.
     places: Vec<Option<Page>>,
-    /// The same by place: which page of the area is there.
+    /// The inverse map: physical page, and page of the area.
     by_place: Vec<(Page, u32)>,
-    /// Written since the last answer.
+    /// Pages written since the last reply.
     fresh: Vec<bool>,
-    /// Told in an answer that may not have come.
+    /// Pages reported in a reply that may not have arrived.
     told: Vec<bool>,
 }
 
@@ -43,13 +43,13 @@ impl Area {
         self.places.len() as u32
     }
 
-    /// Where its pages are, in ascending order.
+    /// The physical pages, in ascending order.
     pub(super) fn places(&self) -> impl Iterator<Item = Page> + '_ {
         self.by_place.iter().map(|(place, _)| *place)
     }
 
-    /// Where its pages are now. The guest's kernel may have moved some, or taken them away for a while: nobody saw what was
-    /// written there meanwhile.
+    /// Updates the physical pages. The guest's kernel may have moved some, or unmapped them for a
+    /// while. Firn has not observed writes to them meanwhile, so they count as written.
     pub(super) fn moved(&mut self, now: &[Result<Page, Refusal>]) {
         let mut changed = false;
         for (page, now) in now.iter().enumerate().take(self.places.len()) {
@@ -63,13 +63,14 @@ impl Area {
         }
     }
 
-    /// The area as who notes stores has to know it, unless it is too large for that.
+    /// The area in the form that the plugin needs to note stores; `None` if it is too large for
+    /// that.
     pub(super) fn noted(&self, id: AreaId) -> Option<NotedArea> {
         let (start, pages) = (self.start, self.pages());
         (pages <= NotedArea::PAGES_MAX).then_some(NotedArea { id, start, pages })
     }
 
-    /// These pages, in ascending order, were written.
+    /// Records that these physical pages, in ascending order, were written.
     pub(super) fn note(&mut self, written: &[Page]) {
         for place in written {
             let from = self.by_place.partition_point(|(it, _)| it < place);
@@ -79,17 +80,17 @@ impl Area {
         }
     }
 
-    /// Anything may have been written.
+    /// Records that all pages may have been written.
     pub(super) fn note_all(&mut self) {
         self.fresh.fill(true);
     }
 
-    /// What the last answer told has come.
+    /// Records that the last reply has arrived.
     pub(super) fn acknowledge(&mut self) {
         self.told.fill(false);
     }
 
-    /// Adds what is to be told.
+    /// Adds the runs of pages to report.
     pub(super) fn tell(&mut self, id: AreaId, runs: &mut Vec<Run>) {
         for (page, (told, fresh)) in (0..).zip(self.told.iter_mut().zip(&mut self.fresh)) {
             *told |= std::mem::take(fresh);

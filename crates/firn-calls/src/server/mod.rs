@@ -1,4 +1,4 @@
-//! The host's side: who may do what, and what each is told.
+//! The host's side of calls: decides what each application may do, and which replies it gets.
 //!
 //! ```text
 //!   a slot      nothing ---hello---> challenged ---prove---> open ---follow, collect, ...---> bye: nothing
@@ -7,8 +7,9 @@
 //!                                                                 any program of the guest can write a hello anywhere)
 //! ```
 //!
-//! What programs of the guest can write into the window at any time is answered with an error at worst. What costs the
-//! host something, looking for an address space, is done for who has a key.
+//! Bytes that programs of the guest can write into the window at any time cause at worst an error
+//! reply. The expensive work, the search for an address space, is done only for applications with a
+//! key.
 
 mod area;
 mod session;
@@ -23,60 +24,63 @@ use crate::noting::Order;
 use crate::policy::{Application, Policy};
 use session::Session;
 
-/// The guest as the server sees it.
+/// The server's access to the guest.
 pub trait Below {
-    /// A number that nobody can guess.
+    /// A random number that no program can guess.
     fn number(&mut self) -> Nonce;
 
     /// The address spaces that have these bytes at this address.
     fn find(&mut self, at: u64, proof: &Proof) -> Vec<GuestPhys>;
 
-    /// Whether this address space has these bytes there.
+    /// Whether this address space has these bytes at this address.
     fn has(&mut self, space: GuestPhys, at: u64, proof: &Proof) -> bool;
 
-    /// Where pages of an address space are, if they are the program's own to write: one for each.
+    /// The physical pages of an address space, if the program owns them and may write them: one
+    /// result for each page.
     fn translate(&mut self, space: GuestPhys, start: u64, pages: u32)
     -> Vec<Result<Page, Refusal>>;
 
-    /// Of these pages, in ascending order, those that were written since they were told last, and the number of the
-    /// time since which all writes are known: another one than before says that some were missed in between. `None` if
-    /// writes can't be followed now. Other pages may be told too: each write is told once, to whoever asks.
+    /// Of these pages, in ascending order, those that were written since they were last reported,
+    /// and the era: the number of the period since whose begin all writes are known. Another era
+    /// than before means that some writes were missed in between. `None` if writes cannot be
+    /// followed now. Other pages may be reported too: each write is reported once, to the session
+    /// that asks first.
     fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)>;
 
-    /// Has stores noted, or no longer. False if nobody sees them.
+    /// Sends an order to the plugin. False if no plugin observes stores.
     fn order(&mut self, order: &Order) -> bool;
 }
 
-/// What is worth a line in the host's log.
+/// An event for the host's log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Noted {
-    /// An application may call from now on.
+    /// An application has opened a session.
     Opened {
-        /// Which.
+        /// The application.
         name: String,
     },
-    /// It has ended its session.
+    /// An application has ended its session, or its process is gone.
     Closed {
-        /// Which.
+        /// The application.
         name: String,
     },
-    /// Something was not done.
+    /// A request was refused.
     Refused {
-        /// Who asked, if that is known.
+        /// The application, if it is known.
         name: Option<String>,
-        /// Why.
+        /// The reason.
         refusal: Refusal,
     },
 }
 
-/// What the host says to a request.
+/// The result of a request on the host's side.
 #[derive(Clone, Debug)]
 pub struct Answered {
-    /// The answer.
+    /// The reply.
     pub bytes: Vec<u8>,
-    /// What there is to log.
+    /// The event to log.
     pub noted: Option<Noted>,
-    /// Who asked has a key.
+    /// Whether the application has proven its key.
     pub is_known: bool,
 }
 
@@ -86,7 +90,7 @@ impl Answered {
     }
 }
 
-/// All sessions of a VM.
+/// The server of all sessions of a VM.
 #[derive(Debug, Default)]
 pub struct Server {
     policy: Policy,
@@ -99,20 +103,20 @@ struct State {
     open: Option<Session>,
 }
 
-/// Somebody who has said hello.
+/// An application that has sent `Hello`, but not proven its identity.
 struct Pending {
     slot: u32,
     name: String,
     application: Application,
     numbers: [Nonce; 2],
     seal: SealKey,
-    /// It was there at a sweep.
+    /// A sweep has already found it here.
     is_old: bool,
 }
 
 impl std::fmt::Debug for Pending {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Pending").field(&self.name).finish()
+        f.debug_tuple("PendingSession").field(&self.name).finish()
     }
 }
 
@@ -122,7 +126,8 @@ impl Server {
         Self { policy, slots: BTreeMap::new() }
     }
 
-    /// Answers a request. `asked` is its number as the window has it. Gives the bytes of the answer.
+    /// Answers a request. `asked` is its number as the window has it. Returns the bytes of the
+    /// reply.
     pub fn answer(
         &mut self,
         slot: u32,
@@ -141,13 +146,13 @@ impl Server {
             Some(Request::Hello { name, number }) => self.hello(slot, &name, number, below),
             _ => Answer::Refused(self.not_understood(slot)),
         };
-        // What a stranger says is not repeated, in no log either.
+        // Text of an unknown sender is not repeated, in no log either.
         let (bytes, noted) = (message::bytes(&answer), refused(None, &answer));
         Answered { bytes, noted, is_known: false }
     }
 
-    /// Ends the sessions of processes that are gone. Gives the slots in use: those of sessions, and those of who has said hello
-    /// since the last sweep.
+    /// Ends the sessions of processes that are gone. Returns the slots in use: those of sessions,
+    /// and those of applications that have sent `Hello` since the last sweep.
     pub fn sweep(&mut self, below: &mut dyn Below) -> (BTreeSet<u32>, Vec<Noted>) {
         let open =
             self.slots.iter_mut().filter_map(|(slot, state)| Some((*slot, state.open.as_mut()?)));
@@ -185,7 +190,7 @@ impl Server {
         Answer::Challenge(own)
     }
 
-    /// If this is sealed by whom the slot is open for.
+    /// Answers a request that the open session of the slot has sealed.
     fn answer_open(
         &mut self,
         slot: u32,
@@ -206,14 +211,15 @@ impl Server {
         }
     }
 
-    /// That a page was written is told once, whoever asked: all who follow it have to know.
+    /// Marks pages in all other sessions: a write is reported once, to one session, but all that
+    /// follow the page must know.
     fn tell_others(&mut self, slot: u32, written: &[Page]) {
         let others = self.slots.iter_mut().filter(|(other, _)| **other != slot);
         let sessions = others.filter_map(|(_, state)| state.open.as_mut());
         sessions.for_each(|session| session.note(written));
     }
 
-    /// If this is sealed by whom the slot was last asked for.
+    /// Answers a request that the pending session of the slot has sealed.
     fn answer_pending(
         &mut self,
         slot: u32,
@@ -250,7 +256,7 @@ impl Server {
 }
 
 impl Pending {
-    /// It has the key. Which process is it?
+    /// Opens the session: the sender has the key. Finds the process by the proof.
     fn prove(self, sequence: u64, at: u64, below: &mut dyn Below) -> Result<Session, Refusal> {
         if at % 32 != 0 {
             return Err(Refusal::Misplaced(at));
@@ -265,7 +271,7 @@ impl Pending {
 
 fn refused(name: Option<String>, answer: &Answer) -> Option<Noted> {
     match *answer {
-        // Each application asks for that, to know.
+        // Each application makes this request to find out whether stores are noted.
         Answer::Refused(Refusal::NoStores) => None,
         Answer::Refused(refusal) => Some(Noted::Refused { name, refusal }),
         _ => None,

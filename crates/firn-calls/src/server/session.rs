@@ -1,4 +1,4 @@
-//! A session that is open: one application, one address space, its areas.
+//! An open call session: one application, one address space, its areas.
 
 use std::collections::BTreeMap;
 
@@ -11,18 +11,18 @@ use crate::message::{self, Answer, AreaId, Refusal, Request, Run};
 use crate::noting::{NoteOrder, Order, WORD};
 use crate::window::Place;
 
-/// Areas that a session has at most.
+/// The maximum count of areas of a session.
 const AREAS_MAX: u16 = 256;
-/// Where the part of an address space ends that belongs to programs, on x86-64 with four levels of tables. Linux gives a
-/// program more only if it asks for it.
+/// The end of the part of an address space that belongs to programs, on x86-64 with four levels of
+/// tables. Linux gives a program higher addresses only if the program requests them.
 const PROGRAMS_END: u64 = 1 << 47;
 
-/// See the module documentation.
+/// An open session on the host's side.
 pub(super) struct Session {
     pub(super) name: String,
     slot: u32,
     seal: SealKey,
-    /// The last request that was answered: each is, once.
+    /// The number of the last answered request: each request is answered once.
     last: u64,
     space: GuestPhys,
     proof_at: u64,
@@ -30,22 +30,22 @@ pub(super) struct Session {
     pages_max: u32,
     areas: BTreeMap<AreaId, Area>,
     next: u16,
-    /// Since when all writes are known.
+    /// The era since whose begin all writes are known.
     era: Option<u64>,
-    /// The `Collect` that was answered last.
+    /// The number of the `Collect` that was answered last.
     told: u64,
-    /// That answer was `Anything`.
+    /// Whether that reply was `Anything`.
     told_anything: bool,
-    /// At the last sweep its process was not to be found.
+    /// The last sweep did not find its process.
     is_suspect: bool,
-    /// Its stores are noted from below.
+    /// The plugin notes its stores.
     is_noting: bool,
 }
 
 impl std::fmt::Debug for Session {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { name, space, areas, .. } = self;
-        f.debug_struct("Session")
+        f.debug_struct("CallSession")
             .field("name", name)
             .field("space", space)
             .field("areas", areas)
@@ -80,13 +80,15 @@ impl Session {
         }
     }
 
-    /// Whether its process is gone: was not to be found twice. The guest's kernel may have the proof out of memory for a while.
+    /// Whether its process is gone: two sweeps in a row did not find it. The guest's kernel may
+    /// page out the proof for a while.
     pub(super) fn is_gone(&mut self, below: &mut dyn Below) -> bool {
         let is_missing = self.check_space(below).is_err();
         std::mem::replace(&mut self.is_suspect, is_missing) && is_missing
     }
 
-    /// The next request of this session, if it is one. The window has the low half of its number.
+    /// The next request of this session, if the bytes are one. The window has only the low half of
+    /// its number.
     pub(super) fn unseal(&mut self, asked: u32, sealed: &[u8]) -> Option<(u64, Request)> {
         let ahead = u64::from(asked.wrapping_sub(self.last as u32));
         let sequence = self.last.checked_add(ahead).filter(|_| ahead > 0)?;
@@ -99,7 +101,7 @@ impl Session {
         self.seal.seal(Speaker::Host, sequence, &message::bytes(answer))
     }
 
-    /// The answer, and which pages were found to be written on the way.
+    /// Handles a request. Returns the reply, and the pages that were found written meanwhile.
     pub(super) fn answer(
         &mut self,
         sequence: u64,
@@ -131,7 +133,8 @@ impl Session {
         }
     }
 
-    /// A root that is not the process's any more may be another's.
+    /// Checks that the address space still has the proof. A page-table root that the process has
+    /// lost may belong to another.
     fn check_space(&self, below: &mut dyn Below) -> Result<(), Refusal> {
         let is_there = below.has(self.space, self.proof_at, &self.proof);
         is_there.then_some(()).ok_or(Refusal::Gone(self.proof_at))
@@ -150,10 +153,11 @@ impl Session {
         let places: Result<Vec<Page>, Refusal> =
             below.translate(self.space, start, pages).into_iter().collect();
         let area = Area::new(start, places?);
-        // What was written there before is no news, but for those who follow it already.
+        // Earlier writes there are no news for this session, but for sessions that already follow
+        // these pages.
         let found = below.written(&distinct(area.places()));
         let (era, found) = found.ok_or(Refusal::Unavailable)?;
-        // Others that are followed since an earlier era have missed something.
+        // Areas followed since an earlier era have missed writes.
         if self.era != Some(era) {
             self.areas.values_mut().for_each(Area::note_all);
         }
@@ -236,7 +240,7 @@ impl Session {
         }
     }
 
-    /// What was written, unless that is not known or does not fit an answer.
+    /// The written pages, unless they are not known or do not fit into a reply.
     fn tell(&mut self) -> Answer {
         let mut runs: Vec<Run> = Vec::new();
         self.areas.iter_mut().for_each(|(id, area)| area.tell(*id, &mut runs));
@@ -245,13 +249,13 @@ impl Session {
         if self.told_anything || !fits { Answer::Anything } else { written }
     }
 
-    /// These pages, in ascending order, were written.
+    /// Records that these physical pages, in ascending order, were written.
     pub(super) fn note(&mut self, written: &[Page]) {
         self.areas.values_mut().for_each(|area| area.note(written));
     }
 }
 
-/// In ascending order, each once.
+/// Sorts pages, and removes duplicates.
 fn distinct(pages: impl Iterator<Item = Page>) -> Vec<Page> {
     let mut pages: Vec<Page> = pages.collect();
     pages.sort_unstable();

@@ -8,7 +8,8 @@ use firn_types::{GuestPhys, Page};
 /// Bytes of a page.
 pub const PAGE: u64 = 4096;
 
-/// A guest of a few address spaces, and a host that follows writes as the kernel does: each is told once.
+/// A guest of a few address spaces, and a host that follows writes as the kernel does: it reports
+/// each write once.
 #[derive(Default)]
 pub struct Guest {
     pub proofs: BTreeMap<(GuestPhys, u64), Proof>,
@@ -73,7 +74,7 @@ impl Below for Guest {
     fn written(&mut self, pages: &[Page]) -> Option<(u64, Vec<Page>)> {
         assert!(pages.is_sorted());
         let era = self.era?;
-        // Those between are told too, and not again: a host looks at many at once.
+        // Pages in between are reported too, and not again: a host scans many at once.
         let (Some(first), Some(last)) = (pages.first(), pages.last()) else {
             return Some((era, vec![]));
         };

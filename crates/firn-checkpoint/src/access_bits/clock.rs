@@ -1,10 +1,10 @@
-//! The hand of the clock: which chunk is looked at next, and what was found where.
+//! Scan clock: which chunk is scanned next, and which pages were used in each.
 
 use std::ops::Range;
 
 use firn_types::Page;
 
-/// Rounds over all of RAM, chunk by chunk.
+/// Scan rounds over all of RAM, chunk by chunk.
 #[derive(Debug)]
 pub(super) struct Clock {
     chunks: Vec<Chunk>,
@@ -14,13 +14,13 @@ pub(super) struct Clock {
 #[derive(Debug)]
 struct Chunk {
     pages: Range<Page>,
-    /// What was used between the last two visits; `None` before there were two.
+    /// The pages used between the last two visits; `None` before there were two.
     used: Option<Vec<Range<Page>>>,
     visited: bool,
 }
 
 impl Clock {
-    /// A clock over these regions, in chunks of so many pages.
+    /// A clock over these regions, in chunks of this many pages.
     pub(super) fn new(regions: impl IntoIterator<Item = Range<Page>>, chunk_pages: u32) -> Self {
         let chunk = |pages| Chunk { pages, used: None, visited: false };
         let split = |region: Range<Page>| {
@@ -31,18 +31,18 @@ impl Clock {
         Self { chunks: regions.into_iter().flat_map(split).map(chunk).collect(), hand: 0 }
     }
 
-    /// The chunk to look at now.
+    /// The chunk to scan now.
     pub(super) fn hand(&self) -> Option<Range<Page>> {
         self.chunks.get(self.hand).map(|chunk| chunk.pages.clone())
     }
 
-    /// Whether the chunk at the hand was looked at before.
+    /// Whether the chunk at the hand was scanned before.
     pub(super) fn was_visited(&self) -> bool {
         self.chunks.get(self.hand).is_some_and(|chunk| chunk.visited)
     }
 
-    /// The chunk at the hand was looked at: these of its pages had entries, and have none any more. Of the first round
-    /// nothing follows: entries may be as old as the VM.
+    /// The chunk at the hand was scanned: these of its pages had entries, which are dropped now.
+    /// The first round shows nothing: entries may be as old as the VM.
     pub(super) fn visited(&mut self, touched: Vec<Range<Page>>) {
         let Some(chunk) = self.chunks.get_mut(self.hand) else { return };
         if std::mem::replace(&mut chunk.visited, true) {
@@ -51,12 +51,13 @@ impl Clock {
         self.hand = (self.hand + 1) % self.chunks.len();
     }
 
-    /// Whether every chunk's entries were dropped at least once: what has one now was used since.
+    /// Whether every chunk's entries were dropped at least once: a page that has one now was used
+    /// since.
     pub(super) fn has_gone_round(&self) -> bool {
         self.chunks.iter().all(|chunk| chunk.visited)
     }
 
-    /// What was found in the last round.
+    /// The pages that were used in the last round.
     pub(super) fn used(&self) -> impl Iterator<Item = Range<Page>> + '_ {
         self.chunks.iter().filter_map(|chunk| chunk.used.as_ref()).flatten().cloned()
     }

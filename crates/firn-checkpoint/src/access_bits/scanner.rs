@@ -1,4 +1,4 @@
-//! The thread that goes round, and a single short round.
+//! Access scanner: the thread that scans round after round, and a single short round.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -12,24 +12,28 @@ use firn_types::{PAGE_SIZE, Page, Tid};
 
 use super::clock::Clock;
 
-/// Pages looked at together: dropping their entries keeps an idle thread of the hypervisor for about a millisecond.
+/// Pages scanned together: dropping their entries stops an idle thread of the hypervisor for about
+/// a millisecond.
 const CHUNK_PAGES: u32 = (64 << 20) / PAGE_SIZE as u32;
 
-/// A guest whose vCPUs ran for less between two visits stands still. Nothing is to be learned from that, and what was
-/// known before stays true.
+/// A guest whose vCPUs ran for less than this between two visits is idle. A scan would show
+/// nothing, and the result of the last one stays valid.
 const STANDS_STILL: Duration = Duration::from_millis(1);
 
-/// Chunks that are looked at for what they have cost the guest since: in the first round that is all there is to go by.
+/// Number of visited chunks that are checked for their cost to the guest since: in the first round
+/// there is no other measure.
 const RECENT: usize = 8;
-/// What a page costs the guest whose entry was dropped and that it uses again: a short fault inside the kernel.
+/// The cost for the guest of a page whose entry was dropped and that it uses again: a short fault
+/// inside the kernel.
 const FAULT: Duration = Duration::from_nanos(2500);
-/// Share of the guest's time that this may take: a guest that uses all its memory all the time is scanned less often.
+/// Share of the guest's time that the scan may take: a guest that uses all its memory all the time
+/// is scanned less often.
 const SHARE_MAX: f64 = 0.005;
 
-/// How often a watch looks whether it is to end early.
+/// How often a watch checks whether it is to end early.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The hypervisor, as both need it.
+/// The hypervisor that is scanned or watched.
 #[derive(Clone)]
 struct Target {
     process: Arc<Process>,
@@ -53,25 +57,28 @@ impl Target {
         scan.close(&mut self.seize()?)
     }
 
-    /// How long the vCPUs have run in all.
+    /// The total time for which the vCPUs have run.
     fn ran(&self) -> Duration {
         self.vcpus.iter().map(|&tid| self.process.ran(tid).unwrap_or_default()).sum()
     }
 }
 
-/// Goes round over the memory of a running guest until it is asked what it found. Costs the guest a short fault inside
-/// the kernel for each page that it uses, once in a round; [`Scanner::finish`] leaves nothing behind.
+/// Scans the memory of a running guest, round after round, until it is asked for the result. Costs
+/// the guest a short fault inside the kernel for each page that it uses, once in a round;
+/// [`AccessScanner::finish_scan`] leaves nothing behind.
 pub struct Scanner {
     end: Sender<()>,
     thread: JoinHandle<Result<Option<Vec<Range<Page>>>, ScanError>>,
 }
 
 impl Scanner {
-    /// Starts to scan `bytes_per_s` of RAM: as fast as memory is restored, so that a round takes as long as a restore; or more
-    /// slowly, where the guest uses so much of its memory that this would cost it more than half a percent of its time.
+    /// Starts to scan `bytes_per_s` of RAM: as fast as memory is restored, so that a round takes as
+    /// long as a restore; or more slowly, where the guest uses so much of its memory that this
+    /// would cost it more than half a percent of its time.
     ///
     /// # Errors
-    /// If the hypervisor can't be attached to, or its memory is private or registered with somebody else's userfaultfd.
+    /// If the hypervisor can't be attached to, or its memory is private or registered with another
+    /// userfaultfd.
     pub fn start(
         process: Arc<Process>,
         memory: Arc<GuestMemory>,
@@ -89,7 +96,7 @@ impl Scanner {
             while result.is_ok() && ended.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
                 result = round.visit_if_earned(every);
             }
-            // Waits, after an error as well, for whoever has to be told.
+            // After an error as well, waits until the caller asks for the result.
             let _ = ended.recv();
             let found = result.and_then(|()| round.found());
             target.close(scan)?;
@@ -98,11 +105,11 @@ impl Scanner {
         Ok(Self { end, thread })
     }
 
-    /// Ends the scan. Gives the pages that the guest used in the last round and since, in order; `None` if it did not
-    /// come round yet.
+    /// Ends the scan. Returns the pages that the guest used in the last round and since, in order;
+    /// `None` if the first round is not complete.
     ///
     /// # Errors
-    /// What ended the scan before.
+    /// The error that ended the scan before.
     pub fn finish(self) -> Result<Option<Vec<Range<Page>>>, ScanError> {
         drop(self.end);
         match self.thread.join() {
@@ -112,32 +119,33 @@ impl Scanner {
     }
 }
 
-/// From one chunk to the next.
+/// The time from one chunk to the next.
 fn interval(bytes_per_s: u64) -> Duration {
     let chunk = f64::from(CHUNK_PAGES) * PAGE_SIZE as f64;
     Duration::from_secs_f64(chunk / bytes_per_s.max(1) as f64)
 }
 
-/// How long a guest has to run for having had to find so many pages again.
+/// How long a guest has to run to make up for faults on this many pages.
 fn earned(pages: usize) -> Duration {
     (FAULT * pages as u32).div_f64(SHARE_MAX)
 }
 
-/// A chunk whose entries were dropped not long ago: those it has now are pages that the guest had to find again.
+/// A chunk whose entries were dropped not long ago: the entries it has now are pages on which the
+/// guest faulted again.
 struct Visited {
     chunk: Range<Page>,
     at: Instant,
 }
 
-/// What a scanner is at.
+/// The state of a scanner.
 struct Round<'a> {
     target: &'a Target,
     scan: &'a PageScan,
     clock: Clock,
     ran: Duration,
-    /// The longest ago first.
+    /// The oldest visit first.
     recent: VecDeque<Visited>,
-    /// Until when the guest makes up for what was found at the last visit.
+    /// Until when the guest makes up for the pages that were found at the last visit.
     due: Option<Instant>,
 }
 
@@ -148,7 +156,7 @@ impl<'a> Round<'a> {
         Self { target, scan, clock, ran: Duration::ZERO, recent: VecDeque::new(), due: None }
     }
 
-    /// Looks at the next chunk, unless the guest has still to make up for the last ones.
+    /// Scans the next chunk, unless the guest has still to make up for the last ones.
     fn visit_if_earned(&mut self, every: Duration) -> Result<(), ScanError> {
         let Some(oldest) = self.recent.front() else { return self.visit() };
         let since = oldest.at.elapsed() + every;
@@ -159,7 +167,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// How many pages of the chunks that were visited lately the guest has used since.
+    /// The number of pages in recently visited chunks that the guest has used since.
     fn found_again(&self) -> Result<usize, ScanError> {
         let mut used = Vec::new();
         for visited in &self.recent {
@@ -186,7 +194,7 @@ impl<'a> Round<'a> {
         self.scan.touched(chunk.clone(), &mut touched)?;
         self.scan.forget_touches(&mut self.target.seize()?, chunk.clone())?;
         firn_fault::point("scan.visited");
-        // Of the first round nobody knows when.
+        // In the first round the time of the use is not known.
         if self.clock.was_visited() {
             let found = touched.iter().map(Page::count).sum();
             self.due = Some(Instant::now() + earned(found));
@@ -206,10 +214,11 @@ impl<'a> Round<'a> {
     }
 }
 
-/// The pages that a running guest uses in the next `time`, in order. Ends early when `cancelled` says so.
+/// The pages that a running guest uses in the next `time`, in order. Ends early when `cancelled`
+/// returns true.
 ///
 /// # Errors
-/// As [`Scanner::start`].
+/// As [`AccessScanner::start_scan`].
 pub fn watch(
     process: Arc<Process>,
     memory: Arc<GuestMemory>,

@@ -1,4 +1,4 @@
-//! The rounds, and the copying.
+//! Pre-copy rounds: copies memory in rounds, and makes the cut.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -20,11 +20,11 @@ use crate::pipeline::{Intake, RawBlock};
 use crate::report::{Progress, SaveReport, ms};
 use crate::save::{Copied, SaveContext, SaveError};
 
-/// From so many blocks on it is worth to map the guest's memory for copying: that takes some milliseconds, and saves a
-/// microsecond for each.
+/// The number of blocks from which mapping the guest's memory for copying is worth it: that takes
+/// some milliseconds, and saves a microsecond for each block.
 const WINDOW_MIN: usize = 4096;
 
-/// Blocks between two looks at whether the save is to go on.
+/// Blocks between two checks whether the save was cancelled.
 const LOOK_EVERY: usize = 256;
 
 /// A save by rounds.
@@ -36,17 +36,17 @@ pub(crate) struct PreCopy<'c, 'a> {
     pub(crate) started: Instant,
 }
 
-/// What a save by rounds has done so far.
+/// The state of a save by rounds.
 struct Done {
-    /// Blocks that were copied, and may be told to be copied again.
+    /// Blocks that were copied, and that the kernel may report as written again.
     copied: Vec<bool>,
-    /// How many of them.
+    /// The number of these blocks.
     count: u32,
-    /// What was written while the save went on: the guest's writable working set.
+    /// Blocks that were written during the save: the guest's writable working set.
     hot: Vec<Block>,
-    /// Blocks that may be copied once more, as they were last.
+    /// The last copies of blocks that may be copied once more.
     kept: BTreeMap<Block, Box<[u8]>>,
-    /// How many may be kept: whoever waits for a buffer must get one.
+    /// The maximum number of kept blocks: a thread that waits for a buffer must get one.
     room: usize,
 }
 
@@ -63,13 +63,14 @@ impl PreCopy<'_, '_> {
         self.context.tracker = Some(tracker);
         let is_alone = others.are_none().is_ok();
         if !is_alone || matches!(&copied, Err(SaveError::Scan(_))) {
-            // What others write is not told at all, and some pages may have been armed again without being told.
+            // Writes of other processes are not reported at all, and some pages may have been
+            // protected again without a report.
             self.forget();
         }
         copied
     }
 
-    /// What a balloon gives back becomes zeros, and the kernel does not tell.
+    /// Pages that a balloon gives back become zeros, and the kernel does not report it.
     fn check_balloon(&mut self) -> Result<(), SaveError> {
         match self.context.vm.balloon()? {
             Some(_) => Err(SaveError::Balloon),
@@ -77,10 +78,10 @@ impl PreCopy<'_, '_> {
         }
     }
 
-    /// Ends the tracker: the next save compares everything.
+    /// Drops the tracker: the next save compares everything.
     fn forget(&mut self) {
         if let Some(Err(error)) = self.context.tracker.take().map(Tracker::close) {
-            tracing::warn!("the guest's memory is still being followed: {error}");
+            tracing::warn!("writes to the guest's memory are still tracked by the kernel: {error}");
         }
     }
 
@@ -163,13 +164,13 @@ impl PreCopy<'_, '_> {
         if is_worth_it { Ok(self.context.memory.open_window()?) } else { Ok(()) }
     }
 
-    /// What has to be copied first: what was written since the parent, or else all there is.
+    /// The blocks of the first round: those written since the parent, or else all blocks.
     fn first(&mut self, tracker: &mut Tracker) -> Result<(Vec<Block>, Vec<GuestPhys>), SaveError> {
         let parent = self.context.parent.clone();
         match parent.filter(|parent| tracker.knows(&parent.identity())) {
             Some(_) => Ok((self.blocks_of(&tracker.written()?), Vec::new())),
             None => {
-                // What was written before is copied now, and what is written from now on is told.
+                // Pages written before are copied now, and pages written from now on are reported.
                 tracker.written()?;
                 let memory = &Resting { memory: &self.context.memory, turns: self.intake.turns() };
                 let spaces = order::address_spaces(self.context.vm, memory)?;
@@ -180,14 +181,14 @@ impl PreCopy<'_, '_> {
         }
     }
 
-    /// Has the device models complete what they have begun, where that matters (see the module's documentation). Gives how long the
-    /// VM stood still for that.
+    /// Has the device models complete the requests that they have begun, where that matters (see
+    /// the module's documentation). Returns for how long the VM was paused for that.
     fn let_requests_end(&mut self) -> Result<Option<Duration>, SaveError> {
         if !self.context.vm.reads_past_page_cache()? {
             return Ok(None);
         }
         if !self.context.vm.status()?.running {
-            // By its user, meanwhile. Then nothing is under way.
+            // The user stopped it in the meantime. Then no request is running.
             return Ok(None);
         }
         self.context.drives.flush_files();
@@ -223,7 +224,7 @@ impl PreCopy<'_, '_> {
         blocks.iter().try_for_each(|&block| done.keep(block, memory, size, self.intake))
     }
 
-    /// What the guest writes now, then what was in the parent's list.
+    /// The blocks that the guest writes now, then those of the parent's working set.
     fn working_set(&self, hot: Vec<Block>) -> Vec<Block> {
         let parents = self.context.parent.as_deref().map(Image::working_set).unwrap_or_default();
         renewed(hot, parents)
@@ -246,11 +247,11 @@ impl PreCopy<'_, '_> {
     }
 }
 
-/// Other processes that map the guest's memory. Finding them means looking at every process of the host, which takes
-/// milliseconds, and nobody needs to know before the cut.
+/// A search for other processes that map the guest's memory. It must check every process of the
+/// host, which takes milliseconds, and the result is not needed before the cut.
 struct Others {
     looking: Option<JoinHandle<Result<Vec<User>, MemoryError>>>,
-    /// Whether that has ended well, and found nobody.
+    /// Whether the search has succeeded, and found no process.
     are_none: bool,
 }
 
@@ -262,7 +263,8 @@ impl Others {
         Ok(Self { looking: Some(looking), are_none: false })
     }
 
-    /// An error says why not, the first time.
+    /// Returns an error if a process was found or the search failed; the first time, the error
+    /// names the cause.
     fn are_none(&mut self) -> Result<(), SaveError> {
         if let Some(looking) = self.looking.take() {
             let found = looking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
@@ -298,7 +300,7 @@ impl Done {
         intake.submit(RawBlock { lane: Lane::Sweep, block, bytes, again });
     }
 
-    /// Copies a block to memory. All that was submitted is through, so that there are buffers.
+    /// Copies a block to memory. All submitted blocks are done, so there are free buffers.
     fn keep(
         &mut self,
         block: Block,
@@ -313,7 +315,8 @@ impl Done {
         Ok(())
     }
 
-    /// At the cut: what is kept of a block is replaced, and what is not can be submitted at once.
+    /// At the cut: the kept copy of a block is replaced, and a block without one is kept or
+    /// submitted at once.
     fn copy_last(
         &mut self,
         block: Block,
@@ -334,8 +337,8 @@ impl Done {
     }
 }
 
-/// A working set from one checkpoint to the next: what is new comes first, and what has been longest in it goes, so that
-/// it does not grow with the chain.
+/// The working set for the next checkpoint: new blocks come first, and the oldest ones are dropped,
+/// so that it does not grow with the chain.
 fn renewed(hot: Vec<Block>, parents: &[Block]) -> Vec<Block> {
     let longest = hot.len().max(parents.len());
     let mut known = HashSet::new();
@@ -343,7 +346,7 @@ fn renewed(hot: Vec<Block>, parents: &[Block]) -> Vec<Block> {
     all.filter(|&block| known.insert(block)).take(longest).collect()
 }
 
-/// Whether the parent has something else than zeros of a block.
+/// Whether the parent stores anything but zeros for a block.
 pub(crate) fn stores(parent: Option<&Image>, block: Block) -> bool {
     parent.is_some_and(|parent| matches!(parent.lookup(block), Placement::Stored { .. }))
 }
@@ -356,7 +359,7 @@ fn blocks_of(size: BlockSize, pages: &[Range<Page>]) -> Vec<Block> {
     blocks
 }
 
-/// Two lists of blocks as one, in order, each once.
+/// Two lists of blocks merged: in order, each block once.
 fn union(one: &[Block], other: &[Block]) -> Vec<Block> {
     let mut all = [one, other].concat();
     all.sort_unstable();

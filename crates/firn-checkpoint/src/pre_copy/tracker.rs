@@ -1,7 +1,8 @@
-//! What a guest writes from one checkpoint to the next.
+//! Write tracker: the pages that a guest writes from one checkpoint to the next.
 //!
-//! The kernel tells each write once. Others may ask for some pages in between ([`Tracker::written_among`]): what they are told
-//! is kept here for the next checkpoint.
+//! The kernel reports each write once. Other callers may poll some pages in between
+//! ([`WriteTracker::written_among`]): the pages reported to them are kept here for the next
+//! checkpoint.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,36 +10,36 @@ use std::sync::Arc;
 use firn_memory::{GuestMemory, PageScan, Process, ScanError, Tracee, union};
 use firn_types::{Page, Tid};
 
-/// So many runs of pages are kept as they come; more are put together first.
+/// Up to this many runs of pages are kept as they were reported; more are merged first.
 const RUNS: usize = 1 << 14;
-/// Pages between two that are asked for together.
+/// Pages between two pages that are polled together.
 const GAP: u32 = 64;
 
-/// Follows writes to all of a guest's RAM, for as long as it lives.
+/// Tracks writes to all of a guest's RAM, for as long as it exists.
 ///
-/// Dropping it leaves the registration in the hypervisor, which costs the guest a little and stops nothing;
-/// [`Tracker::close`] is the clean end.
+/// Dropping it leaves the registration in the hypervisor, which costs the guest a little and stops
+/// nothing; [`WriteTracker::close`] is the clean end.
 #[derive(Debug)]
 pub struct Tracker {
     scan: PageScan,
     process: Arc<Process>,
     vcpus: Vec<Tid>,
-    /// The image from whose cut on writes are counted.
+    /// The image from whose cut on writes are tracked.
     since: Option<String>,
-    /// Pages written since then that the kernel has told already.
+    /// Pages written since then that the kernel has reported already.
     told: Vec<Range<Page>>,
-    /// How many of `told` were told before the cut of the save that goes on.
+    /// The number of runs in `reported` that were reported before the cut of the running save.
     cut: usize,
-    /// From so many on `told` is put together.
+    /// The number of runs from which `reported` is merged.
     room: usize,
 }
 
 impl Tracker {
-    /// Begins. Everything written so far counts as unknown.
+    /// Starts to track writes. Earlier writes are unknown.
     ///
     /// # Errors
-    /// If the hypervisor can't be attached to, its memory is registered with another userfaultfd, or the kernel can't
-    /// remember writes (before Linux 6.7).
+    /// If the hypervisor can't be attached to, its memory is registered with another userfaultfd,
+    /// or the kernel can't record writes (before Linux 6.7).
     pub fn start(
         process: Arc<Process>,
         memory: Arc<GuestMemory>,
@@ -57,7 +58,7 @@ impl Tracker {
         }
     }
 
-    /// Whether it follows this memory, where it is now.
+    /// Whether it tracks this memory, at its present addresses.
     pub fn follows(&self, memory: &GuestMemory) -> bool {
         let mine = self.scan.memory();
         let start = |memory: &GuestMemory, page| memory.hva_of(page);
@@ -68,12 +69,12 @@ impl Tracker {
             })
     }
 
-    /// Whether it knows what was written since the cut of an image, by the image's identity.
+    /// Whether it has all writes since the cut of an image, by the image's identity.
     pub fn knows(&self, identity: &str) -> bool {
         self.since.as_deref() == Some(identity)
     }
 
-    /// All pages written since then, in order.
+    /// All pages written since the image in `since`, in order.
     pub(crate) fn written(&mut self) -> Result<Vec<Range<Page>>, ScanError> {
         self.newly_written()?;
         self.cut = 0;
@@ -81,7 +82,7 @@ impl Tracker {
         Ok(self.told.clone())
     }
 
-    /// The pages written since this was asked last, in order. They are protected again.
+    /// The pages written since the last call, in order. They are protected again.
     pub(crate) fn newly_written(&mut self) -> Result<Vec<Range<Page>>, ScanError> {
         let mut new = Vec::new();
         self.scan.written_and_rearm(self.scan.memory().all(), &mut new)?;
@@ -89,8 +90,9 @@ impl Tracker {
         Ok(new)
     }
 
-    /// Of these pages, in ascending order, those that were written since they were told last, by this or to a save; and maybe
-    /// some between them, which are not told again either.
+    /// Of these pages, in ascending order, those that were written since they were last reported,
+    /// here or to a save; perhaps also some pages between them, which are not reported again
+    /// either.
     ///
     /// # Errors
     /// If the hypervisor is gone.
@@ -107,32 +109,32 @@ impl Tracker {
         Ok(new.into_iter().flat_map(Page::each).collect())
     }
 
-    /// With the VM stopped: what is written from now on belongs to the next checkpoint.
+    /// With the VM stopped: pages written from now on belong to the next checkpoint.
     pub(crate) fn cut(&mut self) {
         self.cut = self.told.len();
     }
 
-    /// The image of the last cut is whole.
+    /// The image of the last cut is complete.
     pub(crate) fn accept(&mut self, identity: String) {
         self.told.drain(..self.cut);
         self.cut = 0;
         self.since = Some(identity);
     }
 
-    /// Lets go of the hypervisor: nothing is left.
+    /// Detaches from the hypervisor: nothing is left there.
     ///
     /// # Errors
     /// If the hypervisor is gone.
     pub fn close(self) -> Result<(), ScanError> {
-        // That much is possible even if no thread can be stopped.
+        // This is possible even if no thread can be stopped.
         let unregistered = self.scan.unregister();
         self.scan.close(&mut seize(&self.process, &self.vcpus)?)?;
         unregistered
     }
 }
 
-/// Pages in ascending order, as runs. Small gaps are part of them: each run is several calls of the kernel, and pages that nobody
-/// asked for cost less to look at.
+/// Pages in ascending order, as runs. Small gaps are included: each run costs several system calls,
+/// and polling the pages of a gap costs less.
 fn runs(pages: &[Page]) -> Vec<Range<Page>> {
     let mut runs: Vec<Range<Page>> = Vec::new();
     for &page in pages {

@@ -1,11 +1,11 @@
-//! The one that asks.
+//! Checkpoint initiator: requests marks from all VMs, and records the global checkpoint.
 //!
 //! ```text
 //!            due                all have answered            recorded
 //!   Idle ----------> Asking ----------------------> Recording ----------> Idle
 //!                     |   ^                             | refused
 //!                     +---+ given up: a higher number   v
-//!                                                    Retired       (another timeline; its own initiator goes on)
+//!                                                    Retired       (another generation)
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,33 +14,35 @@ use std::time::Duration;
 use super::{Answer, GlobalCheckpoint};
 use crate::{Epoch, Generation, RequestNumber, Vm};
 
-/// How often to ask.
+/// The intervals of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pace {
-    /// From one cut to the next.
+    /// The time from one cut to the next.
     pub every: Duration,
-    /// Until those who haven't answered are asked again.
+    /// The time after which VMs without an answer are asked again.
     pub again_after: Duration,
-    /// Until a request is given up for a new one: hosts that marked long ago hold up output for everybody.
+    /// The time after which a request is given up for a new one: hosts that marked long ago delay
+    /// the output of all VMs.
     pub give_up_after: Duration,
 }
 
-/// What the initiator's shell has to do.
+/// An action for the initiator's shell.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Ask the hosts of these VMs.
+    /// Ask the hosts of these VMs for marks.
     Ask {
-        /// The timeline.
+        /// The generation.
         generation: Generation,
         /// The request.
         request: RequestNumber,
         /// VMs without an answer.
         vms: BTreeSet<Vm>,
     },
-    /// Put the checkpoint into the register, if that is still in its generation; say [`Initiator::recorded`] (also if it was
-    /// there already) or [`Initiator::refused`]. It is asked for again until one of them is said.
+    /// Put the checkpoint into the record, if that is still in its generation; then call
+    /// [`CheckpointInitiator::confirm_recorded`] (also if it was there already) or
+    /// [`CheckpointInitiator::retire_refused`]. The action is repeated until one of them is called.
     Record(GlobalCheckpoint),
-    /// It is on record: tell everybody.
+    /// The checkpoint is recorded: inform all hosts.
     Announce(GlobalCheckpoint),
 }
 
@@ -52,7 +54,7 @@ enum Phase {
     Retired,
 }
 
-/// Makes global checkpoints of one generation and layout.
+/// Makes the global checkpoints of one generation and layout.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Initiator {
     generation: Generation,
@@ -66,7 +68,8 @@ pub struct Initiator {
 }
 
 impl Initiator {
-    /// An initiator in a term of leadership that nobody had before it; `number` is that of the newest checkpoint.
+    /// An initiator in a term of leadership that no initiator had before; `number` is that of the
+    /// newest checkpoint.
     pub fn new(
         (generation, layout): (Generation, u64),
         term: u32,
@@ -86,7 +89,7 @@ impl Initiator {
         }
     }
 
-    /// Time has passed.
+    /// Advances the time.
     pub fn tick(&mut self, now: Duration) -> Vec<Action> {
         match &mut self.phase {
             Phase::Idle if now >= self.due => self.begin(now),
@@ -110,7 +113,7 @@ impl Initiator {
         }
     }
 
-    /// Asks now, with a new number. A request that is being answered is given up.
+    /// Begins a request with a new number. An unfinished request is given up.
     pub fn begin(&mut self, now: Duration) -> Vec<Action> {
         if !matches!(self.phase, Phase::Idle | Phase::Asking { .. }) {
             return Vec::new();
@@ -121,7 +124,7 @@ impl Initiator {
         vec![self.ask()]
     }
 
-    /// A host has answered, perhaps not for the first time, perhaps another request.
+    /// Records a host's answer, which may be a repetition, or may belong to another request.
     pub fn answered(&mut self, answer: &Answer) -> Option<Action> {
         let of = (answer.generation, answer.layout, answer.request);
         let current = of == (self.generation, self.layout, self.request);
@@ -144,7 +147,7 @@ impl Initiator {
         Some(Action::Record(checkpoint))
     }
 
-    /// The register has it.
+    /// Confirms that the checkpoint is in the record.
     pub fn recorded(&mut self) -> Option<Action> {
         match std::mem::replace(&mut self.phase, Phase::Idle) {
             Phase::Recording { checkpoint, .. } => {
@@ -158,12 +161,13 @@ impl Initiator {
         }
     }
 
-    /// The register is in another generation, or another initiator was there first: this one is done.
+    /// Retires this initiator, because the record is in another generation, or another initiator
+    /// was faster.
     pub fn refused(&mut self) {
         self.phase = Phase::Retired;
     }
 
-    /// Whether it will never do anything again.
+    /// Whether it has no further actions.
     pub fn is_retired(&self) -> bool {
         self.phase == Phase::Retired
     }

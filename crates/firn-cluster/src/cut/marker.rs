@@ -1,13 +1,13 @@
-//! A VM's part in a cut.
+//! Cut marker: the part of one VM in a cut.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Epoch, Generation, RequestNumber, Vm};
 
-/// What every frame between VMs carries: its sender's timeline and newest mark.
+/// The stamp of every frame between VMs: its sender's generation and newest mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Stamp {
-    /// The timeline.
+    /// The generation.
     pub generation: Generation,
     /// The newest mark.
     pub mark: RequestNumber,
@@ -16,9 +16,9 @@ pub struct Stamp {
 /// The answer to a request: marks of VMs.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Answer {
-    /// The timeline.
+    /// The generation.
     pub generation: Generation,
-    /// The places of backups that it is about.
+    /// The layout for which it is valid: where the backups are.
     pub layout: u64,
     /// The request it answers.
     pub request: RequestNumber,
@@ -26,16 +26,16 @@ pub struct Answer {
     pub marks: Vec<(Vm, Epoch)>,
 }
 
-/// What to do with a frame that has arrived from another VM.
+/// How to handle a frame that has arrived from another VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arriving {
-    /// Hand it to the inbox.
+    /// Give it to the inbox.
     Deliver,
-    /// The epoch that runs has to be cut first.
+    /// Cut the running epoch first.
     AfterCut,
-    /// Drop it: it is from a timeline that was undone.
+    /// Drop it: it is from a generation that was undone.
     Undone,
-    /// Don't take it yet: this VM hasn't heard of its timeline. It will be sent again.
+    /// Don't take it yet: this VM does not know its generation. It will be sent again.
     Early,
 }
 
@@ -45,19 +45,19 @@ pub struct Marker {
     vm: Vm,
     stamp: Stamp,
     layout: u64,
-    /// The newest number that somebody has asked for.
+    /// The highest number that was requested.
     asked: RequestNumber,
-    /// The first and the last epoch that was cut, and whose copy may be had.
+    /// The first and the last epoch that was cut, and of which the backup may have a copy.
     cuts: Option<(Epoch, Epoch)>,
     /// The newest epoch of which a frame has left for another VM.
     heard: Epoch,
-    /// The epoch that ended with the newest mark, if its copy may be had.
+    /// The epoch that ended with the newest mark, if the backup may have a copy of it.
     marked: Option<Epoch>,
     committed: Option<Epoch>,
 }
 
 impl Marker {
-    /// Of a VM that begins a generation from the end of `base`.
+    /// The marker of a VM that begins a generation from the end of `base`.
     pub fn new(generation: Generation, layout: u64, vm: Vm, base: Epoch) -> Self {
         let (mark, asked) = Default::default();
         let (stamp, cuts, heard) = (Stamp { generation, mark }, None, base);
@@ -65,30 +65,31 @@ impl Marker {
         Self { vm, stamp, layout, asked, cuts, heard, marked, committed }
     }
 
-    /// What a frame that leaves now must carry.
+    /// The stamp that a frame that leaves now must carry.
     pub fn stamp(&self) -> Stamp {
         self.stamp
     }
 
-    /// Whether somebody waits for a cut: the initiator, or a frame.
+    /// Whether the initiator or a frame waits for a cut.
     pub fn wants_cut(&self) -> bool {
         self.asked > self.stamp.mark
     }
 
-    /// The VM is paused at the end of an epoch. What it sends from now on carries the mark.
+    /// Records a cut while the VM is paused. Frames that it sends from now on carry the mark.
     pub fn cut(&mut self, epoch: Epoch) {
         let (first, _) = self.cuts.unwrap_or((epoch, epoch));
         self.cuts = Some((first, epoch));
         self.mark();
     }
 
-    /// A frame of that epoch leaves for another VM.
+    /// Records that a frame of that epoch leaves for another VM.
     pub fn sent(&mut self, epoch: Epoch) {
         self.heard = self.heard.max(epoch);
     }
 
-    /// A cut since which nothing has left is as good as one made now: the newest that is copied, if there is one. So a VM that is idle, or
-    /// stands still for good, or can't be cut, is not waited for.
+    /// Marks an earlier cut, if no frame has left since: it is equivalent to a cut made now. The
+    /// newest one that is copied is marked, if there is one. So the cluster does not wait for a VM
+    /// that is idle, or stays paused, or can't be cut.
     fn mark(&mut self) {
         let cuts = self.cuts.filter(|(_, last)| *last >= self.heard && self.wants_cut());
         if let Some((first, _)) = cuts {
@@ -97,13 +98,13 @@ impl Marker {
         }
     }
 
-    /// An epoch is in the non-volatile copy.
+    /// Records that an epoch is in the non-volatile copy.
     pub fn committed(&mut self, epoch: Epoch) {
         self.committed = self.committed.max(Some(epoch));
     }
 
-    /// Backups were replaced. If this VM's was, what it had committed is gone with it, and so is its mark: the next request has
-    /// another one.
+    /// Records that backups were replaced. If this VM's backup was, its committed epochs are lost,
+    /// and so is its mark: the next request has another one.
     pub fn rearranged(&mut self, layout: u64, is_lost: bool) {
         self.layout = layout;
         if is_lost {
@@ -111,8 +112,9 @@ impl Marker {
         }
     }
 
-    /// The initiator asks. It gets its answer when the epoch that ends with the mark is in the non-volatile copy, and asks until then. Asked
-    /// again, the answer is the same; an older request is not answered any more.
+    /// Handles a request of the initiator. It gets an answer when the epoch that ends with the mark
+    /// is in the non-volatile copy, and repeats the request until then. A repeated request gets the
+    /// same answer; an older request gets none any more.
     pub fn requested(&mut self, generation: Generation, request: RequestNumber) -> Option<Answer> {
         if generation != self.stamp.generation || request < self.stamp.mark {
             return None;
@@ -124,7 +126,7 @@ impl Marker {
         Some(Answer { generation, layout: self.layout, request, marks: vec![(self.vm, marked)] })
     }
 
-    /// A frame has arrived. To be asked before the inbox is.
+    /// Handles the stamp of a frame. The caller does this before it gives the frame to the inbox.
     pub fn arriving(&mut self, stamp: Stamp) -> Arriving {
         if stamp.generation < self.stamp.generation {
             return Arriving::Undone;

@@ -1,16 +1,17 @@
-//! The backup's half: what it has, what of it is the non-volatile copy, and what a failure goes back to.
+//! Backup epochs: which epochs the backup has, which of them form the non-volatile copy, and to
+//! which a failover goes back.
 //!
 //! ```text
-//!     base            kept, in pieces that arrive in any order
+//!     base            stored, in pieces that arrive in any order
 //!   [ memory at 7 ]  [ 8 ][ 9 ][ 10 ][ 11 ][ 12 .. ]
 //!         |                      |      |      \ not whole yet
-//!         |                      |      complete: dropped by a failure, for an error may be in it
+//!         |                      |      complete: dropped at a failover, may contain an error
 //!         |                      committed: one behind
-//!         the newest global checkpoint; `globally(9)` folds 8 and 9 into it
+//!         the newest global checkpoint; `fold_up_to(9)` folds 8 and 9 into it
 //! ```
 //!
-//! Everything between the newest global checkpoint and the newest complete epoch is kept apart, so that any committed epoch
-//! that is marked for the next global checkpoint can still be had.
+//! All epochs between the newest global checkpoint and the newest complete epoch are stored apart,
+//! so that any committed epoch that is marked for the next global checkpoint can still be restored.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,31 +21,31 @@ use thiserror::Error;
 use super::Progress;
 use crate::Epoch;
 
-/// The head of one piece of an epoch; its bytes are the shell's.
+/// The header of one piece of an epoch. The shell has its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Piece {
     /// The epoch.
     pub epoch: Epoch,
-    /// Which piece.
+    /// The index of the piece.
     pub index: u32,
-    /// How many there are.
+    /// The number of pieces of the epoch.
     pub of: u32,
     /// No epoch follows: it may be committed at once.
     pub last: bool,
 }
 
-/// What to do with the bytes of a piece.
+/// How to handle the bytes of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// Keep them: they are new.
+    /// Store them: they are new.
     Store,
-    /// Drop them: they are known, or older than the base.
+    /// Drop them: they are stored already, or older than the base.
     Known,
-    /// Drop them without an acknowledgement: too many epochs are kept, or the piece makes no sense.
+    /// Drop them without an acknowledgement: too many epochs are stored, or the piece is invalid.
     Refused,
 }
 
-/// How to make the memory of a restored epoch from what is kept.
+/// How to make the memory of a restored epoch from the stored epochs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restore {
     /// Fold these into the base, in this order.
@@ -53,15 +54,15 @@ pub struct Restore {
     pub discard: Vec<Epoch>,
 }
 
-/// An epoch that can't be restored.
+/// The error for an epoch that can't be restored.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{wanted} is not among the copies kept here, {base} to {committed}")]
 pub struct RestoreError {
-    /// What was asked for.
+    /// The requested epoch.
     pub wanted: Epoch,
-    /// The oldest there is.
+    /// The oldest epoch that can be restored.
     pub base: Epoch,
-    /// The newest that may be restored.
+    /// The newest epoch that may be restored.
     pub committed: Epoch,
 }
 
@@ -87,12 +88,14 @@ pub struct Backup {
 }
 
 impl Backup {
-    /// A backup that has the VM's memory at the end of `base`, and keeps at most `kept_max` epochs after it.
+    /// A backup that has the VM's memory at the end of `base`, and stores at most `kept_max` epochs
+    /// after it.
     pub fn new(base: Epoch, kept_max: u64) -> Self {
         Self { base, kept: BTreeMap::new(), kept_max, last: None }
     }
 
-    /// A piece has arrived, for the first time or again. Unless it is refused, answer with [`Backup::progress`].
+    /// Handles a piece, which has arrived for the first time or again. Unless it is refused, the
+    /// caller acknowledges it with [`BackupEpochs::progress`].
     pub fn arrived(&mut self, piece: Piece) -> Arrival {
         let Piece { epoch, index, of, last } = piece;
         if epoch <= self.base {
@@ -114,7 +117,7 @@ impl Backup {
         }
     }
 
-    /// How far it is.
+    /// The progress of this backup.
     pub fn progress(&self) -> Progress {
         let complete = self.complete();
         let committed = match self.last == Some(complete) {
@@ -129,7 +132,8 @@ impl Backup {
         self.base
     }
 
-    /// A global checkpoint that has this VM at `epoch` exists: fold these epochs into the base, in this order.
+    /// Records a global checkpoint that includes this VM at `epoch`: returns the epochs to fold
+    /// into the base, in this order.
     pub fn globally(&mut self, epoch: Epoch) -> Result<Vec<Epoch>, RestoreError> {
         if epoch <= self.base {
             return Ok(Vec::new());
@@ -140,7 +144,7 @@ impl Backup {
         Ok(std::mem::replace(&mut self.kept, later).into_keys().collect())
     }
 
-    /// The VM is to run from the state at the end of `epoch`. Nothing after it is kept.
+    /// Restores the VM at the end of `epoch`. No later epoch is retained.
     pub fn restore(&mut self, epoch: Epoch) -> Result<Restore, RestoreError> {
         self.check(epoch)?;
         let fold = self.globally(epoch)?;

@@ -1,32 +1,33 @@
-//! What the user allows, and the interval that is chosen within it.
+//! Epoch limits: the bounds that the user sets, and the interval that is chosen within them.
 
 use std::time::Duration;
 
 use thiserror::Error;
 
-/// What the user allows of one VM's epochs.
+/// The user's limits for the epochs of one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limits {
     /// The shortest interval between cuts.
     pub interval_min: Duration,
     /// The longest interval between cuts while the backup keeps up.
     pub interval_max: Duration,
-    /// Pages per epoch to aim at: they are what the pause is spent on.
+    /// The intended number of pages per epoch, which determine the length of the pause.
     pub pages_per_epoch: u64,
-    /// How long a frame may be held, as far as the interval can help it.
+    /// The maximum delay of a frame, as far as the interval can influence it.
     pub output_delay_max: Duration,
-    /// How long an error may go unnoticed (T_e) and still never be in the state that is restored.
+    /// How long an error may remain unnoticed (T_e) and still never be in a restored state.
     pub error_latency_max: Duration,
-    /// Pages held for transfer at most. One epoch with more than that is sent from within its pause.
+    /// The maximum number of pages buffered for transfer. An epoch with more pages is sent from
+    /// within its pause.
     pub buffer_pages: u64,
     /// How long to wait for an acknowledgement before an epoch is sent again.
     pub resend_after: Duration,
 }
 
-/// Limits that contradict each other.
+/// Why limits contradict each other.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum LimitsError {
-    /// The interval has no value.
+    /// No interval is possible.
     #[error(
         "the interval must lie between {min:?} and {max:?}: give a minimum above zero and no maximum below it"
     )]
@@ -36,28 +37,28 @@ pub enum LimitsError {
         /// The maximum.
         max: Duration,
     },
-    /// An error could reach the state that is restored.
+    /// An error could be in a restored state.
     #[error(
         "an interval of {min:?} is shorter than the {latency:?} an error may go unnoticed; raise the minimum"
     )]
     ErrorLatency {
         /// The minimum interval.
         min: Duration,
-        /// What was asked for.
+        /// The wanted error latency.
         latency: Duration,
     },
-    /// Nothing could be buffered.
+    /// The buffer is too small for one epoch.
     #[error("a buffer of {buffer} pages can't hold one epoch of {epoch} pages")]
     Buffer {
-        /// The buffer.
+        /// The size of the buffer.
         buffer: u64,
-        /// The aim for one epoch.
+        /// The intended pages of one epoch.
         epoch: u64,
     },
 }
 
 impl Limits {
-    /// Whether they can be kept.
+    /// Checks that the limits don't contradict each other.
     pub fn check(&self) -> Result<(), LimitsError> {
         let Self { interval_min: min, interval_max: max, error_latency_max: latency, .. } = *self;
         if min.is_zero() || max < min {
@@ -73,10 +74,11 @@ impl Limits {
         Ok(())
     }
 
-    /// The interval after one that wrote `pages`; the last commit took `transfer` from its cut to the acknowledgement.
+    /// The interval after one that wrote `pages`. The last commit took `transfer` from its cut to
+    /// the acknowledgement.
     ///
-    /// A frame waits for the end of its epoch, then for the whole next one (the non-volatile copy is one behind), then for
-    /// a transfer: so the delay is two intervals and a transfer at worst.
+    /// A frame waits for the end of its epoch, then for the whole next one (the non-volatile copy
+    /// is one behind), then for a transfer: so the maximum delay is two intervals and a transfer.
     pub(crate) fn next_interval(
         &self,
         interval: Duration,

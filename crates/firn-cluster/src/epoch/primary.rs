@@ -1,4 +1,4 @@
-//! The primary's half: when to cut, what to send, when the VM must wait.
+//! Primary epochs: decides when to cut, what to send, and when the VM must wait.
 //!
 //! ```text
 //!            due, room                          copied
@@ -6,7 +6,8 @@
 //!     |  ^                         ^                            |
 //!     |  | room                    | finish                     | finish
 //!     |  |                         |                            v
-//!     +-- due, no room: the epoch stretches; Pace: Free -> Slowed -> Stopped       Finished (the VM stays paused)
+//!     +-- due, no room: the epoch stretches,                     Finished (VM stays paused)
+//!         and the speed is Free -> Slowed -> Stopped
 //! ```
 
 use std::collections::VecDeque;
@@ -18,38 +19,40 @@ use crate::Epoch;
 /// How fast the VM may run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Pace {
-    /// As fast as it can.
+    /// Without a limit.
     Free,
-    /// Its vCPUs are given a part of the time only.
+    /// Its vCPUs run only for a part of the time.
     Slowed,
-    /// Not at all, until there is room.
+    /// Its vCPUs don't run, until there is room.
     Stopped,
 }
 
-/// What the primary's shell has to do.
+/// An action for the primary's shell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Pause the VM, copy what the predictor names and the device state, resume it, and say [`Primary::copied`]. If the
-    /// pages are more than fit the buffer, send from within the pause.
+    /// Pause the VM, copy the pages that the predictor names and the device state, resume it, and
+    /// call [`PrimaryEpochs::finish_cut`]. If the buffer has no room for the pages, send them from
+    /// within the pause.
     Cut(Epoch),
-    /// Send an epoch, or send it again; frames that left during it go with it. `last`: none will follow.
+    /// Send an epoch, or send it again, with the frames that left the VM during it. `last`: no
+    /// epoch follows.
     Send {
-        /// Which one.
+        /// The epoch.
         epoch: Epoch,
-        /// The VM stands still for good: the backup may commit it at once.
+        /// The VM stays paused: the backup may commit it at once.
         last: bool,
     },
-    /// The backup has the epoch: its buffer is free.
+    /// The backup has the epoch: its buffer can be reused.
     Free(Epoch),
-    /// Everything up to this epoch is in the non-volatile copy.
+    /// All epochs up to this one are in the non-volatile copy.
     Committed(Epoch),
-    /// The VM is to run at this pace.
+    /// Run the VM at this speed.
     Pace(Pace),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Phase {
-    /// `due`: when it is to be cut, if there is room.
+    /// `due`: the time of the next cut, if there is room.
     Running {
         since: Duration,
         due: Duration,
@@ -70,16 +73,16 @@ struct Flight {
     complete: bool,
 }
 
-/// The epochs of one VM where it runs.
+/// The epochs of one VM at its primary.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Primary {
     limits: Limits,
     interval: Duration,
     phase: Phase,
     finishing: bool,
-    /// The epoch that runs, or is being cut.
+    /// The running epoch, or the one that is being cut.
     epoch: Epoch,
-    /// Pages written in it so far, as last estimated.
+    /// The estimated number of pages written in it so far.
     written: u64,
     flights: VecDeque<Flight>,
     committed: Epoch,
@@ -88,7 +91,7 @@ pub struct Primary {
 }
 
 impl Primary {
-    /// A VM that starts to run from the state at the end of `base`, which its backup has.
+    /// A VM that starts from the state at the end of `base`, which its backup has.
     pub fn new(limits: Limits, base: Epoch, now: Duration) -> Self {
         Self {
             limits,
@@ -104,12 +107,12 @@ impl Primary {
         }
     }
 
-    /// The epoch that frames leaving the VM now belong to.
+    /// The epoch to which frames that leave the VM now belong.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    /// The newest epoch that is in the non-volatile copy, as far as is known here.
+    /// The newest epoch that the backup has reported to be in the non-volatile copy.
     pub fn committed(&self) -> Epoch {
         self.committed
     }
@@ -119,7 +122,7 @@ impl Primary {
         self.interval
     }
 
-    /// When the epoch that runs is to be cut, if there is room.
+    /// The time at which the running epoch is to be cut, if there is room.
     pub fn due(&self) -> Option<Duration> {
         match self.phase {
             Phase::Running { due, .. } => Some(due),
@@ -127,12 +130,13 @@ impl Primary {
         }
     }
 
-    /// Pages that wait for the backup to have them.
+    /// The number of pages that the backup does not have yet.
     pub fn buffered(&self) -> u64 {
         self.flights.iter().filter(|flight| !flight.complete).map(|flight| flight.pages).sum()
     }
 
-    /// Time has passed; `written` pages were written in this epoch so far, as far as a glance can tell.
+    /// Advances the time. `written` is the number of pages written in this epoch so far, as a scan
+    /// reports it.
     pub fn tick(&mut self, now: Duration, written: u64) -> Vec<Action> {
         self.written = written;
         let mut actions = self.resend(now);
@@ -146,12 +150,13 @@ impl Primary {
         actions
     }
 
-    /// Time has passed, and the epoch that runs must not be cut yet.
+    /// Advances the time, while the running epoch must not be cut.
     pub fn wait(&mut self, now: Duration) -> Vec<Action> {
         self.resend(now)
     }
 
-    /// Cut now, for somebody waits for it. An epoch younger than an error's latency is left to its interval.
+    /// Cuts now, because a frame or request waits for it. An epoch younger than the error latency
+    /// is not cut before its interval ends.
     pub fn cut_now(&mut self, now: Duration) -> Vec<Action> {
         match self.phase {
             Phase::Running { since, .. }
@@ -163,7 +168,8 @@ impl Primary {
         }
     }
 
-    /// Cut a last time and leave the VM paused: a planned failover, which trusts that no error is under way.
+    /// Cuts a last time and leaves the VM paused: a planned failover, which assumes that no error
+    /// is about to be noticed.
     pub fn finish(&mut self, now: Duration) -> Vec<Action> {
         self.finishing = true;
         match self.phase {
@@ -172,7 +178,7 @@ impl Primary {
         }
     }
 
-    /// The cut is made: so many pages are in the buffer. The next epoch has begun.
+    /// Ends the cut: `pages` pages are in the buffer. The next epoch has begun.
     pub fn copied(&mut self, now: Duration, pages: u64) -> Vec<Action> {
         let Phase::Cutting { due } = self.phase else { return Vec::new() };
         let (epoch, last) = (self.epoch, self.finishing);
@@ -187,7 +193,7 @@ impl Primary {
         vec![Action::Send { epoch, last }]
     }
 
-    /// The backup says how far it is.
+    /// Records the progress that the backup reports.
     pub fn acknowledged(&mut self, now: Duration, progress: Progress) -> Vec<Action> {
         let mut actions = Vec::new();
         for flight in self.flights.iter_mut().filter(|flight| flight.epoch <= progress.complete) {
@@ -204,8 +210,9 @@ impl Primary {
         actions
     }
 
-    /// An interval after the last cut was due, so that what cuts take does not add to it. But the VM runs for half of one at least, and
-    /// never for less than an error may go unnoticed.
+    /// The next cut is due an interval after the last one was due, so that the duration of cuts
+    /// does not add to it. But the VM runs for at least half an interval, and for at least the
+    /// error latency.
     fn next_due(&self, due: Duration, now: Duration) -> Duration {
         let least = (self.interval / 2).max(self.limits.error_latency_max);
         (due + self.interval).max(now + least)
@@ -217,7 +224,8 @@ impl Primary {
         pace.into_iter().chain([Action::Cut(self.epoch)]).collect()
     }
 
-    /// Whether what this epoch wrote fits beside what waits. An empty buffer takes any epoch.
+    /// Whether the pages that this epoch wrote fit into the buffer beside the pages that wait. An
+    /// empty buffer takes any epoch.
     fn has_room(&self) -> bool {
         let buffered = self.buffered();
         buffered == 0 || buffered.saturating_add(self.written) <= self.limits.buffer_pages
@@ -243,7 +251,8 @@ impl Primary {
         let (after, newest) = (self.limits.resend_after, self.epoch.before());
         let last = |epoch| self.phase == Phase::Finished && epoch == newest;
         let late = self.flights.iter_mut().filter(|flight| {
-            // The last epoch is sent until it is committed; for others the next one's acknowledgement will do.
+            // The last epoch is sent until it is committed. For others the acknowledgement of the
+            // next one suffices.
             (!flight.complete || last(flight.epoch)) && now.saturating_sub(flight.sent_at) >= after
         });
         late.map(|flight| {

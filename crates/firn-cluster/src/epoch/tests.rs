@@ -1,4 +1,4 @@
-//! Primary and backup together, over a link that loses, delays, doubles and reorders.
+//! Primary and backup together, over a link that loses, delays, duplicates and reorders messages.
 
 use std::time::Duration;
 
@@ -80,7 +80,8 @@ fn at_the_bound_the_epoch_stretches_and_the_vm_is_slowed_then_stopped() {
     assert_eq!(primary.tick(601 * MS, 1000), expected);
 }
 
-/// Otherwise what a pause takes is on top of the interval, in each epoch, and a frame waits for one and a half.
+/// Otherwise the duration of the pauses would be added to the interval in each epoch, and a frame
+/// waits for one and a half intervals.
 #[test]
 fn what_a_cut_takes_does_not_add_to_the_interval() {
     let limits = Limits { interval_min: 100 * MS, interval_max: 100 * MS, ..limits() };
@@ -94,7 +95,7 @@ fn what_a_cut_takes_does_not_add_to_the_interval() {
         let progress = Progress { complete: Epoch(epoch), committed: Epoch(epoch - 1) };
         primary.acknowledged(due + took, progress);
     }
-    // One that takes longer than that leaves the VM half an interval all the same.
+    // A pause that takes longer leaves the VM half an interval nevertheless.
     primary.tick(400 * MS, 0);
     primary.copied(499 * MS, 1);
     assert_eq!(primary.due(), Some(549 * MS));
@@ -127,7 +128,7 @@ fn the_last_epoch_is_committed_at_once() {
     assert_eq!(primary.tick(900 * MS, 0), [], "the VM stays paused");
 }
 
-/// An epoch on its way, or an acknowledgement.
+/// An epoch in flight, or an acknowledgement.
 #[derive(Clone, Copy, Debug)]
 enum Message {
     Epoch(Epoch),
@@ -174,7 +175,7 @@ impl Pair {
         let committed = self.backup.progress().committed;
         prop_assert!(self.primary.committed() <= committed, "the primary is ahead of its backup");
         prop_assert!(self.primary.buffered() <= limits.buffer_pages);
-        // An error T_e ago or later isn't in what would be restored.
+        // An error that occurred T_e ago or later isn't in the state that would be restored.
         if committed > BASE {
             let cut_at = self.cuts[committed.0 as usize - 1];
             prop_assert!(now - cut_at >= limits.error_latency_max, "an error could be restored");

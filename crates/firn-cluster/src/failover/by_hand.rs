@@ -1,43 +1,45 @@
-//! A failover that a person asks for, decided by the record. Pure.
+//! Manual failover: decides by the record whether a failover that a user requests is allowed. Pure.
 //!
 //! ```text
-//!   the record                                 its primary's lease      the person asks      decision
-//!     names this host as the backup,             is over                  anything             propose: backup becomes primary
-//!     which has a copy                           is not over              plainly              refused: it is held
-//!                                                is not over              "HOST is dead"       propose the same
-//!     names this host as the primary             (waits for the fence)    anything             wait, or it runs
-//!     has ended, names others, has no copy                                anything             refused
+//!   the record                            its primary's lease  request         decision
+//!     names this host as the backup,        is over              any             propose: backup
+//!     which has a standby                                                        becomes primary
+//!                                           is not over          a failover      refused: held
+//!                                           is not over          "HOST is dead"  propose the same
+//!     names this host as the primary        (fence not empty)    any             wait; then runs
+//!     has ended, names others, no standby                        any             refused
 //! ```
 //!
-//! What is proposed always fences the old primary, also one that a person declares dead. The fence is left only when the lease is over,
-//! so a person who is wrong costs a healthy VM its timeline, and never makes two send. Nothing here grants a lease, or shortens one.
+//! A proposal always fences the old primary, even one that a user declares dead. The fence is left
+//! only when the lease is over. So a user who is wrong costs a healthy VM its generation, and never
+//! makes two hosts send. Nothing in this module grants or shortens a lease.
 
 use std::collections::BTreeSet;
 
 use super::Register;
 use crate::Host;
 
-/// What follows from the record now.
+/// The decision that follows from the current record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HandDecision {
-    /// Have the record say this.
+    /// Propose this record.
     Propose(Register),
-    /// What has to come first is under way: look again.
+    /// A step that has to come first is in progress: check again.
     Wait,
-    /// The record has this host run the VMs.
+    /// The record names this host to run the VMs.
     Runs,
-    /// It is not to be.
+    /// The failover is refused.
     Refused(HandRefusal),
 }
 
-/// Why not.
+/// Why a manual failover is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HandRefusal {
     /// The cluster has ended: its VMs were stopped or released.
     Ended,
-    /// This host is not the backup; that one is, if any is.
+    /// This host is not the backup; that one is, if there is any.
     OtherBackup(Option<Host>),
-    /// No copy counts that this host has.
+    /// This host has no standby that counts.
     NoCopy,
     /// This primary holds a lease, or may believe so.
     Held(Host),
@@ -45,7 +47,8 @@ pub enum HandRefusal {
     OtherPrimary(Host),
 }
 
-/// What follows at host `me` where those of `leases` may believe to hold one, and a person declares these dead.
+/// Decides at host `me`. The hosts of `leases` may believe that they hold one, and the user
+/// declares those of `dead` dead.
 pub fn by_hand(
     register: &Register,
     leases: &BTreeSet<Host>,

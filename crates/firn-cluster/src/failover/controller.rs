@@ -1,26 +1,27 @@
-//! Decides what the register should say next.
+//! Failover controller: decides the next change of the record.
 //!
-//! It keeps facts, not progress: what it heard of a host holds whatever it did before, and a controller that takes over
-//! hears it all again.
+//! It stores facts, not progress: a host's report holds whatever the host did before, and a
+//! controller that takes over receives all reports again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Register;
 use crate::{Epoch, Generation, Host, Vm};
 
-/// What the controller wants.
+/// The decision of the controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Nothing, as things are.
+    /// Change nothing at present.
     Wait,
-    /// The register, changed. Propose it, then say what the register is ([`Controller::learned`]).
+    /// Propose the changed record, then report the resulting record
+    /// ([`FailoverController::learn_record`]).
     Propose(Register),
-    /// A VM can't be had back, as things are: no copies that agree are within reach. If their hosts are only cut off, they
-    /// may come back, and it goes on.
+    /// A VM can't be recovered at present: no consistent standbys are reachable. If their hosts are
+    /// only cut off, they may come back, and the failover continues.
     Lost(Vm),
 }
 
-/// One controller. There should be one at a time; if there are two, only time is lost.
+/// A controller. There should be one at a time; two only cost time.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Controller {
     register: Register,
@@ -33,13 +34,13 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// A controller that takes office with this register.
+    /// A controller that takes office with this record.
     pub fn new(register: Register, hosts: BTreeSet<Host>) -> Self {
         let (stopped, failed, drained) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
         Self { register, hosts, stopped, failed, planned: false, drained }
     }
 
-    /// This is, or was a moment ago, the register.
+    /// Learns the record as it is, or was a moment ago.
     pub fn learned(&mut self, register: &Register) {
         if register.version < self.register.version {
             return;
@@ -52,45 +53,48 @@ impl Controller {
         self.register = register.clone();
     }
 
-    /// These hosts may believe they hold a lease; no others do.
+    /// Sets the hosts that may believe they hold a lease; no others do.
     pub fn leases(&mut self, hosts: BTreeSet<Host>) {
         self.hosts = hosts;
     }
 
-    /// A host says that nothing older than this generation runs there or will.
+    /// Records a host's report that no VM of an older generation than this one runs there or will.
     pub fn stopped(&mut self, host: Host, generation: Generation) {
         let known = self.stopped.entry(host).or_insert(generation);
         *known = generation.max(*known);
     }
 
-    /// A host says that a VM of this generation has failed: its hypervisor is gone, or an error was noticed.
+    /// Records a host's report that a VM of this generation has failed: its hypervisor has ended,
+    /// or an error was noticed.
     pub fn failed(&mut self, vm: Vm, generation: Generation) {
         if generation == self.register.generation {
             self.failed.insert(vm);
         }
     }
 
-    /// The user wants every VM at its backup. All primaries must now [finish](crate::epoch::Primary::finish).
+    /// Plans a failover of every VM to its backup, as the user requests. All primaries must now
+    /// make their [final cut](crate::epoch::PrimaryEpochs::begin_final_cut).
     pub fn move_over(&mut self) {
         self.planned = true;
     }
 
-    /// Whether all primaries must finish.
+    /// Whether all primaries must make their final cut.
     pub fn is_moving(&self) -> bool {
         self.planned
     }
 
-    /// A finished VM of this generation was cut last at this epoch.
+    /// Records the epoch of the final cut of a VM of this generation.
     pub fn drained(&mut self, vm: Vm, epoch: Epoch, generation: Generation) {
         if generation == self.register.generation {
             self.drained.insert(vm, epoch);
         }
     }
 
-    /// What should be done, as far as is known.
+    /// The decision that follows from the known facts.
     pub fn next(&self) -> Next {
         let register = &self.register;
-        // First: a primary that is fenced itself, because a cluster of its name has ended, has no lease before.
+        // This comes first: a primary that is fenced itself, because a cluster of its name has
+        // ended, has no lease before.
         if let Some(next) = register.fenced(|host| self.is_harmless(host)) {
             return Next::Propose(next);
         }
@@ -119,14 +123,15 @@ impl Controller {
         !self.failed.is_empty() || !self.register.primaries().is_subset(&self.hosts)
     }
 
-    /// The newest checkpoint has every VM's last epoch: going over to it loses nothing.
+    /// Whether the newest checkpoint includes every VM's last epoch: a failover to it loses
+    /// nothing.
     fn may_move_over(&self) -> bool {
         self.planned
             && self.register.is_protected()
             && self.drained == self.register.checkpoint.marks
     }
 
-    /// A VM that needs a copy which doesn't exist.
+    /// A failed VM that needs a standby which doesn't exist.
     fn lost(&self) -> Option<Vm> {
         let register = &self.register;
         if !self.must_go_back() || register.failed_over(&self.hosts).is_some() {

@@ -1,4 +1,4 @@
-//! Leases: the holder believes in its lease for less time than the granter does.
+//! Leases: the holder considers its lease valid for less time than the granter does.
 //!
 //! ```text
 //!   holder     asks |=============== held ===============|
@@ -13,12 +13,12 @@ use std::time::Duration;
 
 use crate::Host;
 
-/// What a lease is.
+/// The terms of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Terms {
-    /// How long it lasts.
+    /// Its duration.
     pub ttl: Duration,
-    /// How much faster or slower than true a clock may go, in parts per million.
+    /// The maximum deviation of a clock's speed, in parts per million.
     pub drift_ppm_max: u32,
 }
 
@@ -42,18 +42,18 @@ impl Lease {
         Self { terms, until: Duration::ZERO }
     }
 
-    /// It was granted, to a request made at `asked` by the holder's clock.
+    /// Records that it was granted, to a request made at `asked` by the holder's clock.
     pub fn granted(&mut self, asked: Duration) {
         let held = self.terms.ttl.saturating_sub(self.terms.drift());
         self.until = self.until.max(asked + held);
     }
 
-    /// It is given up.
+    /// Gives it up.
     pub fn dropped(&mut self) {
         self.until = Duration::ZERO;
     }
 
-    /// When it ends, by the same clock.
+    /// The time at which it ends, by the same clock.
     pub fn until(&self) -> Duration {
         self.until
     }
@@ -72,17 +72,18 @@ pub struct Grants {
 }
 
 impl Grants {
-    /// A granter that has just taken office: whoever it was before may have granted every host a lease a moment ago.
+    /// A granter that has just taken office: its predecessor may have granted every host a lease a
+    /// moment ago.
     pub fn taken_over(terms: Terms, hosts: impl IntoIterator<Item = Host>, now: Duration) -> Self {
         Self { terms, granted: hosts.into_iter().map(|host| (host, now)).collect() }
     }
 
-    /// Grants a lease, or grants it for longer.
+    /// Grants or renews a lease.
     pub fn grant(&mut self, host: Host, now: Duration) {
         self.granted.insert(host, now);
     }
 
-    /// Hosts that may believe they hold one.
+    /// The hosts that may believe they hold a lease.
     pub fn not_over(&self, now: Duration) -> BTreeSet<Host> {
         let after = self.terms.ttl + self.terms.drift();
         let held = self.granted.iter().filter(|(_, granted)| now <= **granted + after);

@@ -1,4 +1,4 @@
-//! The record that all hosts agree on.
+//! Failover record: the state on which all hosts agree.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,34 +7,36 @@ use serde::{Deserialize, Serialize};
 use crate::cut::GlobalCheckpoint;
 use crate::{Epoch, Generation, Host, Vm};
 
-/// Where a VM is.
+/// The hosts of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Place {
-    /// Where it runs.
+    /// The host that runs it.
     pub primary: Host,
-    /// Where its copies go; nowhere if there is no host for it.
+    /// The host of its standby; `None` if no host is available.
     pub backup: Option<Host>,
 }
 
-/// The state of a cluster as far as its hosts have to agree on it. It changes by compare-and-swap on `version`.
+/// The state of a cluster on which its hosts have to agree. It changes by compare-and-swap on
+/// `version`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Register {
     /// Counts the changes.
     pub version: u64,
-    /// The timeline.
+    /// The generation.
     pub generation: Generation,
-    /// Counts the changes of `places`: a checkpoint of another layout has its copies in other places.
+    /// Counts the changes of `places`: a checkpoint of another layout has its standbys on other
+    /// hosts.
     pub layout: u64,
-    /// Where each VM is.
+    /// The hosts of each VM.
     pub places: BTreeMap<Vm, Place>,
-    /// Hosts that may still send in an older timeline. While there are any, nobody runs.
+    /// Hosts that may still send in an older generation. While there are any, no VM runs.
     pub fence: BTreeSet<Host>,
-    /// The newest global checkpoint: where this generation began, or better.
+    /// The newest global checkpoint: the one with which this generation began, or a newer one.
     pub checkpoint: GlobalCheckpoint,
 }
 
 impl Register {
-    /// A cluster whose VMs run, each from its first copy, which its backup has.
+    /// A cluster whose VMs run, each from its first epoch, which its backup has.
     pub fn new(places: BTreeMap<Vm, Place>) -> Self {
         let checkpoint = GlobalCheckpoint {
             marks: places.keys().map(|&vm| (vm, Epoch(0))).collect(),
@@ -44,8 +46,9 @@ impl Register {
         Self { version: 0, generation, layout: 0, places, fence, checkpoint }
     }
 
-    /// The end of the cluster: nothing runs in the timeline that begins, and whoever ran is fenced. It stays, so that nobody
-    /// begins another cluster of the name in a timeline that there was.
+    /// The end of the cluster: no VM runs in the generation that begins, and all primaries are
+    /// fenced. The record remains, so that another cluster of the name can't begin in a generation
+    /// that existed before.
     pub fn ended(&self) -> Self {
         let mut next = self.changed();
         next.fence.extend(self.primaries());
@@ -53,19 +56,20 @@ impl Register {
         next
     }
 
-    /// Whether nothing is to run.
+    /// Whether no VM is to run.
     pub fn is_ended(&self) -> bool {
         self.places.is_empty()
     }
 
-    /// A cluster of the name of one that has ended. Nothing runs until nobody of that one can send any more.
+    /// A new cluster with the name of one that has ended. No VM runs until no host of the old one
+    /// can send any more.
     pub fn again(&self, places: BTreeMap<Vm, Place>) -> Self {
         let mut next = self.changed();
         next.begin(places);
         next
     }
 
-    /// Another timeline, that begins with what these places have.
+    /// Begins another generation, in which VMs start from the first epochs of these hosts.
     fn begin(&mut self, places: BTreeMap<Vm, Place>) {
         self.generation = self.generation.next();
         self.layout += 1;
@@ -79,7 +83,8 @@ impl Register {
         self.places = places;
     }
 
-    /// Of one VM: its backup has a copy that it can run from, or it has no backup any more. Nothing is rolled back.
+    /// For a single VM: its backup has a standby from which it can run, or it has no backup any
+    /// more. Nothing is rolled back.
     pub fn backed_by(&self, backup: Option<Host>) -> Self {
         let mut next = self.changed();
         next.layout += 1;
@@ -91,7 +96,8 @@ impl Register {
         next
     }
 
-    /// The agent of a host was restarted, and looks after what its predecessor ran, which goes on. Its backups have to be found anew.
+    /// The agent of a host was restarted, and manages the VMs of its predecessor, which continue to
+    /// run. Their backups have to be chosen again.
     pub fn taken_up(&self, before: Host, now: Host) -> Self {
         let mut next = self.backed_by(None);
         let its = next.places.values_mut().filter(|place| place.primary == before);
@@ -99,7 +105,8 @@ impl Register {
         next
     }
 
-    /// The agent of a host was started again, which has the copies that its predecessor had, or is to run them. They are where they were.
+    /// The agent of a host was restarted, and has the standbys of its predecessor, or is to run
+    /// them. They are where they were.
     pub fn inherited(&self, before: Host, now: Host) -> Self {
         let mut next = self.changed();
         for place in next.places.values_mut() {
@@ -109,12 +116,12 @@ impl Register {
         next
     }
 
-    /// Hosts that run a VM.
+    /// The hosts that run a VM.
     pub fn primaries(&self) -> BTreeSet<Host> {
         self.places.values().map(|place| place.primary).collect()
     }
 
-    /// Whether the copies of the newest checkpoint are at today's backups.
+    /// Whether today's backups have the standbys of the newest checkpoint.
     pub fn is_protected(&self) -> bool {
         self.checkpoint.layout == self.layout
     }
@@ -125,7 +132,8 @@ impl Register {
         !self.places.values().filter_map(|place| place.backup).any(|host| primaries.contains(&host))
     }
 
-    /// With a new global checkpoint; `None` if it was made in another timeline or layout, or isn't the next one.
+    /// The record with a new global checkpoint; `None` if it was made in another generation or
+    /// layout, or isn't the next one.
     pub fn with_checkpoint(&self, checkpoint: &GlobalCheckpoint) -> Option<Self> {
         let here = (self.generation, self.layout, self.checkpoint.number + 1);
         let made = (checkpoint.generation, checkpoint.layout, checkpoint.number);
@@ -133,7 +141,8 @@ impl Register {
         (made == here && all).then(|| Self { checkpoint: checkpoint.clone(), ..self.changed() })
     }
 
-    /// With every VM at its backup, and new backups on these hosts; `None` if there is nothing to go back to.
+    /// The record with every VM at its backup, and new backups on these hosts; `None` if there are
+    /// no standbys to go back to.
     pub fn failed_over(&self, hosts: &BTreeSet<Host>) -> Option<Self> {
         let ready = |place: &Place| place.backup.is_some_and(|backup| hosts.contains(&backup));
         if !self.is_protected() || !self.places.values().all(ready) {
@@ -150,7 +159,8 @@ impl Register {
         Some(next)
     }
 
-    /// With a backup for each VM that has none among these hosts; `None` if that changes nothing.
+    /// The record with a backup on these hosts for each VM that has none among them; `None` if that
+    /// changes nothing.
     pub(super) fn backed_up(&self, hosts: &BTreeSet<Host>) -> Option<Self> {
         let mut next = self.changed();
         for place in next.places.values_mut() {
@@ -161,7 +171,7 @@ impl Register {
         (next.places != self.places).then_some(next)
     }
 
-    /// Without those of the fenced that can't send any more; `None` if that is nobody.
+    /// The record without fenced hosts that can't send any more; `None` if there are none.
     pub(super) fn fenced(&self, harmless: impl Fn(Host) -> bool) -> Option<Self> {
         let mut next = self.changed();
         next.fence.retain(|host| !harmless(*host));

@@ -208,7 +208,7 @@ fn nobody_runs_while_somebody_is_fenced() {
 }
 
 proptest! {
-    /// Whatever two clocks show and however late answers are: the holder's lease ends first.
+    /// However two clocks differ and however late answers are, the holder's lease ends first.
     #[test]
     fn a_lease_is_never_over_while_it_is_held(
         holder_ppm in -100..=100_i64, granter_ppm in -100..=100_i64,

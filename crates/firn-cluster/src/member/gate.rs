@@ -1,4 +1,4 @@
-//! The gate of a member that runs.
+//! Member NIC: the card of a member that runs.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -14,18 +14,21 @@ use crate::output::{Accept, Flow, Inbox, Outbox, Sent, To};
 use crate::switch::Mac;
 use crate::{Epoch, Generation, RequestNumber, Seq, Vm};
 
-/// What is counted for a frame besides its bytes.
+/// The memory that is counted for a frame besides its bytes.
 const FRAME_COST: usize = 64;
-/// Epochs since the newest global checkpoint that a backup keeps at most. Until there is another, the one that runs then is not cut.
+/// The maximum number of epochs since the newest global checkpoint that a backup stores. When it is
+/// reached, the running epoch is not cut until there is another global checkpoint.
 pub const EPOCHS_KEPT_MAX: u64 = 64;
-/// What the last of them send to other members is held: so there is a cut since which nothing has left, and it is committed.
+/// Output to other members is held back in the last of these epochs: so there is a cut since which
+/// no frame has left, and it is committed.
 const HEARD_MAX: u64 = EPOCHS_KEPT_MAX - 2;
-/// Bytes that wait for a cut; what comes beyond that is sent again.
+/// The maximum number of bytes that wait for a cut. Frames beyond that are sent again by their
+/// senders.
 const WAITING_BYTES_MAX: usize = 4 << 20;
-/// Frames that are sent again at once; the receiver asks for more.
+/// The maximum number of frames that are sent again at a time. The receiver requests more.
 const AGAIN_MAX: usize = 256;
 
-/// A frame that is held or kept.
+/// A frame that is buffered or stored.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(from = "Vec<u8>", into = "Vec<u8>")]
 pub struct Frame(Arc<[u8]>);
@@ -48,23 +51,24 @@ impl From<Frame> for Vec<u8> {
     }
 }
 
-/// What is to be done.
+/// An action for the shell.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Give it to the switch: it is for another member.
     Send(Vec<u8>),
-    /// Give it to the switch as it is, and say [`Member::gone`] when that is done: it is for the outside.
+    /// Give it to the switch unchanged, and call [`MemberNic::record_released`] when that is done:
+    /// it is for the outside.
     Out(Seq, Vec<u8>),
     /// Give it to the VM.
     Deliver(Vec<u8>),
 }
 
-/// How long things take.
+/// The intervals of acknowledgements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Times {
-    /// A receiver that has not said that it has everything is asked so often.
+    /// The interval at which a receiver is asked that has not acknowledged all frames.
     pub ask: Duration,
-    /// A hole is told no more often.
+    /// The minimum interval between two reports of the same missing frame.
     pub complain: Duration,
 }
 
@@ -74,23 +78,24 @@ impl Default for Times {
     }
 }
 
-/// What is known of another member.
+/// The state of another member.
 #[derive(Clone, Debug)]
 struct Other {
     mac: Mac,
-    /// It has told that it has so many.
+    /// The newest frame that it has acknowledged.
     has: Seq,
-    /// So many were let out when the gate was opened.
+    /// The newest frame that was released when the output was opened.
     due: Seq,
     asked: Duration,
-    /// The hole that it was told of, and when.
+    /// The missing frame that was last reported to it, and when.
     complained: Option<(Seq, Duration)>,
 }
 
-/// The card of one VM.
+/// The card of one VM in a cluster.
 ///
-/// It is *open* while nothing can undo what the VM does, for it has no backup: then frames leave as they are sent, and what has arrived
-/// need not be kept by its sender. It is not from the first cut on, until it is opened again.
+/// Its output is *open* while no failover can undo the VM's state, because the VM has no backup:
+/// then frames leave as they are sent, and a sender need not store a frame that has arrived here.
+/// The output closes at the first cut, until it is opened again.
 #[derive(Clone, Debug)]
 pub struct Member {
     cluster: u32,
@@ -104,14 +109,17 @@ pub struct Member {
     running: Epoch,
     global: Epoch,
     trimmed: BTreeMap<To, Seq>,
-    /// Frames from behind a cut that this VM has not made yet, with their marks, and what came after them.
+    /// Frames from behind a cut that this VM has not made yet, with their marks, and the frames
+    /// after them.
     waiting: VecDeque<(RequestNumber, Vec<u8>)>,
     waiting_bytes: usize,
 }
 
 impl Member {
-    /// The VM runs from the end of `base`, in a timeline that begins. Follow with [`committed`](Self::committed) and
-    /// [`globally`](Self::globally) of `base`, or with [`open`](Self::open): that lets out what may still be missing somewhere.
+    /// A VM that runs from the end of `base`, in a generation that begins. The caller then calls
+    /// [`commit_epoch`](Self::commit_epoch) and
+    /// [`record_global_checkpoint`](Self::record_global_checkpoint) for `base`, or
+    /// [`open_output`](Self::open_output): that releases the frames that a receiver may still lack.
     pub fn new(of: &Membership, times: Times, base: Epoch, mut kept: Kept) -> Self {
         kept.roll_back(base);
         let &Membership { cluster, own, generation, layout, .. } = of;
@@ -136,7 +144,8 @@ impl Member {
         }
     }
 
-    /// The VM has sent a frame: to other members it leaves at once. One that can't be wrapped goes nowhere.
+    /// Handles a frame that the VM has sent: to other members it leaves at once. A frame that can't
+    /// be wrapped is dropped.
     pub fn sent(&mut self, frame: &[u8]) -> Vec<Action> {
         let Some((to, _)) = Mac::ends(frame).filter(|_| frame.len() <= CARRIED_BYTES_MAX) else {
             return Vec::new();
@@ -172,7 +181,8 @@ impl Member {
         sent
     }
 
-    /// Nothing undoes anything any more: what is held leaves, and so does what comes.
+    /// Opens the output: buffered frames leave, and later ones as they come. No failover can undo
+    /// anything any more.
     pub fn open(&mut self) -> Vec<Action> {
         let actions = self.let_out(self.running);
         if !std::mem::replace(&mut self.is_open, true) {
@@ -188,19 +198,20 @@ impl Member {
         self.is_open
     }
 
-    /// Whether the others have said that they have what was let out when the gate was opened: what was held, or was under way when this
-    /// VM went back. What is sent since then always is under way.
+    /// Whether the other members have acknowledged the frames that were released when the output
+    /// was opened: those that were buffered, or in flight when this VM went back. Frames sent since
+    /// then don't count, because some are always in flight.
     pub fn is_settled(&self) -> bool {
         self.others.values().all(|other| other.has >= other.due)
     }
 
-    /// The epoch that runs.
+    /// The running epoch.
     pub fn running(&self) -> Epoch {
         self.running
     }
 
-    /// The VM stands still at the end of its epoch, everything that it sent has been read, and it has read everything that it was
-    /// given. What goes with that epoch.
+    /// Ends the running epoch. The VM is paused, all frames that it sent have been read, and it has
+    /// read all frames that it was given. Returns the state of the card that belongs to that epoch.
     pub fn cut(&mut self) -> OfEpoch {
         let epoch = self.running;
         let is_first = std::mem::replace(&mut self.is_open, false);
@@ -215,7 +226,8 @@ impl Member {
         }
     }
 
-    /// An epoch is in the non-volatile copy. Of what it sent to other members leaves what was under way when the VM went back.
+    /// Records that an epoch is in the non-volatile copy. Releases its frames to other members that
+    /// were in flight when the VM went back.
     pub fn committed(&mut self, epoch: Epoch) -> Vec<Action> {
         self.marker.committed(epoch);
         self.inside(epoch)
@@ -231,7 +243,8 @@ impl Member {
         sent.into_iter().map(|sent| Action::Out(sent.seq, sent.frame.into())).collect()
     }
 
-    /// Frames to the outside up to this one have left, and need not be kept any more.
+    /// Records that frames to the outside were sent, up to this one. They need not be stored any
+    /// more.
     pub fn gone(&mut self, seq: Seq) {
         self.trim(To::Outside, seq);
     }
@@ -242,8 +255,8 @@ impl Member {
         actions
     }
 
-    /// A global checkpoint with this VM at that epoch is on record: what it sent outside leaves, and others hear what they need not
-    /// keep.
+    /// Records a global checkpoint that includes this VM at that epoch: its frames to the outside
+    /// are released, and the other members are informed which frames they need not store any more.
     pub fn globally(&mut self, epoch: Epoch) -> Vec<Action> {
         let mut included = self.inbox.globally(epoch);
         included.retain(|(_, seq)| *seq > Seq(0));
@@ -257,23 +270,24 @@ impl Member {
         actions
     }
 
-    /// The initiator asks for a mark, until there is one.
+    /// Handles a request for a mark; the initiator repeats it until there is one.
     pub fn requested(&mut self, generation: Generation, request: RequestNumber) -> Option<Answer> {
         self.marker.requested(generation, request)
     }
 
-    /// Whether a frame waits for the epoch that runs to be cut.
+    /// Whether a received frame waits for the running epoch to be cut.
     pub fn wants_cut(&self) -> bool {
         !self.waiting.is_empty() && !self.may_let_in()
     }
 
-    /// Whether a frame has waited, and need not any more.
+    /// Whether a received frame has waited for a cut, and can be delivered now.
     pub fn may_let_in(&self) -> bool {
         let mark = self.waiting.front().map(|(mark, _)| *mark);
         mark.is_some_and(|mark| self.is_open || mark <= self.marker.stamp().mark)
     }
 
-    /// Takes a frame that has waited, if it need not any more. The VM must not stand still.
+    /// Handles a frame that has waited for a cut, if it can be delivered now. The VM must not be
+    /// paused.
     pub fn let_in(&mut self, now: Duration) -> Vec<Action> {
         if !self.may_let_in() {
             return Vec::new();
@@ -283,7 +297,8 @@ impl Member {
         Message::of(&frame).map(|message| self.heard(&message, now)).unwrap_or_default()
     }
 
-    /// What comes later waits behind it. What there is no room for is sent again.
+    /// Makes a frame wait; later frames wait behind it. Frames without room are dropped, and their
+    /// senders send them again.
     fn wait(&mut self, mark: RequestNumber, frame: &[u8]) {
         let bytes = self.waiting_bytes + frame.len();
         if bytes <= WAITING_BYTES_MAX {
@@ -292,14 +307,14 @@ impl Member {
         }
     }
 
-    /// A frame has come from the switch. The VM must not stand still.
+    /// Handles a frame from the switch. The VM must not be paused.
     pub fn arrived(&mut self, frame: &[u8], now: Duration) -> Vec<Action> {
         if is_wrapped(frame) {
             return self.unwrapped(frame, now).unwrap_or_default();
         }
         let from = Mac::ends(frame).map(|(_, from)| from);
         let is_member = self.others.values().any(|other| Some(other.mac) == from);
-        // Of one that is no member yet, or no more, it is meant for this VM.
+        // From a VM that is not yet, or no longer, a member it is meant for this VM.
         let is_meant = Mac::ends(frame).is_some_and(|(to, _)| to == self.own.1) && self.is_open;
         match is_member && !is_meant {
             true => Vec::new(),
@@ -307,7 +322,7 @@ impl Member {
         }
     }
 
-    /// Time has passed: others are asked whether they have everything.
+    /// Advances the time: asks other members whether they have all frames.
     pub fn tick(&mut self, now: Duration) -> Vec<Action> {
         let is_due = |(vm, other): &(&Vm, &mut Other)| {
             other.has < self.outbox.released(To::Vm(**vm))
@@ -324,22 +339,22 @@ impl Member {
         due.into_iter().filter_map(ask).collect()
     }
 
-    /// Whether to go on reading from the VM's socket.
+    /// Whether to continue to read from the VM's socket.
     pub fn flow(&self) -> Flow {
         self.outbox.flow()
     }
 
-    /// Frames that are held or kept.
+    /// The number of frames that are buffered or stored.
     pub fn frames(&self) -> usize {
         self.outbox.frames()
     }
 
-    /// Bytes that are held or kept, and what it takes to keep them.
+    /// The bytes that are buffered or stored, with their overhead.
     pub fn held(&self) -> usize {
         self.outbox.bytes()
     }
 
-    /// What a frame that leaves has to say of its sender.
+    /// Builds a message to a member, stamped by this one.
     fn say(&self, to: Vm, says: Says<'_>) -> Option<Action> {
         let mac = self.others.get(&to)?.mac;
         let ends = Ends { cluster: self.cluster, from: self.own, to: (to, mac) };
@@ -361,7 +376,7 @@ impl Member {
         if !is_known || ends.cluster != self.cluster || ends.to != self.own {
             return None;
         }
-        // First the cut, whatever is said: then what is marked is without it.
+        // The cut comes first, whatever the message contains: then the marked epoch is without it.
         match self.marker.arriving(stamp) {
             Arriving::Undone | Arriving::Early => return None,
             Arriving::AfterCut if !self.is_open => self.wait(stamp.mark, frame),
@@ -404,7 +419,7 @@ impl Member {
         self.say(from, Says::Expects(next))
     }
 
-    /// What a receiver that expects this one has not got.
+    /// Sends the frames again that a receiver lacks which expects this one.
     fn again(&mut self, to: Vm, next: Seq) -> Vec<Action> {
         let before = Seq(next.0.saturating_sub(1));
         if let Some(other) = self.others.get_mut(&to) {

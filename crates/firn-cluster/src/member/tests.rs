@@ -1,5 +1,5 @@
-//! Three VMs that send each other and the outside numbered frames, over a network that loses, doubles and reorders; cuts, global
-//! checkpoints and rollbacks at any time.
+//! Three VMs that send numbered frames to each other and to the outside, over a network that loses,
+//! duplicates and reorders them; with cuts, global checkpoints and rollbacks at any time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::{Epoch, Generation, RequestNumber, Seq, Vm};
 
 const VMS: u16 = 3;
 const BYTES_MAX: usize = 1 << 20;
-/// The first address that is nobody's of the cluster.
+/// The first address that belongs to no VM of the cluster.
 const OUTSIDE: u16 = 9;
 const ALL: u16 = 0xff;
 
@@ -26,12 +26,12 @@ fn frame(from: u16, to: u16, number: u32) -> Vec<u8> {
     [&mac(to).0[..], &mac(from).0, &[8, 0], &number.to_be_bytes()].concat()
 }
 
-/// Who sent a frame, and its number.
+/// The sender of a frame, and the number of the frame.
 fn read(frame: &[u8]) -> (u16, u32) {
     (frame[11].into(), u32::from_be_bytes(frame[14..18].try_into().unwrap()))
 }
 
-/// What a VM knows: what it has sent to whom, and got from whom.
+/// The state of a VM: the frames that it has sent and received.
 #[derive(Clone, Debug, Default)]
 struct Guest {
     sent: BTreeMap<u16, Vec<u32>>,
@@ -42,18 +42,19 @@ struct Node {
     member: Member,
     guest: Guest,
     kept: Kept,
-    /// At the ends of epochs.
+    /// The states at the ends of epochs.
     states: BTreeMap<Epoch, Guest>,
     complete: Epoch,
     committed: Epoch,
-    /// The newest that was let out to the outside, and the newest of which the backup knows that it has left.
+    /// The newest frame that was transmitted to the outside, and the newest one that the backup
+    /// knows to have been transmitted.
     out: Seq,
     told: Seq,
 }
 
 struct World {
     nodes: Vec<Node>,
-    /// On their way.
+    /// Frames in flight.
     wire: Vec<Vec<u8>>,
     outside: Vec<(u16, u32)>,
     generation: Generation,
@@ -108,7 +109,7 @@ impl World {
         }
     }
 
-    /// As long as they have no backups: nothing can be gone back to.
+    /// VMs without backups: there is no state to go back to.
     fn opened() -> Self {
         let mut world = Self { is_opened: true, ..Self::new() };
         for vm in 0..VMS {
@@ -118,7 +119,7 @@ impl World {
         world
     }
 
-    /// Whether all have a copy that could be marked.
+    /// Whether all VMs have a committed epoch that could be marked.
     fn is_begun(&self) -> bool {
         self.nodes.iter().all(|node| node.committed > Epoch(0))
     }
@@ -193,7 +194,7 @@ impl World {
         }
     }
 
-    /// A global checkpoint of what is now.
+    /// Makes a global checkpoint of the present state.
     fn record(&mut self) {
         for _ in 0..3 {
             for vm in 0..VMS {
@@ -204,7 +205,8 @@ impl World {
         }
     }
 
-    /// What was let out to the outside has left. The backup hears of it at once, or with the next epoch.
+    /// Reports that frames to the outside were sent. The backup is informed at once, or with the
+    /// next epoch.
     fn gone(&mut self, vm: u16, at_once: bool) {
         let node = self.node(vm);
         node.member.gone(node.out);
@@ -232,7 +234,7 @@ impl World {
         }
     }
 
-    /// In the newest global checkpoint nobody has got what nobody has sent.
+    /// Checks that in the newest global checkpoint each received frame was sent.
     fn is_consistent(&self) {
         let state = |vm: u16| &self.nodes[usize::from(vm)].states[&self.global[&Vm(vm)]];
         for (from, to) in (0..VMS).flat_map(|from| (0..VMS).map(move |to| (from, to))) {
@@ -251,7 +253,7 @@ impl World {
         self.act(to, actions);
     }
 
-    /// Everybody goes on from the newest global checkpoint. What is on its way stays so.
+    /// Rolls all VMs back to the newest global checkpoint. Frames in flight stay in flight.
     fn roll_back(&mut self) {
         self.generation = self.generation.next();
         self.marks.clear();
@@ -282,7 +284,7 @@ impl World {
         }
     }
 
-    /// Nothing goes wrong any more: everything arrives.
+    /// Continues without failures: every frame arrives.
     fn settle(&mut self) {
         for _ in 0..40 {
             for vm in 0..VMS {
@@ -306,7 +308,7 @@ impl World {
                 let left = self.outside.iter().filter(|(from, _)| *from == vm).map(|(_, it)| *it);
                 let mut left: Vec<u32> = left.collect();
                 if rolled_back {
-                    // The outside may get the last ones twice.
+                    // The outside may receive the last frames twice.
                     let mut seen = std::collections::BTreeSet::new();
                     left.retain(|number| seen.insert(*number));
                 }
@@ -387,14 +389,15 @@ fn play(mut world: World, steps: Vec<Step>) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Every global checkpoint is consistent; and in the end each has got what the others have sent it, in order, once, however often
-    /// everybody went back.
+    /// Every global checkpoint is consistent. In the end each VM has received the frames of the
+    /// others in order, each once, however often all were rolled back.
     #[test]
     fn nothing_between_members_is_lost_or_doubled(steps in prop::collection::vec(step(), 0..250)) {
         play(World::new(), steps);
     }
 
-    /// The same of VMs that are members before they have a backup: what is under way at their first cuts is kept too.
+    /// The same for VMs that are members before they have a backup: frames that are in flight at
+    /// their first cuts are stored too.
     #[test]
     fn nothing_under_way_when_protection_begins_is_lost(steps in prop::collection::vec(step(), 0..250)) {
         play(World::opened(), steps);
@@ -434,7 +437,7 @@ fn a_frame_from_behind_a_cut_makes_its_receiver_be_cut_first() {
     assert_eq!(world.global[&Vm(0)], Epoch(1));
 }
 
-/// What was in flight in the cut is sent again by who has the copy.
+/// The VM that has the copy sends frames again that were in flight in the cut.
 #[test]
 fn a_lost_frame_of_the_cut_is_there_after_a_rollback() {
     let mut world = World::new();
@@ -447,7 +450,8 @@ fn a_lost_frame_of_the_cut_is_there_after_a_rollback() {
     assert_eq!(world.nodes[1].guest.got[&0], [1]);
 }
 
-/// What has arrived before the first cut is no part of the first copy, and what follows has its number all the same.
+/// Frames that arrived before the first cut are not in the first copy, and later frames keep their
+/// numbers nevertheless.
 #[test]
 fn the_first_copy_knows_where_each_way_begins() {
     let mut world = World::opened();
@@ -473,7 +477,8 @@ fn the_first_copy_knows_where_each_way_begins() {
     assert_eq!(world.nodes[1].guest.got[&0], [1, 2, 3]);
 }
 
-/// Who has no backup yet has what it gets for good, also if its sender's epoch has not ended.
+/// Frames that a VM without a backup has received will never be needed again, even if the sender's
+/// epoch has not ended.
 #[test]
 fn what_has_arrived_for_good_before_it_is_cut_has_its_number() {
     let mut world = World::opened();
@@ -510,7 +515,7 @@ fn a_copy_that_everybody_gets_is_not_taken_twice() {
     assert_eq!(member.arrived(&plain, now), [Action::Deliver(plain.clone())]);
 }
 
-/// A hole is told once, then again after a while.
+/// A missing frame is reported once, then again after a while.
 #[test]
 fn a_hole_is_told_and_filled() {
     let mut world = World::new();
@@ -526,7 +531,7 @@ fn a_hole_is_told_and_filled() {
     assert!(world.nodes[1].guest.got.is_empty());
     world.arrive(0);
     assert_eq!(world.wire.len(), 4);
-    // The last is put where the first was taken from.
+    // The last frame takes the position of the removed one.
     for at in [0, 0, 0, 0] {
         world.wire.sort();
         world.arrive(at);
@@ -534,7 +539,7 @@ fn a_hole_is_told_and_filled() {
     assert_eq!(world.nodes[1].guest.got[&0], [1, 2, 3, 4]);
 }
 
-/// What the outside gets twice: what the backup has not heard to have left.
+/// The outside receives those frames twice that the backup does not know to have been sent.
 #[test]
 fn only_what_was_not_told_to_have_left_comes_twice() {
     for (is_gone, at_once, cuts, twice) in
@@ -547,14 +552,14 @@ fn only_what_was_not_told_to_have_left_comes_twice() {
         if is_gone {
             world.gone(0, at_once);
         }
-        // One that is complete, and is undone.
+        // An epoch that is complete, and is undone.
         (0..cuts).for_each(|_| world.cut(0));
         world.roll_back();
         assert_eq!(world.outside.len(), 2 + twice, "{is_gone} {at_once} {cuts}");
     }
 }
 
-/// What is sent after the gate was opened is no part of what was held or under way.
+/// Frames sent after the output was opened don't count as buffered or in flight.
 #[test]
 fn who_is_settled_may_be_sending() {
     let mut world = World::new();

@@ -1,73 +1,74 @@
-//! What goes between the gates of two members: a frame of its own kind, which switches carry like any other.
+//! Member messages: what the cards of two members send each other, in frames of a type of their
+//! own, which switches carry like any other frame.
 //!
 //! ```text
 //!   | to: 6 | from: 6 | 88 b5 | version: u8 | kind: u8 | cluster: u32 | from: u16 | to: u16 |
-//!   | generation: u32 | mark's term: u32 | mark's count: u32 | seq: u64 | a frame ... |            big endian
+//!   | generation: u32 | mark's term: u32 | mark's count: u32 | seq: u64 | a frame ... | big endian
 //! ```
 //!
 //! | kind | `seq` | |
 //! |---|---|---|
-//! | 1 | of this frame | a frame; nothing follows the others |
-//! | 2 | the newest that was let out | asks how far the receiver has come |
-//! | 3 | the one that is expected | answers, or says that there is a hole |
-//! | 4 | the newest that is included | a global checkpoint has it at the receiver: it need not be kept |
+//! | 1 | of this frame | a frame, at the end of the message |
+//! | 2 | the newest that was released | asks for the newest frame that the receiver has |
+//! | 3 | the expected one | the answer, or the report of a missing frame |
+//! | 4 | the newest that is included | the receiver's global checkpoint has it: may be dropped |
 
 use crate::cut::Stamp;
 use crate::switch::{FRAME_BYTES_MAX, Mac};
 use crate::{Generation, RequestNumber, Seq, Vm};
 
-/// The type of such frames: for experiments, IEEE 802.
+/// The Ethernet type of such frames: the one for experiments, IEEE 802.
 const KIND: [u8; 2] = [0x88, 0xb5];
 const VERSION: u8 = 1;
 
-/// Bytes before the frame that is carried.
+/// The bytes before the frame that is carried.
 pub const HEAD_BYTES: usize = 44;
 
-/// The longest frame that can be carried.
+/// The maximum length of a frame that can be carried.
 pub const CARRIED_BYTES_MAX: usize = FRAME_BYTES_MAX - HEAD_BYTES;
 
-/// Where something comes from and goes to.
+/// The sender and the receiver of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ends {
     /// The cluster.
     pub cluster: u32,
-    /// Who sends.
+    /// The sender.
     pub from: (Vm, Mac),
-    /// Who is to get it.
+    /// The receiver.
     pub to: (Vm, Mac),
 }
 
-/// What is said.
+/// The content of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Says<'a> {
     /// A frame of the VM.
     Frame(Seq, &'a [u8]),
-    /// The newest that was let out; how far have you come?
+    /// The newest frame that was released; asks for the newest frame that the receiver has.
     Newest(Seq),
-    /// This one is expected.
+    /// The frame that is expected next.
     Expects(Seq),
-    /// Up to this one, arrivals are in a global checkpoint.
+    /// The arrival of frames up to this one is in a global checkpoint.
     Included(Seq),
 }
 
-/// Something between two gates.
+/// A message between the cards of two members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message<'a> {
-    /// Between whom.
+    /// The sender and the receiver.
     pub ends: Ends,
-    /// The sender's timeline and newest mark.
+    /// The sender's generation and newest mark.
     pub stamp: Stamp,
-    /// What is said.
+    /// The content.
     pub says: Says<'a>,
 }
 
-/// Whether that is what a frame is, if it is sound or not.
+/// Whether a frame has the type of member messages, valid or not.
 pub fn is_wrapped(frame: &[u8]) -> bool {
     frame.get(12..14) == Some(&KIND[..])
 }
 
 impl<'a> Message<'a> {
-    /// As a frame. What is carried has at most [`CARRIED_BYTES_MAX`].
+    /// Encodes the message as a frame. A carried frame has at most [`CARRIED_BYTES_MAX`] bytes.
     pub fn to_frame(&self) -> Vec<u8> {
         let (kind, seq, carried) = match self.says {
             Says::Frame(seq, frame) => (1, seq, frame),
@@ -89,7 +90,7 @@ impl<'a> Message<'a> {
         frame
     }
 
-    /// Of a frame; nothing if it is none of these, or cut short.
+    /// Decodes a frame; `None` if it is no such message, or truncated.
     pub fn of(frame: &'a [u8]) -> Option<Self> {
         let (head, carried) = frame.split_at_checked(HEAD_BYTES)?;
         let (macs, head) = head.split_at(12);

@@ -1,23 +1,24 @@
-//! The receiver's half: how far it has come with each sender, now and at each of its cuts.
+//! Frame inbox: the receiver's half, which records the frames received from each sender, now and at
+//! each cut.
 
 use std::collections::BTreeMap;
 
 use crate::{Epoch, Seq, Vm};
 
-/// What to do with a frame that has arrived.
+/// How to handle a frame that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accept {
     /// Give it to the VM.
     Deliver,
-    /// The VM has it already.
+    /// Drop it: the VM has it already.
     Known,
-    /// One before it is missing: the sender must go back to this one.
+    /// A frame before it is missing: the sender must send again from this one on.
     Missing(Seq),
 }
 
 type Received = BTreeMap<Vm, Seq>;
 
-/// What one VM has received from the others.
+/// The frames that one VM has received from the others.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Inbox {
     received: Received,
@@ -35,7 +36,8 @@ impl Inbox {
         self.received.get(&from).copied().unwrap_or_default()
     }
 
-    /// A frame has arrived. Only the cut may say that it is too early or too late (see [`crate::cut::Marker::arriving`]).
+    /// Handles a frame. Whether it is too early or too late is checked by the cut (see
+    /// [`crate::cut::CutMarker::check_frame`]).
     pub fn accept(&mut self, from: Vm, seq: Seq) -> Accept {
         let next = self.received(from).next();
         if seq > next {
@@ -48,24 +50,25 @@ impl Inbox {
         Accept::Deliver
     }
 
-    /// The VM is paused at the end of an epoch. Part of that epoch's checkpoint.
+    /// Records a cut while the VM is paused. It is part of that epoch's checkpoint.
     pub fn cut(&mut self, epoch: Epoch) {
         self.cuts.insert(epoch, self.received.clone());
     }
 
-    /// The same at the backup, which hears how far the VM had come.
+    /// The same at the backup, which gets the newest received frames from the primary.
     pub fn cut_with(&mut self, epoch: Epoch, received: impl IntoIterator<Item = (Vm, Seq)>) {
         self.cuts.insert(epoch, received.into_iter().collect());
     }
 
-    /// A global checkpoint has this VM at `epoch`: tell each sender that it need not keep what is included.
+    /// Records a global checkpoint that includes this VM at `epoch`. Returns, for each sender, the
+    /// newest frame that the sender need not store any more.
     pub fn globally(&mut self, epoch: Epoch) -> Vec<(Vm, Seq)> {
         self.cuts = self.cuts.split_off(&epoch);
         let received = self.cuts.get(&epoch);
         received.into_iter().flatten().map(|(&from, &seq)| (from, seq)).collect()
     }
 
-    /// The VM runs again from the end of `epoch`.
+    /// Goes back to the end of `epoch`, from which the VM runs again.
     pub fn roll_back(&mut self, epoch: Epoch) {
         self.cuts.split_off(&epoch.next());
         self.received = self.cuts.get(&epoch).cloned().unwrap_or_default();

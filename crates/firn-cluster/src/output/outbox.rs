@@ -1,9 +1,10 @@
-//! The sender's half: a lane of numbered frames to each destination.
+//! Frame outbox: the sender's half, with a lane of numbered frames for each destination.
 //!
 //! ```text
 //!   lane to VM 2      | 4 | 5 | 6 | 7 | 8 |
 //!                   ^           ^       ^
-//!              trimmed = 3  released = 6   next = 9         to the outside: 7 and 8 are of an epoch that no global checkpoint has
+//!              trimmed = 3  released = 6   next = 9     to the outside: no global checkpoint
+//!                                                       includes the epoch of 7 and 8
 //! ```
 
 use std::collections::{BTreeMap, VecDeque};
@@ -12,7 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Epoch, Seq, Vm};
 
-/// Where a frame goes. The switch decides when the VM sends it, once: a frame to many is one to each.
+/// The destination of a frame. The switch decides it once, when the VM sends the frame: a frame to
+/// several VMs is one frame to each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum To {
     /// To another VM of the cluster.
@@ -26,16 +28,16 @@ pub enum To {
 pub struct Sent<F> {
     /// Its destination.
     pub to: To,
-    /// Its place on the way there.
+    /// Its sequence number for that destination.
     pub seq: Seq,
     /// The frame, or a handle to it.
     pub frame: F,
 }
 
-/// Whether to go on reading from the VM's network socket.
+/// Whether to continue to read from the VM's network socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Flow {
-    /// Read on.
+    /// Continue to read.
     Go,
     /// The bound is reached: wait until half of it is free.
     Stop,
@@ -55,7 +57,7 @@ struct Lane<F> {
     entries: VecDeque<Entry<F>>,
 }
 
-/// Frames that one VM has sent and that are held, or kept to be sent again.
+/// Frames that one VM has sent and that are buffered, or stored to be sent again.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Outbox<F> {
     lanes: BTreeMap<To, Lane<F>>,
@@ -84,14 +86,15 @@ impl<F: Clone> Lane<F> {
         sent
     }
 
-    /// Drops what is at or before `seq`; returns its bytes.
+    /// Drops frames up to `seq`; returns their bytes.
     fn trim(&mut self, seq: Seq) -> usize {
         let gone = seq.min(self.released).0.saturating_sub(self.trimmed.0);
         self.trimmed.0 += gone;
         self.entries.drain(..gone as usize).map(|entry| entry.bytes).sum()
     }
 
-    /// Drops what a later epoch sent; returns its bytes. What remains may all be sent.
+    /// Drops frames that a later epoch sent; returns their bytes. The remaining frames may all be
+    /// sent.
     fn roll_back(&mut self, epoch: Epoch) -> usize {
         let keep = self.entries.partition_point(|entry| entry.epoch <= epoch);
         self.released = self.trimmed;
@@ -100,12 +103,13 @@ impl<F: Clone> Lane<F> {
 }
 
 impl<F: Clone> Outbox<F> {
-    /// An empty outbox that holds about `bytes_max` bytes.
+    /// An empty outbox for about `bytes_max` bytes.
     pub fn new(bytes_max: usize) -> Self {
         Self { lanes: BTreeMap::new(), bytes: 0, bytes_max, stopped: false }
     }
 
-    /// The VM has sent a frame in an epoch. Its backup's copy is given the same frames when the epoch is sent there.
+    /// Adds a frame that the VM has sent in an epoch. The backup's copy gets the same frames when
+    /// the epoch is sent there.
     pub fn push(&mut self, epoch: Epoch, to: To, frame: F, bytes: usize) -> Seq {
         let lane = self.lanes.entry(to).or_insert_with(Lane::new);
         lane.entries.push_back(Entry { epoch, bytes, frame });
@@ -114,7 +118,7 @@ impl<F: Clone> Outbox<F> {
         Seq(lane.trimmed.0 + lane.entries.len() as u64)
     }
 
-    /// What the VM sent in an epoch, for its backup.
+    /// The frames that the VM sent in an epoch, for its backup.
     pub fn frames_of(&self, epoch: Epoch) -> Vec<Sent<F>> {
         let of = |(&to, lane): (&To, &Lane<F>)| {
             let entries = lane.after(lane.trimmed).filter(|(_, entry)| entry.epoch == epoch);
@@ -124,31 +128,34 @@ impl<F: Clone> Outbox<F> {
         self.lanes.iter().flat_map(of).collect()
     }
 
-    /// What was sent to other VMs up to this epoch and has not left, or not since the VM went back.
+    /// Releases frames to other VMs up to this epoch that have not left, or not since the VM went
+    /// back.
     pub fn committed(&mut self, epoch: Epoch) -> Vec<Sent<F>> {
         let inside = self.lanes.iter_mut().filter(|(to, _)| **to != To::Outside);
         inside.flat_map(|(&to, lane)| lane.release(to, epoch)).collect()
     }
 
-    /// A global checkpoint with this VM at `epoch` is on record: these frames may go outside.
+    /// Releases frames to the outside, because a global checkpoint that includes this VM at `epoch`
+    /// is recorded.
     pub fn globally(&mut self, epoch: Epoch) -> Vec<Sent<F>> {
         let lane = self.lanes.get_mut(&To::Outside);
         lane.map(|lane| lane.release(To::Outside, epoch)).unwrap_or_default()
     }
 
-    /// What was released to a destination after `after`, `most` frames of it, again: some were lost, or the VM there is another now.
+    /// Up to `most` frames that were released to a destination after `after`, to be sent again:
+    /// some were lost, or the VM there was replaced.
     pub fn again(&self, to: To, after: Seq, most: usize) -> Vec<Sent<F>> {
         let Some(lane) = self.lanes.get(&to) else { return Vec::new() };
         let out = lane.after(after).take_while(|(seq, _)| *seq <= lane.released).take(most);
         out.map(|(seq, entry)| Sent { to, seq, frame: entry.frame.clone() }).collect()
     }
 
-    /// Where each lane begins: what came before need not be kept any more.
+    /// The start of each lane: earlier frames need not be stored any more.
     pub fn begins(&self) -> impl Iterator<Item = (To, Seq)> {
         self.lanes.iter().map(|(&to, lane)| (to, lane.trimmed))
     }
 
-    /// A lane that has nothing yet begins behind that one.
+    /// Makes an empty lane begin behind that frame.
     pub fn begin(&mut self, to: To, seq: Seq) {
         let lane = self.lanes.entry(to).or_insert_with(Lane::new);
         if lane.entries.is_empty() {
@@ -156,17 +163,18 @@ impl<F: Clone> Outbox<F> {
         }
     }
 
-    /// How many frames are held or kept.
+    /// The number of frames that are buffered or stored.
     pub fn frames(&self) -> usize {
         self.lanes.values().map(|lane| lane.entries.len()).sum()
     }
 
-    /// The newest that was released to a destination.
+    /// The newest frame that was released to a destination.
     pub fn released(&self, to: To) -> Seq {
         self.lanes.get(&to).map_or(Seq(0), |lane| lane.released)
     }
 
-    /// As [`Self::trim`], at the backup: its copy releases nothing, but knows that the primary had.
+    /// As [`Self::trim_up_to`], at the backup: its copy releases no frames, but records that the
+    /// primary released them.
     pub fn trim_to(&mut self, to: To, seq: Seq) {
         if let Some(lane) = self.lanes.get_mut(&to) {
             let newest = Seq(lane.trimmed.0 + lane.entries.len() as u64);
@@ -175,25 +183,26 @@ impl<F: Clone> Outbox<F> {
         self.trim(to, seq);
     }
 
-    /// Frames up to `seq` need not be kept: a global checkpoint includes their arrival, or the uplink has sent them.
+    /// Drops frames up to `seq`: a global checkpoint includes their arrival, or the uplink has sent
+    /// them.
     pub fn trim(&mut self, to: To, seq: Seq) {
         let freed = self.lanes.get_mut(&to).map_or(0, |lane| lane.trim(seq));
         self.free(freed);
     }
 
-    /// The VM runs again from the end of `epoch`. Follow with `committed(epoch)` and `globally(epoch)`, which then give
-    /// everything that may still be missing somewhere.
+    /// Goes back to the end of `epoch`. The caller then calls `release_inside(epoch)` and
+    /// `release_outside(epoch)`, which return all frames that a receiver may still lack.
     pub fn roll_back(&mut self, epoch: Epoch) {
         let freed = self.lanes.values_mut().map(|lane| lane.roll_back(epoch)).sum();
         self.free(freed);
     }
 
-    /// Whether to go on reading from the VM's network socket.
+    /// Whether to continue to read from the VM's network socket.
     pub fn flow(&self) -> Flow {
         if self.stopped { Flow::Stop } else { Flow::Go }
     }
 
-    /// Bytes held or kept.
+    /// The bytes that are buffered or stored.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

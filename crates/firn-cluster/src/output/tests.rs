@@ -79,7 +79,8 @@ fn an_inbox_takes_each_frame_once_and_in_order() {
 }
 
 proptest! {
-    /// A backup's copy of an outbox, fed epoch by epoch, resends after a rollback what the primary's own would.
+    /// After a rollback, a backup's copy of an outbox, which gets each epoch, sends the same frames
+    /// again as the primary's own outbox.
     #[test]
     fn the_backups_copy_is_as_good_as_the_primarys(
         sends in prop::collection::vec((0..4_u64, 0..3_u16, any::<bool>()), 0..60),

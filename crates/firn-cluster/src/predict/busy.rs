@@ -1,49 +1,53 @@
-//! Whether a guest is busy: it writes so much that its page faults would take more of its time than copying what it writes in the pause.
+//! Busy detector: decides whether a guest writes so much that its page faults would take more of
+//! its time than copying the written pages in the pause.
 //!
 //! ```text
-//!                 so many pages were written                  not so for PATIENCE epochs, or nobody compares
-//!   at rest ----------------------------------> busy --------------------------------------------> at rest
-//!      ^                                         |
-//!      |  REST cuts                              |  too much is copied, or copying costs more than the faults it saves
-//!      '---------------------- resting <---------'
+//!            so many pages were written         no longer so for some epochs, or no comparison
+//!   at rest -----------------------------> busy -----------------------------------> at rest
+//!      ^                                    |
+//!      |  REST_CUTS cuts                    |  too many pages are copied, or copying costs more
+//!      '------------------ resting <--------'  than the faults that it saves
 //! ```
 //!
-//! The last is a guest that goes through its memory and does not come back: what it wrote is copied again and again, and no fault is saved.
+//! The last case is a guest that goes through its memory and does not come back: its written pages
+//! are copied again and again, and no fault is saved.
 
 use std::ops::Range;
 
 use super::PATIENCE;
 
-/// How many page copies cost what a page fault does.
+/// The cost of a page fault, in page copies.
 const FAULT: usize = 5;
-/// Cuts until it is tried again with a guest with which it cost more than it saved.
+/// The number of cuts until a guest is tested again, after copying cost more than it saved.
 const REST: usize = 64;
-/// How much more copying than it saves it may cost at first, and after it has saved much: so many times the pages that make a guest busy.
+/// The maximum cost beyond the savings, at first, and after large savings, in multiples of the
+/// number of pages that makes a guest busy.
 const CREDIT: (usize, usize) = (8, 16);
 
-/// What is known of that.
+/// Detects a busy guest.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Busy {
-    /// How many pages a busy guest writes in an epoch, and how many are copied in a pause at most.
+    /// The number of pages that a busy guest writes in an epoch, and the maximum number copied in a
+    /// pause.
     pages: Range<usize>,
-    /// It is taken to be busy for so many cuts more.
+    /// The guest counts as busy for this number of cuts.
     left: usize,
-    /// It is not, for so many cuts more.
+    /// The guest does not count as busy for this number of cuts.
     rest: usize,
-    /// What it was worth, in page copies.
+    /// The remaining credit, in page copies.
     credit: usize,
 }
 
-/// An epoch, when it was compared with the one before.
+/// An epoch after its comparison with the one before.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Compared {
-    /// Pages that were copied in the pause.
+    /// The number of pages copied in the pause.
     pub(super) copied: usize,
-    /// Pages that were written.
+    /// The number of pages written.
     pub(super) written: usize,
-    /// Faults that were saved: of pages that were left writable, those that are not the same.
+    /// The number of saved faults: pages that were left writable and have changed.
     pub(super) spared: usize,
-    /// Those that are.
+    /// The number of pages that were left writable and are unchanged.
     pub(super) same: usize,
 }
 
@@ -56,13 +60,13 @@ impl Busy {
         self.left > 0
     }
 
-    /// There was a cut.
+    /// Records a cut.
     pub(super) fn cut(&mut self) {
         self.left = self.left.saturating_sub(1);
         self.rest = self.rest.saturating_sub(1);
     }
 
-    /// An epoch was compared. `true` if the guest was busy and is not to be any more.
+    /// Records the comparison of an epoch. `true` if the guest was busy and is no longer.
     pub(super) fn compared(&mut self, epoch: Compared) -> bool {
         let Range { start, end } = self.pages;
         let is_too_much = epoch.copied.max(epoch.written) >= end;
@@ -75,13 +79,13 @@ impl Busy {
             if !self.is() {
                 self.credit = CREDIT.0 * start;
             }
-            // The cut that follows is not over until it is compared.
+            // One more, because the next cut is counted before it is compared.
             self.left = PATIENCE + 1;
         }
         false
     }
 
-    /// Whether it is still worth it.
+    /// Charges the cost of an epoch. Returns whether copying is still worthwhile.
     fn pay(&mut self, epoch: Compared) -> bool {
         let most = CREDIT.1 * self.pages.start;
         let credit = (self.credit + FAULT * epoch.spared).checked_sub(epoch.same);
@@ -89,7 +93,7 @@ impl Busy {
         credit.is_some()
     }
 
-    /// It is not busy now, nor soon.
+    /// Ends the busy state, for some time.
     pub(super) fn stop(&mut self) {
         (self.left, self.rest) = (0, REST);
     }

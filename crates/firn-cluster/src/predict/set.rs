@@ -1,8 +1,10 @@
-//! A set of pages: a bitmap of which only the parts that hold something exist.
+//! Page set: a bitmap in which only chunks with pages exist.
 //!
 //! ```text
 //!   chunk      0         1         2         3
-//!           [ none ] [ 64 words] [ none ] [ 64 words]        one chunk is 4096 pages, 16 MiB of RAM, in 512 bytes
+//!           [ none ] [ 64 words] [ none ] [ 64 words]
+//!
+//!   one chunk is 4096 pages, 16 MiB of RAM, in 512 bytes
 //! ```
 
 use std::ops::Range;
@@ -14,7 +16,8 @@ const CHUNK_PAGES: usize = WORDS * 64;
 
 type Chunk = Box<[u64; WORDS]>;
 
-/// A set of pages. Union, difference and walking through cost what is in it, not what RAM there is.
+/// A set of pages. Union, difference and iteration cost in proportion to its contents, not to the
+/// size of RAM.
 #[derive(Clone, Debug, Default)]
 pub struct PageSet {
     chunks: Vec<Option<Chunk>>,
@@ -37,13 +40,13 @@ impl PageSet {
         self.chunk(chunk).is_some_and(|words| words[word] & bit != 0)
     }
 
-    /// Puts a page in.
+    /// Adds a page.
     pub fn insert(&mut self, page: Page) {
         let (chunk, word, bit) = place(page);
         self.chunk_mut(chunk)[word] |= bit;
     }
 
-    /// Takes a page out.
+    /// Removes a page.
     pub fn remove(&mut self, page: Page) {
         let (chunk, word, bit) = place(page);
         if let Some(Some(words)) = self.chunks.get_mut(chunk) {
@@ -51,7 +54,7 @@ impl PageSet {
         }
     }
 
-    /// Puts a half-open run of pages in, as a scan of the page map reports them.
+    /// Adds a half-open run of pages, as a scan of the page map reports them.
     pub fn insert_run(&mut self, run: Range<Page>) {
         let (mut at, end) = (run.start.index(), run.end.index());
         while at < end {
@@ -63,7 +66,7 @@ impl PageSet {
         }
     }
 
-    /// Puts everything of another set in.
+    /// Adds all pages of another set.
     pub fn extend_from(&mut self, other: &Self) {
         for (index, words) in other.filled() {
             let mine = self.chunk_mut(index);
@@ -71,7 +74,7 @@ impl PageSet {
         }
     }
 
-    /// Takes everything of another set out.
+    /// Removes all pages of another set.
     pub fn subtract(&mut self, other: &Self) {
         for (index, words) in other.filled() {
             if let Some(Some(mine)) = self.chunks.get_mut(index) {
@@ -80,7 +83,7 @@ impl PageSet {
         }
     }
 
-    /// Keeps only what another set has as well.
+    /// Removes all pages that another set lacks.
     pub fn intersect(&mut self, other: &Self) {
         for (index, slot) in self.chunks.iter_mut().enumerate() {
             match (slot.as_mut(), other.chunk(index)) {
@@ -92,12 +95,12 @@ impl PageSet {
         }
     }
 
-    /// How many pages are in it.
+    /// The number of pages.
     pub fn len(&self) -> usize {
         self.filled().flat_map(|(_, words)| words).map(|word| word.count_ones() as usize).sum()
     }
 
-    /// Whether none is.
+    /// Whether the set has no pages.
     pub fn is_empty(&self) -> bool {
         self.filled().all(|(_, words)| words.iter().all(|&word| word == 0))
     }
@@ -112,7 +115,7 @@ impl PageSet {
         })
     }
 
-    /// Its pages as runs that neither touch nor overlap, in order: what a call on ranges is made for.
+    /// Its pages as runs that neither touch nor overlap, in order, for calls that take ranges.
     pub fn runs(&self) -> Vec<Range<Page>> {
         let mut runs: Vec<Range<Page>> = Vec::new();
         for page in self.iter() {

@@ -1,5 +1,6 @@
-//! The predictor against guest memory that is written at any moment: between cuts, between copying ahead and the cut, between a
-//! cut and its comparison, or after it. The backup must hold what the VM held at each cut, byte for byte.
+//! The predictor with guest memory that is written at any moment: between cuts, between copying
+//! ahead and the cut, between a cut and its comparison, or after it. The backup must have the VM's
+//! memory of each cut, byte for byte.
 
 use std::collections::BTreeMap;
 
@@ -10,17 +11,17 @@ use super::*;
 
 const PAGES: u32 = 8;
 
-/// Where a page is protected that is copied ahead.
+/// When a page that is copied ahead is protected.
 #[derive(Clone, Copy, PartialEq)]
 enum Protects {
     BeforeItsCopy,
-    /// Wrong: what is written in between is in no copy.
+    /// Wrong: a write in between is in no copy.
     AfterIt,
 }
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// The guest writes a value, perhaps the one that is there.
+    /// The guest writes a value, perhaps the one that the page has already.
     Write(u32, u8),
     /// Pages are protected and copied ahead of the cut, and meanwhile the guest writes to one.
     Ahead(u32, u8),
@@ -29,13 +30,13 @@ enum Step {
     Compare,
 }
 
-/// A VM whose writes are seen only by write protection, and the memory its backup has.
+/// A VM whose writes are found only by write protection, and the memory of its backup.
 struct Host {
     memory: Vec<u8>,
     protected: Vec<bool>,
     backup: Vec<u8>,
     predictor: Predictor,
-    /// Copied ahead of the next cut.
+    /// The pages copied ahead of the next cut.
     ahead: BTreeMap<Page, u8>,
     last: Option<(CutPlan, BTreeMap<Page, u8>)>,
     protects: Protects,
@@ -46,7 +47,7 @@ impl Host {
         Self::with(Predictor::new(predicts), protects)
     }
 
-    /// So many pages in an epoch are many.
+    /// The number of pages per epoch that makes the guest busy.
     fn busy(busy: Range<usize>) -> Self {
         Self::with(Predictor::new(true).with_busy(busy), Protects::BeforeItsCopy)
     }
@@ -57,7 +58,7 @@ impl Host {
         Self { backup: memory.clone(), memory, protected, predictor, ahead, last: None, protects }
     }
 
-    /// Takes a step; false if the backup came out different from the VM.
+    /// Takes a step; false if the backup's memory differs from the VM's.
     fn step(&mut self, step: &Step) -> bool {
         match *step {
             Step::Write(page, value) => self.write(page, value),
@@ -110,7 +111,8 @@ impl Host {
         })
     }
 
-    /// What of the last cut goes to the backup: pages whose copy differs, and those known to be written.
+    /// The pages of the last cut that are sent to the backup: those whose copy differs, and those
+    /// known to be written.
     fn sent(&self) -> BTreeMap<Page, u8> {
         let Some((plan, copies)) = &self.last else { return BTreeMap::new() };
         let differs = |page: Page, value: u8| {
@@ -168,7 +170,7 @@ fn protecting_a_page_after_it_was_copied_would_lose_a_write() {
     assert!(!right(Protects::AfterIt), "the test would not notice a lost write");
 }
 
-/// Has a page written before and after it is copied ahead, so that it becomes hot.
+/// Writes a page before and after it is copied ahead, so that it becomes hot.
 fn heated(page: u32) -> Host {
     let mut host = Host::new(true, Protects::BeforeItsCopy);
     for step in [Step::Write(page, 1), Step::Ahead(page, 2), Step::Cut, Step::Compare] {
@@ -240,7 +242,7 @@ fn take(host: &mut Host, steps: &[Step]) {
     steps.iter().for_each(|step| assert!(host.step(step)));
 }
 
-/// An epoch in which the first so many pages are written, before the others are copied ahead.
+/// An epoch in which the first pages are written before the others are copied ahead.
 fn epoch(pages: u32, value: u8) -> Vec<Step> {
     let written = (0..pages).map(|page| Step::Write(page, value));
     written.chain([Step::Ahead(0, value), Step::Cut, Step::Compare]).collect()

@@ -1,4 +1,4 @@
-//! QEMU's `-netdev stream`: each frame behind its length.
+//! Frame stream: the framing of QEMU's `-netdev stream`, each frame behind its length.
 //!
 //! ```text
 //!   | length: u32, big endian | frame ... | length | frame ... |
@@ -6,12 +6,13 @@
 
 use thiserror::Error;
 
-/// The longest frame taken: the most QEMU hands over at once, 64 KiB of payload offloaded to the network and its headers.
+/// The maximum length of a frame: what QEMU passes at a time, 64 KiB of payload offloaded to the
+/// network and its headers.
 pub const FRAME_BYTES_MAX: usize = 69_632;
 
 const LENGTH_BYTES: usize = 4;
 
-/// A stream that makes no sense. There is no way to find the next frame in it: close it.
+/// An invalid stream. The next frame in it can't be found, so the stream has to be closed.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error(
     "a frame of {bytes} bytes is announced at byte {at} of the stream; the most is {FRAME_BYTES_MAX}"
@@ -19,20 +20,20 @@ const LENGTH_BYTES: usize = 4;
 pub struct StreamError {
     /// The length that was read.
     pub bytes: u32,
-    /// Where in the stream.
+    /// The position in the stream.
     pub at: u64,
 }
 
-/// The length that goes before a frame; `None` for a frame that is too long.
+/// The length prefix of a frame; `None` for a frame that is too long.
 pub fn head(frame: &[u8]) -> Option<[u8; LENGTH_BYTES]> {
     let length = u32::try_from(frame.len()).ok()?;
     (frame.len() <= FRAME_BYTES_MAX).then(|| length.to_be_bytes())
 }
 
-/// Finds the frames in a stream that arrives in pieces of any size. Holds one frame at most.
+/// Finds the frames in a stream that arrives in pieces of any size. Stores at most one frame.
 #[derive(Clone, Debug, Default)]
 pub struct Decoder {
-    /// Of the frame that isn't whole: its length, then its bytes.
+    /// The incomplete frame: its length, then its bytes.
     held: Vec<u8>,
     at: u64,
     broken: Option<StreamError>,
@@ -44,8 +45,8 @@ impl Decoder {
         Self::default()
     }
 
-    /// Takes the next bytes; hands each frame that is whole to `frame`. Empty frames are left out. After an error it takes
-    /// nothing any more.
+    /// Takes the next bytes, and passes each complete frame to `frame`. Empty frames are left out.
+    /// After an error it takes no more bytes.
     pub fn push(
         &mut self,
         mut bytes: &[u8],
@@ -66,12 +67,12 @@ impl Decoder {
         }
     }
 
-    /// Whether the stream may end here without cutting a frame in two.
+    /// Whether the stream may end here without splitting a frame.
     pub fn is_between_frames(&self) -> bool {
         self.held.is_empty() && self.broken.is_none()
     }
 
-    /// Bytes missing from the length, or else from the frame.
+    /// The number of bytes missing from the length, or else from the frame.
     fn missing(&mut self) -> Result<usize, StreamError> {
         if let Some(broken) = self.broken {
             return Err(broken);

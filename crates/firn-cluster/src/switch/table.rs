@@ -1,10 +1,10 @@
-//! Which address is behind which port.
+//! Switch table: records which address is behind which port.
 //!
 //! ```text
-//!             a frame from it               no frame from it for `age_max`, its port is gone,
-//!   unknown ------------------> known -------------------------------------------------------> unknown
-//!                               |   ^       or its port knows too many and it is the oldest
-//!                               +---+ a frame from it through another port: it has moved
+//!           a frame from it             no frame from it for `age_max`, its port is gone,
+//!   unknown ----------------> known ---------------------------------------------------> unknown
+//!                             |   ^     or its port knows too many and it is the oldest
+//!                             +---+ a frame from it through another port: it has moved
 //! ```
 
 use std::collections::BTreeMap;
@@ -12,29 +12,29 @@ use std::time::Duration;
 
 use super::Mac;
 
-/// One side of the switch.
+/// A port of the switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Port(pub u16);
 
-/// What a port leads to.
+/// The side of a port: what it connects to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Side {
     /// A VM of this host.
     Near,
     /// The switch of another host, which is linked to those of all others itself.
     Peer,
-    /// A network that the switches of other hosts may be linked to as well.
+    /// An outside network, to which the switches of other hosts may be connected as well.
     World,
 }
 
-/// What the table may hold.
+/// The limits of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rules {
-    /// An address is forgotten after so long without a frame from it.
+    /// An address is forgotten after this time without a frame from it.
     pub age_max: Duration,
-    /// Addresses known behind one port at most.
+    /// The maximum number of addresses known behind one port.
     pub per_port_max: usize,
-    /// So long after a frame from it, an address of the cluster isn't believed to be in the world.
+    /// For this time after a frame from it, an address of the cluster isn't accepted from outside.
     pub ours_for: Duration,
 }
 
@@ -51,7 +51,7 @@ struct Known {
     seen: Duration,
 }
 
-/// A learning switch. It says where frames go, and doesn't hold any.
+/// A learning switch. It decides where frames go, and doesn't store any.
 #[derive(Clone, Debug)]
 pub struct Switch {
     rules: Rules,
@@ -65,19 +65,20 @@ impl Switch {
         Self { rules, ports: BTreeMap::new(), known: BTreeMap::new() }
     }
 
-    /// A port is connected.
+    /// Connects a port.
     pub fn plug(&mut self, port: Port, side: Side) {
         self.ports.insert(port, side);
     }
 
-    /// A port is gone, and so is what was behind it.
+    /// Disconnects a port, and forgets the addresses behind it.
     pub fn unplug(&mut self, port: Port) {
         self.ports.remove(&port);
         self.known.retain(|_, known| known.port != port);
     }
 
-    /// A frame has come in through a port: the ports to send it out of. Never the one it came through, and never from one that is
-    /// not [`Side::Near`] to another such.
+    /// Routes a frame that has arrived at a port: returns the ports to which to send it. Never the
+    /// one at which it arrived, and never from a port that is not [`PortSide::LocalVm`] to another
+    /// such port.
     pub fn arrived(&mut self, port: Port, frame: &[u8], now: Duration) -> Vec<Port> {
         let Some((to, from)) = Mac::ends(frame) else { return Vec::new() };
         let Some(&side) = self.ports.get(&port) else { return Vec::new() };
@@ -93,7 +94,7 @@ impl Switch {
         self.ports.iter().filter_map(passes).collect()
     }
 
-    /// Whether an address was heard of within the cluster just now.
+    /// Whether a frame from an address was seen within the cluster just now.
     fn is_ours(&self, mac: Mac, now: Duration) -> bool {
         self.known.get(&mac).is_some_and(|known| {
             let is_inside = self.ports.get(&known.port).is_some_and(|side| *side != Side::World);
@@ -101,24 +102,24 @@ impl Switch {
         })
     }
 
-    /// The port that an address is behind, if that is known.
+    /// The port behind which an address is, if it is known.
     pub fn behind(&self, mac: Mac, now: Duration) -> Option<Port> {
         let known = self.known.get(&mac)?;
         self.is_fresh(known, now).then_some(known.port)
     }
 
-    /// Forgets what is too old. Not needed for correctness: an old entry isn't used.
+    /// Forgets old entries. Not needed for correctness: an old entry isn't used.
     pub fn age(&mut self, now: Duration) {
         let age_max = self.rules.age_max;
         self.known.retain(|_, known| now.saturating_sub(known.seen) <= age_max);
     }
 
-    /// How many addresses are in the table.
+    /// The number of addresses in the table.
     pub fn len(&self) -> usize {
         self.known.len()
     }
 
-    /// Whether none is.
+    /// Whether the table is empty.
     pub fn is_empty(&self) -> bool {
         self.known.is_empty()
     }

@@ -158,7 +158,8 @@ proptest! {
     }
 }
 
-/// Hosts that are all linked, each with an uplink to one network outside, as [`Side`] has it.
+/// Hosts that are all linked, each with an uplink to one outside network, as [`PortSide`]
+/// describes.
 struct World {
     switches: Vec<Switch>,
 }
@@ -177,7 +178,8 @@ impl World {
         Self { switches: (0..hosts).map(host).collect() }
     }
 
-    /// Who of the VMs gets a frame of one of them, in the order of time; `worldly` if the world's copies arrive first.
+    /// The VMs that receive a frame of one of them, in the order of time; `worldly` if the copies
+    /// through the outside arrive first.
     fn send(
         &mut self,
         from: (u16, u16),
@@ -211,8 +213,8 @@ impl World {
 }
 
 proptest! {
-    /// Whoever sends what to whom in what order: nothing goes round, nobody gets a frame of their own, and once an address was
-    /// heard of, everybody gets each frame once.
+    /// Whichever VM sends frames to which others in any order: no frame circulates, no VM receives
+    /// its own frame, and once an address is known, each VM receives each frame once.
     #[test]
     fn a_frame_to_all_reaches_each_once(
         sends in prop::collection::vec((0..4_u16, 0..2_u16, any::<bool>()), 1..40),

@@ -1,10 +1,13 @@
-//! Epochs, output commit and the cut, in every order of everything, with the cores that ship.
+//! Cut model: epochs, output commit and the cut, in every order of all steps, with the cores of the
+//! product.
 //!
-//! Three VMs, each on a host of its own. Messages are delayed, lost, doubled and reordered: what was sent once may arrive at
-//! any later time, any number of times, or never. A VM's host dies at any step, or the initiator does. A rollback is one
-//! step here; how hosts come to agree on it is the other model.
+//! Three VMs, each on a host of its own. Messages are delayed, lost, duplicated and reordered: a
+//! message may arrive at any later time, any number of times, or never. A VM's host or the
+//! initiator dies at any step. A rollback is one step here; the other model covers how hosts agree
+//! on it.
 //!
-//! Each frame remembers the timeline it was born in, so that one sent again is told from one that only has its number.
+//! Each frame records the generation in which it was made, so that a frame that is sent again
+//! differs from another one with the same number.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,24 +26,24 @@ use firn_cluster::{Epoch, Generation, RequestNumber, Seq, Vm};
 use crate::explore::{Effort, Model, Wrong, explore, fingerprint};
 
 const VMS: usize = 3;
-/// No time passes: what time would bring about is a step by itself.
+/// No time passes: the effect of passing time is a step by itself.
 const NOW: Duration = Duration::from_secs(1);
 
-/// What can be left out, to see what it is there for.
+/// Rules that can be left out, to show why they are needed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Without {
     Nothing,
-    /// Frames to the outside leave when they are sent, as those inside do.
+    /// Frames to the outside leave when they are sent, as frames inside the cluster do.
     OutputCommit,
-    /// A mark is answered for before its epoch is in the non-volatile copy.
+    /// A mark is answered before its epoch is in the non-volatile copy.
     WaitingForTheCopy,
     /// A frame may be delivered before its receiver is cut.
     CuttingFirst,
     /// Frames to the outside leave when their epoch is committed.
     WaitingForTheCut,
-    /// Frames of an undone timeline are taken.
+    /// Frames of an undone generation are accepted.
     Generations,
-    /// After a rollback what was in flight is dropped.
+    /// After a rollback, frames in flight are dropped.
     InFlightFrames,
 }
 
@@ -48,14 +51,14 @@ enum Without {
 #[derive(Clone, Debug)]
 struct Bounds {
     without: Without,
-    /// Who sends to whom; each once per timeline.
+    /// The pairs of senders and receivers; each sends once per generation.
     sends: Vec<(Vm, To)>,
     epochs: u64,
     requests: u32,
     failures: u8,
 }
 
-/// A frame is known by the timeline it was born in; its ends and its place say the rest.
+/// A frame is identified by the generation in which it was made, its sender, receiver and number.
 type Born = Generation;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -64,7 +67,7 @@ struct Guest {
     received: BTreeMap<Vm, Vec<Born>>,
 }
 
-/// What a backup has of an epoch.
+/// The backup's state of an epoch.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Copy {
     guest: Guest,
@@ -82,7 +85,7 @@ struct Node {
     copies: BTreeMap<Epoch, Copy>,
 }
 
-/// A node, shared by the states in which it is the same, with its fingerprint once that is known.
+/// A node, shared by all states in which it is equal, with its fingerprint once that is known.
 #[derive(Clone, Debug)]
 struct Slot {
     node: Rc<Node>,
@@ -132,12 +135,12 @@ struct State {
     term: u32,
     generation: Generation,
     register: GlobalCheckpoint,
-    /// Messages, for ever.
+    /// Messages, which remain forever.
     frames: BTreeSet<Flying>,
     requests: BTreeSet<(Generation, RequestNumber)>,
     answers: BTreeSet<Answer>,
     records: BTreeSet<GlobalCheckpoint>,
-    /// What the outside has seen of each VM.
+    /// The frames of each VM that the outside has received.
     outside: Vec<Vec<Born>>,
     failures: u8,
     wrong: Option<&'static str>,
@@ -147,13 +150,13 @@ struct State {
 enum Step {
     Send(Vm, To),
     Cut(Vm),
-    /// The oldest epoch that is not acknowledged arrives, and so does the answer.
+    /// The oldest unacknowledged epoch arrives, and so does the answer.
     Transfer(Vm),
     Ask,
     Request(Vm, Generation, RequestNumber),
     Answer(Answer),
     Record(GlobalCheckpoint),
-    /// A host learns what is in the register.
+    /// A host learns the record.
     Hear(Vm),
     Frame(Flying),
     Fail(Vm),
@@ -281,7 +284,7 @@ impl Bounds {
         }
     }
 
-    /// What a VM says when it is asked for a mark, and its marker then.
+    /// A VM's answer to a request for a mark, and its marker afterwards.
     fn asked(
         &self,
         node: &Node,
@@ -301,7 +304,8 @@ impl Bounds {
         if checkpoint.generation == state.generation && next {
             state.register = checkpoint.clone();
             if state.initiator.recorded().is_none() {
-                // Another initiator's: whoever is in office now reads it and goes on from there.
+                // Another initiator's checkpoint: the present initiator reads it and continues from
+                // there.
                 state.term += 1;
                 let number = checkpoint.number;
                 state.initiator = initiator(state.generation, state.term, number);
@@ -394,12 +398,12 @@ impl Bounds {
         node.up && of_now && (frame.seq > known || frame.stamp.mark > stamp.mark) && !waits
     }
 
-    /// Nothing fails from here on: everything is delivered, epochs and cuts go on.
+    /// No failures from here on: every message is delivered, and epochs and cuts continue.
     fn play_on(&self, state: &mut State) {
         if state.nodes.iter().any(|node| !node.up) {
             self.take(state, &Step::RollBack);
         }
-        // A mark is committed two cuts after it was asked for.
+        // A mark is committed two cuts after its request.
         for round in 0..12 {
             for vm in vms() {
                 self.cut(state, vm);
@@ -434,7 +438,7 @@ fn is_prefix(shorter: &[Born], longer: &[Born]) -> bool {
     longer.starts_with(shorter)
 }
 
-/// Whether one has received from another what the other hasn't sent.
+/// Whether one VM has received frames from another that the other has not sent.
 fn orphan(guests: &[&Guest]) -> bool {
     let nothing = Vec::new();
     vms().any(|to| {

@@ -1,14 +1,18 @@
-//! Leases, fencing and the register, in every order of everything, with the cores that ship.
+//! Failover model: leases, fencing and the record, in every order of all steps, with the cores of
+//! the product.
 //!
-//! Three VMs, two on one host and one on another, and a backup. Hosts crash. Whatever a host or a controller learns may be late by
-//! any number of steps, come twice, or not at all: so a host that is slow for as long as it likes, and then goes on,
-//! is also one that was frozen, and one that was cut off. Controllers come and go: one is made for each decision, knows some
-//! of what was said, and its proposal arrives at any later time.
+//! Three VMs, two on one host and one on another, and a backup. Hosts crash. A report to a host or
+//! a controller may be late by any number of steps, arrive twice, or not at all: so a host that is
+//! slow for any time and then continues is also one that was frozen, and one that was cut off.
+//! Controllers come and go: one is made for each decision, knows some of the reports, and its
+//! proposal arrives at any later time.
 //!
-//! A person may ask a backup for a failover at any time, and declare any primaries dead, right or wrong.
+//! A user may request a failover from a backup at any time, and declare any primaries dead, rightly
+//! or wrongly.
 //!
-//! Time passes in ticks; a lease lasts one, and is over for the granter after two. Clocks agree here (where they don't: the simulation). Leases are granted at the moment
-//! they are asked for, which is when they end soonest for the granter. Only the first host's answers are late, for it
+//! Time passes in ticks; a lease lasts one, and is over for the granter after two. Clocks agree
+//! here (the simulation has clocks that differ). Leases are granted at the moment of their request,
+//! which is when they end soonest for the granter. Only the first host's answers are late; it
 //! stands for any old primary.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,19 +34,19 @@ fn terms() -> Terms {
     Terms { ttl: TICK, drift_ppm_max: 0 }
 }
 
-/// What can be left out, to see what it is there for.
+/// Rules that can be left out, to show why they are needed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Without {
     Nothing,
     /// Backups run without waiting for old primaries.
     Fencing,
-    /// A failover by hand does not fence those that a person declares dead.
+    /// A manual failover does not fence primaries that a user declares dead.
     FencingByHand,
-    /// A frame leaves without a look at the clock.
+    /// A frame leaves without a check of the clock.
     LookingAtTheLease,
     /// A lease counts from the moment it arrives.
     CountingFromTheAsking,
-    /// A lease is used before the register that came with it is obeyed.
+    /// A lease is used before the record that came with it is obeyed.
     ObeyingBeforeSending,
 }
 
@@ -50,9 +54,9 @@ enum Without {
 struct Bounds {
     without: Without,
     crashes: u8,
-    /// Timelines after the first.
+    /// The number of generations after the first.
     rollbacks: u32,
-    /// A person asks for failovers.
+    /// A user requests failovers.
     by_hand: bool,
 }
 
@@ -60,9 +64,10 @@ struct Bounds {
 struct Node {
     crashed: bool,
     guard: Guard,
-    /// The newest register it has learned.
+    /// The newest record that it has learned.
     known: u64,
-    /// A lease that was granted and is on its way: when it was asked for, and the register then.
+    /// A lease that was granted and is in flight: the time of its request, and the record at that
+    /// time.
     reply: Option<(u32, Rc<Register>)>,
 }
 
@@ -70,16 +75,17 @@ struct Node {
 struct State {
     now: u32,
     nodes: Vec<Node>,
-    /// When each lease that isn't over was granted.
+    /// The times at which the leases that aren't over were granted.
     granted: BTreeMap<Host, u32>,
     register: Rc<Register>,
-    /// What it was before, which somebody may still learn.
+    /// An earlier record, which may still be learned.
     before: Rc<Register>,
-    /// Messages: what came before the newest of them changes nothing any more.
+    /// Messages. Those before the newest of them have no effect any more.
     stopped: BTreeSet<(Host, Generation)>,
-    /// A proposal under way. Of several for one version one is taken at most: the others might as well not be.
+    /// A proposal in flight. Of several for one version at most one is accepted, so the others need
+    /// not exist.
     proposal: Option<Rc<Register>>,
-    /// The newest timeline that ever ran.
+    /// The newest generation that ever ran.
     ran: Generation,
     crashes: u8,
 }
@@ -90,18 +96,19 @@ enum Step {
     Ask(Host),
     Granted(Host),
     Learn(Host, Rc<Register>),
-    /// A controller looks at the leases and at the register, has heard of these hosts that they stopped, and decides.
+    /// A controller reads the leases and the record, knows that these hosts have stopped, and
+    /// decides.
     Decide(Vec<Host>),
-    /// A person asks the backup for a failover, and declares these dead.
+    /// A user requests a failover from the backup, and declares these primaries dead.
     ByHand(Vec<Host>),
     Propose(Rc<Register>),
-    /// All VMs have copies at their backups, and a global checkpoint is on record.
+    /// All VMs have standbys at their backups, and a global checkpoint is recorded.
     Checkpoint,
     Crash(Host),
 }
 
 const HOSTS: usize = 3;
-/// The host whose leases may be under way for long.
+/// The host whose leases may be in flight for a long time.
 const LATE: Host = Host(0);
 
 fn hosts() -> impl Iterator<Item = Host> {
@@ -117,7 +124,8 @@ fn clock(tick: u32) -> Duration {
     (tick + 10) * TICK
 }
 
-/// Time, versions, layouts and numbers of checkpoints matter only as far as they differ: so time has no end.
+/// Times, versions, layouts and numbers of checkpoints matter only by their differences: so time
+/// has no end.
 impl Hash for State {
     fn hash<H: Hasher>(&self, hasher: &mut H) {
         let version = self.register.version;
@@ -153,7 +161,7 @@ impl State {
         self.now += 1;
         let not_over = self.grants().not_over(clock(self.now));
         self.granted.retain(|host, _| not_over.contains(host));
-        // What was asked for a tick ago gives no lease any more.
+        // A request that is a tick old gives no lease any more.
         if !late_replies {
             self.nodes.iter_mut().for_each(|node| node.reply = None);
         }
@@ -233,7 +241,7 @@ impl Bounds {
         state.act(host, actions);
     }
 
-    /// What a controller that has heard this would propose.
+    /// The proposal of a controller that has received these reports.
     fn decision(&self, state: &State, heard: &[Host]) -> Option<Rc<Register>> {
         let hosts = state.grants().not_over(clock(state.now));
         let mut controller = Controller::new((*state.register).clone(), hosts);
@@ -246,7 +254,8 @@ impl Bounds {
         Some(Rc::new(register)).filter(|register| register.generation.0 <= self.rollbacks)
     }
 
-    /// What a person who asks for a failover, and declares these dead, would have proposed.
+    /// The proposal that follows when a user requests a failover, and declares these primaries
+    /// dead.
     fn decision_by_hand(&self, state: &State, dead: &[Host]) -> Option<Rc<Register>> {
         let register = &state.register;
         let backup = register.places.values().next()?.backup?;
@@ -476,7 +485,7 @@ fn two_crashes_two_rollbacks() {
     all_is_well(with(2, 2), 64);
 }
 
-/// Whatever a person asks for, also if a host is declared dead that is alive.
+/// Whatever a user requests, also if a living host is declared dead.
 #[test]
 fn failovers_by_hand_without_a_crash() {
     all_is_well(Bounds { by_hand: true, ..with(0, 1) }, 64);

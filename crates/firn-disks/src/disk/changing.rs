@@ -1,8 +1,9 @@
-//! Changing a disk: wait for room in the log, make the change, note it.
+//! Disk writer: waits for room in the log, makes a change, and records it.
 //!
-//! A client may be gone before its change is made. It has then asked again on another connection, and may have asked for more there: a
-//! change that comes late would lie over newer ones. So whether the client is still there is found out under the lock, just before
-//! the change. A client that leaves one connection before it makes the next can't be overtaken then.
+//! A client may disconnect before its change is made. It has then repeated the request on another
+//! connection, and may have sent further ones there: a change that is made late would overwrite
+//! newer data. So the writer checks under the lock, just before the change, that the client is
+//! still connected. A client that closes one connection before it opens the next is safe from this.
 
 use std::io;
 use std::ops::Range;
@@ -13,30 +14,31 @@ use super::{Disk, State, recovered};
 use crate::change::Change;
 use crate::store::Store;
 
-/// The most zeros made at a time. If that fails, so much is read back.
+/// The maximum number of zeros written at a time. After a failure this many bytes are read back.
 const ZEROS_BYTES: u64 = 32 << 20;
-/// How often a change that waits looks whether its client does.
+/// How often a waiting change checks whether its client is still connected.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// A disk that somebody changes.
+/// A disk that is changed for one client.
 pub struct Changing<'a> {
     pub(super) disk: &'a Disk,
     pub(super) is_there: &'a dyn Fn() -> bool,
 }
 
 impl Changing<'_> {
-    /// As [`Disk::write`].
+    /// As [`LoggedDisk::write_at`].
     ///
     /// # Errors
-    /// What the system says, or that nobody waits for it any more.
+    /// The error of the system; `ESHUTDOWN` if the client is no longer connected or the disk is
+    /// closed.
     pub fn write(&self, at: u64, bytes: Vec<u8>) -> io::Result<()> {
         self.make(Change::Write { at, bytes }, |change, store| change.apply(store).map(|()| true))
     }
 
-    /// As [`Disk::zero`].
+    /// As [`LoggedDisk::zero_range`].
     ///
     /// # Errors
-    /// As [`Self::write`].
+    /// As [`Self::write_at`].
     pub fn zero(&self, at: u64, length: u64, hole: bool) -> io::Result<()> {
         pieces(at, length).try_for_each(|piece| {
             let change = Change::Zero { at: piece.start, length: piece.end - piece.start, hole };
@@ -44,10 +46,10 @@ impl Changing<'_> {
         })
     }
 
-    /// As [`Disk::trim`].
+    /// As [`LoggedDisk::trim_range`].
     ///
     /// # Errors
-    /// As [`Self::write`].
+    /// As [`Self::write_at`].
     pub fn trim(&self, at: u64, length: u64) -> io::Result<()> {
         pieces(at, length).try_for_each(|piece| {
             let length = piece.end - piece.start;
@@ -56,7 +58,7 @@ impl Changing<'_> {
         })
     }
 
-    /// Makes a change, or finds that it need not be made (`false`), and notes what came of it.
+    /// Makes a change and records its result. `act` returns `false` if it did not make the change.
     fn make(
         &self,
         change: Change,
@@ -71,7 +73,7 @@ impl Changing<'_> {
             Err(error) => match self.found(&change) {
                 Some(found) => state.primary.note(found),
                 None => {
-                    tracing::error!("what a change that failed has left can't be read: {error}");
+                    tracing::error!("the result of a failed change can't be read back: {error}");
                     state.primary.release();
                     self.disk.room.notify_all();
                 }
@@ -80,7 +82,7 @@ impl Changing<'_> {
         made.map(drop)
     }
 
-    /// What is there after a change that failed.
+    /// The contents of the range after a change that failed.
     fn found(&self, tried: &Change) -> Option<Change> {
         let (at, mut bytes) = (tried.at(), vec![0; tried.length() as usize]);
         self.disk.store.read(at, &mut bytes).ok()?;
@@ -104,7 +106,7 @@ impl Changing<'_> {
     }
 }
 
-/// A range of bytes in pieces that can be read back.
+/// Splits a range into pieces that are small enough to be read back.
 fn pieces(at: u64, length: u64) -> impl Iterator<Item = Range<u64>> {
     let end = at + length;
     (at..end).step_by(ZEROS_BYTES as usize).map(move |from| from..end.min(from + ZEROS_BYTES))

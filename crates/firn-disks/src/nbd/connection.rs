@@ -1,8 +1,8 @@
-//! One client: the handshake, then a few threads that take turns.
+//! NBD connection: the handshake with one client, then a few threads that execute its requests.
 //!
-//! A thread takes the next request from the socket, lets the others at the socket, carries the request out, and answers. So reads go
-//! on beside each other and beside a slow flush, and nothing passes from thread to thread. If all wait (for room in a log), no request is
-//! taken any more.
+//! A thread reads the next request from the socket, lets another thread read the socket, executes
+//! the request, and replies. So reads run in parallel with each other and with a slow flush, and no
+//! data passes from thread to thread. If all threads wait (for room in a log), no request is read.
 
 use std::io::{self, BufReader, Read, Write};
 use std::net::Shutdown;
@@ -19,29 +19,29 @@ use super::request::{self, Command, REPLY_BYTES, REQUEST_BYTES, Request};
 use super::server::Exports;
 use crate::disk::Disk;
 
-/// Requests carried out at once.
+/// The number of requests executed at a time.
 const THREADS: usize = 4;
-/// How long each step of the handshake may take.
+/// The time limit of each step of the handshake.
 const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);
-/// Options until a disk is chosen; QEMU sends three.
+/// The maximum number of options before a disk is chosen; QEMU sends three.
 const OPTIONS_MAX: usize = 64;
-/// Requests without data that are taken from the socket at once, in bytes.
+/// The bytes of requests without data that are read from the socket at a time.
 const BUFFER_BYTES: usize = 16 << 10;
-/// Memory taken for data before it is there, in bytes.
+/// The maximum number of bytes of memory allocated for data before it has arrived.
 const DATA_BYTES_AHEAD: u32 = 256 << 10;
 
 /// Why a connection ended.
 #[derive(Debug, Error)]
 pub(super) enum ConnectionError {
-    /// It failed, or ended in the middle of something.
+    /// The connection failed, or ended in the middle of a message.
     #[error("the connection failed")]
     Io(#[from] io::Error),
-    /// The client does not keep to the protocol.
+    /// The client violates the protocol.
     #[error("the client does not speak NBD as Firn does: {0}")]
     Protocol(&'static str),
 }
 
-/// Serves a client until it goes.
+/// Serves a client until it disconnects.
 pub(super) fn serve(stream: &UnixStream, exports: &Exports) -> Result<(), ConnectionError> {
     stream.set_read_timeout(Some(HANDSHAKE_WAIT))?;
     let Some(disk) = choose(stream, exports)? else { return Ok(()) };
@@ -49,7 +49,7 @@ pub(super) fn serve(stream: &UnixStream, exports: &Exports) -> Result<(), Connec
     Connection::new(stream, disk).transmit()
 }
 
-/// The handshake. `None` if the client goes without having chosen a disk.
+/// Performs the handshake. `None` if the client disconnects without having chosen a disk.
 fn choose(
     mut stream: &UnixStream,
     exports: &Exports,
@@ -94,20 +94,21 @@ fn number(mut stream: &UnixStream) -> io::Result<u32> {
     Ok(u32::from_be_bytes(bytes))
 }
 
-/// The end of a connection that takes requests.
+/// The receiving half of a connection.
 struct Incoming<'a> {
     from: BufReader<&'a UnixStream>,
-    /// Nothing more is taken; why, if not because the client wanted so.
+    /// Reading has ended: by the client's request, or because of this error.
     over: Option<Result<(), ConnectionError>>,
 }
 
-/// A client that has chosen a disk.
+/// The connection of a client that has chosen a disk.
 struct Connection<'a> {
     stream: &'a UnixStream,
     disk: Arc<Disk>,
     incoming: Mutex<Incoming<'a>>,
     outgoing: Mutex<&'a UnixStream>,
-    /// Who reads much at once has its turn until the client has taken it.
+    /// Held from a large read until the client has received the reply, so that one is executed at a
+    /// time.
     much: Mutex<()>,
 }
 
@@ -118,12 +119,12 @@ impl<'a> Connection<'a> {
         Self { stream, disk, incoming, outgoing: Mutex::new(stream), much: Mutex::new(()) }
     }
 
-    /// Until the client goes; all that was taken is answered.
+    /// Executes requests until the client disconnects. Every request that was read gets a reply.
     fn transmit(self) -> Result<(), ConnectionError> {
         thread::scope(|scope| {
             for _ in 1..THREADS {
                 let worker = thread::Builder::new().name("firn-nbd".into());
-                // With fewer of them it is slower.
+                // Fewer threads only make it slower.
                 if let Err(error) = worker.spawn_scoped(scope, || self.work()) {
                     tracing::warn!("a disk is served by fewer threads: {error}");
                 }
@@ -140,14 +141,14 @@ impl<'a> Connection<'a> {
             let _turn = request.reads_much().then(|| lock(&self.much));
             let reply = self.reply(&request, data);
             if lock(&self.outgoing).write_all(&reply).is_err() {
-                // Whoever waits for a request wakes up.
+                // Wakes the thread that waits for a request.
                 let _ = self.stream.shutdown(Shutdown::Both);
                 return;
             }
         }
     }
 
-    /// The next request, when it is this thread's turn.
+    /// Waits for the reader's lock, then reads the next request.
     fn next(&self) -> Option<(Request, Vec<u8>)> {
         let mut incoming = lock(&self.incoming);
         if incoming.over.is_some() {
@@ -183,7 +184,8 @@ impl<'a> Connection<'a> {
         }
     }
 
-    /// The client has not gone. One that asks again elsewhere has gone here before.
+    /// Whether the client is connected. A client that repeats a request on another connection has
+    /// closed this one before.
     fn is_there(&self) -> bool {
         let mut all = [PollFd::new(self.stream, PollFlags::empty())];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -191,7 +193,7 @@ impl<'a> Connection<'a> {
             && !all[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
-    /// What to answer, with room for a head.
+    /// Executes a request and returns the data of the reply, behind room for a header.
     fn carry_out(&self, request: &Request, data: Vec<u8>) -> io::Result<Vec<u8>> {
         let (disk, at, length) = (&self.disk, request.at, u64::from(request.length));
         let is_there = || self.is_there();
@@ -216,7 +218,8 @@ impl<'a> Connection<'a> {
     }
 }
 
-/// A request and its data; `None` if the client is done. Data that is too long is passed over: there is an error for it.
+/// Reads a request and its data; `None` if the client disconnects. Data that is too long is
+/// skipped, and the request will get an error.
 fn take(from: &mut BufReader<&UnixStream>) -> Result<Option<(Request, Vec<u8>)>, ConnectionError> {
     let mut head = [0; REQUEST_BYTES];
     if from.read(&mut head[..1])? == 0 {
@@ -241,7 +244,8 @@ fn take(from: &mut BufReader<&UnixStream>) -> Result<Option<(Request, Vec<u8>)>,
     }
 }
 
-/// A request whose thread has died is never answered: the connection ends, and the client asks again on another.
+/// Ends the connection if its thread panics. The request of that thread never gets a reply, and the
+/// client repeats it on another connection.
 struct EndIfPanicking<'a>(&'a UnixStream);
 
 impl Drop for EndIfPanicking<'_> {

@@ -1,4 +1,4 @@
-//! The handshake. Pure: what the client says in, what to answer out. Numbers are big-endian.
+//! NBD handshake: options of a client in, replies out. Pure. Numbers are big-endian.
 //!
 //! ```text
 //!   greeting   "NBDMAGIC" "IHAVEOPT" flags (2)
@@ -12,14 +12,14 @@ use std::sync::Arc;
 use super::server::Exports;
 use crate::disk::Disk;
 
-/// What the server says first.
+/// The first bytes that the server sends.
 pub const GREETING: [u8; 18] = *b"NBDMAGICIHAVEOPT\0\x03";
-/// What each option begins with.
+/// The first bytes of each option.
 pub const OPTION_MAGIC: [u8; 8] = *b"IHAVEOPT";
-/// The longest data of an option that is taken, in bytes. A name has up to 4096.
+/// The maximum length of an option's data in bytes. A name has up to 4096.
 pub const OPTION_BYTES_MAX: usize = 16 << 10;
-/// The longest read or write that clients are asked to send, in bytes. All that are on their way when a VM is stopped must fit
-/// into memory.
+/// The maximum length of a read or write, in bytes, that the server advertises to clients. All
+/// requests in flight when a VM is stopped must fit into memory.
 pub const TRANSFER_BYTES_MAX: u32 = 4 << 20;
 
 const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
@@ -44,33 +44,33 @@ const ERR_UNKNOWN: u32 = 1 << 31 | 6;
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
 
-/// What a disk can do: has flags, FLUSH, FUA, TRIM, WRITE_ZEROES.
+/// The abilities of a disk: has flags, FLUSH, FUA, TRIM, WRITE_ZEROES.
 const TRANSMISSION_FLAGS: u16 = 1 | 1 << 2 | 1 << 3 | 1 << 5 | 1 << 6;
 
-/// How it goes on.
+/// How the connection continues after an option.
 pub enum Next {
-    /// Answer this, and expect another option.
+    /// Send this reply, and expect another option.
     More(Vec<u8>),
-    /// Answer this, and serve the disk.
+    /// Send this reply, and serve the disk.
     Serve(Vec<u8>, Arc<Disk>),
-    /// Answer this, and end the connection.
+    /// Send this reply, and end the connection.
     End(Vec<u8>),
 }
 
-/// One client's handshake.
+/// The handshake with one client.
 pub struct Handshake<'a> {
     exports: &'a Exports,
     has_zeroes: bool,
 }
 
 impl<'a> Handshake<'a> {
-    /// After the client's flags; `None` if it wants what was not offered.
+    /// Begins after the client's flags; `None` if it sets a flag that the server did not offer.
     pub fn new(exports: &'a Exports, flags: u32) -> Option<Self> {
         let is_known = flags & !(FIXED_NEWSTYLE | NO_ZEROES) == 0;
         is_known.then_some(Self { exports, has_zeroes: flags & NO_ZEROES == 0 })
     }
 
-    /// The client sends an option.
+    /// Handles an option.
     pub fn option(&self, option: u32, data: &[u8]) -> Next {
         match option {
             EXPORT_NAME => self.export_name(data),
@@ -81,7 +81,7 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    /// The old way to choose, which has no errors.
+    /// Handles the old option that chooses a disk, which has no error replies.
     fn export_name(&self, name: &[u8]) -> Next {
         let Some(disk) = self.exports.named(name) else { return Next::End(Vec::new()) };
         let mut answer = disk.size().to_be_bytes().to_vec();
@@ -117,7 +117,8 @@ impl<'a> Handshake<'a> {
     }
 }
 
-/// The name in an option: length (4), name, count (2), so many numbers (2 each) of what the client wants to know. It is told all.
+/// Parses the name in an option: length (4), name, count (2), then `count` numbers (2 each) of the
+/// facts that the client requests. The server sends all facts anyway.
 fn name_asked_for(data: &[u8]) -> Option<&[u8]> {
     let (length, rest) = data.split_first_chunk::<4>()?;
     let (name, rest) = rest.split_at_checked(u32::from_be_bytes(*length) as usize)?;
@@ -125,7 +126,7 @@ fn name_asked_for(data: &[u8]) -> Option<&[u8]> {
     (wanted.len() == 2 * usize::from(u16::from_be_bytes(*count))).then_some(name)
 }
 
-/// All that is to be known of a disk.
+/// The replies that describe a disk.
 fn described(option: u32, disk: &Disk) -> Vec<u8> {
     let mut export = INFO_EXPORT.to_be_bytes().to_vec();
     export.extend_from_slice(&disk.size().to_be_bytes());

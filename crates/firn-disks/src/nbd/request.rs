@@ -1,4 +1,4 @@
-//! Requests and replies of the transmission. Pure; numbers are big-endian.
+//! NBD requests: requests and replies of the transmission phase. Pure; numbers are big-endian.
 //!
 //! ```text
 //!   request    0x25609513 (4) flags (2) command (2) cookie (8) at (8) length (4)   data of a write
@@ -7,14 +7,14 @@
 
 use std::io;
 
-/// Bytes of a request, without data.
+/// The bytes of a request, without data.
 pub const REQUEST_BYTES: usize = 28;
-/// Bytes of a reply, without data.
+/// The bytes of a reply, without data.
 pub const REPLY_BYTES: usize = 16;
-/// The longest read or write that is carried out, in bytes: what clients are told. One that has not asked may want more, and gets an
-/// error.
+/// The maximum length of a read or write in bytes, as advertised to clients. A client that has not
+/// requested this limit may exceed it, and gets an error.
 pub const BYTES_MAX: u32 = super::handshake::TRANSFER_BYTES_MAX;
-/// Longer reads are carried out one after another.
+/// Longer reads are executed one after another.
 const MUCH_BYTES: u32 = 256 << 10;
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
@@ -28,42 +28,42 @@ const EINVAL: u32 = 22;
 const ENOSPC: u32 = 28;
 const ESHUTDOWN: u32 = 108;
 
-/// What a client wants.
+/// The command of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Bytes.
+    /// Read bytes.
     Read,
-    /// To change bytes.
+    /// Write bytes.
     Write,
-    /// To end the connection.
+    /// End the connection.
     Disconnect,
-    /// What was answered to survive a loss of power.
+    /// Make acknowledged changes durable: they must survive a loss of power.
     Flush,
-    /// To be rid of bytes.
+    /// Discard bytes.
     Trim,
-    /// Zeros.
+    /// Write zeros.
     WriteZeroes,
-    /// Nothing that is known here.
+    /// A command that Firn does not support.
     Unknown(u16),
 }
 
 /// A request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What for.
+    /// The command.
     pub command: Command,
-    /// How.
+    /// The flags of the command.
     pub flags: u16,
-    /// By which the client knows the reply.
+    /// The client's identifier of the request, which the reply repeats.
     pub cookie: u64,
-    /// The first byte it is about.
+    /// The offset of the first byte.
     pub at: u64,
-    /// How many bytes.
+    /// The number of bytes.
     pub length: u32,
 }
 
 impl Request {
-    /// Reads one; `None` if it isn't any.
+    /// Parses a request; `None` if the magic number is wrong.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
         let number = |range: std::ops::Range<usize>| {
             bytes[range].iter().fold(0_u64, |number, &byte| number << 8 | u64::from(byte))
@@ -78,30 +78,32 @@ impl Request {
         (number(0..4) == u64::from(REQUEST_MAGIC)).then_some(request)
     }
 
-    /// Its answer takes much memory, which a client has without having sent anything.
+    /// Whether it is a read whose reply takes much memory. A client can request such a reply
+    /// without having sent data.
     pub fn reads_much(&self) -> bool {
         self.command == Command::Read && self.length > MUCH_BYTES
     }
 
-    /// What of it follows as data, in bytes.
+    /// The number of bytes of data that follow the request.
     pub fn data_bytes(&self) -> u32 {
         if self.command == Command::Write { self.length } else { 0 }
     }
 
-    /// It is answered when what it changed survives a loss of power.
+    /// Whether the reply must wait until the change is durable.
     pub fn is_durable(&self) -> bool {
         self.flags & FLAG_FUA != 0
     }
 
-    /// Zeros may be a hole.
+    /// Whether the zeros may be a hole.
     pub fn may_be_hole(&self) -> bool {
         self.flags & FLAG_NO_HOLE == 0
     }
 
-    /// What is wrong with it on a disk of `size` bytes: the number of the error.
+    /// Checks the request against a disk of `size` bytes. The error is the number that the reply
+    /// needs.
     ///
     /// # Errors
-    /// `EINVAL`; `ENOSPC` for a write beyond the end, as the protocol has it.
+    /// `EINVAL`; `ENOSPC` for a write beyond the end, as the protocol requires.
     pub fn check(&self, size: u64) -> Result<(), u32> {
         let allowed = match self.command {
             Command::WriteZeroes => FLAG_FUA | FLAG_NO_HOLE,
@@ -133,7 +135,7 @@ fn command(number: u16) -> Command {
     }
 }
 
-/// The head of a reply; `error` is 0 if all went well.
+/// The header of a reply; `error` is 0 after success.
 pub fn reply(cookie: u64, error: u32) -> [u8; REPLY_BYTES] {
     let mut reply = [0; REPLY_BYTES];
     reply[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());
@@ -142,7 +144,7 @@ pub fn reply(cookie: u64, error: u32) -> [u8; REPLY_BYTES] {
     reply
 }
 
-/// An error of the system as one of those that the protocol has.
+/// The error number of the protocol for an error of the system.
 pub fn error_number(error: &io::Error) -> u32 {
     use rustix::io::Errno;
     match Errno::from_io_error(error) {

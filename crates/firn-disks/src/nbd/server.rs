@@ -1,8 +1,9 @@
-//! Disks on a socket, and taking them over from a server that was killed.
+//! NBD server: disks on a socket, and takeover from a server that was killed.
 //!
 //! ```text
-//!   disk's file   locked by one process (`store`); a successor waits until it is free
-//!   socket        bound under another name, then renamed to its own: at any time there is one, or the old one that refuses
+//!   disk's file   locked by one process (`store`); a successor waits until the lock is free
+//!   socket        bound under another name, then renamed to its own: the path always names a
+//!                 socket, either the new one or the old one, which refuses connections
 //! ```
 
 use std::collections::BTreeMap;
@@ -21,26 +22,26 @@ use thiserror::Error;
 use super::connection;
 use crate::disk::Disk;
 
-/// Clients at once. A VM has one for each disk.
+/// The maximum number of clients at a time. A VM has one for each disk.
 const CLIENTS_MAX: usize = 32;
-/// How long to wait when the system has no more descriptors.
+/// How long to wait after the system has run out of descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
-/// Why there is no server.
+/// Why the server can't start.
 #[derive(Debug, Error)]
 pub enum ServerError {
-    /// Something else has its name.
+    /// The path names something other than a socket.
     #[error("{path} is there already and is no socket: remove it, or give another path")]
     Taken {
-        /// The name.
+        /// The path.
         path: PathBuf,
     },
-    /// The socket can't be made.
+    /// The socket can't be created.
     #[error("no socket can be made at {path}")]
     Socket {
-        /// Its name.
+        /// Its path.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
 }
@@ -56,7 +57,7 @@ impl FromIterator<(String, Arc<Disk>)> for Exports {
 }
 
 impl Exports {
-    /// The disk of that name. The empty name is that of the only one.
+    /// The disk of that name. If there is only one disk, the empty name denotes it.
     pub(super) fn named(&self, name: &[u8]) -> Option<Arc<Disk>> {
         match self.0.len() {
             1 if name.is_empty() => self.0.values().next().cloned(),
@@ -88,7 +89,7 @@ struct Shared {
     clients: Mutex<Clients>,
 }
 
-/// A server, until it is dropped.
+/// A server, which runs until it is dropped.
 pub struct Server {
     shared: Arc<Shared>,
     listener: Arc<UnixListener>,
@@ -97,11 +98,11 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves disks on a socket at `path`, for its owner alone. A socket that is there is replaced: whoever had these disks is gone, for
-    /// their files could be locked.
+    /// Serves disks on a socket at `path`, which only its owner may use. An existing socket is
+    /// replaced: its server no longer runs, because this process could lock the files of the disks.
     ///
     /// # Errors
-    /// If the path is something else's, or can't be had.
+    /// If the path names something else, or the socket can't be created.
     pub fn start(path: &Path, exports: Exports) -> Result<Self, ServerError> {
         if fs::symlink_metadata(path).is_ok_and(|it| !it.file_type().is_socket()) {
             return Err(ServerError::Taken { path: path.to_owned() });
@@ -120,16 +121,17 @@ impl Server {
 }
 
 impl Drop for Server {
-    /// Ends all connections. Requests that were not answered are repeated by QEMU to the next server; these disks are served no more.
+    /// Ends all connections. QEMU repeats unacknowledged requests to the next server. This object
+    /// serves the disks no more.
     fn drop(&mut self) {
-        // Somebody else may have removed it.
+        // Another process may have removed it.
         let _ = fs::remove_file(&self.path);
         self.shared.clients().is_stopping = true;
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        // From here on there are no new ones.
+        // From here on no clients are added.
         let threads = {
             let mut clients = self.shared.clients();
             for stream in clients.streams.values() {
@@ -139,7 +141,7 @@ impl Drop for Server {
         };
         self.shared.exports.0.values().for_each(|disk| disk.close());
         for thread in threads {
-            // One that has panicked has said so.
+            // A thread that panicked has reported it.
             let _ = thread.join();
         }
     }
@@ -159,7 +161,7 @@ impl Shared {
         let number = clients.next;
         clients.next += 1;
         clients.streams.insert(number, stream.try_clone()?);
-        // What could not be spawned is dropped at once, and looks at the clients.
+        // If the thread can't be spawned, its closure is dropped at once, which locks the clients.
         drop(clients);
         let leaving = Leaving { shared: Arc::clone(self), number };
         let thread = thread::Builder::new().name("firn-nbd".into());
@@ -173,7 +175,7 @@ impl Shared {
     }
 }
 
-/// A client that is forgotten when its thread ends, however that happens.
+/// Removes a client when its thread ends, however it ends.
 struct Leaving {
     shared: Arc<Shared>,
     number: u64,
@@ -194,17 +196,17 @@ fn accept(listener: &UnixListener, shared: &Arc<Shared>) {
             return;
         }
         if let Err(error) = added {
-            tracing::warn!("a client of a disk is turned away: {error}");
+            tracing::warn!("a client of a disk is refused: {error}");
             thread::sleep(ACCEPT_AGAIN);
         }
     }
 }
 
-/// A socket that nobody else may use, from its first moment under that name.
+/// Binds a socket that no other user can use at any time under that name.
 fn bind(path: &Path) -> io::Result<UnixListener> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
     let own = path.with_file_name(format!(".{name}.{}", std::process::id()));
-    // Left by another process with this number.
+        // Left by another process with this number.
     let _ = fs::remove_file(&own);
     let listener = UnixListener::bind(&own)?;
     let placed = fs::set_permissions(&own, fs::Permissions::from_mode(0o600))

@@ -1,4 +1,4 @@
-//! Logs and copies of a disk that real clients write to.
+//! Logs and standbys of a disk that real clients write to.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -39,7 +39,7 @@ impl Copy {
         seed.is_whole
     }
 
-    /// The guest stands still.
+    /// The guest is paused.
     fn cut(&mut self, disk: &Disk) -> Epoch {
         let log = disk.cut().unwrap();
         if log.epoch == Epoch(1) {
@@ -50,7 +50,7 @@ impl Copy {
         log.epoch
     }
 
-    /// The copy's bytes, with what QEMU may have added at the end.
+    /// The contents of the standby, with bytes that QEMU may have appended.
     fn take_up(self, place: &Place, committed: Epoch) -> Vec<u8> {
         let mut standby = self.standby;
         standby.commit(committed).unwrap();
@@ -91,7 +91,7 @@ fn a_disk_is_copied_while_qemu_writes_to_it() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    // More is written than the log may hold, so that this ends only if what is noted is fetched.
+    // More bytes are written than the log may contain, so this ends only if the log is fetched.
     while bench.try_wait().unwrap().is_none() {
         copy.seed(&disk);
     }
@@ -153,12 +153,12 @@ fn a_qcow2_file_that_grew_is_sound_on_the_standby() {
     }
 }
 
-/// Sends writes without looking at the answers, until some wait.
+/// Sends writes without reading the replies, until some wait.
 fn fill(client: &mut Client, disk: &Disk) -> u64 {
     let data = vec![5; 256 << 10];
     let mut sent = 0;
     while disk.pressure().waiting == 0 {
-        // One at a time, so that what waits is in the server and not in the socket.
+        // One at a time, so that a waiting write is in the server and not in the socket.
         client.request(WRITE, 0, sent * data.len() as u64, data.len() as u32, &data);
         sent += 1;
         while disk.pressure().waiting == 0 && disk.pressure().bytes < (sent as usize) * data.len() {
@@ -204,7 +204,8 @@ fn writes_wait_for_the_cut_where_the_log_is_full() {
     assert_eq!(disk.cut().unwrap().changes.len(), 1);
 }
 
-/// A connection ends with writes that wait. The client asks for newer ones on another, and those stay.
+/// A connection ends with writes that wait. The client sends newer ones on another connection, and
+/// those remain.
 #[test]
 fn what_waits_of_a_connection_that_has_ended_is_not_done_after_newer_writes() {
     let place = Place::raw(64 * MIB);

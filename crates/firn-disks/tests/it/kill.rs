@@ -1,4 +1,5 @@
-//! The server is killed, and a successor takes the socket and the file over. QEMU connects again by itself.
+//! The server is killed, and a successor takes over the socket and the file. QEMU connects again by
+//! itself.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -8,7 +9,7 @@ use crate::served::Place;
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 32;
 
-/// qemu-io, which is told what to do line by line.
+/// A qemu-io process, which gets its commands line by line.
 struct Io {
     child: Child,
     to: ChildStdin,
@@ -31,7 +32,7 @@ impl Io {
         writeln!(self.to, "{command}").unwrap();
     }
 
-    /// Waits until it has said so.
+    /// Waits until it has printed this.
     fn said(&mut self, words: &str) {
         let mut line = String::new();
         while !line.contains(words) {
@@ -51,7 +52,8 @@ impl Io {
 
     fn end(self) {
         let Self { mut child, to, .. } = self;
-        // It reads ahead of what it waits for: only the end of its input is sure to be seen.
+        // It reads its input ahead of the running command: only the end of its input is sure to be
+        // noticed.
         drop(to);
         assert!(child.wait().unwrap().success());
     }
@@ -63,7 +65,7 @@ fn what_was_acknowledged_is_there_after_a_kill_and_the_rest_comes_again() {
     let mut served = place.child(None);
     let mut io = Io::start(&place);
     for block in 0..BLOCKS {
-        // Each eighth is on its way, or done, or not begun when the server dies.
+        // Each eighth is in flight, or done, or not begun when the server dies.
         io.write(block, block + 1);
         if block % 8 == 7 {
             served.kill();

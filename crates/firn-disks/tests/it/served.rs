@@ -9,7 +9,7 @@ use firn_disks::Disk;
 use firn_disks::nbd::{Exports, Server};
 use tempfile::TempDir;
 
-/// Tells a child what to serve.
+/// The environment variable that names the disk that a child serves.
 const CHILD: &str = "FIRN_DISKS_CHILD";
 
 /// A directory with a file, and the socket that its disk is served on.
@@ -26,7 +26,7 @@ impl Place {
         place
     }
 
-    /// With a qcow2 file of so many bytes, whose disk may be as large as `size`.
+    /// With a qcow2 file whose disk has `size` bytes at most.
     pub fn qcow2(bytes: u64, size: u64) -> Self {
         let place = Self { dir: tempfile::tempdir().unwrap(), size: Some(size) };
         let file = place.file();
@@ -67,12 +67,12 @@ impl Place {
         let mut child = command.spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         assert!(lines.any(|line| line.unwrap().ends_with("serving")), "the child can't serve");
-        // Whoever writes to it afterwards must not be stopped.
+        // The child must not block or die when it prints more lines.
         std::thread::spawn(move || lines.for_each(drop));
         Served(child)
     }
 
-    /// What QEMU calls the disk, read as `format`.
+    /// QEMU's description of the disk, opened as `format`.
     pub fn options(&self, format: &str) -> String {
         let socket = self.socket();
         format!(
@@ -91,7 +91,7 @@ impl Place {
         command.output().unwrap()
     }
 
-    /// The same, and it has to go well.
+    /// The same, and it must succeed.
     pub fn io_ok(&self, format: &str, commands: &[&str]) -> String {
         let output = self.io(format, commands);
         let words = words(&output);
@@ -108,13 +108,13 @@ impl Place {
 pub struct Served(Child);
 
 impl Served {
-    /// With SIGKILL; the same for one that has killed itself.
+    /// Kills it with SIGKILL; does nothing to one that has killed itself.
     pub fn kill(&mut self) {
         let _ = self.0.kill();
         self.0.wait().unwrap();
     }
 
-    /// What it has of the system's memory.
+    /// The memory that it uses.
     pub fn memory_kib(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
         let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
@@ -133,7 +133,7 @@ impl Drop for Served {
     }
 }
 
-/// The child. Without orders it is an empty test.
+/// The child. Without its variable it is an empty test.
 #[test]
 fn child() {
     let Some(dir) = std::env::var_os(CHILD) else { return };

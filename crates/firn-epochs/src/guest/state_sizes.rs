@@ -1,12 +1,13 @@
-//! How many bytes the devices of a VM take.
+//! Device state sizes: predicts how many bytes the devices of a VM occupy.
 //!
-//! QEMU may save most of them before it waits, if it is known that there is more ([`firn_vmm::Vm::prepare_late_hold`]). So it counts only what has
-//! been the same for some time, but for a little: what is under way in a device (connections of user-mode networking, for example) makes
-//! its state larger for a while.
+//! QEMU may save most of them before it waits, if it is known that more bytes follow
+//! ([`firn_vmm::Vm::prepare_late_hold`]). So only a size counts that has been almost constant for
+//! some time: requests in flight in a device (connections of user-mode networking, for example)
+//! make its state larger for a while.
 
-/// So many saves in a row have to agree.
+/// The number of consecutive saves that have to agree.
 const SAVES: usize = 8;
-/// By so many bytes they may differ.
+/// The number of bytes by which they may differ.
 const SPREAD: usize = 4 << 10;
 
 /// The sizes of the last saves, as far as they agree.
@@ -18,7 +19,7 @@ pub(super) struct StateSizes {
 }
 
 impl StateSizes {
-    /// One more save.
+    /// Records the size of a save.
     pub(super) fn add(&mut self, bytes: usize) {
         let (least, most) = (self.least.min(bytes), self.most.max(bytes));
         *self = match self.saves > 0 && most - least <= SPREAD {
@@ -27,7 +28,7 @@ impl StateSizes {
         };
     }
 
-    /// What the next takes at least; 0 if nobody knows.
+    /// The expected minimum size of the next save; 0 if it is unknown.
     pub(super) fn least(&self) -> usize {
         if self.saves < SAVES { 0 } else { self.least }
     }

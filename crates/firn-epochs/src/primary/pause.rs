@@ -1,5 +1,5 @@
-//! What is done at the end of an epoch: ahead, while the VM runs, and while it stands still its writes are found, protected again
-//! and copied.
+//! Pause: the work at the end of an epoch. Some pages are copied ahead, while the VM runs. In the
+//! pause its writes are found, and the pages are protected again and copied.
 
 use std::time::{Duration, Instant};
 
@@ -15,10 +15,10 @@ use crate::guest::{Guest, GuestError, Still};
 use crate::sender::Job;
 use crate::wire::{PAGES_MAX, Pages};
 
-/// How long the VM may stand still for an epoch that is sent from within its pause.
+/// The maximum length of a pause in which an epoch is sent.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 
-/// The VM is about to be stopped, until this is dropped.
+/// Announces that the VM is about to be stopped, until this is dropped.
 pub(super) struct Stopping<'a>(&'a dyn Watch);
 
 impl<'a> Stopping<'a> {
@@ -34,7 +34,8 @@ impl Drop for Stopping<'_> {
     }
 }
 
-/// Protects and copies to the beginning of `bytes` what need not wait for the pause; the pages, in order.
+/// Protects the pages that need not wait for the pause, and copies them to the beginning of
+/// `bytes`. Returns the pages, in order.
 pub(super) fn ahead(
     guest: &mut Guest,
     predictor: &mut Predictor,
@@ -55,7 +56,7 @@ pub(super) fn ahead(
     Ok(pages.iter().collect())
 }
 
-/// What is done while the VM stands still.
+/// The work in the pause.
 pub(super) struct Inside<'a> {
     pub(super) epoch: Epoch,
     pub(super) predictor: &'a mut Predictor,
@@ -63,21 +64,21 @@ pub(super) struct Inside<'a> {
     pub(super) jobs: &'a Sender<Job>,
     pub(super) ending: &'a Ending,
     pub(super) told: &'a dyn Watch,
-    /// Where copies go, behind those of this many pages that were copied ahead.
+    /// The buffer for copies. It begins with the copies of `ahead` pages.
     pub(super) bytes: &'a mut Vec<u8>,
     pub(super) ahead: usize,
     pub(super) numbers: CutNumbers,
 }
 
-/// What the VM did in an epoch.
+/// The result of a cut: the changes of the VM in an epoch.
 pub(super) struct Found {
-    /// What was to be copied.
+    /// The pages that were to be copied.
     pub(super) plan: CutPlan,
     /// The pages that were added to `bytes`.
     pub(super) pages: Vec<Page>,
-    /// What was changed on each disk.
+    /// The changes of each disk.
     pub(super) disks: Vec<Vec<Change>>,
-    /// What of its card goes with it.
+    /// The state of its network card that belongs to the epoch.
     pub(super) card: Option<OfEpoch>,
     pub(super) numbers: CutNumbers,
 }
@@ -90,7 +91,7 @@ impl Inside<'_> {
         let started = Instant::now();
         let scanned = match self.options.predicts {
             true => still.written()?,
-            // All of it is to be protected, which the same call does.
+            // All written pages are to be protected, which this call does as well.
             false => still.written_and_protect()?,
         };
         let scan_ms = ms(started.elapsed());
@@ -135,12 +136,13 @@ impl Inside<'_> {
         Ok(Vec::new())
     }
 
-    /// Too large for the buffer: sent in parts, from within the pause.
+    /// Whether the epoch is too large for the buffer, and is sent in parts from within the pause.
     fn is_large(&self, plan: &CutPlan) -> bool {
         (self.ahead + plan.copy.len()) as u64 > self.options.buffer_pages
     }
 
-    /// The VM does not stand still for a backup that takes too long, nor for one that is to be released.
+    /// Hands a part to the sender. Gives up if the backup takes too long or the end is requested,
+    /// so that the VM does not remain paused.
     fn hand_over(&self, pages: Pages, since: Instant) -> Result<(), GuestError> {
         let mut part = Job::Part(self.epoch, pages);
         loop {

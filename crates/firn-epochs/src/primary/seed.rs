@@ -1,5 +1,5 @@
-//! The first epoch: all disks and all of memory, sent while the VM runs. What changes on a disk after it was copied is sent in
-//! between.
+//! Seed: the first epoch, which sends all disks and all of memory while the VM runs. Changes of the
+//! part of a disk that was copied already are sent in between.
 
 use std::io::BufWriter;
 
@@ -14,12 +14,12 @@ use crate::guest::{Guest, GuestError};
 use crate::sender::Event;
 use crate::wire::{PAGES_MAX, Writer};
 
-/// Rounds in which the seed is brought up to date before the first cut.
+/// The number of rounds that bring the seed up to date before the first cut.
 const SEED_ROUNDS: usize = 3;
-/// Pages that are left to the first epoch without another round.
+/// The number of pages that are left to the first epoch without another round.
 const SEED_FEW: usize = 2048;
 
-/// All of memory, for a backup that has nothing.
+/// Sends all of memory to a backup that has nothing.
 pub(super) struct Seed<'a> {
     pub(super) guest: &'a mut Guest,
     pub(super) writer: &'a mut Writer<BufWriter<Stream>>,
@@ -44,7 +44,7 @@ impl Seed<'_> {
         }
         self.send(&pages, &mut sent)?;
         match self.ending.is_asked() {
-            // Not all of it was sent.
+            // The seed is incomplete.
             true => Ok(()),
             false => Ok(self.writer.end(Epoch(0), &[], &[], false)?),
         }
@@ -59,7 +59,7 @@ impl Seed<'_> {
         Ok(())
     }
 
-    /// A step for each disk. Whether all are there.
+    /// Takes a step for each disk. Returns whether all are whole.
     fn disks_step(&mut self) -> Result<bool, PrimaryError> {
         let mut is_whole = true;
         for number in self.guest.disks().numbers() {

@@ -1,4 +1,4 @@
-//! One program started by the agent.
+//! A program that the agent has started.
 
 use std::io::{Read, Write as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::protocol::{Ended, OUTPUT_BYTES_MAX, Outcome};
 
-/// A program, its output so far, and how it ended.
+/// A program, its output so far, and its exit code once it has ended.
 pub(super) struct Job {
     pid: Pid,
     state: Mutex<State>,
@@ -27,7 +27,8 @@ struct State {
 }
 
 impl Job {
-    /// Starts a program in a process group of its own; threads gather its output and its end.
+    /// Starts a program in a process group of its own; threads collect its output and its exit
+    /// code.
     pub(super) fn start(argv: &[String], stdin: String) -> Result<Arc<Self>> {
         let [program, arguments @ ..] = argv else { bail!("argv is empty") };
         let mut child = Command::new(program)
@@ -52,7 +53,8 @@ impl Job {
         let err = thread::spawn(move || second.keep(err, |state| &mut state.stderr));
         thread::spawn(move || {
             let status = child.wait();
-            // A grandchild may hold the pipes open for longer than anybody wants to wait.
+            // A grandchild may hold the pipes open long after the program's end, so the wait is
+            // limited.
             let patience = Instant::now() + Duration::from_millis(500);
             while !(out.is_finished() && err.is_finished()) && Instant::now() < patience {
                 thread::sleep(Duration::from_millis(1));
@@ -78,7 +80,7 @@ impl Job {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the end. On timeout the program is killed, if so wanted, and the answer is an error.
+    /// Waits for the end. On timeout it kills the program if `kill` is set, and returns an error.
     pub(super) fn wait(&self, limit: Option<Duration>, kill: bool) -> Result<Ended> {
         let deadline = limit.map(|limit| Instant::now() + limit);
         let mut state = self.lock();
@@ -99,7 +101,7 @@ impl Job {
         Ok(ended(&state, state.exit.unwrap_or_default()))
     }
 
-    /// How it is doing.
+    /// The program's current state.
     pub(super) fn state(&self) -> Outcome {
         let state = self.lock();
         match state.exit {
@@ -124,7 +126,7 @@ impl Job {
 
 fn feed(child: &mut Child, stdin: String) {
     if let Some(mut pipe) = child.stdin.take() {
-        // A program that does not read its input to the end is no error of ours.
+        // A program need not read its whole input.
         thread::spawn(move || drop(pipe.write_all(stdin.as_bytes())));
     }
 }

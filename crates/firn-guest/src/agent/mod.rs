@@ -1,8 +1,9 @@
-//! `firn-guest agent`: does in the guest what the host asks for, over a virtio port.
+//! `firn-guest agent`: performs requests of the host in the guest, over a virtio port.
 //!
-//! The protocol is [`crate::protocol`]. Each request has a thread of its own, so a long `run` keeps nobody waiting;
-//! only writing an answer line is taken in turns. The agent remembers spawned programs (`job`) as long as it lives,
-//! and it lives on across checkpoint and restore like any other program of the guest.
+//! [`crate::protocol`] describes the protocol. Each request has a thread of its own, so a long
+//! `run` delays no other request; only writing a reply line is serialized. The agent remembers
+//! spawned programs (`job`) as long as it lives, and it survives checkpoint and restore like any
+//! other program of the guest.
 
 mod job;
 
@@ -20,7 +21,7 @@ use crate::port::{self, Lines};
 use crate::protocol::{AGENT_PORT, Action, LINE_BYTES_MAX, Outcome, Request, Response};
 use job::Job;
 
-/// Does what the host asks for, over a virtio port.
+/// Performs requests of the host, over a virtio port.
 #[derive(Args, Debug)]
 pub struct Agent {
     /// Name of the virtio port, or path of a device.
@@ -33,7 +34,7 @@ struct Shared {
     jobs: Mutex<HashMap<String, Arc<Job>>>,
 }
 
-/// Listens for ever.
+/// Serves requests for ever.
 pub fn run(args: &Agent) -> Result<()> {
     let port = port::open(&args.port, true)?;
     let answers = Mutex::new(port.try_clone().context("cannot share the port")?);
@@ -41,7 +42,7 @@ pub fn run(args: &Agent) -> Result<()> {
     let mut lines = Lines::new(port, LINE_BYTES_MAX);
     loop {
         let line = lines.next_line().context("cannot read the port")?;
-        // What is no request was left half said by a client that is gone.
+        // A line that is not a request is the incomplete line of a client that has disconnected.
         if let Ok(request) = serde_json::from_slice::<Request>(&line) {
             let shared = Arc::clone(&shared);
             thread::Builder::new()

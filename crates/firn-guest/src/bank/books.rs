@@ -1,24 +1,24 @@
-//! What a VM keeps: a pure core, asked by whoever holds its lock.
+//! The accounts of a VM: a pure core, called by the thread that holds its lock.
 //!
 //! ```text
 //!   transfer   known already                      -> its answer
-//!              its account is locked, or it is under way -> wait
-//!              too little                         -> refused
-//!              both accounts are here             -> done
-//!              else: locked, under way            -> deposit there; when that is done: done
+//!              its account is locked, or it is in progress -> wait
+//!              too little money                   -> refused
+//!              both accounts are in this VM       -> done
+//!              else: locked, in progress          -> deposit at the other VM; after that: done
 //! ```
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::words::{Known, Said};
 
-/// What is to be done about a question.
+/// The next step for a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     Say(Said),
-    /// Until something changes.
+    /// Wait until an account changes.
     Wait,
-    /// The VM of the payee has to be told, and then this one ([`Books::is_deposited`]).
+    /// Send the deposit to the payee's VM, then call [`AccountBooks::complete_transfer`].
     Deposit,
 }
 
@@ -65,7 +65,7 @@ impl Books {
         Next::Say(self.take(id, from, amount))
     }
 
-    /// The other VM has the money.
+    /// Completes a transfer after the other VM has booked the deposit.
     pub(super) fn is_deposited(&mut self, id: u64, from: usize, amount: i64) -> Said {
         if let Some(payer) = self.accounts.get_mut(&from) {
             payer.is_locked = false;
@@ -126,7 +126,7 @@ mod tests {
         }
         assert_eq!(a.transfer(2, 0, 2, 71), Next::Say(Said::Refused));
         a.transfer(3, 2, 0, 100);
-        // It was refused, whatever the account holds now.
+        // The transfer was refused, whatever the account's balance is now.
         assert_eq!(a.transfer(2, 0, 2, 71), Next::Say(Said::Refused));
         assert_eq!(a.transfer(4, 1, 0, 1), Next::Say(Said::Elsewhere));
         assert_eq!(a.transfer(5, 2, 2, 30), Next::Say(Said::Done));
@@ -139,7 +139,8 @@ mod tests {
         assert_eq!(a.transfer(1, 0, 1, 30), Next::Deposit);
         assert_eq!(a.transfer(1, 0, 1, 30), Next::Wait);
         assert_eq!((a.transfer(2, 0, 2, 80), a.balance(0)), (Next::Wait, Next::Wait));
-        // Money comes in all the same, also from the one that is being paid.
+        // A deposit to the locked account is booked all the same, also from the account that it
+        // pays.
         assert_eq!(b.transfer(3, 1, 0, 5), Next::Deposit);
         assert_eq!(a.deposit(3, 0, 5), Said::Done);
         for _ in 0..2 {

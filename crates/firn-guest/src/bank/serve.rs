@@ -1,4 +1,4 @@
-//! Connections: a thread each, one question at a time.
+//! Connections of the bank: one thread each, one request at a time.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -14,7 +14,7 @@ use super::books::{Books, Next};
 use super::words::{Question, Reply, Said};
 use crate::lines::Lines;
 
-/// How long until it is asked anew.
+/// Interval between attempts to send a deposit.
 const AGAIN: Duration = Duration::from_millis(50);
 
 struct Shared {
@@ -40,12 +40,12 @@ pub(super) fn serve_at(listener: &TcpListener, args: &Bank) {
     println!("{}", json!({"ready": true}));
     for stream in listener.incoming().flatten() {
         let shared = Arc::clone(&shared);
-        // Who breaks a connection off asks by another one.
+        // A client whose connection breaks repeats its request on another one.
         thread::spawn(move || shared.client(stream));
     }
 }
 
-/// Connections to the other VMs, made when they are needed.
+/// Connections to the other VMs, made on first use.
 struct Peers<'a> {
     shared: &'a Shared,
     links: Vec<Option<Lines>>,
@@ -56,7 +56,7 @@ impl Shared {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Answers until the connection breaks.
+    /// Answers requests until the connection breaks.
     fn client(&self, stream: TcpStream) -> io::Result<()> {
         let mut lines = Lines::new(stream)?;
         let links = self.vms.iter().map(|_| None).collect();
@@ -83,14 +83,15 @@ impl Shared {
                 self.changing(|books| books.deposit(id, to, amount))
             }
             Question::Balance { account, .. } => {
-                // A balance is never somebody else's to finish.
+                // A balance never needs another VM to complete.
                 self.waited(|books| books.balance(account)).unwrap_or(Said::Elsewhere)
             }
             Question::Known { .. } => Said::Known(self.books().known.clone()),
         }
     }
 
-    /// What is to be said, once nothing has to be waited for; nothing if another VM has to be told first.
+    /// The answer, when the request need not wait any more; `None` if the other VM has to book the
+    /// deposit first.
     fn waited(&self, mut ask: impl FnMut(&mut Books) -> Next) -> Option<Said> {
         let mut books = self.books();
         loop {
@@ -112,7 +113,7 @@ impl Shared {
 }
 
 impl Peers<'_> {
-    /// Until it is acknowledged.
+    /// Sends a deposit until it is acknowledged.
     fn deposit(&mut self, to: usize, deposit: Question) {
         let vm = to % self.shared.vms.len();
         while let Err(error) = self.try_deposit(vm, &deposit) {
@@ -142,7 +143,8 @@ impl Peers<'_> {
 mod tests {
     use super::*;
 
-    /// Two VMs of this machine, and what each of so many clients, who move money at once, has heard.
+    /// Runs two VMs on this machine, and several clients that transfer money concurrently and check
+    /// the replies.
     #[test]
     fn the_sum_is_constant_whoever_moves_money() {
         let listeners = [0; 2].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
@@ -166,7 +168,7 @@ mod tests {
                         let (from, to) = ((client + step) % 6, (client * step + 1) % 6);
                         let id = (client * 100 + step) as u64;
                         let question = Question::Transfer { id, from, to, amount: 30 };
-                        // Twice, as who has heard nothing does.
+                        // Twice, as a client does that has received no reply.
                         let said = ask(&mut to_vm[from % 2], question);
                         assert_eq!(ask(&mut to_vm[from % 2], question), said);
                         assert!(matches!(said, Said::Done | Said::Refused), "{said:?}");

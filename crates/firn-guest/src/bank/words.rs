@@ -1,4 +1,4 @@
-//! What is said between clients and VMs, and between VMs: a line of JSON each.
+//! The messages between clients and VMs, and between VMs: a line of JSON each.
 //!
 //! ```text
 //!   -> {"id":7,"do":"transfer","from":3,"to":4,"amount":10}
@@ -9,46 +9,46 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A question.
+/// A request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum Question {
-    /// So much from one account to another.
+    /// Transfers an amount from one account to another.
     Transfer {
-        /// Chosen by the client, never for another one.
+        /// Chosen by the client, and not used for another transfer.
         id: u64,
-        /// From which account, of this VM.
+        /// The payer's account, of this VM.
         from: usize,
-        /// To which.
+        /// The payee's account.
         to: usize,
-        /// How much.
+        /// The amount.
         amount: i64,
     },
-    /// Of the other VM: its account pays already.
+    /// From another VM: books a deposit, whose payer's account is locked.
     Deposit {
-        /// The transfer's.
+        /// The id of the transfer.
         id: u64,
-        /// To which account, of this VM.
+        /// The payee's account, of this VM.
         to: usize,
-        /// How much.
+        /// The amount.
         amount: i64,
     },
-    /// What an account holds.
+    /// Requests the balance of an account.
     Balance {
-        /// Comes back with the answer.
+        /// An id that the reply repeats.
         id: u64,
-        /// Which account, of this VM.
+        /// The account, of this VM.
         account: usize,
     },
-    /// Which transfers are done as far as this VM goes.
+    /// Requests the transfers that this VM has done its part of.
     Known {
-        /// Comes back with the answer.
+        /// An id that the reply repeats.
         id: u64,
     },
 }
 
 impl Question {
-    /// What the answer carries.
+    /// The id that the reply repeats.
     pub fn id(&self) -> u64 {
         match *self {
             Self::Transfer { id, .. }
@@ -59,43 +59,43 @@ impl Question {
     }
 }
 
-/// An answer.
+/// A reply.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reply {
-    /// The question's.
+    /// The id of the request.
     pub id: u64,
-    /// What is said.
+    /// The answer.
     #[serde(flatten)]
     pub said: Said,
 }
 
-/// What is said.
+/// The answer to a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "said", rename_all = "snake_case")]
 pub enum Said {
-    /// It is done.
+    /// The request is done.
     Done,
-    /// The account holds too little.
+    /// The account holds too little money.
     Refused,
-    /// So much.
+    /// The balance.
     Holds {
-        /// How much.
+        /// The amount.
         held: i64,
     },
-    /// Not here.
+    /// This VM does not have the account.
     Elsewhere,
-    /// These.
+    /// The transfers that this VM has done its part of.
     Known(Known),
 }
 
-/// What a VM has done.
+/// The transfers that a VM has done its part of.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Known {
-    /// The transfers that it took from accounts for, each time it did.
+    /// The ids of transfers for which it withdrew money, one entry per withdrawal.
     pub taken: Vec<u64>,
-    /// The transfers that it paid into accounts for, each time it did.
+    /// The ids of transfers for which it booked deposits, one entry per deposit.
     pub paid: Vec<u64>,
-    /// How many connections to other VMs broke.
+    /// The number of connections to other VMs that broke.
     pub broken: u64,
 }
 

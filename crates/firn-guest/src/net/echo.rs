@@ -1,4 +1,4 @@
-//! The echoing end.
+//! The echo server.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
@@ -23,7 +23,7 @@ pub(super) fn serve(port: u16) -> Result<()> {
 fn echo_datagrams(socket: &UdpSocket) {
     let mut datagram = vec![0; 65536];
     loop {
-        // Errors are those of earlier sends: nobody listens there any more.
+        // Errors are those of earlier sends whose receiver has closed its socket.
         if let Ok((bytes, from)) = socket.recv_from(&mut datagram) {
             let _ = socket.send_to(&datagram[..bytes], from);
         }

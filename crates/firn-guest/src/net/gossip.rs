@@ -1,11 +1,14 @@
-//! Two that tell each other all the time how far they are: who is taken back alone is found out.
+//! Two programs that send each other their progress continuously, to detect that one of them went
+//! back alone.
 //!
 //! ```text
-//!   | number: u64 | received: u64 |      UDP, little-endian: the sender's count, and the newest number that it has had from the other
+//!   | number: u64 | received: u64 |      UDP, little-endian: the sender's count, and the newest number that it has
+//!                                        received from the other
 //! ```
 //!
-//! Both numbers are in this program's memory alone. If the other has received more than was sent here, this guest went back and the other
-//! did not (an *orphan*); if a number comes that is not higher than the last, the other went back and this one did not.
+//! Both numbers are in this program's memory alone. If the other has received more than this
+//! program has sent, this guest went back and the other did not (an *orphan*). If a number arrives
+//! that is not higher than the last, the other went back and this one did not.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
@@ -15,10 +18,10 @@ use serde_json::{Value, json};
 
 use crate::pace::Pace;
 
-/// How often it is told how far it has come.
+/// The interval between progress lines.
 const TELL_EVERY: Duration = Duration::from_millis(200);
 
-/// What one of the two knows.
+/// The counts of one of the two programs.
 #[derive(Debug, Default)]
 struct Known {
     sent: u64,
@@ -46,7 +49,7 @@ impl Known {
         let (number, received) = (u64::from_le_bytes(*number), u64::from_le_bytes(*received));
         self.orphans += u64::from(received > self.sent);
         self.repeated += u64::from(number <= self.received);
-        // The first may follow others, sent before this one listened.
+        // The first message may follow others that were sent before this program listened.
         if self.received > 0 {
             self.missing += number.saturating_sub(self.received + 1);
         }
@@ -59,7 +62,7 @@ impl Known {
     }
 }
 
-/// Tells and hears for ever.
+/// Sends and receives for ever.
 pub(super) fn gossip(port: u16, to: SocketAddr, rate: f64) -> Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port))
         .with_context(|| format!("cannot bind UDP port {port}"))?;
@@ -67,7 +70,7 @@ pub(super) fn gossip(port: u16, to: SocketAddr, rate: f64) -> Result<()> {
     let (mut known, mut pace, mut datagram) = (Known::default(), Pace::new(rate), [0; 64]);
     let mut told = Instant::now();
     loop {
-        // Errors are those of earlier messages: nobody listens there yet.
+        // Errors are those of earlier messages, sent before the other listened.
         let _ = socket.send_to(&known.message(), to);
         while let Ok((bytes, _)) = socket.recv_from(&mut datagram) {
             known.hear(&datagram[..bytes]);

@@ -1,4 +1,4 @@
-//! The sending end: messages that can be checked when they come back.
+//! The sender: messages whose echoes can be checked.
 //!
 //! ```text
 //!   byte  0          8                              the rest
@@ -15,18 +15,19 @@ use crate::stamp::mix;
 /// How long an echo may take before it counts as lost.
 const PATIENCE: Duration = Duration::from_millis(300);
 
-/// What came of a load.
+/// The result of a load.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EchoReport {
     /// Messages sent.
     pub sent: u64,
-    /// Echoes that came back right.
+    /// Echoes that were right.
     pub echoed: u64,
-    /// Echoes that came back wrong.
+    /// Echoes that were wrong.
     pub wrong: u64,
 }
 
-/// Sends messages to a `firn-guest net-dma echo` and checks what comes back. Connects when it must, again if it breaks.
+/// Sends messages to a `firn-guest net-dma echo` and checks the echoes. Connects when needed, and
+/// again when the connection breaks.
 #[derive(Debug)]
 pub struct EchoLoad {
     to: SocketAddr,
@@ -43,13 +44,13 @@ enum Link {
 }
 
 impl EchoLoad {
-    /// Messages of `bytes` bytes (at least 8).
+    /// A load with messages of `bytes` bytes (at least 8).
     pub fn new(to: SocketAddr, udp: bool, bytes: usize) -> Self {
         let bytes = bytes.clamp(8, 60_000);
         Self { to, udp, bytes, link: None, report: EchoReport::default() }
     }
 
-    /// Sends for so long, at most `rate` messages per second (0: as fast as echoes come).
+    /// Sends for this duration, at most `rate` messages per second (0: as fast as echoes arrive).
     pub fn run_for(&mut self, duration: Duration, rate: f64) -> EchoReport {
         let start = Instant::now();
         let mut pace = Pace::new(rate);
@@ -60,7 +61,7 @@ impl EchoLoad {
         self.report
     }
 
-    /// Sends one message and waits for its echo. True if it came back right.
+    /// Sends one message and waits for its echo. True if the echo was right.
     pub fn exchange(&mut self) -> bool {
         let message = message(self.report.sent, self.bytes);
         self.report.sent += 1;
@@ -111,7 +112,7 @@ impl Link {
             Self::Udp(socket) => {
                 socket.send(message)?;
                 let sequence = &message[..8];
-                // Echoes of earlier messages, given up on, may still come.
+                // Late echoes of earlier messages, which count as lost, may still arrive.
                 loop {
                     let bytes = socket.recv(&mut echo)?;
                     if echo[..8] >= *sequence || bytes < 8 {
@@ -129,7 +130,7 @@ impl Link {
     }
 }
 
-/// The message of a number; big endian, so that later messages are greater.
+/// The message with this number; big endian, so that later messages are greater.
 pub(super) fn message(sequence: u64, bytes: usize) -> Vec<u8> {
     let mut message = sequence.to_be_bytes().to_vec();
     let mut state = mix(sequence);

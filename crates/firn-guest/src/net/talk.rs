@@ -1,7 +1,8 @@
-//! One TCP connection, for as long as it lasts.
+//! A check that one TCP connection survives.
 //!
-//! Who sends otherwise ([`super::load`]) gives a late echo up and connects again. Here a message waits for its echo, however long that
-//! takes: so it can be seen that a connection outlives what happens to the other end.
+//! The other sender ([`super::load`]) gives up on a late echo and reconnects. This one waits for
+//! the echo of each message for any time: so it shows that a connection survives the events at the
+//! other end.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -13,7 +14,7 @@ use serde_json::json;
 use super::load::message;
 use crate::pace::Pace;
 
-/// How often it is told how far it has come.
+/// The interval between progress lines.
 const TELL_EVERY: Duration = Duration::from_millis(200);
 
 /// Exchanges messages until the connection breaks. False if an echo was wrong.
@@ -49,7 +50,8 @@ mod tests {
 
     use super::*;
 
-    /// An echo that is good for so many messages, and then changes one or goes away.
+    /// An echo server that echoes `messages` messages, and then changes one or closes the
+    /// connection.
     fn echo(messages: usize, then: impl Fn(&mut [u8]) -> bool + Send + 'static) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

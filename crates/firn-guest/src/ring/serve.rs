@@ -1,4 +1,4 @@
-//! Connections of the VM before, and of who asks from outside; and the one to the next VM.
+//! The connections of the ring: from the previous VM, from clients outside, and to the next VM.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -14,7 +14,7 @@ use super::{Passed, Ring};
 use crate::lines::Lines;
 use crate::pace::Pace;
 
-/// How long until the next VM is told anew.
+/// Interval between attempts to send a token to the next VM.
 const AGAIN: Duration = Duration::from_millis(50);
 
 struct Shared {
@@ -40,7 +40,7 @@ fn serve_at(listener: &TcpListener, args: &Ring) {
     thread::spawn(move || passing.pass(&tokens, args.next, args.rate));
     for stream in listener.incoming().flatten() {
         let shared = Arc::clone(&shared);
-        // The VM before makes another one if it breaks.
+        // The previous VM makes another connection if this one breaks.
         thread::spawn(move || shared.hear(stream));
     }
 }
@@ -50,7 +50,7 @@ impl Shared {
         self.passed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Until the connection breaks.
+    /// Receives lines until the connection breaks.
     fn hear(&self, stream: TcpStream) -> io::Result<()> {
         let mut lines = Lines::new(stream)?;
         let mut is_first = true;

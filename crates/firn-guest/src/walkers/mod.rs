@@ -1,8 +1,9 @@
 //! Threads that walk through memory: `firn-guest synthetic`, `toucher` and `random`.
 //!
-//! They differ in which pages a thread visits in which order ([`path`]); the rest is the same. One thread per vCPU,
-//! pinned, fills an arena of its own with self-describing pages, waits for the others, and visits pages. A visit reads
-//! and checks every word of the page, so a walk that ends without a wrong page is also a proof of its memory.
+//! They differ in the pages that a thread visits, and in their order ([`path`]); everything else is
+//! the same. One thread per vCPU, pinned, fills an arena of its own with self-describing pages,
+//! waits for the others, and visits pages. A visit reads and checks every word of the page, so a
+//! walk that ends without a wrong page also proves its memory correct.
 //!
 //! Output is JSON lines: `ready` after the fill, `progress` once per interval, `done` at the end:
 //!
@@ -31,7 +32,7 @@ use crate::stamp::{self, PageWords, Stamp, Style};
 use crate::threads;
 use path::Path;
 
-/// Visits between looks at the clock.
+/// Visits between checks of the clock.
 const BATCH: u64 = 16;
 
 /// A walk of several threads.
@@ -42,18 +43,18 @@ struct Walk {
     pages: usize,
     style: Style,
     path: Path,
-    /// Visits of each thread; `u64::MAX` goes on for ever.
+    /// Visits of each thread; `u64::MAX` runs for ever.
     visits: u64,
-    /// Visits per second of each thread; 0 is flat out.
+    /// Visits per second of each thread; 0 is as fast as possible.
     rate: f64,
-    /// How often a page is checked per visit: the work done with it.
+    /// How often a page is checked per visit, to simulate work.
     work: u32,
-    /// Every how many visits the page is written, not only read; 0 never.
+    /// The page is also written at one visit in this many; 0 for never.
     write_every: u64,
     progress: Duration,
 }
 
-/// What the threads have done so far.
+/// The counts of all threads so far.
 #[derive(Default)]
 struct Tally {
     visits: AtomicU64,
@@ -120,7 +121,7 @@ impl Walk {
         Ok(())
     }
 
-    /// Visits the page of that step. False if the page was wrong.
+    /// Visits the page of a step. False if the page was wrong.
     fn visit(&self, arena: &mut Arena, step: u64) -> bool {
         let index = self.path.index(step, self.pages);
         let page = arena.page_mut(index);

@@ -1,8 +1,8 @@
-//! Which page a walk visits at which step.
+//! The order in which a walk visits pages.
 
 use crate::stamp::mix;
 
-/// An endless way through a thread's pages.
+/// An endless path through a thread's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
     /// All pages, in ascending order, again and again.
@@ -18,12 +18,12 @@ pub enum Path {
     },
     /// Any of the first `among` pages at each step.
     Random {
-        /// How many pages take part.
+        /// The number of pages that take part.
         among: usize,
-        /// Chooses the way.
+        /// Chooses the path.
         seed: u64,
     },
-    /// All pages in an order drawn from the seed; every pass takes the same.
+    /// All pages in an order drawn from the seed, the same in every pass.
     Shuffled {
         /// Chooses the order.
         seed: u64,
@@ -31,7 +31,7 @@ pub enum Path {
 }
 
 impl Path {
-    /// How many different pages of `pages` are visited.
+    /// The number of different pages of `pages` that are visited.
     pub fn distinct(self, pages: usize) -> usize {
         match self {
             Self::Forwards | Self::Backwards | Self::Shuffled { .. } => pages,
@@ -55,8 +55,9 @@ impl Path {
     }
 }
 
-/// Element `turn` of a permutation of `0..pages`: a Feistel network over the next even number of bits, walked on until
-/// it lands inside. Needs no table, so it adds nothing to the memory under test.
+/// Element `turn` of a permutation of `0..pages`: a Feistel network over the next even number of
+/// bits, applied until the result is in range. Needs no table, so it adds nothing to the memory
+/// under test.
 fn shuffled(turn: u64, pages: u64, seed: u64) -> u64 {
     let half = pages.next_power_of_two().trailing_zeros().div_ceil(2).max(1);
     let mask = (1 << half) - 1;

@@ -1,4 +1,4 @@
-//! `firn-guest random`: random access over a share of memory, the hardest case for any prefetching.
+//! `firn-guest random`: random access over a part of memory, the hardest case for any prefetching.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::path::Path;
 use crate::stamp::Style;
 use crate::threads;
 
-/// Visits random pages of a share of its memory.
+/// Visits random pages of a part of its memory.
 #[derive(Args, Clone, Debug)]
 pub struct Random {
     /// Threads; one per vCPU unless given.
@@ -19,16 +19,16 @@ pub struct Random {
     /// Memory of all threads together; all of it is filled.
     #[arg(long, default_value_t = 256)]
     mib: usize,
-    /// How much of it is visited.
+    /// The part of it that is visited, in percent.
     #[arg(long, default_value_t = 50)]
     percent: usize,
-    /// Of how many visits one writes the page; 0 never.
+    /// Writes the page at one visit in this many; 0 for never.
     #[arg(long, default_value_t = 0)]
     write_every: u64,
-    /// Pages visited by all threads together; 0 goes on for ever.
+    /// Pages visited by all threads together; 0 runs for ever.
     #[arg(long, default_value_t = 0)]
     count: u64,
-    /// Pages each thread visits per second; 0 is flat out.
+    /// Pages that each thread visits per second; 0 is as fast as possible.
     #[arg(long, default_value_t = 0.0)]
     rate: f64,
     /// Chooses the pages.

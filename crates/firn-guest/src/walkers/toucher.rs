@@ -1,7 +1,7 @@
 //! `firn-guest toucher`: every vCPU touches pages of its own, and only those.
 //!
-//! Each page says whose it is ([`crate::stamp::owner_of`]), so whoever looks at an image sees whether the pages of one
-//! locality block were touched by one vCPU.
+//! Each page records its owner ([`crate::stamp::owner_of`]), so a check of an image shows whether
+//! one vCPU touched all pages of one locality block.
 
 use std::time::Duration;
 
@@ -22,16 +22,16 @@ pub struct Toucher {
     /// Memory of each thread.
     #[arg(long, default_value_t = 32)]
     mib_each: usize,
-    /// In which order.
+    /// The order of the pages.
     #[arg(long, value_enum, default_value_t = Order::Forwards)]
     order: Order,
     /// Chooses a shuffled order.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// How often each page is touched; 0 goes on for ever.
+    /// How often each page is touched; 0 runs for ever.
     #[arg(long, default_value_t = 0)]
     passes: u64,
-    /// Pages each thread touches per second; 0 is flat out.
+    /// Pages that each thread touches per second; 0 is as fast as possible.
     #[arg(long, default_value_t = 0.0)]
     rate: f64,
     /// Write every page, not only read it.
@@ -46,7 +46,7 @@ enum Order {
     Shuffled,
 }
 
-/// Touches to the end. False if a page was wrong.
+/// Runs to the end. False if a page was wrong.
 pub fn run(args: &Toucher) -> Result<bool> {
     let pages = (args.mib_each * 256).max(1);
     Walk {

@@ -1,15 +1,16 @@
-//! `firn-guest writers` and `firn-guest verify`: memory that is written all the time and can be checked at any time.
+//! `firn-guest writers` and `firn-guest verify`: memory that is written continuously and can be
+//! checked at any time.
 //!
-//! One thread per vCPU, pinned, owns a region no other thread touches. It rewrites the pages of its region in turn or
-//! at random, checking each before it overwrites it, and keeps in a table of its own what each page must say. A page
-//! that is torn, lost or older than it should be is therefore found the next time it is written, or at once when
-//! somebody asks:
+//! One thread per vCPU, pinned, owns a region that no other thread touches. It rewrites the pages
+//! of its region in order or at random, checking each before it overwrites it, and records in a
+//! table of its own the expected stamp of each page. So a page that is torn, lost or too old is
+//! detected the next time it is written, or at once on request:
 //!
 //! ```text
-//!   firn-guest verify --- /run/firn/writers.sock --- writers: each thread stops writing, reads all its pages, answers
+//!   firn-guest verify --- /run/firn/writers.sock --- writers: each thread stops writing, reads all its pages, replies
 //! ```
 //!
-//! Answers are one JSON line ([`report`]).
+//! Replies are one JSON line ([`report`]).
 
 mod region;
 pub mod report;
@@ -38,36 +39,36 @@ pub struct Writers {
     /// Memory of all threads together.
     #[arg(long, default_value_t = 64)]
     mib: usize,
-    /// Pages each thread writes per second; 0 is flat out.
+    /// Pages that each thread writes per second; 0 is as fast as possible.
     #[arg(long, default_value_t = 0.0)]
     rate: f64,
-    /// To how many percent of its size a page compresses.
+    /// The percentage of its size to which a page compresses.
     #[arg(long, default_value_t = 50)]
     compresses_to: u8,
     /// Rewrite first and last words of a page only: dirties memory faster.
     #[arg(long)]
     light: bool,
-    /// In which order pages are written.
+    /// The order in which pages are written.
     #[arg(long, value_enum, default_value_t = Order::Sequential)]
     order: Order,
     /// Don't check a page before overwriting it.
     #[arg(long)]
     no_check: bool,
-    /// Ends after so many seconds, verifying once more; 0 goes on until told to stop.
+    /// Ends after this many seconds, with a last verification; 0 runs until a stop request.
     #[arg(long, default_value_t = 0.0)]
     seconds: f64,
-    /// Where to listen for verify, status and stop.
+    /// Socket for verify, status and stop.
     #[arg(long, default_value = socket::PATH)]
     socket: PathBuf,
 }
 
-/// Asks running writers to check all their memory.
+/// Requests that running writers check all their memory.
 #[derive(Args, Clone, Debug)]
 pub struct Verify {
-    /// What to ask: verify, status (counts only) or stop.
+    /// The request: verify, status (counts only) or stop.
     #[arg(default_value = "verify", value_parser = ["verify", "status", "stop"])]
     question: String,
-    /// Where the writers listen.
+    /// Socket of the writers.
     #[arg(long, default_value = socket::PATH)]
     socket: PathBuf,
 }
@@ -88,7 +89,7 @@ pub fn run(args: &Writers) -> Result<bool> {
         writers.push(thread::Builder::new().name(format!("writer {number}")).spawn(move || {
             threads::pin(number)?;
             let mut region = Region::new(number as u32, pages, style, args.order, !args.no_check);
-            filled.send(()).context("nobody waits for the writers")?;
+            filled.send(()).context("the main thread has ended")?;
             region.serve(args.rate, &asked, &stop);
             anyhow::Ok(region.verify())
         })?);
@@ -109,7 +110,7 @@ pub fn run(args: &Writers) -> Result<bool> {
     Ok(report.wrong == 0)
 }
 
-/// Asks running writers. False if they found a wrong page.
+/// Sends a request to running writers. False if they found a wrong page.
 pub fn verify(args: &Verify) -> Result<bool> {
     let report = socket::ask(&args.socket, &args.question)?;
     println!("{}", serde_json::to_string(&report)?);

@@ -10,10 +10,10 @@ use crate::arena::Arena;
 use crate::pace::Pace;
 use crate::stamp::{self, Stamp, Style, mix};
 
-/// Pages written between looks at the clock and the questions.
+/// Pages written between checks of the clock and of requests.
 const BATCH: u32 = 32;
 
-/// In which order a writer visits its pages.
+/// The order in which a writer visits its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Order {
     /// One after the other, from the first again after the last.
@@ -22,10 +22,11 @@ pub(super) enum Order {
     Random,
 }
 
-/// A question to a writer: check your memory (true) or just count (false), and answer here.
+/// A request to a writer: whether to check its memory (true) or only to count (false), and the
+/// channel for the reply.
 pub(super) type Question = (bool, Sender<RegionReport>);
 
-/// A region: pages, and beside them what each must say.
+/// A region: pages, and the expected sequence number of each.
 pub(super) struct Region {
     number: u32,
     arena: Arena,
@@ -49,7 +50,7 @@ impl Region {
         Self { number, arena, sequences, style, order, check_first: check, steps: 0, report }
     }
 
-    /// Writes at `rate` pages per second and answers questions in between, until told to stop.
+    /// Writes at `rate` pages per second and serves requests in between, until `stop` is set.
     pub(super) fn serve(&mut self, rate: f64, questions: &Receiver<Question>, stop: &AtomicBool) {
         let batch = if rate > 0.0 { BATCH.min((rate / 20.0).ceil() as u32).max(1) } else { BATCH };
         let mut pace = Pace::new(rate);
@@ -57,14 +58,14 @@ impl Region {
             (0..batch).for_each(|_| self.step());
             if let Ok((check, answer)) = questions.try_recv() {
                 let report = if check { self.verify() } else { self.report.clone() };
-                // Whoever asked may have gone.
+                // The client may have disconnected.
                 let _ = answer.send(report);
             }
             pace.wait(batch);
         }
     }
 
-    /// Checks one page and writes it anew.
+    /// Checks one page and rewrites it.
     fn step(&mut self) {
         let index = self.next_index();
         if self.check_first {

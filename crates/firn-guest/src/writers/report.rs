@@ -1,8 +1,8 @@
-//! What the writers answer.
+//! The reply of the writers.
 
 use serde::{Deserialize, Serialize};
 
-/// How many wrong pages are told one by one.
+/// Maximum number of wrong pages that are described one by one.
 pub const TOLD_MAX: usize = 8;
 
 /// The state of all regions.

@@ -1,4 +1,4 @@
-//! Questions to running writers, over a unix socket: one line in, one JSON line out.
+//! Requests to running writers, over a unix socket: one line in, one JSON line out.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -14,14 +14,14 @@ use anyhow::{Context as _, Result};
 use super::region::Question;
 use super::report::Report;
 
-/// Where writers listen.
+/// The default path of the writers' socket.
 pub(super) const PATH: &str = "/run/firn/writers.sock";
 
-/// Answers questions as long as the process lives; dropping it removes the socket.
+/// Serves requests as long as the process lives; dropping it removes the socket.
 pub(super) struct Server(PathBuf);
 
 impl Server {
-    /// Listens at `path`, handing each question to every writer.
+    /// Listens at `path`, and forwards each request to every writer.
     pub(super) fn start(
         path: &Path,
         writers: Vec<Sender<Question>>,
@@ -73,12 +73,12 @@ fn gather(writers: &[Sender<Question>], check: bool) -> Result<Report> {
     Ok(Report::of(regions.collect::<Result<_>>()?))
 }
 
-/// Asks the writers that listen at `path`.
+/// Sends a request to the writers that listen at `path`.
 pub(super) fn ask(path: &Path, question: &str) -> Result<Report> {
     let mut stream = UnixStream::connect(path)
         .with_context(|| format!("no writers listen at {}", path.display()))?;
     writeln!(stream, "{question}")?;
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line)?;
-    serde_json::from_str(&line).context("the writers' answer makes no sense")
+    serde_json::from_str(&line).context("the writers' reply cannot be parsed")
 }

@@ -1,14 +1,15 @@
-//! What a fuzzer does with a file that may be an image: open it, look everything up, read and decode all of it.
+//! The operations of the fuzzer on a file that may be an image: open it, look everything up, read
+//! and decode all of it.
 
 use std::path::Path;
 
 use firn_image::{Image, LocalityBlockId, Organization, Placement, Reorder, reorder, verify};
 use firn_types::Block;
 
-/// Memory blocks looked up at most: a file of a few kilobytes may claim billions.
+/// The maximum number of memory blocks to look up: a file of a few kilobytes may claim billions.
 const LOOKUPS_MAX: u32 = 20_000;
 
-/// Exercises a file. Returns the memory blocks that came out, or `None` if it is no image.
+/// Exercises a file. Returns the memory blocks that were read, or `None` if it is not an image.
 pub fn exercise(path: &Path) -> Option<Vec<(Block, Vec<u8>)>> {
     let image = Image::open(path).ok()?;
     let blocks = image.geometry().blocks();
@@ -47,7 +48,7 @@ fn decode_all(image: &Image) -> Vec<(Block, Vec<u8>)> {
     decoded
 }
 
-/// Rewrites it, if it is not too large a guest to do that often.
+/// Rewrites it, unless the guest is too large to do that often.
 pub fn rearrange(path: &Path, out: &Path, by: Organization) {
     let Ok(image) = Image::open(path) else { return };
     if image.geometry().blocks() > LOOKUPS_MAX {

@@ -1,12 +1,14 @@
-//! Fuzzes the image reader without a fuzzing engine, on a stable toolchain: mutates good images and reads them.
+//! Fuzzes the image reader without a fuzzing engine, on a stable toolchain: mutates good images and
+//! reads them.
 //!
 //! ```text
 //!   cargo run --release -p firn-image --example fuzz -- [--seconds 60] [--seed N]
 //! ```
 //!
-//! Half of the mutations are blind; nothing that still comes out of such a file may differ from the original. The other
-//! half puts all checksums right again, to reach the parsers behind them. A panic, a case that takes more than two
-//! seconds of CPU time, or one that wants more than 2 GiB of memory ends the run, and the file is kept.
+//! Half of the mutations are blind; no page that is still read from such a file may differ from the
+//! original. The other half has corrected checksums, to reach the parsers behind them. A
+//! panic, a case that takes more than two seconds of CPU time, or one that needs more than 2 GiB of
+//! memory ends the run, and the file is kept.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -80,12 +82,12 @@ fn fuzz(dir: &Path, seeds: &[Seed], length: Duration, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// Of the whole process: a busy machine makes no case slow.
+/// The CPU time of the whole process: a busy machine makes no case slow.
 fn cpu_time() -> Result<Duration> {
     Ok(clock_gettime(ClockId::ProcessCPUTime).try_into()?)
 }
 
-/// A changed image, and whether its checksums are right again.
+/// A changed image, and whether its checksums were corrected.
 fn mutation(from: &Seed, dice: &mut Dice) -> (Vec<u8>, bool) {
     if dice.one_in(2) {
         let mut parts = Parts::of(&from.bytes);
@@ -124,7 +126,7 @@ fn seeds(dir: &Path) -> Result<Vec<Seed>> {
         let (codec, block_size) = (codec.parse()?, BlockSize::new(pages)?);
         write(&path, codec, Draft::whole(geometry(block_size), Organization::Access))?;
         seeds.push(seed(&path)?);
-        // It stays where the mutated ones that build on it look for it.
+        // It stays at the path at which the mutated images that build on it search for it.
         let parent = dir.join(format!("parent-{pages}.firn"));
         std::fs::rename(&path, &parent)?;
         let parent = Image::open(&parent)?;

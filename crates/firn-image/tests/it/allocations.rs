@@ -31,7 +31,8 @@ fn the_path_of_a_fault_allocates_nothing() {
     }
 }
 
-/// An image of a 1 GiB guest whose blocks are all stored, with one locality block for every 4096 of them.
+/// An image of a 1 GiB guest whose blocks are all stored, with one locality block for every 4096 of
+/// them.
 fn large_image(path: &std::path::Path) {
     let geometry = Geometry { locality_block_bytes: 1 << 20, ..Geometry::new(1 << 18) };
     let mut writer = Writer::create(path, &Draft::whole(geometry, Organization::Access)).unwrap();
@@ -42,7 +43,7 @@ fn large_image(path: &std::path::Path) {
     let len = packed.stored.len() as u32;
     for first in (0..geometry.blocks()).step_by(4096) {
         let entry = |slot: u32| Entry {
-            // Far apart, as blocks in access order are.
+            // With large distances, as blocks in access order have.
             block: Block((first + slot).wrapping_mul(40_503) % geometry.blocks()),
             offset: slot * len,
             stored_len: len,
@@ -57,7 +58,8 @@ fn large_image(path: &std::path::Path) {
     writer.finish(Sections { regions, ..Sections::default() }).unwrap();
 }
 
-/// As a ratio to reading the file and summing it up, which whatever runs beside slows as well.
+/// The time is compared with that of reading the file and its checksum: other load on the machine
+/// slows both.
 #[test]
 fn the_index_of_a_gigabyte_opens_at_once() {
     let dir = tempfile::tempdir().unwrap();

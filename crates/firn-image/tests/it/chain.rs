@@ -45,7 +45,7 @@ impl Chain {
         std::fs::write(self.flat(self.len - 1), self.now.flat()).unwrap();
     }
 
-    /// Changes memory, and writes what changed.
+    /// Changes memory, and writes the changed blocks.
     fn add(&mut self, changes: &[(u32, Content)]) -> Summary {
         let parent = Image::open(&self.path(self.len - 1)).unwrap();
         let path = self.path(self.len);
@@ -73,7 +73,8 @@ impl Chain {
     }
 }
 
-/// Writes blocks, batch after batch, as the model has them; in the last batch a block counts.
+/// Writes blocks, batch after batch. The last batch has the bytes of the model, the others have
+/// noise.
 fn write(model: &Model, path: &Path, draft: &Draft<'_>, batches: &[&[Block]]) -> Summary {
     let mut writer = Writer::create(path, draft).unwrap();
     let mut packer = Packer::filled_by(model.geometry, FilledBy::Sweep);

@@ -1,4 +1,5 @@
-//! Truncated, flipped, mixed up: an error that names the place, or the right page. Never a wrong one.
+//! Truncated, flipped and mixed-up images: reading gives an error that names the part, or the right
+//! page. It never gives a wrong one.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -37,7 +38,7 @@ impl Subject {
         self.path()
     }
 
-    /// Opens, reads everything, and says what was found. Panics if a page is wrong.
+    /// Opens it, reads everything, and returns the result. Panics if a page is wrong.
     fn judge(&self, path: &Path) -> Verdict {
         let image = match Image::open(path) {
             Ok(image) => image,
@@ -126,7 +127,7 @@ fn more_bytes_than_there_should_be_are_found() {
     }
 }
 
-/// All over the file, and more densely in its end: sections, index, footer.
+/// Positions throughout the file, and more densely at its end: sections, index, footer.
 #[test]
 fn ten_thousand_single_bit_flips() {
     let mut flipped = 0;

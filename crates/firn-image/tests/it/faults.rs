@@ -1,4 +1,5 @@
-//! Every fault point of this crate, walked in child processes: the disk fails or Firn dies, at each step.
+//! Every fault point of this crate, walked in child processes: the disk fails or Firn dies, at each
+//! step.
 
 use std::path::Path;
 use std::process::{Command, ExitStatus};

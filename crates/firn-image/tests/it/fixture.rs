@@ -1,7 +1,8 @@
 //! Images that were written once and must be readable for ever.
 //!
-//! `fixtures/v1.firn` was written by [`write_the_fixture`] when version 1 of the format was made. It is never written
-//! again: a format that changes gets a new version, and a fixture of its own beside this one.
+//! `fixtures/v1.firn` was written by [`write_the_fixture`] when version 1 of the format was made.
+//! It is never written again: a format that changes gets a new version, and a fixture of its own
+//! beside this one.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -15,7 +16,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// What the fixture holds: every kind of content, placement and codec.
+/// The contents of the fixture: every kind of content, placement and codec.
 fn model() -> Model {
     let block_size = BlockSize::new(2).unwrap();
     let geometry = Geometry { block_size, locality_block_bytes: 16 << 10, total_pages: 46 };

@@ -9,12 +9,12 @@ use firn_image::{
 };
 use firn_types::{Block, GuestPhys, RegionMap, VcpuId};
 
-/// What one memory block of the model holds.
+/// The content of one memory block of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     Untouched,
     Zero,
-    /// The same byte all over.
+    /// The same byte throughout.
     Flat(u8),
     /// Compresses to about half.
     Half(u64),
@@ -22,7 +22,7 @@ pub enum Content {
     Noise(u64),
 }
 
-/// A guest's memory, and in which order and by whom its blocks were touched.
+/// A guest's memory, with the order and the origin of the touches of its blocks.
 #[derive(Clone, Debug)]
 pub struct Model {
     pub geometry: Geometry,

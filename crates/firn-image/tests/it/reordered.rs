@@ -1,4 +1,4 @@
-//! The same checkpoint, arranged otherwise.
+//! The same checkpoint in another block organization.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! What is written is what is read.
+//! An image that is read has the contents that were written.
 
 use firn_image::{
     Codec, Geometry, Image, LocalityBlockId, Organization, Placement, ReadOrder, compare, verify,

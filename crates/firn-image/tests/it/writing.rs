@@ -1,4 +1,4 @@
-//! A writer's mistakes are told, and leave nothing behind.
+//! A writer's mistakes are reported, and leave no file.
 
 use std::path::Path;
 

@@ -1,8 +1,9 @@
-//! A client that knows what was acknowledged to it.
+//! Memcached client: remembers which of its operations were acknowledged.
 //!
-//! It has keys of its own, and numbers what it does. A value says under which number it was set; a counter is only ever
-//! incremented. So each answer after a kill can be told right from wrong: what comes back may be what was acknowledged last, or
-//! what was asked for and not answered, and nothing else.
+//! Each client has its own keys and numbers its operations. A value contains the number of the
+//! operation that set it; a counter is only ever incremented. So a client can check each reply
+//! after a kill: a value may be the last acknowledged one, or one that was requested and not
+//! answered, and nothing else.
 
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -15,21 +16,22 @@ use firn_guest::stamp::mix;
 
 /// Keys of one client.
 const KEYS: usize = 500;
-/// Each so many operations one increments the counter.
+/// One operation in this many increments the counter.
 const COUNT_EVERY: u64 = 4;
-/// Bytes of a value: at least, and at most so many more. One of `LONG_EVERY` is longer than what memcached reads at once.
+/// Bytes of a value: the minimum, and the number of possible lengths from there. One value in
+/// `LONG_EVERY` is longer than memcached reads at once.
 const BYTES: (usize, u64) = (32, 900);
 const LONG: usize = 100_000;
 const LONG_EVERY: u64 = 64;
-/// How long an answer may take.
+/// How long a reply may take.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What was acknowledged and is gone.
+/// Acknowledged operations whose effect is lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Lost {
     /// Keys that are missing, or have an older value.
     keys: u64,
-    /// Increments.
+    /// Lost increments.
     increments: u64,
 }
 
@@ -46,14 +48,14 @@ impl AddAssign for Lost {
     }
 }
 
-/// What a client knows of one key: numbers, 0 for none.
+/// A client's knowledge of one key: operation numbers, 0 for none.
 #[derive(Clone, Copy, Debug, Default)]
 struct Known {
     asked: u64,
     acknowledged: u64,
 }
 
-/// One client, over all of its connections.
+/// A client, over all its connections.
 pub(super) struct Client {
     id: u64,
     keys: Vec<Known>,
@@ -68,12 +70,12 @@ impl Client {
         Self { id, keys, counter: Known::default(), operation: 0, acknowledged: 0 }
     }
 
-    /// Operations that were acknowledged.
+    /// Number of acknowledged operations.
     pub(super) fn acknowledged(&self) -> u64 {
         self.acknowledged
     }
 
-    /// Works until the server is gone, which it may be once it `is_over`.
+    /// Sends operations until the server ends, which is no error once `is_over` is set.
     pub(super) fn work(&mut self, address: SocketAddr, is_over: &AtomicBool) -> Result<()> {
         match self.work_on(address) {
             Err(error) if error.is::<io::Error>() && is_over.load(Ordering::Acquire) => Ok(()),
@@ -94,7 +96,7 @@ impl Client {
         }
     }
 
-    /// A counter must be there to be incremented.
+    /// Creates the counter, which must exist before it can be incremented.
     fn open_counter(&mut self, connection: &mut Connection) -> Result<()> {
         let start = self.counter.acknowledged.to_string();
         let request = format!("add {} 0 0 {}\r\n{start}\r\n", self.counter_key(), start.len());
@@ -132,7 +134,8 @@ impl Client {
         Ok(())
     }
 
-    /// Reads back all that it knows. What is gone is told once.
+    /// Reads back all keys, and counts the acknowledged operations that are lost. Reports each loss
+    /// once.
     pub(super) fn look(&mut self, address: SocketAddr) -> Result<Lost> {
         let mut connection = Connection::new(TcpStream::connect(address)?)?;
         let mut lost = Lost::default();
@@ -153,12 +156,13 @@ impl Client {
 }
 
 impl Known {
-    /// Whether what is there is older than what was acknowledged. It is what is known from now on.
+    /// Whether the stored number is older than the acknowledged one. The stored number counts as
+    /// acknowledged from now on.
     fn is_lost(&mut self, there: u64, key: &str) -> Result<bool> {
         let Self { asked, acknowledged } = *self;
         ensure!(
             there <= asked.max(acknowledged),
-            "{key} has {there}; nobody asked for more than {asked}"
+            "{key} has {there}; the client never requested more than {asked}"
         );
         let between = there > acknowledged && there != asked;
         ensure!(!between, "{key} has {there}, neither {acknowledged} nor {asked}");
@@ -167,7 +171,7 @@ impl Known {
     }
 }
 
-/// What is stored under a number: the number, and letters that follow from it.
+/// The value for an operation: its number, and letters that are derived from the number.
 fn value(operation: u64) -> String {
     let length = match mix(operation) % LONG_EVERY {
         0 => LONG,
@@ -185,7 +189,7 @@ fn number_of(text: &str) -> Result<u64> {
     }
 }
 
-/// A connection that speaks memcached's text protocol (doc/protocol.txt of memcached).
+/// A connection that uses memcached's text protocol (doc/protocol.txt of memcached).
 pub(super) struct Connection {
     stream: BufReader<TcpStream>,
 }
@@ -197,7 +201,7 @@ impl Connection {
         Ok(Self { stream: BufReader::new(stream) })
     }
 
-    /// Asks, and gives the line that comes back.
+    /// Sends a request and returns the first line of the reply.
     pub(super) fn ask(&mut self, request: &str) -> io::Result<String> {
         self.stream.get_mut().write_all(request.as_bytes())?;
         self.line()

@@ -1,11 +1,12 @@
-//! `firn-lab demo-app`: what `make demo-app` shows.
+//! Application demo: `firn-lab demo-app`, which `make demo-app` runs.
 //!
-//! memcached is killed (SIGKILL) under load, again and again, at random instants, and started anew each time. The clients know
-//! what was acknowledged to them, and look for all of it afterwards. Three rows: memcached as it is; with its own restartable
-//! cache (`-e FILE`); and with its items in a critical data area (`examples/memcached`).
+//! The demo kills memcached (SIGKILL) under load, again and again, at random instants, and restarts
+//! it each time. The clients know which operations were acknowledged, and check all of them
+//! afterwards. Three rows: stock memcached; memcached with its own restartable cache (`-e FILE`);
+//! memcached with its items in a critical data area (`examples/memcached`).
 //!
 //! ```text
-//!   start -> clients work -> SIGKILL -> start anew -> each client reads back what it knows -> clients work -> ...
+//!   start -> clients work -> SIGKILL -> restart -> each client reads back its keys -> clients work -> ...
 //! ```
 
 mod client;
@@ -25,23 +26,24 @@ use server::{Program, Server, System};
 
 /// How many clients work at once.
 const CLIENTS: u64 = 4;
-/// How long they work before the kill: at least, and at most so much more.
+/// How long clients work before the kill: the minimum, and the range above it.
 const WORK: (Duration, Duration) = (Duration::from_millis(300), Duration::from_millis(500));
 
-/// What became of one system.
+/// The result of one system.
 struct Row {
     system: System,
     acknowledged: u64,
     lost: Lost,
     work: Duration,
-    /// From each start after a kill to the first answer.
+    /// Times from each start after a kill to the first reply.
     back: Vec<Duration>,
 }
 
-/// Runs it and prints the table.
+/// Runs the demo and prints the table.
 ///
 /// # Errors
-/// If memcached can't be built or started, or if something that was acknowledged got lost where that must not be.
+/// If memcached can't be built or started, or if an acknowledged operation is lost where that must
+/// not happen.
 pub fn run(lab: &Lab, kills: u64) -> Result<()> {
     let program = Program::build()?;
     let rows = System::ALL.map(|system| row(lab, &program, system, kills));
@@ -78,7 +80,8 @@ fn row(lab: &Lab, program: &Program, system: System, kills: u64) -> Result<Row> 
     Ok(row)
 }
 
-/// Has the clients work until the server, after so long, is killed under them.
+/// Lets the clients work for a time, then kills the server under load. Returns how long they
+/// worked.
 fn work(clients: &mut [Client], server: Server, time: Duration) -> Result<Duration> {
     let (since, address): (Instant, SocketAddr) = (Instant::now(), server.address());
     let is_over = &AtomicBool::new(false);
@@ -96,7 +99,7 @@ fn work(clients: &mut [Client], server: Server, time: Duration) -> Result<Durati
     })
 }
 
-/// A number from 0 to 1.
+/// A pseudorandom number from 0 to 1.
 fn chance(seed: u64) -> f64 {
     (mix(seed) >> 11) as f64 / (1_u64 << 53) as f64
 }
@@ -104,7 +107,7 @@ fn chance(seed: u64) -> f64 {
 fn print(rows: &[Row], kills: u64) {
     println!();
     println!(
-        "                             acknowledged   kills       lost   per second   answers again after"
+        "                             acknowledged   kills       lost   per second   replies again after"
     );
     for row in rows {
         let mut back = row.back.clone();
@@ -120,7 +123,7 @@ fn print(rows: &[Row], kills: u64) {
     }
     println!();
     println!(
-        "lost: keys whose last acknowledged value was gone or older after the kill, and counters that missed one. Each client\n\
-         waits for each answer before it asks on. The last column is a median."
+        "lost: keys whose last acknowledged value was gone or older after the kill, and counters that missed an increment.\n\
+         Each client waits for each reply before it sends the next request. The last column is a median."
     );
 }

@@ -1,4 +1,4 @@
-//! memcached, as it is built by `examples/memcached`.
+//! Memcached server: the build from `examples/memcached`, as a child process.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
@@ -11,17 +11,17 @@ use super::client::Connection;
 use crate::guest::free_tcp_port;
 use crate::lab::{Lab, wait_for};
 
-/// How long it may take until it answers.
+/// How long memcached may take until its first reply.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Its cache.
+/// Size of its cache.
 const MIB: u32 = 64;
 
-/// How memcached keeps what it has.
+/// How memcached stores its items.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum System {
-    /// In memory alone.
+    /// In memory only.
     Plain,
-    /// In a file, which it takes up again after an orderly end.
+    /// In a file, which memcached reuses after an orderly end.
     Restartable,
     /// In a critical data area.
     Firn,
@@ -47,7 +47,7 @@ impl System {
     }
 }
 
-/// The program, and where the library is that it loads.
+/// The memcached program, and the directory of the library that it loads.
 pub(super) struct Program {
     path: PathBuf,
     libraries: PathBuf,
@@ -94,7 +94,7 @@ impl Program {
     }
 }
 
-/// A memcached that runs; dropping it kills it.
+/// A running memcached; dropping it kills the process.
 pub(super) struct Server {
     child: Child,
     address: SocketAddr,
@@ -107,7 +107,7 @@ impl Server {
         self.address
     }
 
-    /// Waits for its first answer, and gives how long that took from its start.
+    /// Waits for the first reply, and returns the time since the start.
     pub(super) fn wait(&mut self) -> Result<Duration> {
         let answered = wait_for("an answer of memcached", PATIENCE, || {
             self.check()?;
@@ -120,7 +120,7 @@ impl Server {
         Ok(answered)
     }
 
-    /// Kills it at once. An error if it has ended by itself.
+    /// Kills memcached at once. Fails if it has already ended by itself.
     pub(super) fn kill(mut self) -> Result<()> {
         self.check()
     }
@@ -136,7 +136,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // SIGKILL; and a process that has ended already is as well.
+        // Sends SIGKILL, and reaps a process that has already ended as well.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

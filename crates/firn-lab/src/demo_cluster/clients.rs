@@ -1,5 +1,5 @@
-//! Clients outside: each writes one number after another, waits until primary and replica have it, and now and then reads all of its own at
-//! the replica.
+//! External clients: each writes one number after another, waits until primary and replica have it,
+//! and sometimes reads all its own numbers at the replica.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,20 +14,22 @@ use crate::guest::{Redis, RedisError};
 use crate::prober::Timeline;
 use crate::site::Inside;
 
-/// How many there are: what a protected VM says is held for some tenths of a second, and each of them waits for that.
+/// Number of clients. Output of a protected VM is buffered for some tenths of a second, and each
+/// client waits for it.
 const CLIENTS: usize = 48;
-/// A client asks no more often than that: so there are about as many answers before the VM is protected and after.
+/// Minimum interval between a client's requests. With it the reply rate is about the same before
+/// and after the VM is protected.
 const EVERY: Duration = Duration::from_millis(200);
-/// After so many writes a client reads what is there.
+/// A client reads its numbers after this many writes.
 const READ_EVERY: u64 = 8;
-/// How long an answer may take before it is asked on by another connection.
+/// How long a reply may take before the client repeats the request on another connection.
 const PATIENCE: Duration = Duration::from_millis(2500);
-/// How long the primary waits for its replica. What the two say to each other is held too.
+/// How long the primary waits for its replica. Traffic between the two is buffered too.
 const REPLICATED: Duration = Duration::from_millis(2000);
-/// How long it is waited after a connection was refused.
+/// How long a client waits after a refused connection.
 const MOMENT: Duration = Duration::from_millis(50);
 
-/// Clients at work, until they are asked to end.
+/// Clients that send requests until they are stopped.
 #[derive(Debug)]
 pub(super) struct Clients {
     started: Instant,
@@ -37,7 +39,7 @@ pub(super) struct Clients {
     outside: Inside,
 }
 
-/// Where Redis is asked.
+/// Addresses of the Redis servers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Servers {
     pub(super) primary: SocketAddr,
@@ -45,7 +47,7 @@ pub(super) struct Servers {
 }
 
 impl Servers {
-    /// Waits until both answer, and the one has what the other is told.
+    /// Connects the replica to the primary, and waits until it has what the primary wrote.
     fn introduce(&self, limit: Duration) -> Result<()> {
         let mut primary = Redis::connect(self.primary, limit)?;
         Redis::connect(self.replica, limit)?.replicate(self.primary)?;
@@ -69,7 +71,7 @@ impl Shared {
     }
 }
 
-/// What became of all they wrote.
+/// How many of all writes were acknowledged, and how many are lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Outcome {
     pub(super) acknowledged: usize,
@@ -77,7 +79,7 @@ pub(super) struct Outcome {
 }
 
 impl Clients {
-    /// Waits until primary and replica work together, and begins.
+    /// Waits until primary and replica work together, then starts the clients.
     pub(super) fn start(servers: Servers, outside: Inside, limit: Duration) -> Result<Self> {
         let inside = outside.clone();
         let knocks = thread::spawn(move || {
@@ -97,20 +99,20 @@ impl Clients {
         Ok(Self { started, shared, threads, servers, outside })
     }
 
-    /// Now, on the timeline.
+    /// The current time, on the timeline.
     pub(super) fn now(&self) -> Duration {
         self.started.elapsed()
     }
 
-    /// When replies came.
+    /// The times of all replies.
     pub(super) fn timeline(&self) -> Timeline {
         Timeline::new(self.shared.replies().clone())
     }
 
-    /// Has them end, and looks for all that was acknowledged to them, at primary and replica.
+    /// Stops the clients, and checks at primary and replica for all writes that were acknowledged.
     ///
     /// # Errors
-    /// If something else was there than what they wrote.
+    /// If a server has something that the clients did not write.
     pub(super) fn finish(mut self) -> Result<Outcome> {
         self.shared.is_over.store(true, Ordering::Release);
         let threads = std::mem::take(&mut self.threads);
@@ -131,16 +133,16 @@ fn panicked(_: Box<dyn std::any::Any + Send>) -> anyhow::Error {
     anyhow::anyhow!("a client panicked")
 }
 
-/// How much of what was acknowledged is not there.
+/// Counts the acknowledged writes that a server does not have.
 fn lost_at(server: SocketAddr, journals: &[Journal]) -> Result<usize> {
     let mut redis = Redis::connect(server, 20 * PATIENCE)?;
     journals.iter().enumerate().map(|(id, journal)| look(journal, id, &mut redis)).sum()
 }
 
-/// Compares a journal with what is there.
+/// Compares a journal with the stored value.
 fn look(journal: &Journal, id: usize, redis: &mut Redis) -> Result<usize> {
     let there = redis.get(&key(id))?.unwrap_or_default();
-    let text = std::str::from_utf8(&there).context("what is there is no text")?;
+    let text = std::str::from_utf8(&there).context("the stored value is no text")?;
     journal.lost(text).with_context(|| format!("{}: {text:?}", key(id)))
 }
 
@@ -164,7 +166,7 @@ struct Client {
 }
 
 impl Client {
-    /// On some connections after others.
+    /// Sends requests, on a new connection after each one that breaks.
     fn work(mut self) -> Result<Journal> {
         while !self.is_over() {
             let Ok((primary, replica)) = self.connected() else {
@@ -205,7 +207,8 @@ impl Client {
         Ok(())
     }
 
-    /// Clients' clocks are one: what is noted is in order if who notes has the list.
+    /// Records the time of a reply. All clients use one clock and take the time under the list's
+    /// lock, so the list is in order.
     fn heard(&self) {
         let mut replies = self.shared.replies();
         replies.push(self.started.elapsed());
@@ -216,7 +219,7 @@ impl Client {
     }
 }
 
-/// Whether it is the connection that failed, and not what came by it.
+/// Whether the connection failed, not the data that came through it.
 fn is_broken(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(RedisError::Broken(_) | RedisError::Unreachable(..)))
 }

@@ -1,4 +1,5 @@
-//! Replies over time, in a terminal: a column for each tenth of a second, redrawn in place. Where there is no terminal, a line for each second.
+//! Reply graph: replies over time in a terminal, one column for each tenth of a second, redrawn in
+//! place. Without a terminal, one line for each second.
 //!
 //! ```text
 //!   |▆█▇▇█▆█▆▇█                 ▃▇█▇        the last seconds; rows are filled from below
@@ -11,12 +12,12 @@ use std::time::Duration;
 
 use crate::prober::Timeline;
 
-/// What a column stands for.
+/// The time that a column covers.
 const COLUMN: Duration = Duration::from_millis(100);
-/// How many columns and rows a terminal shows.
+/// Number of columns and rows in a terminal.
 const COLUMNS: usize = 76;
 const ROWS: usize = 6;
-/// Columns of a line, where there is no terminal.
+/// Columns of a line, without a terminal.
 const LINE: usize = 10;
 
 const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
@@ -25,9 +26,9 @@ const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇'
 #[derive(Debug)]
 pub(super) struct Graph {
     is_terminal: bool,
-    /// Columns that were printed, where there is no terminal.
+    /// Number of columns that were printed, without a terminal.
     printed: usize,
-    /// Whether the terminal shows it now.
+    /// Whether the terminal shows the graph now.
     is_shown: bool,
 }
 
@@ -36,14 +37,14 @@ impl Graph {
         Self { is_terminal: io::stderr().is_terminal(), printed: 0, is_shown: false }
     }
 
-    /// Shows what has come until now.
+    /// Shows all replies until now.
     pub(super) fn show(&mut self, timeline: &Timeline, now: Duration) {
         let columns = columns(timeline, now);
         let text = match self.is_terminal {
             true => self.redrawn(&columns),
             false => self.lines(&columns),
         };
-        // Who reads it may be gone.
+        // The reader of standard error may have gone.
         let _ = io::stderr().write_all(text.as_bytes());
     }
 
@@ -62,7 +63,8 @@ impl Graph {
         )
     }
 
-    /// What takes it away, so that something can be said in its place.
+    /// Returns the escape sequence that removes the graph, so that text can be printed in its
+    /// place.
     fn hidden(&mut self) -> String {
         match std::mem::take(&mut self.is_shown) {
             true => format!("\x1b[{}A\x1b[J", ROWS + 1),
@@ -70,7 +72,7 @@ impl Graph {
         }
     }
 
-    /// Makes room for something to be said.
+    /// Removes the graph, to make room for text.
     pub(super) fn hide(&mut self) {
         let _ = io::stderr().write_all(self.hidden().as_bytes());
     }
@@ -88,7 +90,7 @@ impl Graph {
     }
 }
 
-/// How many replies came in each tenth of a second that is over.
+/// Counts the replies in each complete tenth of a second.
 fn columns(timeline: &Timeline, now: Duration) -> Vec<usize> {
     let many = (now.as_millis() / COLUMN.as_millis()) as u32;
     (0..many).map(|at| timeline.count(at * COLUMN..(at + 1) * COLUMN)).collect()
@@ -100,7 +102,7 @@ fn drawn(columns: &[usize], most: usize, row: usize) -> String {
     columns.iter().map(|it| EIGHTHS[eighths(it).saturating_sub(row * 8).min(8)]).collect()
 }
 
-/// Whatever has come is seen, and nothing is a gap.
+/// All columns in one row. A column with any reply is visible, so only a gap is blank.
 fn in_one_row(columns: &[usize], most: usize) -> String {
     columns.iter().map(|it| EIGHTHS[(it * 8).div_ceil(most).min(8)]).collect()
 }

@@ -1,9 +1,12 @@
-//! `firn-lab demo-cluster`: what `make demo-cluster` shows.
+//! Cluster demo: `firn-lab demo-cluster`, which `make demo-cluster` runs.
 //!
-//! Three hosts, each a network namespace with an agent, agree who may run what. Redis runs in two VMs, a primary on the first host and its replica
-//! on the second, which the third host protects together. Clients outside write to the primary, count what the replica has too as acknowledged, and
-//! read it there. Then every process of the first host is killed, and nobody does anything: both VMs go on at the third host from
-//! one state, with all that was acknowledged to a client, and are protected again, by the second.
+//! Three hosts, each a network namespace with an agent, use consensus to decide which host runs
+//! which VM. Redis runs in two VMs, a primary on the first host and its replica on the second. The
+//! third host protects both as a virtual cluster. External clients write to the primary, count a
+//! write as acknowledged when the replica has it, and read it there. Then the demo kills every
+//! process of the first host and does nothing else: both VMs resume at the third host from one
+//! global checkpoint, with every write that was acknowledged to a client, and the second host
+//! protects them.
 //!
 //! ```text
 //!   clients --- lan ---+--- a: firn-agent, VM "db" --------- epochs ---+
@@ -30,23 +33,23 @@ use crate::lab::Lab;
 use crate::site::{Agreement, Host, Plan, Site, vm_network};
 
 const HOSTS: [&str; 3] = ["a", "b", "c"];
-/// The VMs, each at the host of its place; their addresses are the network's with these numbers.
+/// The VMs, each on the host with the same index; their addresses end in these numbers.
 const VMS: [(&str, u8); 2] = [("db", 15), ("replica", 16)];
 const CLUSTER: &str = "shop";
-/// The host with the copies.
+/// The host with the standbys.
 const KEEPER: usize = 2;
 const REDIS: u16 = 6379;
 const MEMORY_MIB: u32 = 256;
 const LEASE: Duration = Duration::from_secs(4);
-/// How long clients work before the kill, and after the VM is protected again.
+/// How long clients work before the kill, and after the VMs are protected again.
 const STEADY: Duration = Duration::from_secs(5);
 const BOOT: Duration = Duration::from_secs(180);
 const LIMIT: Duration = Duration::from_secs(180);
-/// How often the graph is drawn, and hosts are asked what is agreed on.
+/// How often the graph is drawn, and how often a host is asked for its record.
 const FRAME: Duration = Duration::from_millis(100);
 const LOOK: Duration = Duration::from_millis(500);
 
-/// What one round was like.
+/// The result of one round.
 struct Round {
     agreement: Agreement,
     gap: Duration,
@@ -54,10 +57,10 @@ struct Round {
     outcome: Outcome,
 }
 
-/// Runs it by each of these, and prints the table.
+/// Runs the demo once with each kind of consensus, and prints the table.
 ///
 /// # Errors
-/// If hosts can't be made, the service doesn't come back, or something that was acknowledged is lost.
+/// If hosts can't be created, the service doesn't recover, or an acknowledged write is lost.
 pub fn run(lab: &Lab, agreements: &[Agreement]) -> Result<()> {
     let accel = accel::decide();
     lab.say(&format!("guests run by {}: {}", accel.accel, accel.why));
@@ -67,7 +70,7 @@ pub fn run(lab: &Lab, agreements: &[Agreement]) -> Result<()> {
     Ok(())
 }
 
-/// One round.
+/// One round of the demo.
 struct Show<'a> {
     lab: &'a Lab,
     agreement: Agreement,
@@ -80,7 +83,7 @@ impl<'a> Show<'a> {
     fn start(lab: &'a Lab, agreement: Agreement) -> Result<Self> {
         let site =
             Site::build(lab, &Plan { hosts: &HOSTS, agreement: Some(agreement), lease: LEASE })?;
-        lab.say(&format!("hosts a, b and c agree by {}", name(agreement)));
+        lab.say(&format!("hosts a, b and c use {} for consensus", name(agreement)));
         for (host, (vm, number)) in VMS.into_iter().enumerate() {
             site.host(host).firn().run(vm, &guest(number)?)?;
         }
@@ -124,7 +127,7 @@ impl<'a> Show<'a> {
         self.end(killed, protected)
     }
 
-    /// Everything of host a.
+    /// Kills every process of host a, and returns the time of the kill.
     fn kill(&mut self) -> Result<Duration> {
         let processes = self.site.host(0).processes()?;
         let all: Vec<String> = processes.iter().map(ToString::to_string).collect();
@@ -134,7 +137,7 @@ impl<'a> Show<'a> {
         Ok(killed)
     }
 
-    /// The longest time without an answer since then.
+    /// The longest time without a reply since the kill.
     fn gap(&self, killed: Duration) -> Duration {
         let timeline = self.clients.timeline();
         let before = timeline.replies().iter().rev().find(|it| **it <= killed);
@@ -151,7 +154,7 @@ impl<'a> Show<'a> {
         Ok(Round { agreement: self.agreement, gap, protected, outcome })
     }
 
-    /// Whether hosts have agreed that a host is this to all VMs, as c says.
+    /// Whether the record at host c names a host in this role for all VMs.
     fn is_at(&self, what: &str, host: &str) -> bool {
         let is_it =
             |vm: &Value| vm[what].as_str().is_some_and(|it| it.split(' ').next() == Some(host));
@@ -160,7 +163,7 @@ impl<'a> Show<'a> {
         vms.is_some_and(|vms| vms.len() == VMS.len() && vms.iter().all(is_it))
     }
 
-    /// Draws until something holds, which is asked for now and then.
+    /// Draws the graph until a condition holds, which it checks at intervals.
     fn until(&mut self, what: &str, limit: Duration, holds: impl Fn(&Self) -> bool) -> Result<()> {
         let (since, mut asked) = (Instant::now(), None::<Instant>);
         loop {
@@ -191,7 +194,7 @@ impl<'a> Show<'a> {
         self.lab.say(text);
     }
 
-    /// What agents said last.
+    /// The last log lines of all agents.
     fn logs(&self) -> String {
         self.site.hosts().iter().map(last_words).collect::<Vec<_>>().join("; ")
     }
@@ -209,12 +212,12 @@ fn guest(number: u8) -> Result<QemuArgs> {
 
 fn last_words(host: &Host) -> String {
     let log = std::fs::read_to_string(host.log()).unwrap_or_default();
-    format!("the agent of {} said last: {}", host.name(), log.lines().last().unwrap_or("nothing"))
+    format!("the last log line of {}'s agent: {}", host.name(), log.lines().last().unwrap_or("none"))
 }
 
 fn name(agreement: Agreement) -> &'static str {
     match agreement {
-        Agreement::Embedded => "their agents' own raft",
+        Agreement::Embedded => "raft in the agents",
         Agreement::Etcd => "etcd",
     }
 }
@@ -222,7 +225,7 @@ fn name(agreement: Agreement) -> &'static str {
 fn print(rounds: &[Round]) {
     println!();
     println!(
-        "hosts agree by           clients waited   protected again after   acknowledged   lost"
+        "consensus                clients waited   protected again after   acknowledged   lost"
     );
     for Round { agreement, gap, protected, outcome } in rounds {
         println!(

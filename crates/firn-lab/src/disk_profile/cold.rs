@@ -1,4 +1,4 @@
-//! Emptying the page cache of single files.
+//! Cold files: evicts single files from the page cache.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -10,17 +10,17 @@ use rustix::fs::{Advice, fadvise};
 
 use super::{ThrottleError, at};
 
-/// How often just the files are asked for, and how long after each time.
+/// How often eviction of just the files is tried, and the pause after each time.
 const TRIES: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// Evicts files from the page cache, so that the next read of them is disk I/O.
 ///
-/// Asks for just these files first; only where that leaves something are all clean caches of the machine dropped,
-/// which takes root and slows everybody else down.
+/// Tries to evict just these files first. Only where pages remain, it drops all clean caches of the
+/// machine, which takes root and slows down every other process.
 ///
 /// # Errors
-/// A file that stays cached is an error: an experiment on it would measure memory.
+/// If a file stays cached: an experiment on it would measure memory.
 pub fn make_cold<'a>(files: impl IntoIterator<Item = &'a Path>) -> Result<(), ThrottleError> {
     for path in files {
         evict_patiently(path)?;
@@ -36,7 +36,7 @@ pub fn make_cold<'a>(files: impl IntoIterator<Item = &'a Path>) -> Result<(), Th
     Ok(())
 }
 
-/// Whoever still has a page in hand lets go of it in a moment.
+/// Evicts a file repeatedly, because another process may still use one of its pages for a moment.
 fn evict_patiently(path: &Path) -> Result<(), ThrottleError> {
     for _ in 0..TRIES {
         evict(path)?;
@@ -55,11 +55,12 @@ fn evict(path: &Path) -> Result<(), ThrottleError> {
 }
 
 fn drop_all_caches() {
-    // Without root it fails, and the caller sees what is left.
+        // Without root it fails, and the caller checks what remains.
     let _ = fs::write("/proc/sys/vm/drop_caches", "1");
 }
 
-/// Pages of a file in the page cache, by util-linux's `fincore`. Nobody to ask is no answer: 0.
+/// Number of a file's pages in the page cache, by util-linux's `fincore`; 0 where that program is
+/// missing.
 fn cached_pages(path: &Path) -> Result<u64, ThrottleError> {
     let output =
         Command::new("fincore").args(["--noheadings", "--output", "PAGES"]).arg(path).output();
@@ -68,13 +69,13 @@ fn cached_pages(path: &Path) -> Result<u64, ThrottleError> {
         Err(error) => Err(at("fincore")(error)),
         Ok(output) => {
             let text = String::from_utf8_lossy(&output.stdout);
-            let unreadable = || at(path)(io::Error::other("fincore says nothing about it"));
+            let unreadable = || at(path)(io::Error::other("fincore prints no number of pages"));
             text.trim().parse().map_err(|_| unreadable())
         }
     }
 }
 
-/// Reads a file through once, so that what is not being measured (a kernel, a program) comes from memory.
+/// Reads a file once, so that reads that are not measured (a kernel, a program) come from memory.
 pub fn warm(path: &Path) -> Result<(), ThrottleError> {
     let mut file = File::open(path).map_err(at(path))?;
     let mut buffer = vec![0; 1 << 20];

@@ -1,4 +1,4 @@
-//! Which disk holds a file.
+//! Block devices: finds the disk that holds a file.
 
 use std::fmt;
 use std::fs;
@@ -38,7 +38,7 @@ impl BlockDevice {
         PathBuf::from(format!("/sys/dev/block/{self}"))
     }
 
-    /// The disk a partition is on; a disk is its own. Only disks can be throttled.
+    /// The whole disk of a partition; a disk is its own. Only whole disks can be throttled.
     fn whole(self) -> Self {
         if !self.sys().join("partition").exists() {
             return self;
@@ -50,7 +50,7 @@ impl BlockDevice {
 
 /// The disk that holds an existing file or directory.
 ///
-/// File systems with device numbers of their own (Btrfs) are looked up by what they were mounted from.
+/// File systems with their own device numbers (Btrfs) are resolved by their mount source.
 pub fn device_of(path: &Path) -> Result<BlockDevice, ThrottleError> {
     let number = fs::metadata(path).map_err(at(path))?.dev();
     let direct = BlockDevice::of_number(number);
@@ -69,7 +69,8 @@ fn mounted_from(file_system: BlockDevice) -> Option<BlockDevice> {
     meta.file_type().is_block_device().then(|| BlockDevice::of_number(meta.rdev()))
 }
 
-/// The mount source of a file system in `/proc/self/mountinfo` (proc(5)): third field, then first but one after `-`.
+/// The mount source of a file system in `/proc/self/mountinfo` (proc(5)): third field, then first
+/// but one after `-`.
 fn source_of(mounts: &str, file_system: BlockDevice) -> Option<&str> {
     let wanted = file_system.to_string();
     mounts.lines().find_map(|line| {

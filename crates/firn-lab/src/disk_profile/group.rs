@@ -1,4 +1,4 @@
-//! A control group with a disk's limits.
+//! Throttle: a control group with a disk's limits.
 //!
 //! ```text
 //!   cgroup v1   /sys/fs/cgroup/blkio/firn-lab-PID-N/blkio.throttle.{read,write}_{iops,bps}_device    "254:0 180"
@@ -16,7 +16,8 @@ use std::time::Duration;
 
 use super::{BlockDevice, DiskProfile, Limits, ThrottleError, at, device_of};
 
-/// A disk profile for the processes started through it. Dropped, it lets them go and removes its control group.
+/// A disk profile for the processes that are started through it. Dropping it moves them out of its
+/// control group, which it then removes.
 #[derive(Debug)]
 pub struct Throttle {
     profile: DiskProfile,
@@ -27,7 +28,8 @@ impl Throttle {
     /// Imitates a disk for the device that holds `on`.
     ///
     /// # Errors
-    /// Where the file is on no block device, no control group can throttle it, or the caller may not (it takes root).
+    /// If the file is on no block device, no control group can throttle it, or the caller lacks
+    /// permission (it takes root).
     pub fn new(profile: DiskProfile, on: &Path) -> Result<Self, ThrottleError> {
         let Some(limits) = profile.limits() else { return Ok(Self { profile, group: None }) };
         let device = device_of(on)?;
@@ -39,14 +41,16 @@ impl Throttle {
         Ok(Self { profile, group: Some(group) })
     }
 
-    /// What it imitates.
+    /// The profile that it imitates.
     pub fn profile(&self) -> DiskProfile {
         self.profile
     }
 
-    /// A command that starts a program under the profile, and with it all the program starts.
+    /// A command that starts a program under the profile, and with it every process that the
+    /// program starts.
     ///
-    /// The shell moves itself into the group and becomes the program, so that not a single read escapes.
+    /// The shell moves itself into the group and then executes the program, so that not a single
+    /// read escapes.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let Some(group) = &self.group else { return Command::new(program) };
         let mut command = Command::new("/bin/sh");
@@ -55,7 +59,7 @@ impl Throttle {
         command
     }
 
-    /// Puts a running process under the profile. What it started before stays as it is.
+    /// Puts a running process under the profile. Processes that it started before stay outside.
     pub fn add(&self, pid: u32) -> Result<(), ThrottleError> {
         let Some(group) = &self.group else { return Ok(()) };
         write(&group.join("cgroup.procs"), &pid.to_string())
@@ -76,12 +80,12 @@ impl Drop for Throttle {
     }
 }
 
-/// Moves whoever is still in a group to the one above it.
+/// Moves the processes that are still in a group to its parent group.
 fn release(group: &Path) {
     let Some(parent) = group.parent() else { return };
     let processes = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
     for pid in processes.lines() {
-        // It may have ended meanwhile, which is just as well.
+        // The process may have ended meanwhile, which has the same effect.
         let _ = fs::write(parent.join("cgroup.procs"), pid);
     }
 }
@@ -92,14 +96,15 @@ enum Version {
     Two,
 }
 
-/// A mounted hierarchy that may know block I/O.
+/// A mounted control group hierarchy that may have an I/O controller.
 #[derive(Debug, PartialEq, Eq)]
 struct Hierarchy {
     version: Version,
     root: PathBuf,
 }
 
-/// Those of `/proc/self/mounts`, version 1 first: where both are mounted, that is where the I/O controller is.
+/// The hierarchies in `/proc/self/mounts`, version 1 first: where both are mounted, version 1 has
+/// the I/O controller.
 fn hierarchies(mounts: &str) -> Vec<Hierarchy> {
     let found = |version: fn(&str, &str) -> bool| {
         mounts.lines().find_map(move |line| {
@@ -115,7 +120,7 @@ fn hierarchies(mounts: &str) -> Vec<Hierarchy> {
 }
 
 impl Hierarchy {
-    /// Makes a group with limits; `None` where this hierarchy has no I/O controller.
+    /// Creates a group with limits; `None` where this hierarchy has no I/O controller.
     fn create(
         &self,
         device: BlockDevice,

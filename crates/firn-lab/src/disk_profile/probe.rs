@@ -1,4 +1,4 @@
-//! What a throttled disk really does.
+//! Disk probe: measures the effect of a throttle.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -17,26 +17,29 @@ use super::{DiskProfile, Throttle, ThrottleError, at, make_cold};
 const READ_BYTES: usize = 4096;
 /// Size of the file that is read from.
 const FILE_BYTES: u64 = 64 << 20;
-/// How long to read.
+/// Maximum time to read.
 const LONGEST: Duration = Duration::from_millis(1500);
-/// How far from its limit a throttled disk may be. Slower is the machine's fault and accepted, faster is not.
+/// How much faster than its limit a throttled disk may be, as a factor. Slower is accepted, because
+/// it is the machine's fault; faster is not.
 const TOLERANCE: f64 = 1.25;
 
-/// What random 4 KiB reads achieved.
+/// The result of random 4 KiB reads.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Achieved {
     /// Reads per second.
     pub iops: f64,
-    /// Mean time of one, in milliseconds.
+    /// Mean time of a read, in milliseconds.
     pub read_ms: f64,
 }
 
 /// Measures a throttle with random reads of a cold file in `dir`.
 ///
-/// `lab` is the `firn-lab` program: its `probe-disk` verb is started under the throttle and does [`probe`].
+/// `lab` is the `firn-lab` program: its `probe-disk` verb is started under the throttle and calls
+/// [`probe_disk`].
 ///
 /// # Errors
-/// A disk faster than its profile: the throttle does not work here, and a figure made with it would mislead.
+/// If the disk is faster than its profile: the throttle has no effect here, and a figure measured
+/// with it would mislead.
 pub fn check(throttle: &Throttle, dir: &Path, lab: &Path) -> Result<Achieved, ThrottleError> {
     let file = dir.join("disk-probe");
     fill(&file)?;
@@ -72,7 +75,8 @@ fn fill(path: &Path) -> Result<(), ThrottleError> {
     file.sync_all().map_err(at(path))
 }
 
-/// Reads 4 KiB at a time from random places of a file, each place once, for a second and a half at most.
+/// Reads 4 KiB at a time from random offsets of a file, each offset once, for at most a second and
+/// a half.
 pub fn probe(path: &Path) -> Result<Achieved, ThrottleError> {
     let file = File::open(path).map_err(at(path))?;
     fadvise(&file, 0, None, Advice::Random).map_err(|errno| at(path)(errno.into()))?;
@@ -88,7 +92,8 @@ pub fn probe(path: &Path) -> Result<Achieved, ThrottleError> {
     Ok(Achieved { iops: reads as f64 / seconds, read_ms: seconds * 1e3 / reads.max(1) as f64 })
 }
 
-/// A permutation of `0..places` that hops about: a step that has no divisor in common with any power of two.
+/// A permutation of `0..places` that jumps: the step has no divisor in common with any power of
+/// two.
 fn scattered(index: u64, places: u64) -> u64 {
     (index * 7919 + 13) % places.max(1)
 }

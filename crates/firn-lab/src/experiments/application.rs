@@ -1,24 +1,26 @@
-//! An application of the full guest, checkpointed at work and restored in several ways: what `halite-pgbench` and
-//! `halite-desktop` have in common.
+//! An application of the full guest: checkpointed during its work, and restored in several modes.
+//! The common part of `halite-pgbench` and `halite-desktop`.
 //!
-//! The work is a shell script in the guest. It prepares, says `middle` when it is to be checkpointed, has a fixed amount
-//! of work left then, and ends by printing the guest's clock, which stands still from the checkpoint until the restored
-//! guest runs. How much later that is than in a guest that was restored with all its memory beforehand, from a warm
-//! image on a disk that is not throttled, is the *overhead*: what the guest had to wait for.
+//! The work is a shell script in the guest. It prepares, prints `middle` when it can be
+//! checkpointed, then has a fixed amount of work left, and ends by printing the guest's clock,
+//! which stops from the checkpoint until the restored guest runs. The *overhead* is how much later
+//! that is than in a guest that was restored with all its memory beforehand, from a warm image on a
+//! disk that is not throttled: the time for which the guest had to wait.
 //!
 //! ```text
 //!   boot, prepare | works | works on                                  | done: clock
-//!                     middle: checkpoint; every restore goes on here
+//!                     middle: checkpoint; every restore continues here
 //! ```
 //!
-//! **What varies**: how the same checkpoint is arranged in its file and read back, in the paper's four ways. `lazy` is the
-//! ESXi baseline: one page of 4 KiB per fault, in physical order, not compressed. `physical` reads a block of 64 KiB per
-//! fault instead, still in physical order and not compressed; `locality_uncompressed` the same in locality order.
-//! `locality` is Firn as it is shipped: in locality order, compressed.
+//! **What varies**: the arrangement of the same checkpoint in its file, and the mode of reading it,
+//! in the paper's four combinations. `lazy` is the ESXi baseline: one page of 4 KiB per fault, in
+//! physical order, not compressed. `physical` reads a block of 64 KiB per fault instead, still in
+//! physical order and not compressed; `locality_uncompressed` the same in locality order.
+//! `locality` is Firn's default: in locality order, compressed.
 //!
-//! **What is held equal**: the checkpoint, the guest, its work, the disk (image cold), background fill. The guest's own
-//! disk is only read, and what the work reads of it is in the guest's page cache by the time of the checkpoint; QEMU and the
-//! guest's kernel are warm.
+//! **What is equal**: the checkpoint, the guest, its work, the disk (image cold), background fill.
+//! The guest only reads its own disk, and what the work reads of it is in the guest's page cache by
+//! the time of the checkpoint; QEMU and the guest's kernel are warm.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -37,38 +39,39 @@ use crate::report::Report;
 use firn_report::plot::BarPlot;
 
 const PROFILE: DiskProfile = DiskProfile::Hdd15k;
-/// Name of the VM under Firn.
+/// The name of the VM under Firn.
 const VM: &str = "application";
-/// Name of the work in the guest.
+/// The name of the work in the guest.
 const JOB: &str = "work";
-/// How long a guest may take to boot.
+/// The maximum time that a guest may take to boot.
 const BOOT: Duration = Duration::from_secs(180);
-/// How long the work may take, before its middle or after a restore.
+/// The maximum time of the work, before its middle or after a restore.
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// What to run.
+/// The application to run.
 #[derive(Clone, Debug)]
 pub(super) struct Application {
     /// The experiment's name.
     pub(super) name: &'static str,
     /// Guest memory.
     pub(super) memory_mib: u32,
-    /// What the guest starts: `postgres`, `nginx`, both with a comma.
+    /// The services that the guest starts: `postgres`, `nginx`, both with a comma.
     pub(super) services: &'static str,
-    /// A bash script that says `middle` when it is to be checkpointed, and `done` with the guest's clock at its end.
+    /// A bash script that prints `middle` when it can be checkpointed, and `done` with the guest's
+    /// clock at its end.
     pub(super) script: String,
-    /// Rounds of a quick run: more where they are short.
+    /// Rounds of a quick run: more if they are short.
     pub(super) quick_rounds: usize,
-    /// Title of the figure.
+    /// The title of the figure.
     pub(super) figure: &'static str,
-    /// Its file name.
+    /// The file name of the figure.
     pub(super) drawing: &'static str,
 }
 
-/// A way of arranging and reading.
+/// An arrangement of the image, and a mode of restoring it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
-    /// All memory there before the guest runs.
+    /// All memory is present before the guest runs.
     Baseline,
     Lazy,
     Physical,
@@ -76,7 +79,7 @@ enum System {
     Locality,
 }
 
-/// What has an overhead.
+/// The systems whose overhead is measured.
 const COMPARED: [System; 4] =
     [System::Lazy, System::Physical, System::LocalityUncompressed, System::Locality];
 
@@ -102,7 +105,7 @@ impl System {
         }
     }
 
-    /// How its image is made out of the checkpoint, unless it is the checkpoint itself.
+    /// The reordering that makes its image out of the checkpoint; `None` for the checkpoint itself.
     fn arrangement(self) -> Result<Option<Reorder>> {
         let plain = |by| Reorder { codec: Some(Codec::None), ..Reorder::by(by) };
         Ok(match self {
@@ -123,7 +126,7 @@ impl System {
 }
 
 impl Application {
-    /// Runs it: a checkpoint, then rounds of restores.
+    /// Runs the experiment: a checkpoint, then rounds of restores.
     pub(super) fn run(&self, lab: &Lab) -> Result<Report> {
         let mut report = lab.vm_report(self.name);
         let Some(throttle) = lab.disk(PROFILE, &mut report) else {
@@ -143,7 +146,7 @@ impl Application {
         Ok(bench.report)
     }
 
-    /// Boots the guest and has it work to its middle.
+    /// Boots the guest and waits until it is in the middle of its work.
     fn boot(&self, lab: &Lab, agent: &Path) -> Result<()> {
         let image = GuestImage::full()?;
         let args = QemuArgs::new(&image, accel::decide().accel)
@@ -185,7 +188,7 @@ fn arrange(lab: &Lab) -> Result<()> {
             reorder(&source, &how, &system.image(lab), &|_, _| ())?;
         }
     }
-    lab.say("the checkpoint is there in every arrangement");
+    lab.say("images in all arrangements are ready");
     Ok(())
 }
 
@@ -216,8 +219,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Restores with `firn` and waits for the end of the work: the guest's clock then, and how long each step of the
-    /// restore took.
+    /// Restores with `firn` and waits for the end of the work. Returns the guest's clock then, and
+    /// the time of each step of the restore.
     fn restore(&self, image: &Path, mode: Mode, throttle: &Throttle) -> Result<(f64, Value)> {
         let firn = self.lab.firn();
         let said = firn.restore(image, VM, &["--mode", &mode.to_string()], throttle)?;
@@ -258,7 +261,7 @@ impl Bench<'_> {
     fn drawing(&self, title: &str) -> Result<String> {
         let plot = BarPlot {
             title: title.to_owned(),
-            y: "seconds longer than with all memory there".into(),
+            y: "seconds longer than with all memory present".into(),
             groups: COMPARED.map(|system| system.name().to_owned()).into(),
             series: vec![(
                 PROFILE.to_string(),

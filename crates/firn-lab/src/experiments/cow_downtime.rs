@@ -1,17 +1,22 @@
-//! `cow-downtime`: how long an idle guest stands still for a checkpoint, by who makes it.
+//! `cow-downtime`: the pause of an idle guest for a checkpoint, by the system that saves it.
 //!
-//! Reproduces Figure 2 of Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing"): an idle guest of 256 MB.
+//! Reproduces Figure 2 of Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing"): an
+//! idle guest of 256 MB.
 //!
-//! **What varies**: who saves: each strategy of Firn (`firn-STRATEGY`, and `firn-default`, which is what comes without asking),
-//! and QEMU: standing still (`qemu-stop`), live migration into a file (`qemu-file`), its background snapshot; and the *floor*:
-//! nothing but stop, device state and cont, on a monitor connection. **What is held equal**: all take turns on the same guest,
-//! which was started by hand and has private memory; Firn is attached for its turn and lets go afterwards. `firn-shared` is
-//! Firn's default for a guest that `firn run` started.
+//! **What varies**: the system: each strategy of Firn (`firn-STRATEGY`, and `firn-default` without
+//! a strategy option), and QEMU's methods: stop-and-copy (`qemu-stop`), live migration into a file
+//! (`qemu-file`), its background snapshot; and the *floor*: nothing but stop, device state and
+//! cont, on a monitor connection. **What is held equal**: all systems save the same guest
+//! alternately. It was started by hand and has private memory; Firn attaches for its save and
+//! detaches afterwards. `firn-shared` is Firn's default for a guest that `firn run` started.
 //!
-//! **What is measured**: `downtime_ms`: as Firn reports it, and as QEMU does (`query-migrate`), which leaves out what its user
-//! needs to let the guest go on. Firn's and the floor's are the time between the hypervisor's events `STOP` and `RESUME`; that of
-//! `qemu-stop` is from asking it to stop until it has said that it goes on. `stood_still_ms`: how long the guest's own clock stood still, by heartbeats. Of Firn's two defaults the worse
-//! counts (`default_to_best_peer_p95` by what is reported, `default_to_best_peer_stood_still_p95` by the guest's clock).
+//! **What is measured**: `downtime_ms`: as Firn reports it, and as QEMU does (`query-migrate`),
+//! which does not include the time that QEMU's user needs to resume the guest. Firn's and the
+//! floor's are the time between the hypervisor's events `STOP` and `RESUME`; that of `qemu-stop` is
+//! from the stop command until QEMU has resumed the guest. `stood_still_ms`: for how long the
+//! guest's own clock stopped, by heartbeats. Of Firn's two defaults the worse counts
+//! (`default_to_best_peer_p95` by the reported pause, `default_to_best_peer_stood_still_p95` by the
+//! guest's clock).
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -33,19 +38,19 @@ use crate::stats::Sample;
 const VM: &str = "idle";
 const MIB: u32 = 256;
 const BOOT: Duration = Duration::from_secs(120);
-/// Time between two pauses, so that neither feels the one before.
+/// Time between two pauses, so that neither affects the next.
 const SETTLE: Duration = Duration::from_millis(300);
 const BEATS_PER_S: u32 = 500;
 /// Pauses of each kind, in quick and in full runs.
 const ROUNDS: (usize, usize) = (5, 40);
 
-/// Who saves.
+/// The system that saves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
     Floor,
     QemuStop,
     Qemu(Way),
-    /// With a strategy, or without asking for one.
+    /// With a strategy, or with the default.
     Firn(Option<&'static str>),
     FirnShared,
 }
@@ -62,7 +67,7 @@ impl System {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cow-downtime");
     let mut bench = Bench::start(lab)?;
@@ -77,7 +82,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// An idle guest and its clock.
+/// The clock of an idle guest.
 struct Guest {
     clock: GuestClock,
 }
@@ -168,7 +173,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// What the hypervisor itself needs.
+    /// Measures the pause that the hypervisor itself needs.
     fn floor(&mut self) -> Result<f64> {
         self.bare.prepare_save()?;
         let saved = self.bare.stop_and_save_device_state();
@@ -176,13 +181,13 @@ impl<'a> Bench<'a> {
         let pause = self.bare.stood_still();
         saved?;
         self.bare.finish_save()?;
-        Ok(ms(pause.context("the hypervisor did not say that it stopped, or that it went on")?))
+        Ok(ms(pause.context("the hypervisor did not report that it stopped or resumed")?))
     }
 
     fn stand_still(&mut self, file: &std::path::Path) -> Result<f64> {
         let started = Instant::now();
         self.bare.stop()?;
-        // Lets the guest go on itself.
+        // Saving by QEMU resumes the guest.
         peer::save(self.bare.qmp(), Way::File, file)?;
         Ok(ms(started.elapsed()))
     }
@@ -243,7 +248,7 @@ fn percentiles(key: &str, values: Vec<f64>, report: &mut Report) {
             report.number(format!("{key}.n"), sample.count() as f64);
         }
         None => ["p50", "p95"].iter().for_each(|which| {
-            report.missing(format!("{key}.{which}"), "no pause could be told");
+            report.missing(format!("{key}.{which}"), "no pause could be measured");
         }),
     }
 }

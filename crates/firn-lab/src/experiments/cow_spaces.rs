@@ -1,14 +1,15 @@
-//! `cow-spaces`: what it brings to copy first what the programs that ran last have written.
+//! `cow-spaces`: the effect of copying the written pages of recently run programs first.
 //!
-//! The optimization of Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing", section 4.4) that they tried and found
-//! to bring little: faults cost their guest less than the copying did.
+//! Tests an optimization of Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing",
+//! section 4.4), who found that it gains little: faults cost their guest less than the copying did.
 //!
-//! **What varies**: of how many address spaces the written pages come first (`--first-spaces`), none to eight. **What is held
-//! equal**: copy-on-write; a guest in which three programs write at random to memory of their own, and a fourth sends
-//! heartbeats.
+//! **What varies**: the number of address spaces whose written pages are copied first
+//! (`--first-spaces`), none to eight. **What is held equal**: copy-on-write; a guest in which three
+//! programs write random pages of their own memory, and a fourth sends heartbeats.
 //!
-//! **What is measured**: `faults.N`, after the cut; `let_go.N`, memory blocks that were copied first; `stall_ms.N`, the longest time
-//! for which the guest's clock stood still around the checkpoint; `total_ms.N`, the whole save.
+//! **What is measured**: `faults.N`, after the cut; `let_go.N`, memory blocks that were copied
+//! first; `stall_ms.N`, the longest time for which the guest's clock stopped around the checkpoint;
+//! `total_ms.N`, the whole save.
 
 use std::time::{Duration, Instant};
 
@@ -30,14 +31,14 @@ const BOOT: Duration = Duration::from_secs(120);
 const FILL: Duration = Duration::from_secs(300);
 const SETTLE: Duration = Duration::from_millis(300);
 const PROGRAMS: u32 = 3;
-/// What each of them writes to, and how many pages a second.
+/// Memory of each program, and the pages a second that it writes.
 const WRITES: &str = "--mib 24 --rate 4000 --order random --compresses-to 50";
 const SPACES: [u32; 5] = [0, 1, 2, 4, 8];
 /// Checkpoints of each kind, in quick and in full runs.
 const ROUNDS: (usize, usize) = (3, 20);
 const FIELDS: [&str; 4] = ["faults", "let_go", "stall_ms", "total_ms"];
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cow-spaces");
     let clock = boot(lab)?;

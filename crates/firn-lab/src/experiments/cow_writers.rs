@@ -1,19 +1,23 @@
-//! `cow-writers`: the pause and the stalls of a checkpoint, as the guest's RAM and its rate of writing grow.
+//! `cow-writers`: the pause and the stalls of a checkpoint, by the guest's RAM and its write rate.
 //!
-//! Beyond Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing"), who measure a guest of 512 MB: a pause that is worth
-//! something must not grow with either.
+//! Extends Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing"), who measure a guest
+//! of 512 MB: a good pause must not grow with either.
 //!
-//! **What varies**: RAM (256 MiB to 8 GiB), and what the guest's two vCPUs do: nothing, write a thousand pages a second each, or
-//! write as fast as they can, at random in half of RAM, 1 GiB at most. **What is held equal**: Firn's default strategy and options; and the
-//! *floor*, nothing but stop, device state and cont on a monitor connection, which takes turns with it. All guests are there all the
-//! time and run in turns, one at a time: what else happens on the machine meets each of them alike.
+//! **What varies**: RAM (256 MiB to 8 GiB), and the load of the guest's two vCPUs: none, a thousand
+//! random page writes a second each, or writes as fast as they can, in half of RAM, 1 GiB at most.
+//! **What is held equal**: Firn's default strategy and options; and the *floor*, nothing but stop,
+//! device state and cont on a monitor connection, which is measured alternately with it. All guests
+//! exist all the time and run alternately, one at a time: so other load of the machine affects all
+//! of them alike.
 //!
-//! **What is measured**: `downtime_ms.CASE`, the pause as Firn reports it; `longest_stall_ms`, over all cases: the longest stall
-//! around each checkpoint. That is the longest time for which the guest's own clock stood still, by heartbeats, or for which
-//! one of its vCPUs was late for a write of a page, by a program on each vCPU that comes before all else in the guest and writes a
-//! page each millisecond, whichever is longer. `longest_stall_ms.floor` is the same around the floor's pauses, whose
-//! time is shorter. `flatness_p95` is the longest pause of a case (p95) against that of the shortest; `flatness_to_floor_p95`
-//! is the same for what Firn takes beyond the floor of the same case, which is what it can do something about.
+//! **What is measured**: `downtime_ms.CASE`, the pause as Firn reports it; `longest_stall_ms`, over
+//! all cases: the longest stall around each checkpoint. That is the longer of two times: for which
+//! the guest's own clock stopped, by heartbeats; and by which one of its vCPUs was late for a write
+//! of a page. A program on each vCPU, with priority over all others in the guest, writes a page
+//! each millisecond. `longest_stall_ms.floor` is the same around the floor's pauses, which take
+//! less time. `flatness_p95` is the longest pause of a case (p95) against that of the shortest;
+//! `flatness_to_floor_p95` is the same for the time that Firn takes beyond the floor of the same
+//! case, which is the part that Firn determines.
 
 use anyhow::{Context as _, Result};
 use firn_report::plot::BarPlot;
@@ -24,16 +28,16 @@ use crate::report::Report;
 
 /// RAM in MiB, in quick and in full runs.
 const SIZES: (&[u32], &[u32]) = (&[256, 2048], &[256, 1024, 4096, 8192]);
-/// Pages a second on each vCPU.
+/// Pages per second on each vCPU.
 const RATE: u32 = 1000;
-/// Most memory that is written to, in MiB: filling it takes long under emulation.
+/// Maximum memory that is written to, in MiB: filling it takes long under emulation.
 const WRITTEN_MIB_MAX: u32 = 1024;
 /// Pauses of either kind in each case, in quick and in full runs.
 const ROUNDS: (usize, usize) = (6, 40);
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
 const STALLS: [(&str, f64); 3] = [("p50", 50.0), ("p95", 95.0), ("p999", 99.9)];
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cow-writers");
     let sizes: &[u32] = if lab.extent.quick { SIZES.0 } else { SIZES.1 };
@@ -93,7 +97,8 @@ fn figures(cases: &[Case], report: &mut Report) {
     report.number("flatness_to_floor_p95", beyond);
 }
 
-/// For each pause of a system, the longest time for which the guest's clock or one of its vCPUs stood still.
+/// For each pause of a system, the longest time for which the guest's clock or one of its vCPUs
+/// stopped.
 fn stalls(cases: &[Case], system: System, report: &Report) -> Vec<f64> {
     let of = |case: &Case| {
         let field = |field| measured(report, &case.name, system, field);
@@ -103,7 +108,7 @@ fn stalls(cases: &[Case], system: System, report: &Report) -> Vec<f64> {
     cases.iter().flat_map(of).collect()
 }
 
-/// The largest against the smallest.
+/// The ratio of the largest value to the smallest.
 fn flatness(values: impl Iterator<Item = f64>) -> f64 {
     let (low, high) = values
         .fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));

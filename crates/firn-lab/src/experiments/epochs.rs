@@ -1,4 +1,4 @@
-//! Epochs of a guest by the library, with a backup in this process: what `vpc-solo` and `vpc-size` have in common.
+//! Guest epochs by the library, with a backup in this process: shared by `vpc-solo` and `vpc-size`.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,16 +19,17 @@ use serde_json::Value;
 
 use crate::recorder::open_memory;
 
-/// An epoch, in numbers.
+/// The measurements of an epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Numbers {
-    /// What its cut was like.
+    /// The measurements of its cut.
     pub cut: CutNumbers,
-    /// Pages that were sent: those that hold what they did before are not. None if it was not sent by the end.
+    /// Pages that were sent, without pages whose content had not changed. `None` if the epoch was
+    /// not sent by the end.
     pub sent: Option<u64>,
 }
 
-/// Takes hold of the guest of a hypervisor.
+/// Attaches to the guest of a hypervisor.
 pub fn follow(monitor: &Path, pid: i32) -> Result<Guest> {
     let mut vm = Vm::connect(monitor)?;
     let layout = vm.layout()?;
@@ -37,14 +38,14 @@ pub fn follow(monitor: &Path, pid: i32) -> Result<Guest> {
     Ok(Guest::attach(vm, process, memory, layout.aux, Disks::default(), Box::new(()))?)
 }
 
-/// What a backup is told first.
+/// The first message to a backup.
 pub fn hello(guest: &Guest) -> Hello {
     let regions = guest.memory().map().clone();
     let (disks, leased, member, meta) = (Vec::new(), false, None, Value::Null);
     Hello { version: VERSION, regions, disks, leased, member, meta }
 }
 
-/// Has a backup receive while `primary` sends.
+/// Runs `primary` while a backup in this process receives what it sends.
 pub fn with_backup<T>(primary: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
     let (ours, theirs) = Stream::pair()?;
     thread::scope(|scope| {
@@ -64,10 +65,11 @@ pub fn with_backup<T>(primary: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
     })
 }
 
-/// Protects a guest until it was cut so often, and once more: the first cut is about the seed. Lets go of it.
+/// Protects a guest until it has had `cuts` cuts and one more, since the first cut is about the
+/// seed. Then ends the protection.
 ///
 /// # Errors
-/// Also where pages are to be predicted, and the guest has a disk with which they are not.
+/// Also fails if pages are to be predicted, and the guest has a disk that prevents it.
 pub fn epochs(mut guest: Guest, options: Options, cuts: usize) -> Result<Vec<Numbers>> {
     let is_predicted = !options.predicts || guest.can_be_copied_ahead()?;
     ensure!(is_predicted, "the guest has a disk that is read past the page cache");

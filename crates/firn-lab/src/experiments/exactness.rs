@@ -1,22 +1,25 @@
-//! `exactness`: is an image the guest's memory at the instant of the pause, and a restored guest the same guest?
+//! `exactness`: whether an image is the guest's memory at the instant of the pause, and a restored
+//! guest the same guest.
 //!
-//! Reproduces no figure of a paper: it is the promise that all of them rest on.
+//! Reproduces no figure of a paper: it tests the promise that all of them depend on.
 //!
-//! **What varies**, drawn at random for each run from its seed: vCPUs (1, 2, 4), RAM (256 MiB to 4.5 GiB, to the page, in
-//! one or several backends, also split around the PCI hole), the load, the size of memory blocks and locality blocks,
-//! the codec, the strategy (copy-on-access, copy-on-write, pre-copy, standing still), how many images the image builds on, whether the
-//! sweep yields, the mode of the restore; whether the guest has a disk that it writes to, and whether its memory is private, and
-//! Firn attached to it.
+//! **What varies**, at random for each run, from its seed: vCPUs (1, 2, 4), RAM (256 MiB to 4.5
+//! GiB, to the page, in one or several backends, also split around the PCI hole), the load, the
+//! size of memory blocks and locality blocks, the codec, the strategy (copy-on-access,
+//! copy-on-write, pre-copy, stop-and-copy), the number of images that the image builds on, whether
+//! the sweep is throttled, the mode of the restore; whether the guest has a disk that it writes to,
+//! and whether its memory is private, with Firn attached to it.
 //!
-//! **What is held equal**: during every save writers run on each vCPU, disks and a network card do DMA, a computation
-//! is under way.
+//! **What is held equal**: during every save writers run on each vCPU, disks and a network card do
+//! DMA, a computation runs.
 //!
-//! **What is measured**: `differing_blocks`: memory blocks of the image that differ from a flat copy taken during the
-//! pause. `wrong_pages`: pages that the guests, the saved one and the restored one, find to be not what they wrote, or
-//! not what is on their disk. `results_equal`: runs in which both came to the result of a computation that was never
-//! interrupted. `runs_exact`: runs without any fault. `in_the_middle`: runs whose restored guest still had to finish.
+//! **What is measured**: `differing_blocks`: memory blocks of the image that differ from a flat
+//! copy made during the pause. `wrong_pages`: pages that the guests, the saved one and the restored
+//! one, find to differ from what they wrote, or from their disk. `results_equal`: runs in which
+//! both guests computed the result of an uninterrupted computation. `runs_exact`: runs without any
+//! fault. `in_the_middle`: runs whose restored guest had not finished yet.
 //!
-//! Each run is told by its seed: `firn-lab run exactness --seed SEED --runs 1` repeats it.
+//! Each run is identified by its seed: `firn-lab run exactness --seed SEED --runs 1` repeats it.
 
 mod drawn;
 mod trial;
@@ -32,7 +35,7 @@ use self::trial::{Bench, Outcome};
 use crate::lab::Lab;
 use crate::report::Report;
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("exactness");
     let bench = Bench::new(lab)?;
@@ -88,7 +91,8 @@ impl Tally {
     }
 }
 
-/// What a run adds to each figure; one that failed adds nothing to what must be high.
+/// The values that a run adds to each figure. A failed run adds nothing to figures that must be
+/// high.
 fn sums(outcome: &Result<Outcome>) -> [(&'static str, u64); 6] {
     let none = Outcome::default();
     let found = outcome.as_ref().unwrap_or(&none);

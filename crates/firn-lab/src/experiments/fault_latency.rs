@@ -1,17 +1,21 @@
-//! `fault-latency`: how long a guest thread stands still for one missing page, if the image is in the page cache.
+//! `fault-latency`: how long a guest thread waits for one missing page, if the image is in the page
+//! cache.
 //!
-//! Reproduces no figure of a paper; it bounds what Firn adds to a page fault beyond what the kernel needs.
+//! Reproduces no figure of a paper; it bounds what Firn adds to a page fault beyond what the kernel
+//! needs.
 //!
-//! **What varies**: who answers. Firn's page server (index, read, decode, check, install, wake; the rest of the
-//! locality block by its workers), from an image with the default codec (`p50_us`) and without compression
-//! (`none.p50_us`); and the *floor*, a loop of three lines that answers the same faults with the same memory blocks
-//! from a copy in memory.
+//! **What varies**: the system that serves the fault. Firn's page server (index, read, decode,
+//! check, install, wake; the rest of the locality block by its workers), from an image with the
+//! default codec (`p50_us`) and without compression (`none.p50_us`); and the *floor*, a loop of
+//! three lines that serves the same faults with the same memory blocks from a copy in memory.
 //!
-//! **What is held equal**: the process that touches, its memory, the pages and their order (one page of each locality
-//! block, so that each touch is a fault that nobody has seen coming). Systems take turns; each round is a new process.
-//! Times are those of the touching thread, from before the touch until it has the page. Background fill is off: it
-//! would answer some touches before they happen. Ratios are those of one round, whose systems ran within a second: a
-//! shared host has spells of half a minute in which all of them take half as long again.
+//! **What is held equal**: the process that touches pages, its memory, the pages and their order
+//! (one page of each locality block, so that each touch is a fault that no prefetch has
+//! anticipated). The systems run alternately; each round is a new process. Times are those of the
+//! touching thread, from before the touch until it has the page. Background fill is off: it would
+//! install some pages before they are touched. Ratios are those of one round, whose systems ran
+//! within a second: a shared host has periods of half a minute in which all of them take half as
+//! long again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,10 +43,10 @@ use crate::toucher::{Toucher, regions};
 const TOUCHES: (usize, usize) = (1000, 1000);
 /// Rounds, in quick and in full runs.
 const ROUNDS: (usize, usize) = (7, 45);
-/// Cache lines of every eight that do not compress.
+/// Of every eight cache lines, the number that do not compress.
 const NOISE_EIGHTHS: usize = 4;
 
-/// Who answers faults.
+/// The system that serves faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
     Floor,
@@ -59,7 +63,7 @@ impl System {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.report("fault-latency");
     let touches = lab.extent.pick(TOUCHES.0, TOUCHES.1);
@@ -90,7 +94,7 @@ type Percentile = fn(&Sample) -> f64;
 
 const PERCENTILES: [(&str, Percentile); 2] = [("p50", Sample::p50), ("p99", Sample::p99)];
 
-/// How many times longer each round took than the floor in the same round.
+/// For each round, its time in relation to the floor's in the same round.
 fn ratios(report: &mut Report, prefix: &str, rounds: &[Sample], floor: &[Sample]) {
     for (name, percentile) in PERCENTILES {
         let pairs = rounds.iter().zip(floor);
@@ -106,13 +110,14 @@ struct Bench<'a> {
     pages: u32,
     images: [(Codec, Arc<Image>); 2],
     copy: Arc<Vec<u8>>,
-    /// A block of each locality block.
+    /// The middle page of each locality block.
     targets: Vec<Page>,
 }
 
 impl<'a> Bench<'a> {
     fn new(lab: &'a Lab, touches: usize) -> Result<Self> {
-        // Enough for `touches` locality blocks of 64 KiB, if memory blocks of 8 KiB compress to half.
+        // Enough for `touches` locality blocks of 64 KiB, if memory blocks of 8 KiB compress to
+        // half.
         let blocks = touches as u32 * 17;
         let geometry = Geometry::new(blocks * 2);
         let copy: Vec<u8> = (0..blocks).flat_map(|block| content(block, geometry)).collect();
@@ -136,7 +141,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// One round: a new process touches all targets, in an order of this round's own.
+    /// One round: a new process touches all targets, in the order of this round.
     fn round(&self, system: System, round: u64) -> Result<Vec<f64>> {
         let mut toucher = Toucher::start(&self.program, self.pages)?;
         let memory = toucher.memory().clone();
@@ -186,7 +191,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// The floor: nothing but what has to be done.
+/// The floor: only the necessary steps.
 fn answer_from_copy(faults: &PageFaults, copy: &[u8], done: &AtomicBool) -> Result<()> {
     let size = firn_types::BlockSize::default();
     let mut events = Vec::new();
@@ -203,7 +208,7 @@ fn answer_from_copy(faults: &PageFaults, copy: &[u8], done: &AtomicBool) -> Resu
     Ok(())
 }
 
-/// A memory block: of every eight cache lines some hold noise, the others one word over and over.
+/// A memory block: of every eight cache lines some contain noise, the others one word repeated.
 fn content(block: u32, geometry: Geometry) -> Vec<u8> {
     let word = |index: usize| match index / 8 % 8 < NOISE_EIGHTHS {
         true => mix(u64::from(block) << 16 | index as u64),
@@ -249,7 +254,7 @@ fn targets(image: &Image, most: usize) -> Vec<Page> {
     (0..image.locality_blocks()).filter_map(middle).take(most).collect()
 }
 
-/// In an order that the seed decides.
+/// The pages in an order that the seed determines.
 fn shuffled(pages: &[Page], seed: u64) -> Vec<Page> {
     let mut order = pages.to_vec();
     order.sort_by_key(|page| mix(u64::from(page.0) ^ mix(seed)));

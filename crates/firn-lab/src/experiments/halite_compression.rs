@@ -1,17 +1,18 @@
-//! `halite-compression`: does it pay to compress memory blocks?
+//! `halite-compression`: the gain of compressing memory blocks.
 //!
 //! Reproduces Figure 4 of Halite (section 8.1.3).
 //!
-//! **What varies**: to how many percent of its size the guest's memory compresses, and whether the checkpoint is
-//! compressed: by the default codec (`lz4`; the paper used zlib), or not at all (`none`).
+//! **What varies**: to how many percent of its size the guest's memory compresses, and whether the
+//! checkpoint is compressed: by the default codec (`lz4`; the paper used zlib), or not at all
+//! (`none`).
 //!
-//! **What is held equal**: the checkpoint (one for each such memory; `firn image reorder` compresses it, and changes
-//! nothing else), the guest, its work, block organization and mode (`locality`), the disk (`hdd15k`, image cold),
-//! background fill.
+//! **What is held equal**: the checkpoint (one for each such memory; `firn image reorder`
+//! compresses it, and changes nothing else), the guest, its work, block organization and mode
+//! (`locality`), the disk (`hdd15k`, image cold), background fill.
 //!
-//! **What is measured**: `overhead_s`, as in `halite-organization`: how much longer the workload runs, by its own clock,
-//! than in a guest restored with all its memory beforehand from a warm image. `image_mib` says how large the
-//! checkpoint is.
+//! **What is measured**: `overhead_s`, as in `halite-organization`: how much longer the workload
+//! runs, by its own clock, than in a guest restored with all its memory beforehand from a warm
+//! image. `image_mib` is the size of the checkpoint.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -58,7 +59,7 @@ impl System {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("halite-compression");
     let Some(throttle) = lab.disk(PROFILE, &mut report) else {
@@ -89,7 +90,7 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// One point of either line.
+    /// Measures one point of each line.
     fn point(&mut self, compresses_to: u8) -> Result<()> {
         self.save(compresses_to)?;
         let rounds = self.guest.lab.extent.runs(2, 3);
@@ -103,7 +104,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Boots a guest, checkpoints it in the midst of its work, and makes the other checkpoint out of that one.
+    /// Boots a guest, checkpoints it in the middle of its work, and derives the compressed
+    /// checkpoint from that one.
     fn save(&mut self, compresses_to: u8) -> Result<()> {
         let lab = self.guest.lab;
         let work = self.guest.boot()?;
@@ -122,7 +124,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// One system's turn: a restore that is timed.
+    /// Measures a timed restore of one system.
     fn turn(&mut self, round: usize, system: System, percent: u8, baseline: Done) -> Result<()> {
         let image = system.image(self.guest.lab);
         make_cold([image.as_path()])?;
@@ -135,7 +137,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// All memory there before the guest runs, from a warm image.
+    /// Restores all memory before the guest runs, from a warm image.
     fn baseline(&self) -> Result<Done> {
         let none = Throttle::new(DiskProfile::None, self.guest.lab.dir())?;
         let image = PLAIN.image(self.guest.lab);
@@ -183,7 +185,7 @@ impl Bench<'_> {
         let plot = LinePlot {
             title: "Restore overhead with and without compression (Halite, Figure 4)".into(),
             x: "% of its size that memory compresses to".into(),
-            y: "seconds longer than with all memory there".into(),
+            y: "seconds longer than with all memory present".into(),
             lines: SYSTEMS.map(line).into(),
         };
         plot.svg().context("Figure 4")

@@ -1,17 +1,18 @@
-//! `halite-desktop`: several programs that somebody works with at once, restored in the middle of it.
+//! `halite-desktop`: several programs of a user at once, restored in the middle of their work.
 //!
-//! Reproduces Figure 5 of Halite (section 8.2.1), with a mix of programs of the full guest in the place of Worldbench's
-//! multi-tasking test. Three people's worth of processes run side by side on two vCPUs, each a fixed number of times:
+//! Reproduces Figure 5 of Halite (section 8.2.1), with a mix of programs of the full guest in the
+//! place of Worldbench's multi-tasking test. Three users' processes run side by side on two vCPUs,
+//! each a fixed number of times:
 //!
-//! - *edit and compile*: changes a source file of a C library, has make and gcc build it, looks at the change with diff
-//!   and grep;
-//! - *browse*: fetches pages of the guest's own web server, takes the words out of them, counts and sorts these, and
-//!   keeps a compressed copy; another page each time;
+//! - *edit and compile*: changes a source file of a C library, builds it with make and gcc,
+//!   inspects the change with diff and grep;
+//! - *browse*: fetches pages of the guest's own web server, extracts their words, counts and sorts
+//!   these, and keeps a compressed copy; another page each time;
 //! - *play*: mpv decodes the next second of a clip.
 //!
-//! What varies, what is held equal and what is measured is said in [`super::application`]. Programs and files are in the
-//! guest's page cache by the time of the checkpoint, because each of the three has run before, on files that are not all
-//! those it runs on afterwards.
+//! [`super::application`] documents what varies, what is held equal and what is measured. Programs
+//! and files are in the guest's page cache at the checkpoint, because each of the three has run
+//! before, on files of which some differ from those that it uses afterwards.
 
 use anyhow::Result;
 
@@ -29,7 +30,7 @@ struct Scale {
 const QUICK: Scale = Scale { before: 2, after: 2 };
 const FULL: Scale = Scale { before: 2, after: 6 };
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let application = Application {
         name: "halite-desktop",

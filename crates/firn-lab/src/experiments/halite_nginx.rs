@@ -1,25 +1,28 @@
-//! `halite-nginx`: how soon a web server answers that was booted, or restored.
+//! `halite-nginx`: how soon a web server answers after a boot, and after a restore.
 //!
-//! Reproduces Figure 7 and Table 2 of Halite (section 8.2.3), with nginx and the full guest's 5000 generated pages in the
-//! place of Apache and 10,000 pages of an encyclopedia.
+//! Reproduces Figure 7 and Table 2 of Halite (section 8.2.3), with nginx and the full guest's 5000
+//! generated pages in the place of Apache and 10,000 pages of an encyclopedia.
 //!
-//! **What varies**: where the server comes from. `boot`: QEMU boots the guest. `lazy`: restored as ESXi did, one page of 4
-//! KiB per fault from an image in physical order that is not compressed. `locality`: by locality block, as in the paper.
-//! `auto`: as Firn does unless told otherwise.
+//! **What varies**: how the server starts. `boot`: QEMU boots the guest. `lazy`: restored as ESXi
+//! did, one page of 4 KiB per fault from an image in physical order that is not compressed.
+//! `locality`: by locality block, as in the paper. `auto`: Firn's default mode.
 //!
-//! **What is held equal**: the guest, its memory, the disk (`hdd15k`): what is booted from and the image, both cold, are on it, and
-//! QEMU or `firn` with all it starts reads through the throttle. QEMU and the guest's kernel are warm, as on a host that has
-//! just run other guests. Both images are of the same checkpoint, taken while two clients ask, after a client had
-//! asked for so many pages that the guest's page cache was warm.
+//! **What is held equal**: the guest, its memory, the disk (`hdd15k`). The guest's disk and the
+//! image, both cold, are on it, and QEMU, or `firn` with all processes it starts, reads through the
+//! throttle. QEMU and the guest's kernel are warm, as on a host that has just run other guests.
+//! Both images are of the same checkpoint. It was made while two clients sent requests, after a
+//! client had requested enough pages to warm the guest's page cache.
 //!
-//! **What is measured**: a client asks for pages at random with a Gaussian distribution, the same ones in each system of
-//! a round. `first_response_s`: from the command (QEMU, or `firn restore`) until the first page was read. `pages_s`: until
-//! all pages were read, the others on one connection. `response_avg_ms` and `response_max_s` (Table 2): over all but the first page.
+//! **What is measured**: a client requests pages at random with a Gaussian distribution, the same
+//! ones in each system of a round. `first_response_s`: from the command (QEMU, or `firn restore`)
+//! until the first page was read. `pages_s`: until all pages were read, the others on one
+//! connection. `response_avg_ms` and `response_max_s` (Table 2): over all but the first page.
 //!
-//! What a guest is asked before its network answers is lost, and QEMU's user networking repeats it only after seconds, which
-//! says nothing about the guest. So every client asks once more, on another connection, each time that [`AGAIN`] is over,
-//! until one of them has its page: that of a booting guest from the beginning, that of a restored one from when `firn restore`
-//! returns, which is once the guest runs.
+//! A request that reaches a guest before its network works is lost, and QEMU's user networking
+//! repeats it only after seconds, which depends on nothing in the guest. So every client repeats
+//! its request on another connection each time that [`RETRY_INTERVAL`] has passed, until one of
+//! them has its page. The client of a booting guest starts at the boot's begin, that of a restored
+//! one when `firn restore` returns, which is once the guest runs.
 
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -45,18 +48,18 @@ const PROFILE: DiskProfile = DiskProfile::Hdd15k;
 /// Name of the VM under Firn.
 const VM: &str = "web";
 const HTTP: u16 = 80;
-/// Clients at the time of the checkpoint.
+/// Number of clients at the time of the checkpoint.
 const CLIENTS: u64 = 2;
-/// How long they have asked by then.
+/// How long they have sent requests by then.
 const LOADED: Duration = Duration::from_secs(2);
-/// After how long a client asks once more for its first page.
+/// How long a client waits before it requests its first page again.
 const AGAIN: Duration = Duration::from_millis(250);
-/// How long a client waits for a page otherwise.
+/// How long a client waits for any other page.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How long a guest may take until its first page.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Where the server comes from.
+/// How the server is started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
     Boot,
@@ -78,7 +81,7 @@ impl System {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("halite-nginx");
     let Some(throttle) = lab.disk(PROFILE, &mut report) else {
@@ -96,19 +99,19 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// The guest, and where it is reached.
+/// The guest, and the address of its web server.
 struct Guest<'a> {
     lab: &'a Lab,
     image: GuestImage,
     disk: PathBuf,
     args: QemuArgs,
     address: SocketAddr,
-    /// Pages that are asked for in each run.
+    /// Number of pages that a client requests in each run.
     pages: usize,
 }
 
 impl<'a> Guest<'a> {
-    /// Its disk is a copy: the one in the cache may be on a device that is not throttled.
+    /// Copies the guest's disk: the cached original may be on a device that is not throttled.
     fn new(lab: &'a Lab) -> Result<Self> {
         let mut image = GuestImage::full()?;
         let disk = lab.file("disk.qcow2");
@@ -126,7 +129,7 @@ impl<'a> Guest<'a> {
         Ok(Self { lab, image, disk, args, address: (Ipv4Addr::LOCALHOST, port).into(), pages })
     }
 
-    /// Checkpoints the guest while clients ask.
+    /// Checkpoints the guest while clients send requests.
     fn checkpoint(&self, report: &mut Report) -> Result<()> {
         self.lab.firn().run(VM, &self.args)?;
         let mut pages = Gaussian::new(self.lab.extent.seed);
@@ -157,7 +160,7 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// One system's turn.
+    /// Measures one system in one round.
     fn measure(
         &self,
         system: System,
@@ -186,7 +189,8 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// The guest's disk and the image cold, everything else warm.
+    /// Evicts the guest's disk and the image from the page cache, and reads everything else into
+    /// it.
     fn prepare(&self, system: System) -> Result<()> {
         make_cold([self.disk.as_path()])?;
         if system != System::Boot {
@@ -213,7 +217,7 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// Asks for pages one after another: how long each took, in seconds.
+/// Requests pages one after another; returns the duration of each, in seconds.
 fn ask(mut client: WebClient, pages: impl Iterator<Item = u32>) -> Result<Sample> {
     let mut responses = Vec::new();
     for page in pages {
@@ -221,17 +225,17 @@ fn ask(mut client: WebClient, pages: impl Iterator<Item = u32>) -> Result<Sample
         client.get(page)?;
         responses.push(start.elapsed().as_secs_f64());
     }
-    Sample::new(responses).context("no page was asked for")
+    Sample::new(responses).context("no page was requested")
 }
 
-/// A running server; dropped, it ends.
+/// A running server; dropping it ends the server.
 enum Running<'a> {
     Booted(#[expect(dead_code, reason = "it is held to be dropped")] Machine),
     Restored(&'a Lab, Value),
 }
 
 impl Running<'_> {
-    /// How long the steps of the restore took, by `firn restore`.
+    /// Durations of the restore's steps, as `firn restore` reports them.
     fn timings_ms(&self) -> &Value {
         match self {
             Self::Booted(_) => &Value::Null,
@@ -248,7 +252,7 @@ impl Drop for Running<'_> {
     }
 }
 
-/// Goes through the keys of every system: what is measured, where, and what the key is called.
+/// Visits the keys of every system: measured quantity, system, key.
 fn each_key(mut visit: impl FnMut(&str, System, String)) {
     for measured in ["first_response_s", "pages_s", "response_avg_ms", "response_max_s"] {
         for system in System::ALL {

@@ -1,20 +1,22 @@
-//! `halite-organization`: does it pay to store together what is used together?
+//! `halite-organization`: the gain of storing blocks together that are used together.
 //!
 //! Reproduces Table 1 and Figures 2 and 3 of Halite (sections 8.1.1 and 8.1.2).
 //!
-//! **What varies**: how the same checkpoint is arranged in its file and read back. `random`, `physical` and `locality`
-//! read one locality block of 64 KiB per fault; `lazy` is the ESXi baseline: one page of 4 KiB per fault, from an image in
-//! physical order. None is compressed, as in the paper, so that a read of 64 KiB brings 16 pages.
+//! **What varies**: the block organization of the same checkpoint in its file, and the restore
+//! mode. `random`, `physical` and `locality` read one locality block of 64 KiB per fault; `lazy` is
+//! the ESXi baseline: one page of 4 KiB per fault, from an image in physical order. None is
+//! compressed, as in the paper, so that a read of 64 KiB brings 16 pages.
 //!
-//! **What is held equal**: the checkpoint (`firn image reorder` makes one out of the other), the guest, its work, the
-//! disk (`hdd15k`, image cold), background fill.
+//! **What is held equal**: the checkpoint (`firn image reorder` derives the organizations from each
+//! other), the guest, its work, the disk (`hdd15k`, image cold), background fill.
 //!
-//! **What is measured**: `overhead_s`: how much longer the workload runs, by its own clock, than in a guest restored
-//! with all its memory beforehand from a warm image (by `firn restore`). `guest_time_percent`: how much of each second
-//! the vCPUs did not wait for pages (a second, recorded restore). `disk_reads` and `prefetched_used`: reads that the
-//! guest waited for, and the share of the other pages they brought that were used later (a third one, without
-//! background fill, which would bring some of these pages before they are asked for: how many says something about the
-//! speed of the disk and nothing about the organization).
+//! **What is measured**: `overhead_s`: how much longer the workload runs, by its own clock, than in
+//! a guest restored with all its memory beforehand from a warm image (by `firn restore`).
+//! `guest_time_percent`: the share of each second in which the vCPUs did not wait for pages (a
+//! second, recorded restore). `disk_reads` and `prefetched_used`: reads that the guest waited for,
+//! and the share of the other pages in these reads that were used later (a third restore, without
+//! background fill, which would read some of these pages before the guest requests them: their
+//! number depends on the speed of the disk and not on the organization).
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -39,10 +41,10 @@ use firn_report::plot::{BarPlot, LinePlot};
 const QUICK: Scale = Scale { mib: 256, working_set_mib: 64, before: 4000, after: 8000 };
 const FULL: Scale = Scale { mib: 1024, working_set_mib: 256, before: 12_500, after: 15_000 };
 const PROFILE: DiskProfile = DiskProfile::Hdd15k;
-/// Seconds in Figure 3, at most.
+/// Maximum number of seconds in Figure 3.
 const SECONDS_MAX: usize = 300;
 
-/// A way of arranging and reading.
+/// A block organization and a restore mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct System {
     name: &'static str,
@@ -65,7 +67,7 @@ impl System {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("halite-organization");
     let Some(throttle) = lab.disk(PROFILE, &mut report) else {
@@ -98,7 +100,7 @@ fn missing(report: &mut Report) {
     }
 }
 
-/// Makes the other images out of the checkpoint.
+/// Derives the other images from the checkpoint.
 fn arrange(lab: &Lab) -> Result<()> {
     let source = LOCALITY.image(lab);
     for system in [RANDOM, PHYSICAL] {
@@ -109,7 +111,7 @@ fn arrange(lab: &Lab) -> Result<()> {
     let single =
         Reorder { block_size: Some(BlockSize::new(1)?), ..Reorder::by(Organization::Physical) };
     reorder(&Image::open(&source)?, &single, &LAZY.image(lab), &|_, _| ())?;
-    lab.say("the checkpoint is there in every arrangement");
+    lab.say("the checkpoint exists in every organization");
     Ok(())
 }
 
@@ -117,12 +119,12 @@ struct Bench<'a> {
     guest: Synthetic<'a>,
     throttle: Throttle,
     report: Report,
-    /// Figure 3 of the first round.
+    /// The data of Figure 3, from the first round.
     guest_time: Vec<(System, Vec<f64>)>,
 }
 
 impl Bench<'_> {
-    /// One system's turn: its baseline, a restore that is timed, one that is recorded, one that is counted.
+    /// One round of a system: its baseline, a timed restore, a recorded one, a counted one.
     fn round(&mut self, round: usize, system: System) -> Result<()> {
         let (baseline, _) = self.baseline()?;
         let (done, start_s) = self.timed(system)?;
@@ -142,7 +144,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// All memory there before the guest runs, from a warm image.
+    /// Restores all memory before the guest runs, from a warm image.
     fn baseline(&self) -> Result<(Done, f64)> {
         let none = Throttle::new(DiskProfile::None, self.guest.lab.dir())?;
         let image = LOCALITY.image(self.guest.lab);
@@ -156,7 +158,7 @@ impl Bench<'_> {
         self.restore(&image, system.mode, &self.throttle)
     }
 
-    /// Restores with `firn` and waits for the workload; also how long the command took.
+    /// Restores with `firn` and waits for the workload. Also returns how long the command took.
     fn restore(&self, image: &Path, mode: Mode, throttle: &Throttle) -> Result<(Done, f64)> {
         let how = ["--mode", &mode.to_string()];
         let said = self.guest.lab.firn().restore(image, VM, &how, throttle)?;
@@ -178,7 +180,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Counts do not depend on the speed of the disk, so it has its own.
+    /// Restores unthrottled and counts reads: counts do not depend on the speed of the disk.
     fn counted(&self, system: System) -> Result<RunCounts> {
         let none = Throttle::new(DiskProfile::None, self.guest.lab.dir())?;
         Ok(self.recorded(system, Fill::Off, system.prefetches(), &none)?.counts)
@@ -243,7 +245,7 @@ impl Bench<'_> {
         let overhead = SYSTEMS.map(|system| self.value("overhead_s", system));
         let plot = BarPlot {
             title: "Restore overhead by block organization (Halite, Figure 2)".into(),
-            y: "seconds longer than with all memory there".into(),
+            y: "seconds longer than with all memory present".into(),
             groups: SYSTEMS.map(|system| system.name.to_owned()).into(),
             series: vec![(PROFILE.to_string(), overhead.into())],
         };

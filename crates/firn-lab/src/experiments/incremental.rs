@@ -1,16 +1,19 @@
-//! `incremental`: checkpoints of what changed, and restores from chains of them.
+//! `incremental`: incremental checkpoints, and restores from chains of them.
 //!
-//! Asks what Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing", section 4.4) leave open.
+//! Answers a question that Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing",
+//! section 4.4) leave open.
 //!
-//! **What varies**: how fast the guest writes (`idle`, and pages a second at random), and how many images a restore reads (1 to
-//! 100). **What is held equal**: the guest, of whose memory three eighths are full of data that does not compress; the time between two
-//! checkpoints.
+//! **What varies**: how fast the guest writes (`idle`, and random pages per second), and how many
+//! images a restore reads (1 to 100). **What is held equal**: the guest, three eighths of whose
+//! memory contain data that does not compress; the time between two checkpoints.
 //!
-//! **What is measured**: size and duration of a checkpoint of what changed within a second, against a full one of the same
-//! guest, by the default strategy or by pre-copy, whichever is smaller and quicker (`size_ratio`, `time_ratio`: idle; `size_ratio.RATE` and so on); the pause
-//! (`downtime_ms.RATE`); and TTR(0.1 s, 90 %) of a restore from a chain of 1, 10 and 100 increments against one from the same
-//! checkpoint merged into one file (`chain_ttr_ratio.DEPTH.PROFILE`; `chain_ttr_ratio` is the worst at depth 100). What the
-//! chain gives is compared with the merged image byte for byte first.
+//! **What is measured**: size and duration of an incremental checkpoint after one second, against a
+//! full one of the same guest, by the default strategy or by pre-copy, whichever is smaller and
+//! faster (`size_ratio`, `time_ratio`: idle; `size_ratio.RATE` and so on); the pause
+//! (`downtime_ms.RATE`); and TTR(0.1 s, 90 %) of a restore from a chain of 1, 10 and 100 increments
+//! against one from the same checkpoint merged into one file (`chain_ttr_ratio.DEPTH.PROFILE`;
+//! `chain_ttr_ratio` is the worst at depth 100). The chain's memory is compared with the merged
+//! image byte for byte first.
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -38,7 +41,7 @@ const FILL: Duration = Duration::from_secs(300);
 const RAM_MIB: (u32, u32) = (384, 1024);
 /// Pages that the guest writes per second and vCPU.
 const RATES: [u32; 3] = [100, 1000, 10_000];
-/// Between two checkpoints.
+/// Time between two checkpoints.
 const BETWEEN: Duration = Duration::from_secs(1);
 /// Increments in a chain, in quick and in full runs.
 const DEPTHS: ([usize; 2], [usize; 3]) = ([1, 10], [1, 10, 100]);
@@ -48,7 +51,7 @@ const BACK: f64 = 0.9;
 /// How long a restore may take.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("incremental");
     let guest = Guest::boot(lab)?;
@@ -77,12 +80,12 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// How much of RAM is filled: what fits into its tmpfs.
+/// How much of RAM is filled: as much as fits into its tmpfs.
 fn full_mib(ram_mib: u32) -> u32 {
     ram_mib * 3 / 8
 }
 
-/// A running guest.
+/// A guest that writes to its memory.
 struct Guest<'a> {
     lab: &'a Lab,
     agent: PathBuf,
@@ -113,7 +116,7 @@ impl<'a> Guest<'a> {
         Ok(Control::connect(&self.agent, BOOT)?)
     }
 
-    /// Has the guest write pages at random, from now on.
+    /// Makes the guest write random pages from now on.
     fn write(&self, rate: u32) -> Result<()> {
         let name = format!("writers-{rate}-{}", self.lab.dir().read_dir()?.count());
         let mib = self.mib / 8;
@@ -133,7 +136,7 @@ impl<'a> Guest<'a> {
         Ok(self.lab.firn().checkpoint(VM, image, how)?)
     }
 
-    /// Full checkpoints and small ones, in turn.
+    /// Makes full and incremental checkpoints alternately.
     fn increments(&self, rate: &str, report: &mut Report) -> Result<()> {
         let image = |name: &str| self.lab.file(name);
         for round in 0..self.lab.extent.runs(2, 7) {
@@ -162,7 +165,7 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// So many increments, one on the other, and the last of them as one file.
+    /// Makes a chain of `depth` increments, and merges it into one file.
     fn chain(&self, depth: usize, report: &mut Report) -> Result<()> {
         let files = files(self.lab, depth);
         let base = SaveArgs::default().with("--strategy", "pre-copy");
@@ -191,7 +194,7 @@ fn merged(lab: &Lab, depth: usize) -> PathBuf {
     lab.file(&format!("merged-{depth}.firn"))
 }
 
-/// Two images must hold the same memory.
+/// Fails unless two images hold the same memory.
 fn same(one: &Path, other: &Path) -> Result<()> {
     let (one, other) = (Image::open(one)?, Image::open(other)?);
     let bytes = one.geometry().block_size.bytes();
@@ -205,7 +208,7 @@ fn same(one: &Path, other: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Restores from a chain and from the same merged, in turn.
+/// Restores alternately from a chain and from the merged image.
 fn restores(lab: &Lab, depth: usize, throttle: &Throttle, report: &mut Report) -> Result<()> {
     let chain = files(lab, depth);
     let rows = [("chain", chain), ("merged", vec![merged(lab, depth)])];
@@ -237,7 +240,7 @@ fn restores(lab: &Lab, depth: usize, throttle: &Throttle, report: &mut Report) -
     Ok(())
 }
 
-/// Has a chain read from the disk, and nothing else.
+/// Evicts a chain from the page cache, and keeps everything else cached.
 fn evict(lab: &Lab, chain: &[PathBuf], profile: DiskProfile) -> Result<()> {
     let Some((last, below)) = chain.split_last() else { return Ok(()) };
     make_cold(below.iter().map(PathBuf::as_path))?;
@@ -273,7 +276,7 @@ fn figures(report: &mut Report) {
     }
 }
 
-/// The deepest chain on its worst disk.
+/// The ratio of the deepest chain on its worst disk.
 fn worst(depths: &[usize], report: &mut Report) {
     let deepest = depths.last().copied().unwrap_or_default();
     let ratio =

@@ -1,4 +1,4 @@
-//! Pauses of a guest under load: what `halite-save` and `cow-writers` have in common.
+//! Pauses of a guest under load: shared by `halite-save` and `cow-writers`.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -18,46 +18,46 @@ use crate::stats::Sample;
 const VCPUS: u32 = 2;
 /// How long a guest may take to boot.
 const BOOT: Duration = Duration::from_secs(120);
-/// How long it may take to fill its memory.
+/// How long a guest may take to fill its memory.
 const FILL: Duration = Duration::from_secs(600);
-/// Time between two pauses, so that neither feels the one before.
+/// Time between two pauses, so that neither affects the next.
 const SETTLE: Duration = Duration::from_millis(300);
 /// Heartbeats per second.
 const BEATS_PER_S: u32 = 500;
-/// What the watch of each vCPU writes to.
+/// Memory that the stall watch of each vCPU writes to, in MiB.
 const STALL_MIB: u32 = 4;
 
-/// A guest, and what it does.
+/// A guest and its load.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// What it is called in keys.
+    /// The case's name in keys.
     pub name: String,
     /// Its RAM.
     pub mib: u32,
-    /// What its vCPUs do.
+    /// The load of its vCPUs.
     pub load: Load,
 }
 
-/// What vCPUs do.
+/// The load of a guest's vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
-    /// Nothing but heartbeats.
+    /// Only heartbeats.
     Idle,
-    /// They write so many pages a second each, at random.
+    /// Each writes random pages at a fixed rate.
     Paced {
-        /// In so much memory.
+        /// The memory that they write to, in MiB.
         mib: u32,
-        /// Pages a second.
+        /// Pages per second, of each.
         rate: u32,
     },
-    /// They write as fast as they can, at random.
+    /// They write random pages as fast as they can.
     FlatOut {
-        /// In so much memory.
+        /// The memory that they write to, in MiB.
         mib: u32,
     },
 }
 
-/// Who pauses the guest.
+/// The system that pauses the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum System {
     /// Firn, by a checkpoint.
@@ -67,10 +67,10 @@ pub enum System {
 }
 
 impl System {
-    /// Both.
+    /// Both systems.
     pub const ALL: [Self; 2] = [Self::Firn, Self::Floor];
 
-    /// What it is called.
+    /// The system's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Firn => "firn",
@@ -91,7 +91,7 @@ pub struct Guest<'a> {
 }
 
 impl<'a> Guest<'a> {
-    /// Boots it and puts it under load.
+    /// Boots the guest and puts it under load.
     pub fn start(lab: &'a Lab, case: Case) -> Result<Self> {
         let vm = case.name.clone();
         let file = |name: &str| lab.file(&format!("{name}.{vm}"));
@@ -113,20 +113,20 @@ impl<'a> Guest<'a> {
         Ok(Self { lab, case, vm, image: lab.file("pause.firn"), clock, bare })
     }
 
-    /// Has it stand still until [`Self::go_on`]: others are measured meanwhile.
+    /// Stops the guest until [`Self::resume_guest`], so that others can be measured.
     pub fn halt(&mut self) -> Result<()> {
         Ok(self.bare.stop()?)
     }
 
-    /// Has it run again.
+    /// Resumes the guest.
     pub fn go_on(&mut self) -> Result<()> {
         self.bare.cont()?;
-        // What is measured next looks back so far.
+        // The next measurement uses heartbeats of this much time before it.
         std::thread::sleep(2 * SETTLE);
         Ok(())
     }
 
-    /// One pause, which becomes a repetition of the report.
+    /// Measures one pause, and adds it to the report as a repetition.
     pub fn pause(&mut self, system: System, report: &mut Report) -> Result<()> {
         let before = Instant::now() - SETTLE;
         let (pause_ms, facts) = match system {
@@ -144,7 +144,7 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// Ends it.
+    /// Ends the guest.
     pub fn stop(self) {
         self.lab.firn().stop(&self.vm);
     }
@@ -155,7 +155,8 @@ impl<'a> Guest<'a> {
         Ok((pause, said.facts["report"].clone()))
     }
 
-    /// What the hypervisor itself needs. Firn would take back a file that is left with it.
+    /// Measures the pause that the hypervisor itself needs. Takes back the file that is left with
+    /// the hypervisor, because Firn would do so otherwise.
     fn floor(&mut self) -> Result<f64> {
         self.bare.prepare_save()?;
         let saved = self.bare.stop_and_save_device_state();
@@ -163,12 +164,13 @@ impl<'a> Guest<'a> {
         let pause = self.bare.stood_still();
         saved?;
         self.bare.finish_save()?;
-        Ok(ms(pause.context("the hypervisor did not say that it stopped, or that it went on")?))
+        Ok(ms(pause.context("the hypervisor did not report that it stopped or resumed")?))
     }
 }
 
 impl Case {
-    /// Starts heartbeats and the watch of each vCPU, ahead of all else in the guest, and writers, and waits until memory is filled.
+    /// Starts heartbeats and the stall watch of each vCPU, with priority over all else in the
+    /// guest. Starts writers, and waits until they have filled memory.
     fn load(&self, control: &mut Control) -> Result<()> {
         let beats = format!(
             "renice -n -20 -p $$ >/dev/null; exec firn-guest heartbeat --rate {BEATS_PER_S} --work-mib 0 \
@@ -186,7 +188,7 @@ impl Case {
 }
 
 impl Load {
-    /// How much is written, in MiB, and how many pages a second; 0 is flat out.
+    /// How much memory is written, in MiB, and pages per second; 0 is as fast as possible.
     fn writers(self) -> Option<(u32, u32)> {
         match self {
             Self::Idle => None,
@@ -195,7 +197,7 @@ impl Load {
         }
     }
 
-    /// In words.
+    /// Describes the load in words.
     pub fn said(self) -> String {
         match self {
             Self::Idle => format!("{VCPUS} vCPUs are idle"),
@@ -207,17 +209,17 @@ impl Load {
     }
 }
 
-/// What was measured of one system in one case.
+/// The values that were measured for one system in one case.
 pub fn measured(report: &Report, case: &str, system: System, field: &str) -> Vec<f64> {
     let is_it = |run: &&Value| run["case"] == case && run["system"] == system.name();
     report.repetitions().iter().filter(is_it).filter_map(|run| run[field].as_f64()).collect()
 }
 
-/// Percentiles under `KEY.p50` and so on, and how many values there were under `KEY.n`.
+/// Adds percentiles under `KEY.p50` and so on, and the number of values under `KEY.n`.
 pub fn percentiles(key: &str, values: Vec<f64>, of: &[(&str, f64)], report: &mut Report) {
     let Some(sample) = Sample::new(values) else {
         for (name, _) in of {
-            report.missing(format!("{key}.{name}"), "no pause could be told");
+            report.missing(format!("{key}.{name}"), "no pause could be measured");
         }
         return;
     };

@@ -1,18 +1,22 @@
-//! `peers-restore`: Firn against QEMU's own ways to restore, seen by a client.
+//! `peers-restore`: restores by Firn and by QEMU's own methods, measured by a client.
 //!
-//! Reproduces no figure of a paper; it is the question a user asks first.
+//! Reproduces no figure of a paper; it answers the first question of a user.
 //!
-//! **What varies**: who saved and restores (`firn`; `qemu-file`: migration to and from a file;
-//! `qemu-background-snapshot`; `qemu-mapped-ram` where this QEMU has it) and the disk (`none`, `netssd`, `hdd15k`).
+//! **What varies**: the system that saves and restores (`firn`; `qemu-file`: migration to and from
+//! a file; `qemu-background-snapshot`; `qemu-mapped-ram` where this QEMU has it) and the disk
+//! (`none`, `netssd`, `hdd15k`).
 //!
-//! **What is held equal**: the guest, its memory, what was loaded into its Redis, the client. Each system saves its own
-//! boot of the guest while the client asks. For QEMU's ways the guest has the RAM QEMU gives by default; under Firn it has
-//! what `firn run` gives. What reads the image is under the disk profile: Firn's supervisor, or the whole QEMU. The
-//! image is cold; QEMU itself and the guest's kernel are warm, as on a host that has just run other guests.
+//! **What is held equal**: the guest, its memory, the data in its Redis, the client. Each system
+//! saves its own boot of the guest while the client sends requests. For QEMU's methods the guest
+//! has the RAM backend that is QEMU's default; under Firn it has the one of `firn run`. The process
+//! that reads the image is under the disk profile: Firn's supervisor, or the whole QEMU. The image
+//! is cold; QEMU itself and the guest's kernel are warm, as on a host that has just run other
+//! guests.
 //!
-//! **What is measured**: the client asks 100 times a second, one question at a time, for keys by Zipf's law. From the
-//! moment the command to restore is given: time to the first reply (`first_reply_s`), and until it gets 90 % of the
-//! replies per second that it got before the save, over a window of a second (`steady_s`).
+//! **What is measured**: the client sends 100 requests a second, one at a time, for keys by Zipf's
+//! law. From the restore command on: time to the first reply (`first_reply_s`), and time until the
+//! client gets 90 % of its replies per second before the save, over a window of a second
+//! (`steady_s`).
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -34,15 +38,15 @@ use crate::prober::Prober;
 use crate::report::Report;
 use crate::traffic::RedisGets;
 
-/// Questions per second.
+/// Requests per second.
 const RATE: f64 = 100.0;
-/// Share of the steady rate that counts as back.
+/// Share of the steady rate at which a guest has recovered.
 pub(super) const BACK: f64 = 0.9;
-/// Over so long.
+/// The window of that rate.
 pub(super) const WINDOW: Duration = Duration::from_secs(1);
-/// How long the client asks before the save.
+/// How long the client sends requests before the save.
 const STEADY: Duration = Duration::from_secs(5);
-/// How long a restored guest may take to be back.
+/// How long a restored guest may take to recover.
 const LIMIT: Duration = Duration::from_secs(60);
 /// How long a guest may take to boot.
 const BOOT: Duration = Duration::from_secs(120);
@@ -52,7 +56,7 @@ pub(super) const VM: &str = "peer";
 const REDIS: u16 = 6379;
 const VALUE_BYTES: usize = 1000;
 
-/// Who saves and restores.
+/// The system that saves and restores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum System {
     Firn,
@@ -76,7 +80,7 @@ pub(super) struct Image {
     pub(super) steady: f64,
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("peers-restore");
     let guest = Guest::new(lab)?;
@@ -99,7 +103,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// The guest that everybody saves, and where it is reached.
+/// The guest that all systems save, and the address of its Redis.
 pub(super) struct Guest<'a> {
     lab: &'a Lab,
     image: GuestImage,
@@ -125,7 +129,8 @@ impl<'a> Guest<'a> {
         Prober::start(RedisGets::new(self.address, self.load.keys.end, seed), RATE)
     }
 
-    /// Loads the guest that has just been started; the client that keeps it busy, and its steady rate.
+    /// Loads data into a guest that has just been started. Returns a client that keeps it busy, and
+    /// its steady rate.
     fn warm_up(&self) -> Result<(Prober, f64)> {
         let mut redis = Redis::connect(self.address, BOOT)?;
         self.load.write(&mut redis)?;
@@ -170,7 +175,7 @@ impl<'a> Guest<'a> {
         Ok(images)
     }
 
-    /// Restores once and has the client ask until it is content.
+    /// Restores once, and lets the client send requests until the guest has recovered.
     fn measure(
         &self,
         image: &Image,
@@ -191,14 +196,14 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// The image cold, everything else warm.
+    /// Evicts the image from the page cache, and reads everything else into it.
     pub(super) fn prepare(&self, file: &Path, profile: DiskProfile) -> Result<()> {
         self.lab.make_cold(file, profile)?;
         [&self.image.kernel, &self.image.initrd].into_iter().try_for_each(|file| warm(file))?;
         Ok(())
     }
 
-    /// In Firn's default mode, or in this one.
+    /// Restores in a mode, or in Firn's default mode.
     pub(super) fn restore(
         &self,
         image: &Image,
@@ -232,11 +237,11 @@ impl<'a> Guest<'a> {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        Err(anyhow!("the client was not content within {} s", LIMIT.as_secs()))
+        Err(anyhow!("the client's rate did not recover within {} s", LIMIT.as_secs()))
     }
 }
 
-/// A restored guest; dropped, it ends.
+/// A restored guest; dropping it ends the guest.
 pub(super) enum Running<'a> {
     Firn(&'a Lab),
     Qemu(#[expect(dead_code, reason = "it is held to be dropped")] Restored),

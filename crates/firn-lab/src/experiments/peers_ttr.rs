@@ -1,19 +1,20 @@
-//! `peers-ttr`: time to responsiveness by one clock for everybody, seen by a client.
+//! `peers-ttr`: time to responsiveness of all systems by one clock, measured by a client.
 //!
-//! Reproduces no figure of a paper; it asks the question of Zhang et al. (VEE 2011), section 2.3, of systems that keep no run
-//! record as well.
+//! Reproduces no figure of a paper; it asks the question of Zhang et al. (VEE 2011), section 2.3,
+//! also for systems that keep no run record.
 //!
-//! **What varies**: who restores (`firn-MODE` for each of Firn's modes, and QEMU's own ways, as in `peers-restore`) and the
-//! disk (`none`, `netssd`, `hdd15k`, `hdd7200`). On `none` images are cached, as on a host that has just restored them; else
-//! they are cold.
+//! **What varies**: the system that restores (`firn-MODE` for each of Firn's modes, and QEMU's own
+//! methods, as in `peers-restore`) and the disk (`none`, `netssd`, `hdd15k`, `hdd7200`). On `none`
+//! images are cached, as on a host that has just restored them; otherwise they are cold.
 //!
-//! **What is held equal**: the guest, its Redis, the client, as in `peers-restore`. All of Firn's modes restore the same
-//! checkpoint.
+//! **What is held equal**: the guest, its Redis, the client, as in `peers-restore`. All of Firn's
+//! modes restore the same checkpoint.
 //!
-//! **What is measured**: `ttr_1s_90`: from the moment the command to restore is given, the earliest time from which on every
-//! window of a second has 90 % of the replies that came before the save; the client asks on for some seconds after that.
-//! For Firn's modes, `inside_ttr_1s_90` is the same from the waits of the vCPUs in the run record. `start_s` is what QEMU
-//! needs merely to load its device state and start, with all memory there already: the floor of everybody.
+//! **What is measured**: `ttr_1s_90`: the earliest time since the restore command from which on
+//! every window of a second has 90 % of the replies that came before the save; the client continues
+//! its requests for some seconds after that. For Firn's modes, `inside_ttr_1s_90` is the same from
+//! the waits of the vCPUs in the run record. `start_s` is the time that QEMU needs merely to load
+//! its device state and start, with all memory present already: the floor of all systems.
 
 use std::time::{Duration, Instant};
 
@@ -33,22 +34,23 @@ use firn_report::plot::BarPlot;
 const PROFILES: [DiskProfile; 4] =
     [DiskProfile::None, DiskProfile::NetSsd, DiskProfile::Hdd15k, DiskProfile::Hdd7200];
 const MODES: [Mode; 5] = [Mode::Auto, Mode::Eager, Mode::Lazy, Mode::Locality, Mode::WorkingSet];
-/// How long the client asks on once the guest is back: whatever slows it then still counts.
+/// How long the client continues its requests once the guest has recovered: a later slowdown still
+/// counts.
 const AFTER: Duration = Duration::from_secs(3);
-/// How long a restored guest may take to be back.
+/// How long a restored guest may take to recover.
 const LIMIT: Duration = Duration::from_secs(90);
-/// How long a restore may go on after that until all memory is there.
+/// How long a restore may take after that until all memory is present.
 const RECORD: Duration = Duration::from_secs(20);
 const WINDOW_US: u64 = WINDOW.as_micros() as u64;
 
-/// Who restores.
+/// A system that restores.
 struct Row<'a> {
     name: String,
     image: &'a Image,
     mode: Option<Mode>,
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("peers-ttr");
     let guest = Guest::new(lab)?;
@@ -82,7 +84,7 @@ fn rows<'a>(modes: &[Mode], ours: &'a Image, theirs: &'a [Image]) -> Vec<Row<'a>
     firn.chain(qemu).collect()
 }
 
-/// What QEMU needs to load its device state and start.
+/// Measures how long QEMU takes to load its device state and start.
 fn start_alone(lab: &Lab, guest: &Guest<'_>, report: &mut Report) -> Result<()> {
     let saved = SharedMemory::save(&guest.args, lab.dir())?;
     let starts = (0..lab.extent.runs(3, 9)).map(|_| saved.start());
@@ -138,14 +140,14 @@ fn measure(
     let (from_outside, from_inside) = (seconds(ttr), seconds(inside));
     lab.say(&format!("{} on {profile}: TTR {from_outside}, inside {from_inside}", row.name));
     if ttr.is_none() {
-        report.note(format!("{} on {profile}: not back within {} s", row.name, LIMIT.as_secs()));
+        report.note(format!("{} on {profile}: no recovery within {} s", row.name, LIMIT.as_secs()));
     }
     report.repetition(json!({ "system": row.name, "profile": profile, "round": round,
         "ttr_1s_90": ttr, "inside_ttr_1s_90": inside }));
     Ok(())
 }
 
-/// The run record, once all memory is there if that is soon.
+/// Reads the run record, once all memory is present if that is soon.
 fn run_of(lab: &Lab) -> Result<Run> {
     let record = lab.firn().run_record(VM);
     let whole = || Ok(Run::read(&record).ok().filter(is_whole));
@@ -156,7 +158,8 @@ fn is_whole(run: &Run) -> bool {
     run.record.finished_us.is_some()
 }
 
-/// TTR by the waits of the vCPUs. `None` of a restore that goes on, unless it was seen for long enough after that.
+/// TTR by the waits of the vCPUs. `None` if the restore is incomplete, unless it was observed for
+/// long enough after that time.
 fn inside(run: &Run) -> Option<f64> {
     let ttr = firn_measure::responsiveness(&run.stalls(), WINDOW_US, BACK);
     let is_seen = run.record.recorded_us >= (ttr * 1e6) as u64 + WINDOW_US;

@@ -1,12 +1,13 @@
-//! The synthetic workload of Halite, section 8.1, ready to be checkpointed in its middle.
+//! Synthetic workload of Halite, section 8.1, in a guest that is checkpointed in the middle of it.
 //!
-//! A thread per vCPU walks in order through a working set that is spread over four times as much memory. Its run time is
-//! by the guest's own clock, which stands still from the checkpoint until the restored guest runs: what a restore adds
-//! to it is what the guest had to wait for.
+//! One thread for each vCPU walks in order through a working set that is spread over four times as
+//! much memory. The run time is by the guest's own clock, which stops from the checkpoint until the
+//! restored guest runs. So a restore lengthens the run time by the time that the guest has to wait.
 //!
-//! How much work it does with each page is calibrated to 100,000 pages in 25 seconds. In the paper they took 54, and
-//! the checkpoint went to a disk that takes 100 MB/s; here it goes to one that takes several times that. So the share
-//! of the working set that the guest comes to before the background sweep does is about the paper's.
+//! The work per page is calibrated so that 100,000 pages take 25 seconds. In the paper they took
+//! 54, and the checkpoint was written to a disk with 100 MB/s; here the disk is several times as
+//! fast. So the share of the working set that the guest reaches before the background sweep is
+//! about the paper's.
 //!
 //! ```text
 //!   fill memory | visits before        | visits after                       | done: seconds
@@ -36,29 +37,29 @@ pub(super) const VM: &str = "synthetic";
 const JOB: &str = "synthetic";
 const VCPUS: u32 = 2;
 
-/// How large a run is.
+/// Sizes of a run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scale {
     /// Memory allocated, in MiB.
     pub(super) mib: u32,
-    /// Of that the working set, in MiB.
+    /// The working set, which is part of it, in MiB.
     pub(super) working_set_mib: u32,
-    /// Pages visited before the checkpoint, about.
+    /// Approximate number of pages visited before the checkpoint.
     pub(super) before: u64,
-    /// Pages visited after it.
+    /// Pages visited after the checkpoint.
     pub(super) after: u64,
 }
 
-/// The end of a run.
+/// The result of a run.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct Done {
     /// From the end of the fill to the last visit, by the guest's clock.
     pub(super) seconds: f64,
-    /// Pages that were not what they should be.
+    /// Pages with wrong content.
     pub(super) wrong: u64,
 }
 
-/// The guest, and how it is reached.
+/// The guest with the workload, and the path of its agent's socket.
 pub(super) struct Synthetic<'a> {
     pub(super) lab: &'a Lab,
     scale: Scale,
@@ -77,7 +78,7 @@ impl<'a> Synthetic<'a> {
         Ok(Self { lab, scale, args, agent })
     }
 
-    /// Boots the guest, and finds out how much work a visit should be.
+    /// Boots the guest, and calibrates the work per visit.
     pub(super) fn boot(&self) -> Result<u32> {
         self.lab.firn().run(VM, &self.args)?;
         let mut control = Control::connect(&self.agent, BOOT)?;
@@ -91,7 +92,7 @@ impl<'a> Synthetic<'a> {
         Ok(work)
     }
 
-    /// Starts the workload and waits until it has come to its middle.
+    /// Starts the workload and waits until it has reached its middle.
     pub(super) fn start(&self, work: u32, compresses_to: u8) -> Result<()> {
         let mut control = Control::connect(&self.agent, BOOT)?;
         let Scale { mib, working_set_mib, before, after } = self.scale;
@@ -112,19 +113,19 @@ impl<'a> Synthetic<'a> {
         })
     }
 
-    /// Checkpoints the guest; the workload runs on to its end.
+    /// Checkpoints the guest; the workload continues to its end.
     pub(super) fn checkpoint(&self, image: &Path, how: &SaveArgs) -> Result<Said> {
         let said = self.lab.firn().checkpoint(VM, image, how)?;
         self.lab.say(&format!("checkpointed in {:.1} s", said.took.as_secs_f64()));
         Ok(said)
     }
 
-    /// Waits for the end of the workload in whichever guest has the agent now.
+    /// Waits for the end of the workload, in the guest that has the agent now.
     pub(super) fn wait(&self) -> Result<Done> {
         let mut control = Control::connect(&self.agent, BOOT)?;
         let ended = control.wait(JOB, LIMIT)?;
         let done: Done = serde_json::from_value(last_line(&ended.stdout)?)
-            .with_context(|| format!("the workload said {:?}", ended.stdout))?;
+            .with_context(|| format!("unexpected output of the workload: {:?}", ended.stdout))?;
         ensure!(done.wrong == 0, "{} pages of the restored guest are wrong", done.wrong);
         Ok(done)
     }
@@ -135,7 +136,7 @@ impl<'a> Synthetic<'a> {
     }
 }
 
-/// The words of a command line.
+/// Splits a command line into words.
 pub(super) fn words(line: &str) -> Vec<&str> {
     line.split_whitespace().collect()
 }
@@ -143,7 +144,7 @@ pub(super) fn words(line: &str) -> Vec<&str> {
 /// The last JSON line of a program's output.
 pub(super) fn last_line(said: &str) -> Result<Value> {
     let complete = said.rfind('\n').map_or("", |end| &said[..end]);
-    let line = complete.lines().next_back().context("it said nothing")?;
+    let line = complete.lines().next_back().context("the program has printed nothing")?;
     serde_json::from_str(line).with_context(|| format!("{line:?} is not JSON"))
 }
 

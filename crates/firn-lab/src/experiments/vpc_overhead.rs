@@ -1,32 +1,42 @@
-//! `vpc-overhead`: how much longer programs take whose VMs are protected together.
+//! `vpc-overhead`: how much longer programs take whose VMs are protected as a cluster.
 //!
-//! Reproduces Figure 5 of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", V.E), and the memory of
-//! V.D: EP and IS of the NAS Parallel Benchmarks (`firn_npb`), as one program in two guests on two hosts, which talk by the guests'
-//! network. EP (class W in quick runs, A in full ones) computes, and puts its sums together at the end. IS (class W) exchanges keys in each
-//! of ten iterations; it is so short that three runs of it count as one. A third host keeps the copies.
+//! Reproduces Figure 5 of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for
+//! Virtual Clusters", V.E), and the memory of V.D: EP and IS of the NAS Parallel Benchmarks
+//! (`firn_npb`), as one program in two guests on two hosts, which communicate by the guests'
+//! network. EP (class W in quick runs, A in full ones) computes, and combines its sums at the end.
+//! IS (class W) exchanges keys in each of ten iterations; it is so short that three runs of it
+//! count as one. A third host is the backup.
 //!
 //! **What varies**:
 //!
-//! - `none`: nobody is protected.
-//! - `vpc`: `firn cluster protect`. What one guest sends the other waits until its own epoch is committed.
-//! - `remus-like`: each VM is protected alone, without prediction (`firn protect --no-prediction`); all that it sends waits.
+//! - `none`: no VM is protected.
+//! - `vpc`: `firn cluster protect`. A frame from one guest to the other waits until its own epoch
+//!   is committed.
+//! - `remus-like`: each VM is protected alone, without prediction (`firn protect --no-prediction`);
+//!   all frames that it sends wait.
 //!
 //! each at 50, 100 and 500 ms from one cut to the next.
 //!
-//! **What is held equal**: the same two guests (512 MiB, one vCPU each) take all turns, in each round anew, which begins with another. A machine's speed
-//! drifts, so there is a turn of `none` before and after each protected one. The run begins when the
-//! first of the two says that they have met, and ends when both are done, by this machine's clock: a guest's own stands still in pauses. The
-//! result has to be the specified one, or it is no run.
+//! **What is held equal**: the same two guests (512 MiB, one vCPU each) run in all turns, in each
+//! round anew, which begins with another turn. A machine's speed drifts, so there is a turn of
+//! `none` before and after each protected one. The run begins when the first of the two guests
+//! reports that they have met, and ends when both are done, by this machine's clock: a guest's own
+//! clock does not advance in pauses. A run whose result is not the specified one does not count.
 //!
-//! **What is measured**: `normalized_time.PROGRAM.SYSTEM.INTERVAL`: of each turn, the run's time to the mean of both turns of `none` beside it. `normalized_cpu`: the same
-//! with the processor time of both hypervisors, so what protection costs the guests where supervisors have processors of their own;
-//! `beside_cpu`: what all else at the three hosts took, to the same. `memory_overhead.PROGRAM.SYSTEM.INTERVAL`: memory of a VM's
-//! supervisor and its guard while it is protected, each page shared out among who has it (Pss), without guest RAM, to the guest's RAM; the
-//! larger of both VMs', the most that was seen. `memory_overhead`: the most of `vpc`.
+//! **What is measured**: `normalized_time.PROGRAM.SYSTEM.INTERVAL`: of each turn, the ratio of the
+//! run's time to the mean of both turns of `none` beside it. `normalized_cpu`: the same with the
+//! processor time of both hypervisors, which is the cost of protection for the guests where
+//! supervisors have processors of their own; `beside_cpu`: the ratio for all other processes at the
+//! three hosts. `memory_overhead.PROGRAM.SYSTEM.INTERVAL`: the ratio of the memory of a VM's
+//! supervisor and its guards while it is protected, each page divided among the processes that
+//! share it (Pss), without guest RAM, to the guest's RAM; the larger of both VMs', the maximum of
+//! all samples. `memory_overhead`: the maximum of `vpc`.
 //!
-//! All of three hosts runs on this machine's processors, of which hypervisors get some for themselves ([`crate::processors`]), as where the
-//! paper measured (machines of 24 processors). On a machine with two, both guests share one: what protection takes of it shows twice as much
-//! as where each has its own. With one, all share it.
+//! All processes of the three hosts run on this machine's processors, of which hypervisors get some
+//! for themselves ([`crate::processors`]), as in the paper's measurements (machines of 24
+//! processors). On a machine with two, both guests share one: processor time that protection takes
+//! from it counts twice as much as where each guest has its own. With one processor, all processes
+//! share it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -50,34 +60,36 @@ use crate::stats::Sample;
 
 const MIB: u32 = 512;
 const PROGRAMS: [&str; 2] = ["ep", "is"];
-/// How large they are. In quick runs EP is so short that the few messages at its end show, which are held; in full ones it is not.
+/// Their problem sizes. In quick runs EP is so short that the few messages at its end, which are
+/// buffered, have an effect; in full ones they have not.
 const EP: (&str, &str) = ("W", "A");
 const IS: &str = "W";
-/// IS takes a second or two, which is little to measure: so often, one after another, is one run.
+/// IS takes a second or two, which is too short to measure: so many runs, one after another, count
+/// as one.
 const IS_TIMES: usize = 3;
-/// From one cut to the next, in milliseconds.
+/// Time from one cut to the next, in milliseconds.
 const INTERVALS: [u64; 3] = [50, 100, 500];
 /// Rounds, in quick and in full runs.
 const ROUNDS: (usize, usize) = (3, 5);
-/// The hosts; the last keeps the copies.
+/// The hosts; the last is the backup.
 const HOSTS: [&str; 3] = ["a", "b", "c"];
 const KEEPS: usize = 2;
 const VMS: [&str; 2] = ["one", "other"];
 const CLUSTER: &str = "pair";
-/// Where the programs listen.
+/// The port at which the programs listen.
 const PORT: u16 = 7100;
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How long a program may take.
 const RUN: Duration = Duration::from_secs(600);
-/// How long protection goes on before a program begins.
+/// How long the VMs are protected before a program begins.
 const SETTLE: Duration = Duration::from_secs(1);
-/// How often a console is looked at, and memory.
+/// Time between two reads of a console, and between two samples of memory.
 const LOOK: Duration = Duration::from_millis(2);
 const LOOK_MEMORY: Duration = Duration::from_secs(1);
-/// What guest RAM is called.
+/// The name of guest RAM in memory maps.
 const RAM: &str = "firn-ram";
 
-/// Who protects.
+/// The system that protects the VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
     Vpc,
@@ -95,14 +107,14 @@ impl System {
     }
 }
 
-/// What is protected by whom and how often; nobody.
+/// The system and its interval; `None` without protection.
 type How = Option<(System, u64)>;
 
 fn told(how: How) -> (&'static str, u64) {
     how.map_or(("none", 0), |(system, interval)| (system.name(), interval))
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-overhead");
     let programs = lab.extent.wanted(&PROGRAMS, str::to_owned);
@@ -115,7 +127,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     for _ in 0..lab.extent.runs(ROUNDS.0, ROUNDS.1) {
         for &how in &hows {
             pair.turn(Some(how), &programs, &mut report).with_context(|| format!("{how:?}"))?;
-            pair.turn(None, &programs, &mut report).context("nobody is protected")?;
+            pair.turn(None, &programs, &mut report).context("without protection")?;
         }
         hows.rotate_left(1);
     }
@@ -129,28 +141,28 @@ pub fn run(lab: &Lab) -> Result<Report> {
 /// The guests, and the hosts.
 struct Pair<'a> {
     lab: &'a Lab,
-    /// Held as long as anything runs.
+    /// Retained as long as any process runs.
     split: Option<Split>,
-    /// Connected before there are copies: those take the names of these sockets.
+    /// Connected before there are standbys, which replace these sockets by their own.
     guests: [Control; 2],
     site: Site,
     turns: u64,
     runs: usize,
 }
 
-/// A run that gave the right result.
+/// The measurements of a run with the right result.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Ran {
     seconds: f64,
-    /// Processor time of both hypervisors, and of all else.
+    /// Processor time of both hypervisors, and of all other processes.
     cpu_s: f64,
     beside_cpu_s: f64,
-    /// Memory of supervisors, to guest RAM.
+    /// The ratio of the supervisors' memory to guest RAM.
     memory: f64,
 }
 
 impl Ran {
-    /// One after another.
+    /// The measurements of this run and the next one as one run.
     fn and(self, next: Self) -> Self {
         Self {
             seconds: self.seconds + next.seconds,
@@ -186,7 +198,7 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// All programs under one protection.
+    /// Runs all programs under one protection.
     fn turn(&mut self, how: How, programs: &[&str], report: &mut Report) -> Result<()> {
         self.turns += 1;
         let turn = self.turns;
@@ -241,7 +253,7 @@ impl<'a> Pair<'a> {
             Some((System::RemusLike, _)) => {
                 for (host, vm) in VMS.iter().enumerate() {
                     self.site.host(host).firn().call("release", &[vm])?;
-                    // What stood by never runs, and would be in the way of the next.
+                    // The standby never runs, and would be in the way of the next one.
                     self.keeper().stop(vm);
                 }
             }
@@ -249,13 +261,13 @@ impl<'a> Pair<'a> {
         Ok(())
     }
 
-    /// A program as often as it takes to be measured.
+    /// Runs a program as often as one measurement needs.
     fn runs(&mut self, program: &str) -> Result<Ran> {
         let times = if program == "is" { IS_TIMES } else { 1 };
         (0..times).try_fold(Ran::default(), |all, _| Ok(all.and(self.run(program)?)))
     }
 
-    /// One run of a program in both guests.
+    /// Runs a program once, in both guests.
     fn run(&mut self, program: &str) -> Result<Ran> {
         self.runs += 1;
         let job = format!("run{}", self.runs);
@@ -292,7 +304,7 @@ impl<'a> Pair<'a> {
             ensure!(ended.exit == 0, "the result is not the specified one: {what}");
             last = last.max(at);
         }
-        let memory = memory.map_err(|_| anyhow::anyhow!("the thread that looks panicked"))??;
+        let memory = memory.map_err(|_| anyhow::anyhow!("the thread that samples memory panicked"))??;
         Ok(Ran {
             seconds: (last - since).as_secs_f64(),
             cpu_s: after.hypervisors - before.hypervisors,
@@ -307,7 +319,7 @@ impl<'a> Pair<'a> {
         let mut cpu = Cpu::default();
         for host in self.site.hosts() {
             for process in host.processes()? {
-                // It may have ended.
+                // The process may have ended.
                 let Ok(seconds) = cpu_seconds(process.pid) else { continue };
                 match primaries.contains(&process.pid) {
                     true => cpu.hypervisors += seconds,
@@ -319,7 +331,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// Processor time so far.
+/// Processor times since the processes began.
 #[derive(Debug, Default)]
 struct Cpu {
     hypervisors: f64,
@@ -327,7 +339,8 @@ struct Cpu {
 }
 
 impl Cpu {
-    /// Of all processes that there are now. One that was not there before has begun since.
+    /// The time of all present processes since `before`. A process that did not exist then has
+    /// begun since.
     fn beside_since(&self, before: &Self) -> f64 {
         let of = |(pid, now): (&i32, &f64)| now - before.beside.get(pid).copied().unwrap_or(0.0);
         self.beside.iter().map(of).sum()
@@ -356,7 +369,7 @@ fn boot_one(lab: &Lab, site: &Site, image: &GuestImage, vm: usize) -> Result<Con
     Ok(Control::connect(&agent, PATIENCE)?)
 }
 
-/// Its address ends so.
+/// The last byte of a VM's address.
 fn number(vm: usize) -> u8 {
     vm as u8 + 1
 }
@@ -365,13 +378,14 @@ fn console(lab: &Lab, vm: usize) -> PathBuf {
     lab.file(&format!("{}.console", VMS[vm]))
 }
 
-/// How often something was said on a console. A copy of the VM that is made empties the file.
+/// How often a text occurs on a console. The start of a VM's standby empties the file.
 fn said(console: &PathBuf, words: &str) -> usize {
     let text = fs::read(console).unwrap_or_default();
     String::from_utf8_lossy(&text).matches(words).count()
 }
 
-/// A rank's part. That it has met the other is told on the console, which nobody holds.
+/// The command of one rank. It reports on the console that it has met the other, for console output
+/// is not buffered.
 fn command(program: &str, quick: bool, rank: usize) -> String {
     let class = match (program, quick) {
         ("ep", true) => EP.0,
@@ -398,7 +412,8 @@ fn pid(status: &Value, what: &str) -> Result<i32> {
     Ok(i32::try_from(pid)?)
 }
 
-/// The most that the supervisors of a VM had of memory until it is over, to the VM's RAM.
+/// The maximum memory of a VM's supervisor and guards until the run is over, as a ratio to the VM's
+/// RAM.
 fn most_memory(statuses: &[Value], is_over: &AtomicBool) -> Result<f64> {
     let mut most = 0.0;
     let bytes = f64::from(MIB) * f64::from(1 << 20);
@@ -431,7 +446,7 @@ fn own_memory(pid: i32) -> Result<u64> {
     Ok(own.filter_map(|map| map.extension.map.get("Pss")).sum())
 }
 
-/// What was measured, by turn, of a program under a protection.
+/// The measured values of a program under a protection, by turn.
 fn turns(report: &Report, program: &str, how: How, field: &str) -> BTreeMap<u64, f64> {
     let (system, interval) = told(how);
     let is_it = |run: &&Value| {
@@ -441,7 +456,7 @@ fn turns(report: &Report, program: &str, how: How, field: &str) -> BTreeMap<u64,
     runs.filter_map(|run| Some((run["turn"].as_u64()?, run[field].as_f64()?))).collect()
 }
 
-/// Of each turn, to what the turns beside it had, without protection.
+/// The ratio of each turn's value to those of the turns beside it, without protection.
 fn normalized(report: &Report, program: &str, how: How, field: &str, to: &str) -> Vec<f64> {
     let bare = turns(report, program, None, to);
     let beside = |turn: u64| {
@@ -475,7 +490,7 @@ fn every() -> impl Iterator<Item = (System, u64)> {
     System::ALL.into_iter().flat_map(|system| INTERVALS.map(|interval| (system, interval)))
 }
 
-/// The most that a VM of a cluster needs.
+/// Adds the maximum memory overhead of a VM of a cluster.
 fn memory(report: &mut Report) {
     let is_vpc = |run: &&Value| run["system"] == System::Vpc.name();
     let all = report.repetitions().iter().filter(is_vpc).filter_map(|run| run["memory"].as_f64());

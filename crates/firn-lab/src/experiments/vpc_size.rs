@@ -1,20 +1,25 @@
-//! `vpc-size`: how many pages an epoch has, by program and interval, with prediction and without.
+//! `vpc-size`: the number of pages of an epoch, by program and interval, with prediction and
+//! without.
 //!
-//! Reproduces Table II of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", V.D): perl, bzip2, gcc
-//! and Xalan. They are not those of SPEC CPU2006 but the distribution's own, on inputs that the guest makes (`vpc_size.sh`): words are
-//! counted and sorted, a text is packed and unpacked, a file of C is compiled, a catalogue is transformed, over and over. A page that is
-//! written in an interval is one, whichever the program; how many that are depends on how fast the guest is, so tables of two machines are
-//! not to be compared by their numbers, but by how they grow.
+//! Reproduces Table II of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for
+//! Virtual Clusters", V.D): perl, bzip2, gcc and Xalan. They are not those of SPEC CPU2006 but the
+//! distribution's own, on inputs that the guest makes (`vpc_size.sh`): words are counted and
+//! sorted, a text is packed and unpacked, a file of C is compiled, a catalogue is transformed, over
+//! and over. A page that is written in an interval counts once, whichever program writes it. The
+//! number of such pages depends on the speed of the guest, so tables of two machines should be
+//! compared by how they grow, not by their numbers.
 //!
 //! **What varies**: the program; the interval, 50, 100 and 500 ms; prediction.
 //!
-//! **What is held equal**: the guest (1 GiB, its root in memory, one vCPU). All take turns in it: each attaches, is cut so often, lets go.
-//! The library sends to a backup in this process, as in `vpc-solo`.
+//! **What is held equal**: the guest (1 GiB, its root in memory, one vCPU). All programs take turns
+//! in it: each turn attaches, makes the same number of cuts, and detaches. The library sends to a
+//! backup in this process, as in `vpc-solo`.
 //!
-//! **What is measured**, each as percentiles over all cuts but the first of each turn: `pages.PROGRAM.INTERVAL`: pages copied at the cut or ahead
-//! of it, which is what an epoch takes in memory; `pages_np`, the same without prediction: pages that were written. `faults` (and
-//! `faults_np`): pages found written that had been protected. `sent`: pages that went to the backup, those left out which hold what they
-//! did before.
+//! **What is measured**, each as percentiles over all cuts but the first of each turn:
+//! `pages.PROGRAM.INTERVAL`: pages copied at the cut or ahead of it, which is the memory that an
+//! epoch needs; `pages_np`, the same without prediction: pages that were written. `faults` (and
+//! `faults_np`): pages found dirty that had been protected. `sent`: pages that were sent to the
+//! backup, without those that hold the same bytes as before.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -33,29 +38,29 @@ use crate::stats::Sample;
 
 const MIB: u32 = 1024;
 const BOOT: Duration = Duration::from_secs(300);
-/// How long the guest may take to make what programs read.
+/// How long the guest may take to make the programs' inputs.
 const MAKE: Duration = Duration::from_secs(300);
-/// What a program is given before it is looked at.
+/// How long a program runs before it is measured.
 const SETTLE: Duration = Duration::from_secs(2);
 const SCRIPT: &str = include_str!("vpc_size.sh");
 const VM: &str = "size";
 const PROGRAMS: [&str; 4] = ["perl", "bzip2", "gcc", "xalan"];
-/// From one cut to the next, in milliseconds.
+/// Time from one cut to the next, in milliseconds.
 const INTERVALS: [u64; 3] = [50, 100, 500];
-/// How long a turn is at least, and in how many cuts, in quick and in full runs.
+/// Minimum duration of a turn, and its minimum number of cuts, in quick and in full runs.
 const LONG: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(10));
 const CUTS: (usize, usize) = (15, 50);
-/// Turns of each, in quick and in full runs.
+/// Turns of each program, in quick and in full runs.
 const TURNS: (usize, usize) = (1, 3);
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
-/// What is told of each epoch.
+/// The values that are reported of each epoch.
 const FIELDS: [&str; 3] = ["pages", "faults", "sent"];
 const SIGKILL: i32 = 9;
 
-/// Whether pages are predicted, and how keys end by that.
+/// Whether pages are predicted, and the ending of keys.
 const SYSTEMS: [(bool, &str); 2] = [(true, ""), (false, "_np")];
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-size");
     let programs = lab.extent.wanted(&PROGRAMS, str::to_owned);
@@ -107,14 +112,14 @@ impl<'a> Guest<'a> {
         Ok(Self { lab, control, monitor, pid: i32::try_from(pid)? })
     }
 
-    /// Has a program run, and do so for a while.
+    /// Starts a program, and lets it run for a while.
     fn run(&mut self, program: &str) -> Result<()> {
         self.control.spawn(program, &["sh", "/tmp/work", program])?;
         std::thread::sleep(SETTLE);
         self.check(program)
     }
 
-    /// A program that has ended was not measured.
+    /// Fails if a program has ended: it was not measured then.
     fn check(&mut self, program: &str) -> Result<()> {
         match self.control.poll(program)? {
             crate::guest::JobState::Running { .. } => Ok(()),
@@ -159,7 +164,7 @@ fn told(program: &str, interval: u64, predicts: bool, epochs: &[Numbers]) -> Val
         "sent": rest().filter_map(|it| it.sent).collect::<Vec<_>>() })
 }
 
-/// What was told of each epoch.
+/// The reported values of all epochs.
 fn of_epochs(
     report: &Report,
     program: &str,

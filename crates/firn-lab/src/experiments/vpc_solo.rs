@@ -1,32 +1,42 @@
-//! `vpc-solo`: how long a VM stands still for each epoch, with prediction, without, and as others do it.
+//! `vpc-solo`: the pause of a VM for each epoch, with prediction, without, and as other systems
+//! make it.
 //!
-//! Reproduces Table I of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", V.B): a VM of 512
-//! MB, idle, computing (EP of the NAS Parallel Benchmarks, on each vCPU), and serving pages. nginx takes the place of Apache.
-//! `writers` is none of the paper's: pages written at random in a memory much larger than what one interval writes, where there is
-//! nothing to predict.
+//! Reproduces Table I of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for
+//! Virtual Clusters", V.B): a VM of 512 MB, idle, computing (EP of the NAS Parallel Benchmarks, on
+//! each vCPU), and serving pages. nginx replaces Apache. `writers` is not in the paper: pages
+//! written at random in a memory much larger than the pages of one interval, so that no prediction
+//! is possible.
 //!
 //! **What varies**, at the same interval between cuts:
 //!
-//! - `vpc`: Firn's epochs. What was written and is not expected to be written again up to the cut is copied ahead of it; the rest in the
-//!   pause. Pages written at the end of one epoch start the next writable, and are compared after the pause. This is not the
-//!   prediction of the paper, from epoch to epoch, which saves faults, and no time in a pause as Firn makes it.
-//! - `no-prediction`: Firn's epochs, but everything written is copied and protected again in the pause.
-//! - `remus-like`: as Remus does in the words of its paper and QEMU's commands: `stop`, device state, find what was written, protect
-//!   *all* of RAM again (Xen's log-dirty mode is cleaned as a whole), copy what was written to one of two buffers, `cont`. The buffer
-//!   is sent while the VM runs; if it is not sent by the next cut, that waits, with the VM running.
-//! - `vnsnap-like`: a snapshot of all of memory each time, as VPC describes VNsnap-memory (section II): it is kept in memory, which
-//!   takes as much again as the VM has. One pass copies everything that is backed while the VM runs; then `stop`, device state, a copy of
-//!   what was written during the pass, `cont`. VPC does not say how many passes its own prototype made; more would make the pause
-//!   shorter. The pass takes longer than the interval if memory is large: the next begins when the last has ended.
+//! - `vpc`: Firn's epochs. Dirty pages that are not expected to be written again before the cut are
+//!   copied ahead of it, the others in the pause. Pages written at the end of one epoch start the
+//!   next writable, and are compared after the pause. This is not the prediction of the paper, from
+//!   epoch to epoch, which saves faults, and no time in a pause as Firn makes it.
+//! - `no-prediction`: Firn's epochs, but all dirty pages are copied and protected again in the
+//!   pause.
+//! - `remus-like`: as Remus does according to its paper, with QEMU's commands: `stop`, device
+//!   state, find the dirty pages, protect *all* of RAM again (Xen's log-dirty mode is cleaned as a
+//!   whole), copy the dirty pages to one of two buffers, `cont`. The buffer is sent while the VM
+//!   runs. If it is not sent by the next cut, the cut waits, with the VM running.
+//! - `vnsnap-like`: a snapshot of all of memory each time, as VPC describes VNsnap-memory (section
+//!   II): it is stored in memory, which needs as much again as the VM has. One pass copies all
+//!   backed pages while the VM runs; then `stop`, device state, a copy of the pages dirtied during
+//!   the pass, `cont`. VPC does not give the number of passes of its own prototype; more passes
+//!   would make the pause shorter. The pass takes longer than the interval if memory is large: the
+//!   next begins when the last has ended.
 //!
-//! **What is held equal**: all take turns on the same guest; all attach for their turn and let go after it; the same calls find and
-//! copy pages. `vpc`, `no-prediction` and `remus-like` send to a backup in the same process, by a socket. The experiment uses the
-//! library of the epochs, because the others need its pauses.
+//! **What is held equal**: all systems take turns on the same guest; all attach for their turn and
+//! detach after it; the same calls find and copy pages. `vpc`, `no-prediction` and `remus-like`
+//! send to a backup in the same process, by a socket. The experiment uses the library of the
+//! epochs, because the other systems need its pauses.
 //!
-//! **What is measured**: `downtime_ms.WORKLOAD.SYSTEM`, percentiles over all cuts but the first of each turn: the time between the
-//! hypervisor's events `STOP` and `RESUME`. `turn_ms` is the median of each turn, with its spread over turns. `stood_still_ms`: the
-//! longest time in a turn for which the guest's own clock stood still, the first cut and attaching included. `copied_pages` in
-//! a pause, `ahead_pages`: copied ahead of it and not written again; `faults`: pages found written that had been protected.
+//! **What is measured**: `downtime_ms.WORKLOAD.SYSTEM`, percentiles over all cuts but the first of
+//! each turn: the time between the hypervisor's events `STOP` and `RESUME`. `turn_ms` is the median
+//! of each turn, with its spread over turns. `stood_still_ms`: the longest time in a turn for which
+//! the guest's own clock did not advance, the first cut and attaching included. `copied_pages`:
+//! pages copied in a pause. `ahead_pages`: pages copied ahead of it and not written again.
+//! `faults`: pages found dirty that had been protected.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -55,25 +65,25 @@ use crate::web::{WebLoad, first_page};
 
 const INTERVAL: Duration = Duration::from_millis(100);
 const MIB: u32 = 512;
-/// The web server's guest has its root in memory.
+/// Memory of the web server's guest, which has its root in memory.
 const WEB_MIB: u32 = 1024;
 const BOOT: Duration = Duration::from_secs(300);
 const SETTLE: Duration = Duration::from_millis(500);
 const BEATS_PER_S: u32 = 200;
 /// Clients of the web server.
 const CLIENTS: u64 = 2;
-/// How often a client asks once more, and how long it waits for a page.
+/// How often a client retries, and how long it waits for a page.
 const AGAIN: Duration = Duration::from_millis(250);
 const PATIENCE: Duration = Duration::from_secs(60);
 const HTTP: u16 = 80;
-/// Turns of each system, in quick and in full runs, and cuts in each.
+/// Turns of each system, in quick and in full runs, and cuts in each turn.
 const TURNS: (usize, usize) = (2, 6);
 const CUTS: (usize, usize) = (30, 100);
 /// Pages copied at once while the guest runs.
 const PASS_PAGES: usize = 1024;
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
 
-/// Who cuts.
+/// The system that makes the cuts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
     Vpc,
@@ -95,7 +105,7 @@ impl System {
     }
 }
 
-/// What the guest does.
+/// The workload of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Workload {
     Idle,
@@ -116,7 +126,7 @@ impl Workload {
         }
     }
 
-    /// For a shell.
+    /// The command for a shell in the guest.
     fn command(self) -> Option<&'static str> {
         match self {
             Self::Idle | Self::Nginx => None,
@@ -130,7 +140,7 @@ impl Workload {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-solo");
     report.host("interval_ms", INTERVAL.as_millis() as u64);
@@ -148,7 +158,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// A guest at work.
+/// A guest at work, whose VM is cut.
 struct Guest<'a> {
     lab: &'a Lab,
     workload: Workload,
@@ -217,7 +227,7 @@ impl<'a> Guest<'a> {
         follow(&self.monitor, self.pid)
     }
 
-    /// Firn's own.
+    /// Firn's own epochs.
     fn epochs(&self, predicts: bool, cuts: usize) -> Result<Vec<CutNumbers>> {
         let options = Options { interval: INTERVAL, predicts, ..Options::default() };
         let epochs = epochs(self.follow()?, options, cuts)?;
@@ -237,7 +247,7 @@ impl<'a> Guest<'a> {
             let sending = thread::spawn(move || -> Result<()> {
                 for copied in filled {
                     copied.send(&mut writer)?;
-                    // Nobody may want it any more.
+                    // The receiver may be gone.
                     let _ = empty.send(copied.bytes);
                 }
                 Ok(())
@@ -290,7 +300,7 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// A guest's command line, and where its web server is reached if it has one.
+/// A guest's command line, and the address of its web server if it has one.
 fn args(workload: Workload) -> Result<(QemuArgs, Option<SocketAddr>)> {
     let accel = accel::decide().accel;
     if workload != Workload::Nginx {
@@ -311,7 +321,7 @@ fn serve(address: SocketAddr, seed: u64) -> Result<WebLoad> {
     Ok(WebLoad::start(address, CLIENTS, seed, PATIENCE))
 }
 
-/// What one of two buffers holds.
+/// The contents of one of the two buffers.
 #[derive(Default)]
 struct Copied {
     epoch: Epoch,
@@ -328,7 +338,7 @@ impl Copied {
     }
 }
 
-/// Copies all that is backed while the guest runs.
+/// Copies all backed pages while the guest runs.
 fn pass(guest: &Followed, snapshot: &mut [u8], buffer: &mut Vec<u8>) -> Result<()> {
     let backed: Vec<Page> =
         guest.memory().backed_runs()?.into_iter().flat_map(Page::each).collect();
@@ -371,7 +381,7 @@ fn turns(report: &Report, workload: Workload, system: System) -> impl Iterator<I
     report.repetitions().iter().filter(is_it)
 }
 
-/// What was measured of each cut.
+/// The measured values of all cuts.
 fn of_cuts(report: &Report, workload: Workload, system: System, field: &str) -> Vec<f64> {
     let values = turns(report, workload, system).filter_map(|turn| turn[field].as_array());
     values.flatten().filter_map(Value::as_f64).collect()

@@ -1,25 +1,26 @@
-//! Work in a guest, for what something else costs it: of a fixed amount, which says how long it took, or without an end,
-//! which can be asked how far it is.
+//! Guest workloads, to measure how much another activity slows a guest. A workload either has a
+//! fixed amount of work and reports how long it took, or runs without an end and reports its
+//! progress on request.
 
 use anyhow::{Context as _, Result};
 use serde::Deserialize;
 
 use super::synthetic::{last_line, words};
 
-/// vCPUs of the guest that works.
+/// vCPUs of the working guest.
 pub(super) const VCPUS: u32 = 2;
 /// How much computation the synthetic workload does with each page.
 const WORK: u32 = 16;
 
-/// Where endless work in the guest writes what it says.
+/// The guest's file in which endless work writes its output.
 pub(super) const SAID: &str = "/tmp/work.said";
 
-/// What a guest is busy with.
+/// A kind of work in a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Workload {
-    /// The paper's: reads pages in order, each with a good deal of computation.
+    /// The paper's: reads pages in order, with a good deal of computation for each.
     Synthetic,
-    /// Reads and writes pages at random, flat out.
+    /// Reads and writes pages at random, as fast as it can.
     Writers,
     /// A long computation over a little memory.
     Sha,
@@ -39,7 +40,8 @@ impl Workload {
         }
     }
 
-    /// The command line, for so many units of work. It says when it has begun, and how long it took.
+    /// The command line for a number of units of work. The work prints when it has begun, and how
+    /// long it took.
     pub(super) fn command(self, mib: u32, units: u64) -> Vec<String> {
         let quarter = mib / 4;
         let line = match self {
@@ -63,7 +65,8 @@ impl Workload {
         words(&line).into_iter().map(str::to_owned).collect()
     }
 
-    /// The command line of the same work without an end, which can be asked [`how far`](Self::how_far) it is.
+    /// The command line of the same work without an end. [`Self::progress_command`] reads its
+    /// progress.
     pub(super) fn endless(self, mib: u32) -> Vec<String> {
         let program = match self {
             Self::Synthetic | Self::Writers => {
@@ -84,7 +87,8 @@ impl Workload {
         ["sh", "-c", &format!("rm -f {SAID}; {{ {program}; }} > {SAID}")].map(str::to_owned).into()
     }
 
-    /// The command line that says how far endless work is: `progress` in units of its own, `seconds` by the guest's clock.
+    /// The command line that prints the progress of endless work: `progress` in units of that work,
+    /// `seconds` by the guest's clock.
     pub(super) fn how_far(self) -> Vec<String> {
         let script = match self {
             Self::Synthetic | Self::Writers | Self::Sha => format!("tail -n 1 {SAID}"),
@@ -97,7 +101,7 @@ impl Workload {
         ["sh", "-c", &script].map(str::to_owned).into()
     }
 
-    /// Units to find out with how fast it is.
+    /// Units of a trial that measures how fast the work is.
     pub(super) fn trial(self) -> u64 {
         match self {
             Self::Synthetic => 4_000,
@@ -108,7 +112,7 @@ impl Workload {
     }
 }
 
-/// A program that says nothing about its time, timed by the guest's shell.
+/// A program that does not print its duration, timed by the guest's shell.
 fn timed(program: &str) -> Vec<String> {
     let now = "$(cut -d' ' -f1 /proc/uptime)";
     let script = format!(
@@ -117,41 +121,41 @@ fn timed(program: &str) -> Vec<String> {
     ["sh", "-c", &script].map(str::to_owned).into()
 }
 
-/// How far endless work is.
+/// Progress of endless work.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 pub(super) struct Progress {
-    /// Units done since it began.
+    /// Units done since its begin.
     progress: f64,
-    /// When, by the guest's clock.
+    /// The time, by the guest's clock.
     seconds: f64,
-    /// Pages that were not what they should be.
+    /// Pages with wrong content.
     #[serde(default)]
     wrong: u64,
 }
 
 impl Progress {
-    /// What the guest said; `None` if it has nothing to say yet.
+    /// Parses the guest's output; `None` if there is none yet.
     pub(super) fn parse(said: &str) -> Option<Self> {
         serde_json::from_str(said.trim_end()).ok()
     }
 
-    /// Whether the work has found memory that was wrong.
+    /// Whether the work has found wrong memory.
     pub(super) fn is_wrong(self) -> bool {
         self.wrong > 0
     }
 
-    /// Units per second since an earlier moment.
+    /// Units per second since an earlier time.
     pub(super) fn rate_since(self, earlier: Self) -> f64 {
         (self.progress - earlier.progress) / (self.seconds - earlier.seconds)
     }
 }
 
-/// How long the work took, by its last line.
+/// The duration of the work, from its last line of output.
 pub(super) fn seconds(said: &str) -> Result<f64> {
     let line = last_line(said)?;
     let took = line["seconds"].as_f64();
     let span = || Some(line["until"].as_f64()? - line["from"].as_f64()?);
-    took.or_else(span).with_context(|| format!("{line} tells no time"))
+    took.or_else(span).with_context(|| format!("{line} contains no time"))
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
-//! Runs programs in a guest, through its agent.
+//! Guest control: runs programs in a guest, through the guest's agent.
 //!
-//! The agent's end of the channel is a virtio port, ours a unix socket of QEMU. A socket takes one client at a time
-//! and answers nobody until the guest's agent runs, so connecting means: open, ask, and try again until somebody
-//! answers. After a restore the socket is a new one: connect again; what was [`Control::spawn`]ed before the
-//! checkpoint is still there.
+//! The agent's end of the channel is a virtio port, the lab's end a unix socket of QEMU. A socket
+//! accepts one client at a time, and no reply arrives until the guest's agent runs. So connecting
+//! means: open, send a ping, and try again until a reply arrives. After a restore the socket is a
+//! new one, and the client must connect again. The programs that were started by
+//! [`GuestControl::spawn_job`] before the checkpoint still run.
 
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
@@ -16,29 +17,29 @@ use thiserror::Error;
 
 /// How long a request other than `run` and `wait` may take.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a new client waits for the agent's sign of life before it opens the socket anew.
+/// How long a new client waits for the agent's reply to a ping before it opens the socket anew.
 const HELLO: Duration = Duration::from_millis(500);
 
-/// A guest could not be asked, or did not do what it was asked to.
+/// A request to a guest's agent failed.
 #[derive(Debug, Error)]
 pub enum ControlError {
-    /// Nobody answered at the socket.
+    /// No agent answered at the socket.
     #[error("no agent answers at {} after {:.1} s", path.display(), waited.as_secs_f64())]
     NoAgent {
         /// The socket.
         path: PathBuf,
-        /// How long was tried.
+        /// How long the client tried.
         waited: Duration,
     },
-    /// The connection broke, or nothing came in time.
+    /// The connection broke, or no reply came in time.
     #[error("the agent at {} does not answer", .0.display())]
     Broken(PathBuf, #[source] io::Error),
-    /// The agent could not do it.
+    /// The agent could not execute the request.
     #[error("{what}: {reason}")]
     Refused {
-        /// What was asked.
+        /// The request.
         what: String,
-        /// What the agent said.
+        /// The agent's reason.
         reason: String,
     },
     /// A program ended with an error.
@@ -48,18 +49,18 @@ pub enum ControlError {
         what: String,
         /// Its exit code.
         exit: i32,
-        /// What it said, from the end.
+        /// The end of its output.
         said: String,
     },
-    /// An answer of a kind that does not belong to the request.
-    #[error("{what}: the agent gave an answer to something else")]
+    /// The kind of the reply does not match the request.
+    #[error("{what}: the agent's reply belongs to another request")]
     Confused {
-        /// What was asked.
+        /// The request.
         what: String,
     },
 }
 
-/// How a spawned program is doing.
+/// The state of a spawned program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobState {
     /// It runs; its standard output and error so far.
@@ -106,7 +107,7 @@ impl Control {
         Ok(control)
     }
 
-    /// Runs a program to its end, whatever its exit code; no longer than `limit`.
+    /// Runs a program to its end, whatever its exit code; for at most `limit`.
     pub fn run_within(
         &mut self,
         argv: &[&str],
@@ -126,14 +127,14 @@ impl Control {
         success(&argv.join(" "), ended)
     }
 
-    /// Starts a program that goes on by itself, also across a checkpoint.
+    /// Starts a program that runs in the background, also across a checkpoint.
     pub fn spawn(&mut self, job: &str, argv: &[&str]) -> Result<(), ControlError> {
         let what = argv.join(" ");
         let action = Action::Spawn { job: job.to_owned(), argv: owned(argv) };
         self.ask(&what, action, PATIENCE).map(drop)
     }
 
-    /// How a spawned program is doing.
+    /// Returns the state of a spawned program.
     pub fn poll(&mut self, job: &str) -> Result<JobState, ControlError> {
         match self.ask(job, Action::Poll { job: job.to_owned() }, PATIENCE)? {
             Outcome::Running { stdout, stderr, .. } => Ok(JobState::Running { stdout, stderr }),
@@ -141,7 +142,8 @@ impl Control {
         }
     }
 
-    /// Waits until a spawned program has written a line that contains `words`; returns its output so far.
+    /// Waits until a spawned program has written a line that contains `words`; returns its output
+    /// so far.
     pub fn wait_output(
         &mut self,
         job: &str,
@@ -197,7 +199,8 @@ impl Control {
         }
     }
 
-    /// The leading line end finishes whatever a former client left half said.
+    /// Sends a request. The leading line end terminates a line that an earlier client may have left
+    /// incomplete.
     fn send(&mut self, request: &Request) -> io::Result<()> {
         let line = format!("\n{}\n", serde_json::to_string(request)?);
         let stream = self.stream.get_mut();
@@ -205,7 +208,7 @@ impl Control {
         stream.write_all(line.as_bytes())
     }
 
-    /// Skips answers meant for former clients.
+    /// Reads the response to a request. Skips responses to earlier clients.
     fn answer_to(&mut self, id: u64, limit: Duration) -> io::Result<Response> {
         let deadline = Instant::now() + limit;
         let mut line = Vec::new();

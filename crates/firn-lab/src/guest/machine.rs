@@ -1,4 +1,4 @@
-//! A guest under plain QEMU, without Firn.
+//! Plain guest: a guest under QEMU, without Firn.
 
 use std::fs::{self, File};
 use std::io;
@@ -16,11 +16,11 @@ use crate::disk_profile::Throttle;
 /// What a guest prints on its console once its services answer.
 pub const READY: &str = "firn: ready";
 
-/// A guest did not come up.
+/// A guest did not start.
 #[derive(Debug, Error)]
 pub enum MachineError {
-    /// Files beside the guest could not be made.
-    #[error("cannot make a directory for the guest")]
+    /// Files of the guest could not be created.
+    #[error("cannot create a directory for the guest")]
     Directory(#[source] io::Error),
     /// QEMU could not be started.
     #[error("cannot start {0}")]
@@ -28,22 +28,22 @@ pub enum MachineError {
     /// QEMU ended before the guest was ready.
     #[error("QEMU ended ({status}): {said}")]
     Ended {
-        /// How.
+        /// Its exit status.
         status: String,
-        /// The last lines it wrote.
+        /// The last lines of its log.
         said: String,
     },
     /// The guest was not ready in time.
     #[error("the guest was not ready after {seconds} s; its console ends with: {console}")]
     NotReady {
-        /// How long was waited.
+        /// The time limit.
         seconds: u64,
         /// The last lines of its console.
         console: String,
     },
 }
 
-/// A running QEMU; dropping it kills it.
+/// A running QEMU without Firn; dropping it kills the process.
 #[derive(Debug)]
 pub struct Machine {
     child: Child,
@@ -60,7 +60,7 @@ impl Machine {
         Self::start_by(command, args)
     }
 
-    /// The same under a disk profile.
+    /// Starts QEMU under a disk profile.
     pub fn start_under(args: QemuArgs, throttle: &Throttle) -> Result<Self, MachineError> {
         let command = throttle.command(args.program_name());
         Self::start_by(command, args)
@@ -76,7 +76,7 @@ impl Machine {
                 (args.console(&console), console)
             }
         };
-        // What an earlier guest left there would look like this one's.
+        // The output of an earlier guest would look like this one's.
         let _ = fs::remove_file(&console);
         let log = directory.path().join("qemu.log");
         let program = args.program_name().to_string_lossy().into_owned();
@@ -95,12 +95,12 @@ impl Machine {
         self.child.id()
     }
 
-    /// Waits until the guest says that its services answer; returns how long that took from the start.
+    /// Waits until the guest prints that its services answer; returns the time since the start.
     pub fn wait_ready(&mut self, limit: Duration) -> Result<Duration, MachineError> {
         self.wait_for(READY, limit)
     }
 
-    /// Waits until the guest has written `words` to its console; returns how long that took from the start.
+    /// Waits until the guest has written `words` to its console; returns the time since the start.
     pub fn wait_for(&mut self, words: &str, limit: Duration) -> Result<Duration, MachineError> {
         loop {
             let console = self.console();

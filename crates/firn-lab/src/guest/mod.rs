@@ -1,14 +1,14 @@
-//! Test guests: built, started under QEMU, and talked to.
+//! Test guests: built by a script, started under QEMU, controlled by their agent.
 //!
 //! ```text
 //!   GuestImage::small()      kernel and initrd, built by guests/build if they are not cached
-//!   QemuArgs                 the command line of a guest, as a user would type it; Firn adds its part to it
-//!   Machine                  a QEMU started from it without Firn: for boots, floors and peers
-//!   Control                  runs programs in the guest, over a virtio port
-//!   Redis                    loads the guest's Redis and checks what it holds
+//!   QemuArgs                 the command line of a guest, as a user would type it; Firn adds options to it
+//!   PlainGuest               a QEMU started from it without Firn: for boots, floors and peers
+//!   GuestControl             runs programs in the guest, over a virtio port
+//!   RedisClient              loads the guest's Redis and checks its data
 //! ```
 //!
-//! [`accel::decide`] is the only place that chooses between KVM and TCG.
+//! Only [`accel::choose_accel`] chooses between KVM and TCG.
 
 pub mod accel;
 mod control;

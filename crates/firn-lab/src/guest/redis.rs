@@ -1,4 +1,4 @@
-//! A minimal Redis client: the few commands a test needs, in RESP2.
+//! Redis client, minimal: the few commands that tests need, in RESP2.
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -9,13 +9,13 @@ use thiserror::Error;
 
 /// Longest value accepted from a server, in bytes.
 const BULK_BYTES_MAX: usize = 64 << 20;
-/// How long a server may take to answer, unless set otherwise.
+/// How long a server may take to answer by default.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Redis did not answer, or not what it should.
+/// Redis did not answer, or answered with an error.
 #[derive(Debug, Error)]
 pub enum RedisError {
-    /// Nobody answers.
+    /// No server answers.
     #[error("Redis does not answer at {0}")]
     Unreachable(SocketAddr, #[source] io::Error),
     /// The connection broke in the middle.
@@ -24,12 +24,12 @@ pub enum RedisError {
     /// Redis refused a command.
     #[error("Redis: {0}")]
     Refused(String),
-    /// An answer that is not of the expected kind.
-    #[error("Redis gave an answer that makes no sense here: {0}")]
+    /// A reply of an unexpected kind.
+    #[error("unexpected reply of Redis: {0}")]
     Confused(String),
 }
 
-/// An answer.
+/// A reply in RESP2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Reply {
     Simple(String),
@@ -75,12 +75,12 @@ impl Redis {
         Ok(redis)
     }
 
-    /// How long the server may take to answer from now on.
+    /// Sets how long the server may take to answer from now on.
     pub fn set_patience(&mut self, limit: Duration) -> io::Result<()> {
         self.stream.get_ref().set_read_timeout(Some(limit))
     }
 
-    /// Asks for a sign of life.
+    /// Sends a PING and waits for the reply.
     pub fn ping(&mut self) -> Result<(), RedisError> {
         self.call(&[b"PING"])?.expect_simple("PONG")
     }
@@ -90,7 +90,8 @@ impl Redis {
         self.call(&[b"SET", key.as_bytes(), value])?.expect_simple("OK")
     }
 
-    /// Appends to the value of a key, and waits for so long until a replica has that too; false if none has.
+    /// Appends to the value of a key, and waits up to `limit` until a replica has the write too;
+    /// false if none has.
     pub fn append_twice(
         &mut self,
         key: &str,
@@ -105,7 +106,7 @@ impl Redis {
         Ok(self.reply()?.number()? > 0)
     }
 
-    /// Becomes a replica of another.
+    /// Makes this server a replica of another.
     pub fn replicate(&mut self, of: SocketAddr) -> Result<(), RedisError> {
         let [host, port] = [of.ip().to_string(), of.port().to_string()];
         self.call(&[b"REPLICAOF", host.as_bytes(), port.as_bytes()])?.expect_simple("OK")
@@ -116,12 +117,12 @@ impl Redis {
         self.call(&[b"GET", key.as_bytes()])?.value()
     }
 
-    /// How many keys there are.
+    /// Number of keys.
     pub fn dbsize(&mut self) -> Result<u64, RedisError> {
         self.call(&[b"DBSIZE"])?.number()
     }
 
-    /// Forgets all keys.
+    /// Deletes all keys.
     pub fn flush(&mut self) -> Result<(), RedisError> {
         self.call(&[b"FLUSHALL"])?.expect_simple("OK")
     }
@@ -138,7 +139,7 @@ impl Redis {
         Ok(self.stream.get_mut().write_all(commands)?)
     }
 
-    /// The next answer.
+    /// Reads the next reply.
     pub(super) fn reply(&mut self) -> Result<Reply, RedisError> {
         let line = self.line()?;
         let confused = || RedisError::Confused(line.clone());

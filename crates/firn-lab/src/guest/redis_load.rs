@@ -1,4 +1,5 @@
-//! Fills a guest's Redis with values that can be checked without remembering them.
+//! Redis load: fills a guest's Redis with values that can be checked without storing them
+//! elsewhere.
 //!
 //! ```text
 //!   key    firn:NUMBER
@@ -12,21 +13,22 @@ use firn_guest::stamp::mix;
 
 use super::redis::{Redis, RedisError, encode};
 
-/// Commands on their way at once: enough to hide the round trip, few enough for a small guest.
+/// Maximum number of unanswered commands: enough to hide the round trip, few enough for a small
+/// guest.
 const WINDOW: u64 = 64;
 
-/// What to load.
+/// The keys and values to load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RedisLoad {
-    /// Which keys.
+    /// The numbers of the keys.
     pub keys: Range<u64>,
     /// Bytes of each value.
     pub value_bytes: usize,
-    /// Tells this load's values from another's of the same keys.
+    /// Distinguishes this load's values from another's of the same keys.
     pub generation: u64,
 }
 
-/// What came of it.
+/// The result of writing or checking a load.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadReport {
     /// Keys written or checked.
@@ -35,7 +37,7 @@ pub struct LoadReport {
     pub missing: u64,
     /// Keys with another value than they should have.
     pub wrong: u64,
-    /// The first of both.
+    /// Descriptions of the first missing or wrong keys.
     pub told: Vec<String>,
     /// How long it took.
     pub took: Duration,

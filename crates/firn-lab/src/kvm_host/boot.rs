@@ -1,4 +1,4 @@
-//! Starting the first-level guest: booted once and saved, restored ever after.
+//! First-level guest start: boots the guest once and saves it; later runs restore it.
 
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -15,14 +15,14 @@ use super::KvmHost;
 use super::error::KvmHostError;
 use super::task::Task;
 
-/// QEMU for the first level: the stock one, whatever the second level runs.
+/// QEMU for the first level: the system's own, whatever the second level uses.
 const QEMU: &str = "qemu-system-x86_64";
 /// How long a boot may take on a busy host.
 const BOOT: Duration = Duration::from_secs(180);
-/// How long a state of about 100 MB may take to be written.
+/// How long writing a state of about 100 MB may take.
 const SAVE: Duration = Duration::from_secs(120);
 
-/// A first-level guest to be started, with a directory for its sockets.
+/// A first-level guest to start, with a directory for its sockets.
 pub(super) struct Boot<'a> {
     host: &'a KvmHost,
     directory: TempDir,
@@ -38,12 +38,12 @@ impl<'a> Boot<'a> {
         Ok(Self { host, directory })
     }
 
-    /// A file that goes when the guest goes.
+    /// A file that is removed when the guest ends.
     pub(super) fn place(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// The file that holds the booted guest; boots and saves it if there is none.
+    /// The file with the booted guest. Boots and saves the guest if the file does not exist.
     pub(super) fn saved_state(&self) -> Result<PathBuf, KvmHostError> {
         let state = self.host.disk.with_file_name(format!("state-{:016x}", self.key()?));
         let told = || format!("lock {}", state.display());
@@ -89,7 +89,8 @@ impl<'a> Boot<'a> {
         Task::connect(child, self.directory.path(), BOOT)
     }
 
-    /// The command line. What a saved state depends on must not differ between runs: no path is part of it.
+    /// The command line. Values that a saved state depends on must not differ between runs, so it
+    /// includes no path.
     fn args(&self, payload: &Path) -> Vec<String> {
         let at = |name: &str| self.place(name).display().to_string();
         let mut args: Vec<String> = machine().iter().map(|&word| word.to_owned()).collect();
@@ -109,7 +110,8 @@ impl<'a> Boot<'a> {
         args
     }
 
-    /// What a saved state is good for: the very same guest files, QEMU and machine.
+    /// Hash of QEMU and machine. A saved state is valid only for the very same guest files, QEMU
+    /// and machine.
     fn key(&self) -> Result<u64, KvmHostError> {
         let version = Command::new(QEMU).arg("--version").output();
         let version = version.map_err(KvmHostError::file(format!("run {QEMU}")))?;
@@ -144,7 +146,7 @@ fn machine() -> &'static [&'static str] {
     ]
 }
 
-/// Has QEMU write its state to a file; it stands still afterwards.
+/// Makes QEMU write its state to a file; the guest is paused afterwards.
 fn save(qmp: &Path, state: &Path) -> Result<(), KvmHostError> {
     let mut qmp = Qmp::connect(qmp, SAVE)?;
     let to = format!("exec:cat > '{}'", state.display());

@@ -1,4 +1,4 @@
-//! `firn-lab kvm-host`.
+//! KVM host command: `firn-lab kvm-host`.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,28 +7,30 @@ use std::time::Duration;
 use super::{KvmHost, KvmHostError, Payload};
 use crate::guest::GuestImage;
 
-/// Runs a command in a machine in which KVM works: Linux under QEMU, which emulates AMD's virtualization.
+/// Runs a command in a machine in which KVM works: Linux under QEMU, which emulates AMD's
+/// virtualization.
 ///
-/// The command finds the given programs in its directory, and the small guest where the lab looks for it.
+/// The command finds the given programs in its directory, and the small guest where the lab expects
+/// it.
 ///
 /// Example: firn-lab kvm-host --program target/release/firn -- './firn doctor'
 #[derive(clap::Args, Debug)]
 #[command(verbatim_doc_comment)]
 pub struct Command {
-    /// A program of this host to bring, with the libraries it loads.
+    /// A program of this host to copy into the guest, with the libraries it loads.
     #[arg(long = "program", value_name = "PATH")]
     programs: Vec<PathBuf>,
-    /// A file to bring.
+    /// A file to copy into the guest.
     #[arg(long = "file", value_name = "PATH")]
     files: Vec<PathBuf>,
-    /// Gives up after so many seconds.
+    /// Time limit, in seconds.
     #[arg(long, default_value_t = 600)]
     limit_s: u64,
-    /// Processors of the first-level guest. More than one are quicker, and not to be relied on: the emulation is at
-    /// fault then when a busy second-level guest ends by itself.
+    /// Processors of the first-level guest. Several are faster, and not reliable: with them, the
+    /// emulation is at fault when a busy second-level guest ends by itself.
     #[arg(long, default_value_t = 1)]
     cpus: u32,
-    /// With the kernel of Debian's backports, which can remember which pages a process wrote.
+    /// Use the kernel of Debian's backports, which can track the pages that a process writes.
     #[arg(long)]
     newer_kernel: bool,
     /// A shell command line.
@@ -37,7 +39,7 @@ pub struct Command {
 }
 
 impl Command {
-    /// Runs it; returns the command's exit code.
+    /// Runs the command; returns its exit code.
     pub fn run(&self) -> Result<i32, KvmHostError> {
         let payload = self.payload(&GuestImage::small()?);
         let limit = Duration::from_secs(self.limit_s);

@@ -1,17 +1,19 @@
-//! A machine in which KVM works, on any host: Linux under QEMU's TCG, which emulates AMD's virtualization.
+//! KVM host: a machine in which KVM works, on any host: Linux under QEMU's TCG, which emulates
+//! AMD's virtualization.
 //!
 //! ```text
 //!   host, its own kernel          KvmHost::new(), run()
 //!     first-level guest           Debian's kernel, /dev/kvm, stock QEMU; built by `guests/build kvm-host`
-//!       command                   firn, firn-lab, a test: whatever the Payload brings
+//!       command                   firn, firn-lab, a test: what the GuestPayload contains
 //!         second-level guest      under `-accel kvm`, its page faults taken by KVM
 //! ```
 //!
-//! Correctness there is that of hardware, time says nothing. It has one processor unless told otherwise: with two, each
-//! emulated by a thread of its own, busy second-level guests end by a triple fault every few minutes, Firn or no Firn,
-//! and at times the first-level kernel with them (seen with QEMU 7.2 and 10, and not with one).
-//! The first boot is saved to a file beside the guest image;
-//! later runs start from that file. A run gets its files as a tar on a disk and leaves nothing behind.
+//! KVM behaves there as on hardware, but times there mean nothing. The machine has one processor by
+//! default: with two, each emulated by its own thread, busy second-level guests end by a triple
+//! fault every few minutes, with Firn or without, and at times the first-level kernel with them
+//! (seen with QEMU 7.2 and 10, and not with one processor). The first boot is saved to a file
+//! beside the guest image; later runs start from that file. A run gets its files as a tar on a disk
+//! and leaves nothing behind.
 
 mod boot;
 mod command;
@@ -39,12 +41,13 @@ pub struct KvmHost {
 }
 
 impl KvmHost {
-    /// Builds the guest if it is not cached: half a minute.
+    /// Builds the guest if it is not cached, which takes half a minute.
     pub fn new() -> Result<Self, KvmHostError> {
         Self::named("kvm-host")
     }
 
-    /// As [`Self::new`], with a kernel that can remember which pages a process wrote (Linux 6.7).
+    /// Like [`Self::new`], with a kernel that can track the pages that a process writes (Linux
+    /// 6.7).
     pub fn with_newer_kernel() -> Result<Self, KvmHostError> {
         Self::named("kvm-host-backports")
     }
@@ -59,7 +62,7 @@ impl KvmHost {
         }
     }
 
-    /// The same with so many processors.
+    /// The same with this number of processors.
     #[must_use]
     pub fn cpus(self, cpus: u32) -> Self {
         Self { cpus, ..self }
@@ -67,10 +70,11 @@ impl KvmHost {
 
     /// Runs the payload's command in a fresh first-level guest; returns its exit code.
     ///
-    /// What the command writes is passed on as it comes.
+    /// The command's output is passed on as it arrives.
     ///
     /// # Errors
-    /// If the guest could not be started, or the command had not ended after `limit`. A command that fails is no error.
+    /// If the guest could not be started, or the command had not ended after `limit`. A command
+    /// that fails is no error.
     pub fn run(
         &self,
         payload: &Payload,

@@ -1,4 +1,5 @@
-//! What a run brings into the first-level guest: a tar with files, the libraries of its programs, and a script `run`.
+//! Payload of a first-level guest: a tar with files, the libraries of its programs, and a script
+//! `run`.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -8,12 +9,14 @@ use std::process::Command;
 use super::error::KvmHostError;
 use crate::guest::GuestImage;
 
-/// Size of the disk the tar lies on, in bytes, the same in every run: a saved guest knows the size of its disks.
+/// Size of the disk that holds the tar, in bytes, the same in every run: a saved guest knows the
+/// size of its disks.
 pub(super) const DISK_BYTES: u64 = 1 << 30;
 
-/// Tells a program in the first-level guest where the second-level guest is: what `guests/build small` prints.
+/// Replaces `guests/build` in the first-level guest: prints the directory of the second-level
+/// guest.
 const GUESTS_BUILD: &str = "#!/bin/sh\necho \"/tmp/work/$1\"\n";
-/// Emulated XSAVE does not survive one level more: the second-level guest goes without.
+/// Emulated XSAVE does not work in one level more, so the second-level guest has none.
 const QEMU: &str = "#!/bin/sh\nexec qemu-system-x86_64 \"$@\" -cpu host,-xsave\n";
 
 /// Files and a command.
@@ -32,24 +35,25 @@ pub(super) struct Tar {
 }
 
 impl Payload {
-    /// A shell script, run in the directory that holds the payload's files.
+    /// A payload with this shell script, which runs in the directory that holds the payload's
+    /// files.
     pub fn new(script: &str) -> Self {
         Self { script: script.to_owned(), ..Self::default() }
     }
 
-    /// Brings a file or a directory.
+    /// Adds a file or a directory.
     pub fn file(mut self, name: &str, path: impl Into<PathBuf>) -> Self {
         self.files.push((name.to_owned(), path.into()));
         self
     }
 
-    /// Brings a program of this host, without its debug information, and the libraries it loads.
+    /// Adds a program of this host, without its debug information, and the libraries it loads.
     pub fn program(mut self, name: &str, path: impl Into<PathBuf>) -> Self {
         self.programs.push((name.to_owned(), path.into()));
         self
     }
 
-    /// Brings the small guest, and sets the lab up to find it and to run it under KVM.
+    /// Adds the small guest. The lab inside finds it, and runs it under KVM.
     pub fn small_guest(self, small: &GuestImage) -> Self {
         self.file("small/kernel", &small.kernel).file("small/initrd", &small.initrd)
     }
@@ -100,7 +104,7 @@ fn write_script(path: &Path, text: &str) -> Result<(), KvmHostError> {
     fs::set_permissions(path, fs::Permissions::from_mode(0o755)).map_err(KvmHostError::file(told()))
 }
 
-/// The same path, once its directory exists.
+/// Creates the directory of a path, and returns the path.
 fn beside(path: &Path) -> Result<PathBuf, KvmHostError> {
     if let Some(directory) = path.parent() {
         let told = format!("make {}", directory.display());
@@ -120,14 +124,14 @@ fn strip(program: &Path, to: &Path) -> Result<(), KvmHostError> {
     run(Command::new("strip").arg("-o").args([to, program])).map(drop)
 }
 
-/// The libraries a program loads, and the loader.
+/// The libraries that a program loads, and the loader.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>, KvmHostError> {
     let said = run(Command::new("ldd").arg(program))?;
     let words = said.split_whitespace().filter(|word| word.starts_with('/'));
     Ok(words.map(PathBuf::from).collect())
 }
 
-/// Runs a helper program; returns what it says.
+/// Runs a helper program; returns its standard output.
 fn run(command: &mut Command) -> Result<String, KvmHostError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let output = command.output().map_err(KvmHostError::file(format!("run {program}")))?;

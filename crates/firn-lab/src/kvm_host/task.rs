@@ -1,4 +1,5 @@
-//! A running first-level guest, over its three ports: `control`, `stdout`, `stderr` (see `guests/kvm-host/start`).
+//! A running first-level guest, over its three ports: `control`, `stdout`, `stderr` (see
+//! `guests/kvm-host/start`).
 
 use std::fs;
 use std::io::{self, BufRead as _, BufReader, Write};
@@ -12,12 +13,12 @@ use super::error::KvmHostError;
 
 /// Names of the ports, in the order in which the guest knows them.
 pub(super) const PORTS: [&str; 3] = ["control", "stdout", "stderr"];
-/// The longest the control port is waited for without a look at QEMU.
+/// How long the control port is read before QEMU is checked again.
 const LOOK: Duration = Duration::from_millis(200);
-/// How much of a console is told.
+/// How many lines of a log or console an error contains.
 const LINES: usize = 8;
 
-/// A running guest; dropping it kills it.
+/// A running first-level guest; dropping it kills the guest.
 pub(super) struct Task {
     child: Child,
     directory: PathBuf,
@@ -61,11 +62,11 @@ impl Task {
     pub(super) fn ready(&mut self, limit: Duration) -> Result<(), KvmHostError> {
         match self.line(Instant::now() + limit)?.as_str() {
             "ready" => Ok(()),
-            other => Err(self.lost(&format!("said {other:?} where it should be ready"))),
+            other => Err(self.lost(&format!("sent {other:?} instead of ready"))),
         }
     }
 
-    /// Has the guest run the command of the tar on its second disk; returns its exit code.
+    /// Makes the guest run the command of the tar on its second disk; returns its exit code.
     pub(super) fn run(
         &mut self,
         tar_bytes: u64,
@@ -74,7 +75,7 @@ impl Task {
         stderr: &mut (dyn Write + Send),
     ) -> Result<i32, KvmHostError> {
         let go = writeln!(self.control.get_mut(), "go {tar_bytes}");
-        go.map_err(|error| self.lost(&format!("cannot be told to go: {error}")))?;
+        go.map_err(|error| self.lost(&format!("cannot be started: {error}")))?;
         let copies = [self.outputs[0].try_clone(), self.outputs[1].try_clone()];
         let [Ok(out), Ok(err)] = copies else { return Err(self.lost("has no ports left")) };
         thread::scope(|scope| {
@@ -91,8 +92,8 @@ impl Task {
         let said = self.line(Instant::now() + limit)?;
         let status = said.strip_prefix("exit ").and_then(|status| status.parse().ok());
         let status =
-            status.ok_or_else(|| self.lost(&format!("said {said:?} where it should exit")))?;
-        // It powers off after its last word; until then output is under way.
+            status.ok_or_else(|| self.lost(&format!("sent {said:?} instead of an exit code")))?;
+        // The guest powers off after its last line; until then output may still arrive.
         let patience = Instant::now() + Duration::from_secs(10);
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < patience {
             thread::sleep(Duration::from_millis(5));
@@ -110,11 +111,11 @@ impl Task {
             // A limit of more than zero cannot be refused.
             let _ = self.control.get_ref().set_read_timeout(Some(LOOK));
             match self.control.read_line(&mut line) {
-                Ok(0) => return Err(self.lost("went away")),
+                Ok(0) => return Err(self.lost("closed its control port")),
                 Ok(_) if line.ends_with('\n') => return Ok(line.trim().to_owned()),
                 Ok(_) => {}
                 Err(error) if is_timeout(&error) => {}
-                Err(error) => return Err(self.lost(&format!("went away: {error}"))),
+                Err(error) => return Err(self.lost(&format!("broke its control port: {error}"))),
             }
         }
     }
@@ -141,9 +142,9 @@ fn end(child: &mut Child) {
     let _ = child.wait();
 }
 
-/// Passes on what comes until the other end goes.
+/// Copies data until the other end closes.
 fn copy(mut from: UnixStream, to: &mut (dyn Write + Send)) {
-    // Whether somebody still listens does not matter to the guest.
+    // Whether the output is still read does not matter to the guest.
     let _ = io::copy(&mut from, to);
     let _ = to.flush();
 }

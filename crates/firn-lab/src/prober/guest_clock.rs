@@ -1,7 +1,8 @@
-//! How long a guest stood still, told by its own clock.
+//! Guest clock: measures by the guest's own clock how long the guest was paused.
 //!
-//! The guest's clock stops with its vCPUs, the host's does not. Each heartbeat carries the guest's time; written down
-//! with the host's time at which it came, the difference of the two jumps by exactly as long as the guest stood still:
+//! The guest's clock stops with its vCPUs, the host's does not. Each heartbeat contains the guest's
+//! time. The prober records it with the host's time of arrival; the difference of the two jumps by
+//! exactly the length of a pause:
 //!
 //! ```text
 //!   host - guest          o  o                     o = a beat; above its line: it was late
@@ -12,11 +13,12 @@
 //!                      pause
 //! ```
 //!
-//! That a vCPU waits for a page does not stop the clock. What is watched on each vCPU (`firn-guest heartbeat --stall-mib`) tells
-//! that, with each beat: how late a write was.
+//! A vCPU that waits for a page does not stop the clock. A watched write on each vCPU (`firn-guest
+//! heartbeat --stall-mib`) shows such a wait: each beat reports how late the write was.
 //!
-//! A beat may be late, for a guest has other things to do, but never early. So the earliest beats on either side of an
-//! instant are compared, and a guest that is merely slow does not count as standing still.
+//! A beat may be late, because the guest has other work, but never early. So the earliest beats on
+//! either side of an instant are compared, and a guest that is merely slow does not count as
+//! paused.
 
 use std::io::{self, BufRead as _, BufReader};
 use std::os::unix::net::UnixStream;
@@ -25,9 +27,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Beats this far from an instant are looked at, by the guest's time: so many that some are prompt.
+/// Beats this close to an instant are used, by the guest's time: enough that some are prompt.
 const NEAR_NS: u64 = 250_000_000;
-/// With fewer than these on a side, nothing is said.
+/// With fewer beats than this on a side, there is no result.
 const BEATS_MIN: usize = 5;
 
 /// A heartbeat.
@@ -37,12 +39,12 @@ struct Beat {
     host_ns: u64,
     /// When the guest sent it, by its own clock.
     guest_ns: u64,
-    /// The longest stall of a vCPU since the beat before, in microseconds.
+    /// The longest stall of a vCPU since the previous beat, in microseconds.
     stall_us: u64,
 }
 
 impl Beat {
-    /// From a heartbeat line.
+    /// Parses a heartbeat line.
     fn read(host_ns: u64, line: &str) -> Option<Self> {
         let numbers: Result<Vec<u64>, _> = line.split(' ').map(str::parse).collect();
         match numbers.ok()?[..] {
@@ -56,7 +58,7 @@ impl Beat {
     }
 }
 
-/// Listens to a guest's heartbeats, in a thread that ends when the guest does.
+/// Receives a guest's heartbeats, in a thread that ends when the guest does.
 #[derive(Debug)]
 pub struct GuestClock {
     started: Instant,
@@ -64,7 +66,7 @@ pub struct GuestClock {
 }
 
 impl GuestClock {
-    /// Of the guest whose heartbeat port is this socket. Start it before `firn-guest heartbeat`.
+    /// Connects to the guest's heartbeat socket. Start the clock before `firn-guest heartbeat`.
     pub fn start(socket: &Path) -> io::Result<Self> {
         let lines = BufReader::new(UnixStream::connect(socket)?).lines();
         let (started, beats) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
@@ -79,7 +81,7 @@ impl GuestClock {
         Ok(Self { started, beats })
     }
 
-    /// The longest time for which a vCPU was stalled since then, while the guest ran.
+    /// The longest stall of a vCPU since an instant, while the guest ran.
     pub fn stalled_since(&self, since: Instant) -> Option<Duration> {
         let since_ns = since.saturating_duration_since(self.started).as_nanos() as u64;
         let beats = self.beats.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,7 +89,7 @@ impl GuestClock {
         beats[first..].iter().map(|beat| beat.stall_us).max().map(Duration::from_micros)
     }
 
-    /// The longest time for which the guest stood still since then. `None` if there were too few beats to tell.
+    /// The longest pause of the guest since an instant. `None` if there were too few beats.
     pub fn stood_still_since(&self, since: Instant) -> Option<Duration> {
         let since_ns = since.saturating_duration_since(self.started).as_nanos() as u64;
         let beats = self.beats.lock().unwrap_or_else(PoisonError::into_inner);
@@ -109,7 +111,7 @@ fn jump(before: &[Beat], after: &[Beat]) -> Option<i64> {
     Some(earliest(&after[..until])? - earliest(&before[near])?)
 }
 
-/// By how much the most prompt of some beats is behind.
+/// The offset of the most prompt of some beats.
 fn earliest(beats: &[Beat]) -> Option<i64> {
     let enough = beats.len() >= BEATS_MIN;
     beats.iter().map(|beat| beat.offset_ns()).min().filter(|_| enough)

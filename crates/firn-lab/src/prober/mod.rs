@@ -1,4 +1,4 @@
-//! A guest seen from outside: how soon it answers again, and how soon as fast as before.
+//! Prober: measures from outside how soon a guest replies again, and how soon at its former rate.
 //!
 //! ```text
 //!   replies   | | | | | | | |            |        |  |  | | | | | | | |
@@ -7,8 +7,8 @@
 //!                                                      ^back to 90 % of the steady rate
 //! ```
 //!
-//! [`Prober`] asks all the time and writes down when replies came; [`Timeline`] says what that means.
-//! [`GuestClock`] tells how long the guest stood still.
+//! [`Prober`] sends requests continuously and records the times of replies; [`Timeline`] evaluates
+//! them. [`GuestClock`] measures how long the guest was paused.
 
 mod guest_clock;
 mod source;
@@ -23,10 +23,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long to wait before asking again after a refusal: it bounds how exactly a first reply is seen.
+/// How long to wait after a refusal before the next request: it bounds the accuracy of a first
+/// reply's time.
 const MOMENT: Duration = Duration::from_millis(1);
 
-/// Asks a guest all the time, in a thread of its own.
+/// Sends requests to a guest continuously, in its own thread.
 #[derive(Debug)]
 pub struct Prober {
     started: Instant,
@@ -36,7 +37,8 @@ pub struct Prober {
 }
 
 impl Prober {
-    /// Starts asking `source`, at most `per_second` times per second (0: as often as it answers).
+    /// Starts requests to `source`, at most `per_second` times per second (0: as fast as replies
+    /// arrive).
     pub fn start(mut source: impl Source + 'static, per_second: f64) -> Self {
         let started = Instant::now();
         let stop = Arc::new(AtomicBool::new(false));
@@ -56,12 +58,12 @@ impl Prober {
         Self { started, stop, replies, thread: Some(thread) }
     }
 
-    /// When the prober was started: the zero of its [`Timeline`].
+    /// When the prober was started, which is the zero of its [`Timeline`].
     pub fn started(&self) -> Instant {
         self.started
     }
 
-    /// Now, on the timeline.
+    /// The current time, on the timeline.
     pub fn now(&self) -> Duration {
         self.started.elapsed()
     }
@@ -71,7 +73,7 @@ impl Prober {
         Timeline::new(self.replies.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
-    /// Stops asking.
+    /// Stops the requests, and returns all replies.
     pub fn finish(mut self) -> Timeline {
         self.end();
         self.timeline()
@@ -80,13 +82,14 @@ impl Prober {
     fn end(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // A source that panicked has no more replies to give.
+            // A source that panicked has no more replies.
             let _ = thread.join();
         }
     }
 }
 
-/// A rate. Who is kept waiting does not make up for it: questions asked in a burst afterwards would hide the wait.
+/// A request rate. A request that waited is not made up for: a burst of requests afterwards would
+/// hide the wait.
 struct Pace {
     interval: Duration,
     next: Instant,
@@ -98,7 +101,7 @@ impl Pace {
         Self { interval: Duration::from_secs_f64(interval), next: Instant::now() }
     }
 
-    /// Waits until the next question is due.
+    /// Waits until the next request's time.
     fn wait(&mut self) {
         let now = Instant::now();
         self.next = now.max(self.next + self.interval);

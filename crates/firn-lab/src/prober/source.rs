@@ -1,4 +1,4 @@
-//! What a prober asks.
+//! Reply sources: the services of a guest that a prober can request replies from.
 
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -8,16 +8,16 @@ use std::time::Duration;
 
 use crate::guest::Redis;
 
-/// How long one question may remain unanswered before it is asked anew on a new connection.
+/// How long a request may remain unanswered before it is repeated on a new connection.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// Something that replies.
+/// A service that replies.
 pub trait Source: Send {
-    /// Waits for one reply, for less than a second; connects first, or again, where that is needed.
+    /// Waits for one reply, for less than a second. Connects first, or again, where necessary.
     fn reply(&mut self) -> bool;
 }
 
-/// Heartbeat lines of `firn-guest heartbeat`, at the unix socket of the heartbeat port.
+/// Heartbeat lines of `firn-guest heartbeat`, read from the unix socket of the heartbeat port.
 #[derive(Debug)]
 pub struct Heartbeats {
     path: PathBuf,
@@ -25,7 +25,7 @@ pub struct Heartbeats {
 }
 
 impl Heartbeats {
-    /// Of the guest whose heartbeat port is this socket. The guest chooses the rate.
+    /// Heartbeats from the port with this socket. The guest determines the rate.
     pub fn new(path: &Path) -> Self {
         Self { path: path.to_owned(), stream: None }
     }
@@ -62,7 +62,7 @@ pub struct RedisPings {
 }
 
 impl RedisPings {
-    /// Of the Redis at this address.
+    /// PINGs to the Redis at this address.
     pub fn new(address: SocketAddr) -> Self {
         Self { address, redis: None }
     }
@@ -99,7 +99,7 @@ pub struct HttpGets {
 }
 
 impl HttpGets {
-    /// `/page/N.html` for N below `pages`, of the server at this address.
+    /// GETs of `/page/N.html` for N below `pages`, to the server at this address.
     pub fn new(address: SocketAddr, pages: u32) -> Self {
         Self { address, pages: pages.max(1), next: 0 }
     }

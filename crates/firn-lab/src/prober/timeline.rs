@@ -1,4 +1,4 @@
-//! When replies came, and what that says.
+//! Timeline: the times of replies, and the rates and gaps that follow from them.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -10,7 +10,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// From ascending times.
+    /// A timeline of ascending times.
     pub fn new(replies: Vec<Duration>) -> Self {
         debug_assert!(replies.is_sorted());
         Self { replies }
@@ -37,10 +37,11 @@ impl Timeline {
         Some(*self.replies.get(self.before(event))? - event)
     }
 
-    /// How long after `event` the first `window` begins in which replies come at `rate` per second or more.
+    /// How long after `event` the first `window` begins in which replies come at `rate` per second
+    /// or more.
     ///
-    /// Windows that begin with a reply are looked at: between two replies no window is better. The last window must
-    /// have ended before the last reply.
+    /// Checks windows that begin with a reply: between two replies no window is better. The last
+    /// window must have ended before the last reply.
     pub fn back_to(&self, event: Duration, rate: f64, window: Duration) -> Option<Duration> {
         let wanted = (rate * window.as_secs_f64()).ceil() as usize;
         let last = *self.replies.last()?;
@@ -73,7 +74,8 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// 100 replies per second for a second, silence, 3 hesitant replies from 1.5 s on, steady again from 2 s on.
+    /// 100 replies per second for a second, silence, 3 hesitant replies from 1.5 s on, steady again
+    /// from 2 s on.
     fn restored() -> Timeline {
         let steady = (0..100).map(|n| ms(n * 10));
         let hesitant = [ms(1500), ms(1600), ms(1800)];

@@ -1,4 +1,4 @@
-//! An agent at a host.
+//! Host agent: a `firn-agent` process on one host of a site.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -11,17 +11,17 @@ use super::config::FILE;
 use crate::firn::{Firn, QEMU_ALLOW_VARIABLE};
 use crate::guest::default_program;
 
-/// An agent; it ends with this value.
+/// An agent process; it ends with this value.
 #[derive(Debug)]
 pub(super) struct Agent(Child);
 
-/// What an agent says while it runs.
+/// The agent's log file.
 pub(super) fn log(dir: &Path) -> PathBuf {
     dir.join("agent.log")
 }
 
 impl Agent {
-    /// Starts one, with a store where it needs one, and waits until it listens.
+    /// Starts an agent, creates its store where it needs one, and waits until it listens.
     pub(super) fn start(dir: &Path, namespace: &str) -> Result<Self> {
         let program = Firn::new(dir).program().with_file_name("firn-agent");
         let config = dir.join(FILE);
@@ -41,7 +41,7 @@ impl Agent {
     }
 }
 
-/// Makes what a server of the embedded kind must not forget, once.
+/// Creates the persistent state of a server of embedded consensus, once.
 fn found(program: &Path, config: &Path) -> Result<()> {
     if !std::fs::read_to_string(config)?.contains("state-dir")
         || config.with_file_name("state").exists()
@@ -56,7 +56,7 @@ fn found(program: &Path, config: &Path) -> Result<()> {
 
 fn last_words(dir: &Path) -> String {
     let log = std::fs::read_to_string(log(dir)).unwrap_or_default();
-    log.lines().last().unwrap_or("it said nothing").to_owned()
+    log.lines().last().unwrap_or("its log is empty").to_owned()
 }
 
 impl Drop for Agent {

@@ -1,4 +1,4 @@
-//! Who is who: an authority for one site, and a certificate for each host.
+//! Certificates: an authority for one site, and a certificate for each host.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -9,7 +9,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair,
 };
 
-/// Who makes them.
+/// The authority that signs the certificates of a site.
 pub(super) struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {

@@ -1,4 +1,4 @@
-//! What an agent is told: `agent.toml` of each host.
+//! Agent configuration: `agent.toml` of each host.
 
 use std::fs;
 use std::path::Path;
@@ -9,13 +9,13 @@ use super::certificates::Authority;
 use super::network::{TAP, host_address};
 use super::{Agreement, Plan, etcd};
 
-/// Where agents listen.
+/// The port that agents listen at.
 const PORT: u16 = 7415;
 
 /// The file's name.
 pub(super) const FILE: &str = "agent.toml";
 
-/// Writes all that a host needs into its directory.
+/// Writes the configuration and certificates of a host into its directory.
 pub(super) fn write(
     dir: &Path,
     plan: &Plan<'_>,

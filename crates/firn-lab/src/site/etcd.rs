@@ -1,4 +1,4 @@
-//! etcd's servers, one at each of three hosts: a host that is lost takes one with it.
+//! etcd servers, one on each of three hosts: when a host is lost, its server is lost too.
 
 use std::fs::File;
 use std::path::Path;
@@ -9,18 +9,18 @@ use anyhow::{Context as _, Result};
 use super::Plan;
 use super::network::host_address;
 
-/// How many.
+/// Number of servers.
 pub(super) const SERVERS: usize = 3;
 
-/// Where they listen: for those who ask, and for each other.
+/// The ports they listen at: for clients, and for each other.
 const CLIENTS: u16 = 2379;
 const PEERS: u16 = 2380;
 
-/// One server; it ends with this value.
+/// An etcd server process; it ends with this value.
 #[derive(Debug)]
 pub(super) struct Etcd(Child);
 
-/// For those who ask.
+/// The servers' addresses for clients.
 pub(super) fn endpoints() -> Vec<String> {
     (0..SERVERS).map(|host| url(host, CLIENTS)).collect()
 }
@@ -30,7 +30,7 @@ fn url(host: usize, port: u16) -> String {
 }
 
 impl Etcd {
-    /// Starts one. They need a majority of each other before they answer anybody.
+    /// Starts a server. It answers requests only when a majority of the servers run.
     pub(super) fn start(dir: &Path, namespace: &str, host: usize, plan: &Plan<'_>) -> Result<Self> {
         let [clients, peers] = [CLIENTS, PEERS].map(|port| url(host, port));
         let servers = plan.hosts.iter().enumerate().take(SERVERS);

@@ -1,17 +1,19 @@
-//! Hosts on this machine: network namespaces with a cable each, an agent in each, and whatever they agree by.
+//! Sites: hosts on this machine as network namespaces, each with a cable and an agent, and their
+//! consensus.
 //!
 //! ```text
 //!   namespace firn-PID-N-outside        lan: 10.77.0.254 (hosts), 10.77.1.254 (VMs); clients are here
 //!     |            |           |
-//!   cable        cable       cable      as if to a switch; can be cut
+//!   cable        cable       cable      as if to a switch; can be disconnected
 //!     |            |           |
 //!   ... -a       ... -b      ... -c     each: a bridge with 10.77.0.1, .2, .3 and the tap device of the agent's network `lan`
 //!     firn-agent   firn-agent  firn-agent
 //!     VMs          VMs         VMs      `-netdev firn,id=ID,network=lan`
 //! ```
 //!
-//! All of a host is in its namespace, so that a host can be lost as a whole ([`Host::kill`]), and nothing of it stays when the site goes. The
-//! machine's own network has no part in it. Making namespaces takes root.
+//! All processes of a host run in its namespace. So a host can be lost as a whole
+//! ([`SiteHost::kill_all`]), and nothing of it remains when the site is dropped. The machine's own
+//! network is not involved. Creating namespaces takes root.
 
 mod agent;
 mod certificates;
@@ -34,37 +36,38 @@ use etcd::Etcd;
 use network::Network;
 pub use network::{Inside, Process};
 
-/// How long an agent may take to listen, and hosts to meet.
+/// How long an agent may take to listen, and hosts to connect to each other.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How hosts agree who may run what.
+/// The consensus by which hosts decide which host may run a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Agreement {
-    /// The agents do, by raft.
+    /// Raft between the agents.
     Embedded,
-    /// By an etcd of three servers, one at each of the first three hosts.
+    /// An etcd of three servers, one at each of the first three hosts.
     Etcd,
 }
 
-/// What a site is like.
+/// Description of a site.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan<'a> {
-    /// What hosts are called: by a letter each, in the order of their addresses.
+    /// Names of the hosts: a letter each, in the order of their addresses.
     pub hosts: &'a [&'a str],
-    /// How they agree, if they do.
+    /// Their consensus, if any.
     pub agreement: Option<Agreement>,
-    /// How long a lease is.
+    /// Duration of a lease.
     pub lease: Duration,
 }
 
-/// Hosts with agents that know each other. All goes when it is dropped, or the program is interrupted.
+/// Hosts whose agents know each other. All are removed when it is dropped, or when the program is
+/// interrupted.
 #[derive(Debug)]
 pub struct Site {
     hosts: Vec<Host>,
     network: Network,
 }
 
-/// One of them.
+/// A host of a site.
 #[derive(Debug)]
 pub struct Host {
     name: String,
@@ -76,10 +79,10 @@ pub struct Host {
 }
 
 impl Site {
-    /// Makes hosts and starts what runs on each. Returns when every one of them sees all others.
+    /// Creates the hosts and starts the processes of each. Returns when every host sees all others.
     ///
     /// # Errors
-    /// Where the machine has no network namespaces for us, or an agent doesn't start.
+    /// If the machine does not allow network namespaces, or an agent doesn't start.
     pub fn build(lab: &Lab, plan: &Plan<'_>) -> Result<Self> {
         let network = Network::lay(lab, plan.hosts)?;
         let base = lab.file(network.name());
@@ -106,7 +109,7 @@ impl Site {
         self.hosts.iter().try_for_each(Host::sees_all)
     }
 
-    /// Starts hosts again that were killed. Returns when every host sees all others.
+    /// Restarts hosts that were killed. Returns when every host sees all others.
     ///
     /// # Errors
     /// If an agent doesn't start.
@@ -120,31 +123,32 @@ impl Site {
         &self.hosts
     }
 
-    /// One of them, by its place in the plan.
+    /// The host with this index in the plan.
     pub fn host(&self, number: usize) -> &Host {
         &self.hosts[number]
     }
 
-    /// For a thread that is to be outside, where clients are.
+    /// The network namespace outside the hosts, for threads of clients.
     pub fn outside(&self) -> Result<Inside> {
         Inside::of(self.network.outside())
     }
 
-    /// The address of a VM of the network `lan`; see [`vm_network`].
+    /// The address of a VM in the network `lan`; see [`vm_network`].
     pub fn vm_address(number: u8) -> std::net::Ipv4Addr {
         network::vm_address(number)
     }
 
-    /// Cuts a host off from all others, or connects it again.
+    /// Disconnects a host from all others, or connects it again.
     ///
     /// # Errors
-    /// What `ip` says.
+    /// The errors of `ip`.
     pub fn connect(&self, number: usize, is_on: bool) -> Result<()> {
         self.network.connect(number, is_on)
     }
 }
 
-/// The card of a VM in the network `lan`, for QEMU's command line, and the word for its kernel's that gives it its address.
+/// The card of a VM in the network `lan`, for QEMU's command line, and the kernel argument that
+/// sets its address.
 pub fn vm_network(number: u8) -> ([String; 4], String) {
     let lean = lean(accel::decide().accel);
     let device =
@@ -175,50 +179,51 @@ impl Host {
         })
     }
 
-    /// What it is called.
+    /// The host's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its own files.
+    /// A file of this host.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
-    /// What its agent has logged.
+    /// The log of its agent.
     pub fn log(&self) -> PathBuf {
         agent::log(&self.dir)
     }
 
-    /// `firn` at this host.
+    /// The `firn` of this host.
     pub fn firn(&self) -> &Firn {
         &self.firn
     }
 
-    /// What hosts have agreed on of one cluster, as seen from here; nothing if there is none of that name, or this host knows nothing now.
+    /// The record of a cluster, as this host sees it. `None` if there is no cluster of this name,
+    /// or this host cannot read the record now.
     pub fn cluster(&self, name: &str) -> Option<Value> {
         let Said { facts, .. } = self.firn.call("cluster", &["status"]).ok()?;
         let mut clusters = facts["clusters"].as_array()?.iter();
         clusters.find(|it| it["name"] == name).cloned()
     }
 
-    /// Everything that runs here.
+    /// All processes that run on this host.
     ///
     /// # Errors
-    /// What `ip` says.
+    /// The errors of `ip`.
     pub fn processes(&self) -> Result<Vec<Process>> {
         network::processes(&self.namespace)
     }
 
-    /// Ends everything that runs here at once (SIGKILL), as if the machine had lost its power.
+    /// Ends all processes of this host at once (SIGKILL), as if the machine had lost its power.
     ///
     /// # Errors
-    /// If something doesn't end.
+    /// If a process doesn't end.
     pub fn kill(&self) -> Result<()> {
         network::kill_all(&self.namespace)
     }
 
-    /// Where its files are.
+    /// The directory of its files.
     pub fn dir(&self) -> &Path {
         &self.dir
     }

@@ -1,4 +1,4 @@
-//! Namespaces, cables, and what runs in them. By `ip`, as anybody would do it.
+//! Site network: namespaces, cables, and the processes in them, by the `ip` program.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -17,12 +17,13 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::lab::{Lab, wait_for};
 
-/// What a host's agent connects its VMs to, and what that is in.
+/// Names of the tap device that an agent connects its VMs to, of the bridge with it, and of the
+/// host's cable.
 pub(super) const TAP: &str = "tap0";
 const BRIDGE: &str = "bridge";
 const CABLE: &str = "cable";
 
-/// How long a process may take to end that was killed.
+/// How long a killed process may take to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The address of a host.
@@ -30,24 +31,25 @@ pub(super) fn host_address(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 77, 0, number as u8 + 1)
 }
 
-/// The address of a VM. Those of hosts, and of the outside, are in networks of their own.
+/// The address of a VM. Hosts, and the outside, have addresses in other networks.
 pub(super) fn vm_address(number: u8) -> Ipv4Addr {
     Ipv4Addr::new(10, 77, 1, number)
 }
 
-/// The namespaces of one site; they go with it, and all that runs in them before.
+/// The namespaces of one site. They are removed with it, after all processes in them have been
+/// killed.
 #[derive(Debug)]
 pub(super) struct Network {
     name: String,
     namespaces: Arc<Namespaces>,
 }
 
-/// In the order of the hosts; the last is outside.
+/// Names of the namespaces, in the order of the hosts; the last is outside.
 #[derive(Debug)]
 struct Namespaces(Vec<String>);
 
 impl Network {
-    /// Makes them, with their cables.
+    /// Creates the namespaces, with their cables.
     pub(super) fn lay(lab: &Lab, hosts: &[&str]) -> Result<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -62,7 +64,7 @@ impl Network {
         });
         let network = Self { name, namespaces };
         network.cabled(hosts).context(
-            "hosts are network namespaces, which this machine did not let us make: run it as root, where there is `ip netns`",
+            "hosts are network namespaces, which this machine does not allow: run as root, where `ip netns` exists",
         )?;
         Ok(network)
     }
@@ -78,7 +80,7 @@ impl Network {
         (0..hosts.len()).try_for_each(|host| self.host(host))
     }
 
-    /// A host, with its end of a cable in a bridge, beside a tap device for its VMs.
+    /// Creates a host's namespace: one end of a cable in a bridge, and a tap device for its VMs.
     fn host(&self, number: usize) -> Result<()> {
         let (space, outside, port) = (self.namespace(number), self.outside(), port(number));
         let address = format!("{}/24", host_address(number));
@@ -108,7 +110,7 @@ impl Network {
         self.namespaces.0.last().map_or("", String::as_str)
     }
 
-    /// Cuts a host's cable, or mends it.
+    /// Disconnects a host's cable, or connects it.
     pub(super) fn connect(&self, host: usize, is_on: bool) -> Result<()> {
         within(self.outside(), &["link", "set", &port(host), if is_on { "up" } else { "down" }])
     }
@@ -122,7 +124,7 @@ impl Drop for Network {
 
 impl Namespaces {
     fn remove(&self) {
-        // What can't be made or removed is told where it matters.
+        // Errors that matter show up elsewhere.
         for space in &self.0 {
             let _ = kill_all(space);
         }
@@ -145,17 +147,17 @@ fn ip(words: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&done.stdout).into_owned())
 }
 
-/// The same inside a namespace.
+/// Runs `ip` inside a namespace.
 fn within(space: &str, words: &[&str]) -> Result<()> {
     ip(&[&["-n", space], words].concat()).map(drop)
 }
 
-/// Something that runs at a host.
+/// A process on a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Its number.
+    /// Its process id.
     pub pid: i32,
-    /// Its program.
+    /// Its program, and its verb if the program is one of Firn's.
     pub name: String,
 }
 
@@ -165,7 +167,7 @@ impl fmt::Display for Process {
     }
 }
 
-/// What runs in a namespace.
+/// The processes that run in a namespace.
 pub(super) fn processes(space: &str) -> Result<Vec<Process>> {
     let pids = ip(&["netns", "pids", space])?;
     let pids = pids.lines().filter_map(|line| line.trim().parse().ok());
@@ -173,7 +175,7 @@ pub(super) fn processes(space: &str) -> Result<Vec<Process>> {
     Ok(pids.map(named).collect())
 }
 
-/// The program that a process runs, and what it does if that is one of Firn's.
+/// The program of a process, and its verb if the program is one of Firn's.
 fn program(pid: i32) -> String {
     let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let mut words = line.split('\0').filter(|word| !word.is_empty());
@@ -184,7 +186,8 @@ fn program(pid: i32) -> String {
     format!("{name}{}", verb.unwrap_or_default())
 }
 
-/// Ends everything in a namespace at once; again, until nothing is there: somebody may have been starting something.
+/// Kills all processes in a namespace at once, repeatedly until none is left: one may just have
+/// started another.
 pub(super) fn kill_all(space: &str) -> Result<()> {
     wait_for("the end of all processes", PATIENCE, || {
         let left = processes(space)?;
@@ -198,7 +201,7 @@ pub(super) fn kill_all(space: &str) -> Result<()> {
     })
 }
 
-/// The way into a namespace for one thread.
+/// A network namespace that a thread can enter.
 #[derive(Clone, Debug)]
 pub struct Inside(Arc<File>);
 
@@ -209,10 +212,11 @@ impl Inside {
         Ok(Self(Arc::new(file)))
     }
 
-    /// Takes the calling thread there, for ever. Sockets that it makes from now on are of that network.
+    /// Moves the calling thread into the namespace, for ever. The sockets that it creates from now
+    /// on belong to that network.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the kernel refuses.
     pub fn enter(&self) -> Result<()> {
         let network = Some(LinkNameSpaceType::Network);
         Ok(move_into_link_name_space(self.0.as_fd(), network)?)

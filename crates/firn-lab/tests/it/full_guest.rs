@@ -1,4 +1,4 @@
-//! The full guest under plain QEMU: each of its workloads does something, and does it right.
+//! Full guest under plain QEMU: each of its workloads runs and has the right result.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Where one guest of a test lives: its sockets, its ports, its turn.
+//! Test place of one guest: its sockets, its ports, and the lock for one guest at a time.
 
 use std::io::{Read as _, Write as _};
 use std::net::SocketAddr;
@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use firn_lab::guest::{QemuArgs, free_tcp_port};
 
-/// How long a guest may take to come up on a busy machine.
+/// How long a guest may take to boot on a busy machine.
 pub const BOOT: Duration = Duration::from_secs(180);
 
-/// One guest at a time: two cores have enough to do with one.
+/// Lock for one guest at a time: one is enough load for two cores.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// A directory for sockets, and ports of the host that lead into the guest.
+/// A directory for sockets, and ports of the host that are forwarded to the guest.
 pub struct Place {
     directory: tempfile::TempDir,
     pub redis: SocketAddr,
@@ -42,7 +42,7 @@ impl Place {
         args.agent(&self.at("agent")).more(&["-monitor", &monitor])
     }
 
-    /// One line to QEMU's monitor; returns what it says.
+    /// Sends one line to QEMU's monitor; returns the reply.
     pub fn monitor(&self, line: &str) -> String {
         let mut stream = UnixStream::connect(self.at("monitor")).unwrap();
         stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();

@@ -1,4 +1,4 @@
-//! The small guest under plain QEMU: everything the other tests rely on.
+//! Small guest under plain QEMU: tests everything that the other tests need.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -39,7 +39,7 @@ fn does_what_it_is_told() {
     assert!(control.run(&["false"]).is_err());
 
     let digest = control.run(&["firn-guest", "sha", "--rounds", "500", "--mib", "4"]).unwrap();
-    // What the same program prints on any machine.
+    // The same program prints this on any machine.
     assert_eq!(digest.trim(), "ce2e49977badcf5ad0313718ee49e83da4624d9736c38c5013d3e324de19e2d5");
 
     control.spawn("load", &["firn-guest", "writers", "--mib", "16"]).unwrap();
@@ -92,7 +92,7 @@ fn probes_see_a_pause(place: &Place, control: &mut Control) {
     }
 }
 
-/// A client that goes, and a whole QEMU that goes, leave the agent and its programs as they were.
+/// A client that disconnects, and a whole QEMU that ends, leave the agent and its programs running.
 #[test]
 fn the_agent_outlives_its_hypervisor() {
     let place = Place::new();
@@ -117,7 +117,7 @@ fn the_agent_outlives_its_hypervisor() {
     assert_eq!(control.wait("load", BOOT).unwrap().exit, 0);
 }
 
-/// A client that leaves in the middle of a word does not spoil the next one's.
+/// A client that disconnects in the middle of a line does not damage the next client's line.
 fn half_said(control: Control, agent: &Path) {
     drop(control);
     let mut rude = UnixStream::connect(agent).unwrap();

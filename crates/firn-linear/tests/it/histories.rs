@@ -52,10 +52,12 @@ pub enum Harm {
     Doubled(usize),
 }
 
-/// Does one step after another, each ten later than the one before: so its client hears of it after that, and asked before.
+/// Does one step after another, each ten later than the one before: so its client hears of it after
+/// that, and asked before.
 pub fn done(bank: &Bank, steps: &[Step], harm: Harm) -> History {
     let (mut state, mut history) = (bank.start(), History::new());
-    // A client that got no answer asks by another name from then on, for it doesn't know whether the operation is over.
+    // A client that got no answer asks by another name from then on, for it doesn't know whether
+    // the operation is over.
     let mut free = std::collections::BTreeMap::new();
     for (number, step) in steps.iter().enumerate() {
         let moment = 100 + 10 * number as u64;
@@ -83,7 +85,7 @@ pub fn done(bank: &Bank, steps: &[Step], harm: Harm) -> History {
         free.insert(step.client, next);
         history.push(Call { client: name, called, operation: step.operation, answer });
     }
-    // At last somebody looks at all accounts, one after another, when all is over.
+    // At the end, after everything else, a client reads all accounts, one after another.
     let mut now = 100 + 10 * steps.len() as u64 + 100;
     for account in 0..bank.0.len() {
         let operation = Operation::Balance(account);

@@ -114,7 +114,8 @@ fn told(bank: &Bank, history: &History) -> Vec<i64> {
     held
 }
 
-/// What an explanation says has no order, whichever of the others were done; from the beginning, or whatever accounts held.
+/// What an explanation says has no order, whichever of the others were done; from the beginning, or
+/// whatever accounts held.
 fn is_contradiction(bank: &Bank, told: &Explanation<Operation, Answer>) -> bool {
     let starts: Vec<Bank> = match told.from_any_state {
         false => vec![bank.clone()],
@@ -189,7 +190,8 @@ fn an_explanation_is_short_and_says_what_is_the_matter() {
     );
 }
 
-/// Eight clients that wait for nothing, and a few thousand operations: the search has to be quick, or it doesn't end here.
+/// Eight clients that wait for nothing, and a few thousand operations: the search has to be quick,
+/// or it doesn't end here.
 #[test]
 fn thousands_of_operations_of_eight_clients() {
     let bank = Bank(vec![1000; 16]);
@@ -223,7 +225,7 @@ fn thousands_of_operations_of_eight_clients() {
     let end = 100 + 10 * 8000 + 100;
     history.push(call(99, [end, end + 1], Operation::Balance(3), Answer::Holds(held[3])));
     assert_eq!(all(&history), Verdict::Linearizable);
-    // Where none is open, nobody can have changed it.
+    // If no transfer is open, none can have changed it.
     history.retain(|call| call.answer.is_some());
     history.push(call(99, [end + 2, end + 3], Operation::Balance(3), Answer::Holds(held[3] + 1)));
     assert!(matches!(all(&history), Verdict::Wrong(_)));

@@ -1,11 +1,12 @@
-//! Which founding a server was made in. One that has missed that its cluster was founded anew, or that was founded again by itself after it
-//! had lost its file, would vote with what the others don't have.
+//! Detects servers of another bootstrap. Such a server has missed that its cluster was bootstrapped
+//! anew, or was bootstrapped again alone after it had lost its file. It would vote without entries
+//! that the others have.
 //!
 //! ```text
-//!   founded: a number by chance, in the file                  a (17)                        b (42)
-//!   each message says who sends it, and to whom                 |--- 17, to anybody --------->|  keeps: a is 17
-//!   each server keeps what it met first, for ever               |<-- 42 ----------------------|
-//!   b is founded again, without a                               |--- 17, to 42 -------------->|  b (7): I am not 42
+//!   bootstrap: a random number, in the file         a (17)                    b (42)
+//!   each message names its sender and its receiver    |--- 17, to any server -->|  stores: a is 17
+//!   each server stores the first number it receives   |<-- 42 ------------------|
+//!   b is bootstrapped again, alone                    |--- 17, to 42 ---------->|  b (7): not 42!
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,19 +18,19 @@ use serde::{Deserialize, Serialize};
 use super::store::{MET, Store};
 use crate::Trouble;
 
-/// One founding of one server.
+/// The identity of one bootstrap of one server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Founding(u64);
 
 impl Founding {
-    /// Another one than any before.
+    /// A new random identity.
     pub fn new() -> Self {
         Self(RandomState::new().hash_one("founding"))
     }
 }
 
-/// Those that a server knows. Clones are the same ones.
+/// The identities that a server knows. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Foundings {
     own: Founding,
@@ -39,7 +40,7 @@ pub struct Foundings {
 }
 
 impl Foundings {
-    /// As the store has them.
+    /// Reads the identities in the store.
     ///
     /// # Errors
     /// If it can't be read.
@@ -48,20 +49,21 @@ impl Foundings {
         Ok(Self { own, store, met, told: Arc::default() })
     }
 
-    /// This server's.
+    /// The identity of this server.
     pub fn own(&self) -> Founding {
         self.own
     }
 
-    /// That of another server, if it was met.
+    /// The identity of another server, if it is known.
     pub fn of(&self, server: u64) -> Option<Founding> {
         self.met().get(&server).copied()
     }
 
-    /// A message came from a server; `to` is whom it takes this one for.
+    /// Checks the identities in a message from a server; `to` is the identity that it expects of
+    /// this one.
     ///
     /// # Errors
-    /// If one of the two is of another founding. Nothing of the message may be used.
+    /// If one of the two differs. Nothing of the message may be used.
     pub async fn meet(
         &self,
         (server, name): (u64, &str),
@@ -90,7 +92,7 @@ impl Foundings {
         all.insert(server, from);
         let kept = self.store.set_meta(MET, all).await;
         kept.map_err(|error| Trouble::Unreachable(format!("keeping who is met: {error}")))?;
-        // Whom another message has met meanwhile is looked at with the next one.
+        // If another message has stored one meanwhile, the next message is checked against that.
         self.met().entry(server).or_insert(from);
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! The state machine: [`State`] behind a lock, and its snapshots in the store.
+//! The state machine: [`ReplicatedState`] behind a lock, and its snapshots in the store.
 
 use std::io::Cursor;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,7 +17,7 @@ use super::store::{SNAPSHOT, Store, Stored};
 
 type Servers = openraft::BasicNode;
 
-/// The state, and how far it has come.
+/// The state, and the last entry that was applied.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Applied {
     last: Option<LogId<u64>>,
@@ -25,7 +25,7 @@ pub struct Applied {
     pub state: State,
 }
 
-/// A server's state machine. Clones are the same one.
+/// A server's state machine. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Machine {
     store: Store,
@@ -33,7 +33,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// As the last snapshot has it.
+    /// Reads the newest snapshot.
     ///
     /// # Errors
     /// If the store can't be read.
@@ -42,7 +42,7 @@ impl Machine {
         Ok(Self { store, applied: Arc::new(Mutex::new(applied)) })
     }
 
-    /// What has been agreed on, as far as this server knows.
+    /// The state, as far as this server has applied the log.
     pub fn applied(&self) -> MutexGuard<'_, Applied> {
         self.applied.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -54,8 +54,9 @@ impl Machine {
 }
 
 impl Applied {
-    /// The state, if the last entry in it is of that leader. A server that stands still after it was made sure that it leads may go
-    /// on with entries of its successor, and would look at those beside leases that it granted itself.
+    /// The state, if the last entry in it is of that leader. After a server has confirmed that it
+    /// leads it may be suspended, then apply entries of its successor, and must not combine those
+    /// with leases that it has granted itself.
     pub fn of(&self, leader: &Leader) -> Option<&State> {
         self.last.is_some_and(|last| last.leader_id == *leader).then_some(&self.state)
     }

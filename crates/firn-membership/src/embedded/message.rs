@@ -1,4 +1,5 @@
-//! What servers and those who ask them say to each other: one message, one answer, each by postcard.
+//! The messages to servers, of other servers and of clients: one message, one answer, each by
+//! postcard.
 
 use firn_cluster::Host;
 use openraft::raft::{AppendEntriesRequest, InstallSnapshotRequest, VoteRequest};
@@ -9,27 +10,27 @@ use super::Types;
 use super::foundings::Founding;
 use crate::{Changed, Cluster, Known, Leased, Record, Revision, Trouble, View};
 
-/// To a server.
+/// A message to a server.
 #[derive(Serialize, Deserialize)]
 pub enum Message {
-    /// Of a server; answered by a [`Reply`].
+    /// From another server; answered by a [`RaftReply`].
     Raft(Letter),
-    /// Of a host; answered by [`Told`].
+    /// From a client; answered by a [`StoreResponse`].
     Ask(Ask),
 }
 
-/// Between servers, with which founding each was made in (`foundings`).
+/// A message between servers, with the identities of their bootstraps (`bootstrap_ids`).
 #[derive(Serialize, Deserialize)]
 pub struct Letter {
-    /// Who sends it.
+    /// The sender.
     pub from: Founding,
-    /// Who it is for, if the sender has met it.
+    /// The receiver, if the sender knows its identity.
     pub to: Option<Founding>,
-    /// What is said.
+    /// The request.
     pub rpc: Rpc,
 }
 
-/// Raft's messages.
+/// The requests of raft.
 #[derive(Serialize, Deserialize)]
 pub enum Rpc {
     /// See there.
@@ -40,35 +41,35 @@ pub enum Rpc {
     Snapshot(InstallSnapshotRequest<Types>),
 }
 
-/// What a server answers to another.
+/// The answer of a server to another.
 #[derive(Serialize, Deserialize)]
 pub struct Reply {
-    /// Who answers.
+    /// The server that answers.
     pub from: Founding,
-    /// Raft's own `Result`, by postcard.
+    /// Raft's own `Result`, encoded by postcard.
     pub answer: Vec<u8>,
 }
 
-/// What [`crate::Members`] asks.
+/// A request of [`crate::MembershipStore`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Ask {
-    /// See `join`.
+    /// See `join_host`.
     Join(String),
-    /// See `clusters`.
+    /// See `list_clusters`.
     Clusters,
-    /// See `read`.
+    /// See `read_record`.
     Read(Cluster),
-    /// See `change`.
+    /// See `change_record`.
     Change(Cluster, Revision, Record),
-    /// See `lease`.
+    /// See `request_lease`.
     Lease(Cluster, Host),
-    /// See `view`.
+    /// See `read_view`.
     View(Cluster),
-    /// See `lead`.
+    /// See `request_leadership`.
     Lead,
 }
 
-/// What is answered.
+/// The response to a request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Told {
     /// The host's number.
@@ -77,33 +78,33 @@ pub enum Told {
     Clusters(Vec<Cluster>),
     /// The record.
     Read(Known),
-    /// What became of the change.
+    /// The result of the change.
     Changed(Changed),
-    /// What became of the request.
+    /// The result of the request for a lease.
     Leased(Leased),
     /// Record and leases.
     View(View),
-    /// Who leads.
+    /// The name of the leader.
     Leads(String),
-    /// This server doesn't lead; perhaps that one does. Nothing was done.
+    /// This server doesn't lead; perhaps that one does. Nothing was changed.
     Elsewhere(Option<String>),
-    /// Why not.
+    /// The request has failed.
     Trouble(Trouble),
 }
 
-/// As bytes.
+/// Encodes a value.
 ///
 /// # Errors
-/// If it can't be written.
+/// If it can't be encoded.
 pub fn encode(value: &impl Serialize) -> Result<Vec<u8>, Trouble> {
     postcard::to_stdvec(value)
         .map_err(|error| Trouble::Refused(format!("writing a message: {error}")))
 }
 
-/// From bytes.
+/// Decodes a value.
 ///
 /// # Errors
-/// If they are something else.
+/// If the bytes hold something else.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Trouble> {
     postcard::from_bytes(bytes)
         .map_err(|error| Trouble::Refused(format!("a message of {} bytes: {error}", bytes.len())))

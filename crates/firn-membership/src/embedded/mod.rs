@@ -1,18 +1,22 @@
-//! Membership without another server: raft between the agents.
+//! Membership without another system: raft between the agents.
 //!
 //! ```text
-//!   any host                          the server that leads               the other servers
-//!     Embedded --- Ask, by a Wire ---> Server ------ raft, by a Wire ----> Server
-//!       ^                                | store: log and vote, on disk      | store
-//!       '------ Told, or Elsewhere ------' state: records, hosts             | state
-//!                                          offices: leases, in memory
+//!   any host                                  the server that leads            the other servers
+//!     EmbeddedStore --- StoreRequest -------> RaftServer ----- raft ---------> RaftServer
+//!       ^                                       | store: log and vote, on disk   | store
+//!       '-- StoreResponse, or Elsewhere --------' state: records, hosts          | state
+//!                                                 lease_table: leases, in memory
+//!
+//!     each message by a MessageTransport
 //! ```
 //!
-//! Three hosts or more are servers; any host may ask. With a majority of them, records can be read and changed, and leases be granted.
-//! Without one, nothing can: VMs whose leases end run on and aren't heard, and nothing fails over. Of two hosts none is a
-//! majority, so two are refused ([`found`]).
+//! Three hosts or more are servers; any host may send requests. With a majority of the servers,
+//! records can be read and changed, and leases be granted. Without one, nothing can: VMs whose
+//! leases expire continue to run, but their output is blocked, and nothing fails over. Of two hosts
+//! none is a majority, so two are refused ([`bootstrap_server`]).
 //!
-//! Leases are not in the log (`offices`): a new leader counts all of them from its own beginning.
+//! Leases are not in the log (`lease_table`): a new leader counts all of them from the start of its
+//! own term.
 
 #![expect(
     clippy::result_large_err,
@@ -42,35 +46,37 @@ pub use self::server::{Server, found};
 use crate::{Changed, Cluster, Known, Later, Leased, Members, Record, Revision, Trouble, View};
 
 openraft::declare_raft_types!(
-    /// How raft is used here.
+    /// The types that raft is used with.
     pub Types: D = state::Op, R = state::Done, SnapshotData = Cursor<Vec<u8>>,
 );
 
-/// How long one server may take: for a change, longer than it takes by itself; for what may be asked of another one as well, no
-/// longer than a server needs that is there.
+/// How long one server may take: for a change, longer than it takes by itself. For a request that
+/// may be sent to another server as well, no longer than a healthy server needs.
 const SURE_WAIT: Duration = server::ANSWER_WAIT.saturating_add(Duration::from_millis(500));
 const ASK_WAIT: Duration = Duration::from_millis(1500);
 
-/// How messages get to a server.
+/// The transport of messages to servers.
 pub trait Wire: Send + Sync + 'static {
-    /// Sends one to the server of that name, and brings its answer. [`Trouble::Unreachable`] says that it was not sent.
+    /// Sends a message to the server of that name, and returns its answer.
+    /// [`MembershipError::Unreachable`] means that it was not sent.
     fn call<'a>(&'a self, to: &'a str, message: Vec<u8>) -> Later<'a, Vec<u8>>;
 }
 
-/// Membership by the servers among the agents.
+/// The membership store by the servers in the agents.
 pub struct Embedded {
     wire: Arc<dyn Wire>,
-    /// In the order in which they are asked: who led is the first, and who kept somebody waiting the last.
+    /// In the order in which they are asked: the last known leader first, a server that did not
+    /// answer in time last.
     servers: Mutex<Vec<String>>,
 }
 
 impl Embedded {
-    /// To ask these servers.
+    /// A store that uses these servers.
     pub fn new(servers: Vec<String>, wire: Arc<dyn Wire>) -> Self {
         Self { wire, servers: Mutex::new(servers) }
     }
 
-    /// Asks whoever leads.
+    /// Sends a request to the leader.
     async fn ask(&self, ask: Ask) -> Result<Told, Trouble> {
         let is_sure = matches!(ask, Ask::Change(..));
         let message = message::encode(&Message::Ask(ask))?;
@@ -80,8 +86,8 @@ impl Embedded {
                 Ok(Told::Elsewhere(hint)) => {
                     first(left.make_contiguous(), hint.as_deref());
                     troubles.push(format!(
-                        "{to} says that {} leads",
-                        hint.as_deref().unwrap_or("nobody")
+                        "{to} reports that {} leads",
+                        hint.as_deref().unwrap_or("no server")
                     ));
                 }
                 Ok(Told::Trouble(Trouble::Unreachable(why))) | Err(Trouble::Unreachable(why)) => {
@@ -134,7 +140,7 @@ impl Embedded {
     }
 }
 
-/// Moves one to the beginning, if it is there.
+/// Moves one name to the front, if it is in the list.
 fn first(names: &mut [String], name: Option<&str>) {
     names.sort_by_key(|it| Some(it.as_str()) != name);
 }
@@ -209,5 +215,5 @@ impl Members for Embedded {
 }
 
 fn strange(told: &Told) -> Trouble {
-    Trouble::Refused(format!("a server answers something else than was asked: {told:?}"))
+    Trouble::Refused(format!("a server sends an unexpected response: {told:?}"))
 }

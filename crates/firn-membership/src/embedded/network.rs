@@ -1,4 +1,4 @@
-//! Raft's messages to the other servers.
+//! The network of raft: its messages to the other servers.
 
 use std::sync::Arc;
 
@@ -19,13 +19,13 @@ use super::message::{self, Letter, Message, Reply, Rpc};
 use super::{Types, Wire};
 use crate::Trouble;
 
-/// Makes connections.
+/// Makes connections to other servers.
 pub struct Network {
     pub wire: Arc<dyn Wire>,
     pub foundings: Foundings,
 }
 
-/// To one server.
+/// The connection to one server.
 pub struct Peer {
     wire: Arc<dyn Wire>,
     foundings: Foundings,

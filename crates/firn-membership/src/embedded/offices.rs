@@ -1,16 +1,20 @@
-//! The leases that a leader grants: one [`Grants`] for each cluster and each term of leadership.
+//! The leases that a leader grants: one [`GrantedLeases`] for each cluster and each term of
+//! leadership.
 //!
 //! ```text
-//!   a request:   fenced as far as is known? refuse --- note the grant --- am I still the leader? --- fenced? refuse --- granted
-//!   a view:                                                            am I still the leader? --- the record --- the grants
+//!   a request:   fenced as far as is known? refuse --- note the grant
+//!                  --- still the leader? --- fenced? refuse --- granted
+//!   a view:            still the leader? --- the record --- the grants
 //! ```
 //!
-//! A grant is noted *before* the leader makes sure that it leads and looks at the record again. So a view whose record fences a host
-//! comes with every grant that this leader made to it: whoever notes later looks at the record later, and is refused.
+//! A grant is noted *before* the leader confirms that it leads and reads the record again. So a
+//! view whose record fences a host comes with every grant that this leader made to it: a grant that
+//! is noted later is followed by a later read of the record, and is refused.
 //!
-//! Grants of earlier leaders are covered by the beginning of a term: who was granted a lease had asked before its granter was
-//! confirmed by a majority, hence before anybody else was elected, hence before the term in which it is counted from now.
-//! Nothing of this is on disk.
+//! The start of a term covers the grants of earlier leaders. A host that was granted a lease had
+//! requested it before its leader was confirmed by a majority. That was before the election of any
+//! other leader, and so before the term in which its lease is now counted from the start. Nothing
+//! of this is on disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -20,27 +24,28 @@ use firn_cluster::failover::{Grants, Terms};
 
 use crate::{Cluster, Known};
 
-/// What one server has granted.
+/// The leases that one server has granted.
 #[derive(Debug)]
 pub struct Offices {
     terms: Terms,
-    /// For each cluster: the term, and what was granted in it.
+    /// For each cluster: the term, and the grants in it.
     granted: BTreeMap<Cluster, (u64, Grants)>,
 }
 
 impl Offices {
-    /// Of a server that has granted nothing.
+    /// The table of a server that has granted nothing.
     pub fn new(terms: Terms) -> Self {
         Self { terms, granted: BTreeMap::new() }
     }
 
-    /// Notes a grant, before it is sure. It counts if the term turns out to be an old one, too.
+    /// Notes a grant before it is confirmed. It counts even if the term turns out to be an old one.
     pub fn note(&mut self, cluster: &Cluster, host: Host, now: Duration) {
         let none = || (0, Grants::taken_over(self.terms, [], now));
         self.granted.entry(cluster.clone()).or_insert_with(none).1.grant(host, now);
     }
 
-    /// A majority has just said that this server leads in that term. False if it has led in a later one since.
+    /// Begins a term, in which a majority has just confirmed this server as leader. False if the
+    /// server has led in a later term since.
     pub fn enter(&mut self, cluster: &Cluster, term: u64, known: &Known, now: Duration) -> bool {
         let before = self.granted.get(cluster).map(|(term, _)| *term).unwrap_or_default();
         if before < term {

@@ -1,4 +1,4 @@
-//! Raft while it runs: one run, from the opening of the store to its failure.
+//! One run of raft, from the opening of the store to its failure.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,15 +17,15 @@ use super::store::{Founded, Store};
 use super::{Types, Wire};
 use crate::Trouble;
 
-/// Entries of the log from one snapshot to the next, and those that are kept before it.
+/// Log entries from one snapshot to the next, and those that are retained before it.
 const SNAPSHOT_EVERY: u64 = 1000;
 const KEPT_MAX: u64 = 200;
 
-/// How large a message gets: so many entries of the largest size, or such a piece of a snapshot.
+/// Maximum size of a message: entries of the largest size, or bytes of a snapshot.
 const ENTRIES_MAX: u64 = 3;
 const PIECE_BYTES: u64 = 32 << 10;
 
-/// One run. Clones are the same one.
+/// One run of raft. Clones share it.
 #[derive(Clone)]
 pub struct Running {
     pub raft: Raft<Types>,
@@ -35,10 +35,11 @@ pub struct Running {
     me: u64,
 }
 
-/// Who leads, and in which term.
+/// The leader, and its term.
 pub type Leader = openraft::LeaderId<u64>;
 
-/// The number by which raft knows the server of that host. It must not change when others come or go.
+/// The number by which raft knows the server of that host. It must not change when other servers
+/// come or go.
 pub fn number(name: &str) -> u64 {
     let mut first = [0; 8];
     first.copy_from_slice(&Sha256::digest(name)[..8]);
@@ -46,10 +47,10 @@ pub fn number(name: &str) -> u64 {
 }
 
 impl Running {
-    /// Makes sure that this server leads, and has applied all that was agreed on before.
+    /// Confirms that this server leads, and has applied all entries that were committed before.
     pub async fn confirmed(&self) -> Result<Leader, Told> {
         match self.raft.ensure_linearizable().await {
-            // The newest entry is the leader's own: it begins its term with one.
+            // The newest entry is the leader's own: its term begins with one.
             Ok(Some(last)) if last.leader_id.node_id == self.me => Ok(last.leader_id),
             Ok(_) => Err(Told::Elsewhere(None)),
             Err(RaftError::APIError(CheckIsLeaderError::ForwardToLeader(to))) => Err(elsewhere(to)),
@@ -57,7 +58,7 @@ impl Running {
         }
     }
 
-    /// What has been agreed on, if nobody has led since that leader.
+    /// Reads the state, if no other server has led since that leader.
     pub fn seen<T>(&self, leader: &Leader, look: impl FnOnce(&State) -> T) -> Result<T, Told> {
         self.machine.applied().of(leader).map(look).ok_or(Told::Elsewhere(None))
     }
@@ -81,7 +82,7 @@ fn elsewhere(to: ForwardToLeader<u64, BasicNode>) -> Told {
     Told::Elsewhere(to.leader_node.map(|node| node.addr))
 }
 
-/// Begins with what is in the store.
+/// Starts raft with the contents of the store.
 pub async fn run(directory: &Path, me: &str, wire: &Arc<dyn Wire>) -> Result<Running, Trouble> {
     let (store, Founded { founding, servers }) = Store::open(directory, number(me))?;
     let failed = |error: &dyn std::fmt::Display| {
@@ -102,7 +103,7 @@ pub async fn run(directory: &Path, me: &str, wire: &Arc<dyn Wire>) -> Result<Run
     if !raft.is_initialized().await.map_err(|error| failed(&error))? {
         let nodes = servers.iter().map(|(id, name)| (*id, BasicNode::new(name)));
         let nodes: BTreeMap<u64, BasicNode> = nodes.collect();
-        // Every server says the same, so it does no harm if another one was quicker.
+        // Every server proposes the same, so it does no harm if another one was quicker.
         if let Err(error) = raft.initialize(nodes).await {
             tracing::debug!("membership has begun already: {error}");
         }

@@ -1,4 +1,4 @@
-//! One of the servers: raft, and what is asked of its leader.
+//! One of the servers: raft, and the requests to its leader.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,14 +17,15 @@ use super::state::{Done, Op, State};
 use super::store::Store;
 use crate::{Cluster, Known, Leased, Trouble, View, now};
 
-/// How long a server takes for an answer at most: an election, and a disk that is busy.
+/// Maximum time of a server for an answer: an election, and a disk that is busy.
 pub(super) const ANSWER_WAIT: Duration = Duration::from_secs(3);
 
-/// How often it is looked whether raft goes on, and how long it is waited before a store that failed is opened again.
+/// Time between two checks whether raft still runs, and the time until a store that failed is
+/// opened again.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 const AGAIN_AFTER: Duration = Duration::from_secs(2);
 
-/// A server.
+/// A server of membership.
 pub struct Server {
     me: String,
     directory: PathBuf,
@@ -33,10 +34,11 @@ pub struct Server {
     running: Mutex<Result<Running, Trouble>>,
 }
 
-/// Prepares this host to be one of these servers, of a cluster of hosts that is new.
+/// Prepares this host to be one of these servers, of a new cluster of hosts.
 ///
 /// # Errors
-/// If it is one already, isn't one of them, or they are too few for a majority to be left when one is lost.
+/// If it is one already, isn't one of them, or they are too few for a majority after the loss of
+/// one.
 pub fn found(directory: &Path, me: &str, servers: &[String]) -> Result<(), Trouble> {
     let numbered: BTreeMap<u64, String> =
         servers.iter().map(|name| (number(name), name.clone())).collect();
@@ -48,7 +50,7 @@ pub fn found(directory: &Path, me: &str, servers: &[String]) -> Result<(), Troub
     }
     if numbered.len() < 3 {
         return Err(Trouble::Refused(format!(
-            "{} servers are too few: of two, none is a majority when the other is lost, and nobody can tell a host that is lost from a \
+            "{} servers are too few: of two, none is a majority when the other is lost, and no server can tell a host that is lost from a \
              network that is cut. Give three; the third needs no VMs",
             numbered.len()
         )));
@@ -57,10 +59,10 @@ pub fn found(directory: &Path, me: &str, servers: &[String]) -> Result<(), Troub
 }
 
 impl Server {
-    /// Begins. The runtime must be multi-threaded.
+    /// Starts a server. The runtime must be multi-threaded.
     ///
     /// # Errors
-    /// If this host was not [prepared](found), or its store can't be used.
+    /// If this host was not [prepared](bootstrap_server), or its store can't be used.
     pub async fn begin(
         directory: &Path,
         me: &str,
@@ -94,7 +96,7 @@ impl Server {
             Ok(Message::Raft(letter)) => self.told_by_raft(from, letter).await,
             Err(trouble) => message::encode(&Told::Trouble(trouble)),
         };
-        // Nobody can read an empty answer: that is trouble at the other end.
+        // No client can decode an empty answer: it reports an error.
         answered.unwrap_or_default()
     }
 
@@ -104,7 +106,8 @@ impl Server {
         if !servers.contains_key(&number(name)) {
             return Err(Trouble::Refused("it is none of the servers".to_owned()));
         }
-        // Without an answer: who is refused is not to take this one for a server of its own.
+        // On an error there is no answer: a refused server must not take this one for a server of
+        // its own.
         foundings.meet((number(name), name), letter.from, letter.to).await?;
         let answer = match letter.rpc {
             Rpc::Append(rpc) => message::encode(&raft.append_entries(rpc).await),
@@ -173,7 +176,7 @@ impl Server {
             running.machine.applied().state.names().get(&host).is_none_or(|it| it == name)
         };
         self.check(from.is_none_or(is_its), "asks for another host's lease")?;
-        // One that is fenced and goes on asking is not noted: it would never be harmless.
+        // A request of a fenced host is not noted: its lease would never expire.
         let early = running.machine.applied().state.known(cluster);
         if is_fenced(&early, host) {
             let leader = running.confirmed().await?;
@@ -235,7 +238,8 @@ fn refused(why: &str) -> Told {
     Told::Trouble(Trouble::Refused(why.to_owned()))
 }
 
-/// Raft ends when its store fails. It begins again with what is on disk, as after a crash, when that can be used again.
+/// Restarts raft, which ends when its store fails. It starts with the contents of the disk, as
+/// after a crash, once the store can be used again.
 async fn keep_running(server: std::sync::Weak<Server>) {
     loop {
         sleep(LOOK_EVERY).await;

@@ -1,4 +1,5 @@
-//! What the log makes of nothing: pure, and the same at every server.
+//! The replicated state: the result of applying the raft log to an empty state. Pure, and the same
+//! at every server.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,25 +11,25 @@ use crate::{Changed, Cluster, Known, Record, Revision};
 /// An entry of the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Op {
-    /// A host of that name wants a number.
+    /// Gives a number to a host of that name.
     Join(String),
-    /// A record is to be another one, if it is of that revision.
+    /// Changes a record, if it has that revision.
     Change(Cluster, Revision, Record),
 }
 
-/// What an entry did.
+/// The result of an entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Done {
-    /// Nothing that concerns anybody here.
+    /// Nothing that a client waits for.
     #[default]
     Nothing,
-    /// The host's number; none where all are taken.
+    /// The host's number; `None` if all numbers are taken.
     Joined(Option<Host>),
-    /// See there.
+    /// The result of the change.
     Changed(Changed),
 }
 
-/// Everything that is agreed on.
+/// All records, and the names of all hosts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
     next: u32,
@@ -37,7 +38,7 @@ pub struct State {
 }
 
 impl State {
-    /// Does what the entry at this place of the log says.
+    /// Applies the entry at this index of the log.
     pub fn apply(&mut self, index: u64, op: Op) -> Done {
         match op {
             Op::Join(name) => Done::Joined(self.join(name)),
@@ -45,7 +46,7 @@ impl State {
         }
     }
 
-    /// A record.
+    /// The record of a cluster.
     pub fn known(&self, cluster: &Cluster) -> Known {
         let entry = self.records.get(cluster).cloned();
         entry.map_or_else(Known::default, |(revision, record)| Known {
@@ -59,12 +60,12 @@ impl State {
         self.records.keys().cloned().collect()
     }
 
-    /// Whether a host of each of these numbers has joined.
+    /// Whether hosts with all these numbers have joined.
     pub fn has(&self, hosts: &BTreeSet<Host>) -> bool {
         hosts.iter().all(|host| u32::from(host.0) < self.next)
     }
 
-    /// What hosts are called.
+    /// The names of hosts.
     pub fn names(&self) -> &BTreeMap<Host, String> {
         &self.names
     }
@@ -72,7 +73,7 @@ impl State {
     fn join(&mut self, name: String) -> Option<Host> {
         let host = Host(u16::try_from(self.next).ok()?);
         self.next += 1;
-        // Who was called that before has ended. Some record may still speak of it.
+        // Earlier hosts of that name have ended. A record may still name them.
         let named =
             |host: &Host| self.records.values().any(|(_, record)| record.hosts().contains(host));
         let gone: Vec<Host> =

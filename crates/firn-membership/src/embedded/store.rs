@@ -1,20 +1,21 @@
-//! What a server must not forget: the log, and whom it voted for, in one file of redb.
+//! The durable state of a server: the log, and its vote, in one file of redb.
 //!
 //! ```text
 //!   members.redb
-//!     log    index -> entry              raft's, consecutive; removed from its beginning once it is in a snapshot
-//!     meta   "founded"  -> who the servers are, as this one was told when the cluster was founded, and a number by chance
+//!     log    index -> entry              raft's, consecutive; removed once it is in a snapshot
+//!     meta   "founded"  -> the servers, as of the bootstrap, and a random number
 //!            "met"      -> such numbers of the other servers
 //!            "vote"     -> the newest term, and for whom
 //!            "purged"   -> the last entry that was removed
 //!            "snapshot" -> the state, and the last entry that is in it
 //! ```
 //!
-//! Each write is a transaction, on disk when it is answered. What the log makes of nothing is in memory, and made anew from the
-//! snapshot and the log.
+//! Each write is a transaction, on disk when it is answered. The result of applying the log is in
+//! memory, and made anew from the snapshot and the log.
 //!
-//! A server that has forgotten is worse than one that is gone: it could vote twice, or elect somebody who doesn't have what it
-//! acknowledged. So the file is made once ([`Store::found`]), and where it is gone, the server doesn't begin.
+//! A server that has forgotten its state is worse than one that is gone: it could vote twice, or
+//! elect a server that doesn't have the entries that it acknowledged. So the file is created once
+//! ([`LogStore::create_new`]), and where it is missing, the server doesn't start.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -41,7 +42,7 @@ const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
 /// The file's name.
 const FILE: &str = "members.redb";
 
-/// Pages of the file that are kept in memory, in bytes.
+/// Pages of the file that are cached in memory, in bytes.
 const CACHE_BYTES: usize = 4 << 20;
 
 pub(super) const SNAPSHOT: &str = "snapshot";
@@ -52,10 +53,10 @@ const PURGED: &str = "purged";
 
 pub(super) type Stored<T> = Result<T, StorageError<u64>>;
 
-/// What a server was told when its cluster was founded.
+/// The result of the bootstrap of a server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Founded {
-    /// Which time that was.
+    /// The identity of that bootstrap.
     pub founding: Founding,
     /// The servers.
     pub servers: BTreeMap<u64, String>,
@@ -69,10 +70,10 @@ pub struct Store {
 }
 
 impl Store {
-    /// Makes the file of a new cluster's server.
+    /// Creates the file for a server of a new cluster.
     ///
     /// # Errors
-    /// If there is one, or the system refuses; then there is none.
+    /// If it exists, or the system refuses; then it does not exist afterwards.
     pub fn found(directory: &Path, servers: &BTreeMap<u64, String>) -> Result<(), Trouble> {
         let (path, new) = (directory.join(FILE), directory.join("members.new"));
         if path.exists() {
@@ -107,7 +108,7 @@ impl Store {
     /// Opens a server's file.
     ///
     /// # Errors
-    /// If it isn't there, or is damaged, or another process has it.
+    /// If it doesn't exist, or is damaged, or another process has opened it.
     pub fn open(directory: &Path, me: u64) -> Result<(Self, Founded), Trouble> {
         let path = directory.join(FILE);
         if !path.exists() {
@@ -128,13 +129,13 @@ impl Store {
         Ok((store, founded))
     }
 
-    /// A value of `meta`.
+    /// Reads a value of `meta`.
     pub(super) fn meta<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>, redb::Error> {
         let table = self.database.begin_read()?.open_table(META)?;
         table.get(key)?.map(|value| of_bytes(value.value())).transpose()
     }
 
-    /// Puts a value into `meta`.
+    /// Writes a value of `meta`.
     pub(super) async fn set_meta(
         &self,
         key: &'static str,
@@ -143,7 +144,7 @@ impl Store {
         self.write(move |write| put(write, key, &value)).await
     }
 
-    /// A transaction, which is on disk when this returns.
+    /// Writes a transaction, which is on disk when this returns.
     async fn write(
         &self,
         change: impl FnOnce(&WriteTransaction) -> Result<(), redb::Error> + Send + 'static,
@@ -198,8 +199,9 @@ impl RaftLogStorage<Types> for Store {
         saved.map_err(|error| StorageIOError::write_vote(&error).into())
     }
 
-    /// A server that led, and begins again, has voted for itself, and no more: raft would have it lead on at once, in the same
-    /// term, where the first entry of that term is all it knows to be agreed on. It would read from a state that lacks the rest.
+    /// The vote of a server that led, and starts again, counts as a vote for itself, and no more.
+    /// Otherwise raft would let it lead at once, in the same term, in which the first entry is all
+    /// that it knows to be committed. It would read from a state that lacks the rest.
     async fn read_vote(&mut self) -> Stored<Option<Vote<u64>>> {
         let vote: Option<Vote<u64>> =
             self.meta(VOTE).map_err(|error| StorageIOError::read_vote(&error))?;

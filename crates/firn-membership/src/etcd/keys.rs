@@ -1,17 +1,17 @@
-//! Where everything is in etcd.
+//! The keys in etcd.
 
 use firn_cluster::Host;
 
 use crate::Cluster;
 
-/// Keys below a prefix.
+/// The keys with one prefix.
 #[derive(Clone, Debug)]
 pub struct Keys {
     prefix: String,
 }
 
 impl Keys {
-    /// Those below this prefix, with or without a `/` at its end.
+    /// The keys with this prefix, with or without a `/` at its end.
     pub fn new(prefix: &str) -> Self {
         Self { prefix: prefix.trim_end_matches('/').to_owned() }
     }
@@ -48,7 +48,7 @@ impl Keys {
         format!("{}{}", self.leases(cluster), host.0)
     }
 
-    /// The host that a key below a prefix is about.
+    /// The host that a key after a prefix is about.
     pub fn host_of(prefix: &str, key: &[u8]) -> Option<Host> {
         let number = std::str::from_utf8(key).ok()?.strip_prefix(prefix)?;
         number.parse().ok().map(Host)

@@ -1,13 +1,15 @@
-//! One asking for a lease: what was seen, and the transaction that may follow from it.
+//! One request for a lease: the state that was read, and the transaction that depends on it.
 //!
 //! ```text
-//!   look: record r, own key k --- fenced? refuse --- grant L ---> if record == r and own key == k: put own key, L
-//!                 ^                                                        | else
-//!                 '--------------------------------------------------------'
+//!   grant L ---> read: record r, own key k --- fenced? refuse
+//!                 ^                          '--- if record == r and own key == k: put own key, L
+//!                 |                                 | else
+//!                 '---------------------------------'
 //! ```
 //!
-//! The own key is compared so that one transaction of several counts: one that was given up on and arrives late would attach
-//! the key to an older etcd lease, which ends while the holder believes in a newer one.
+//! The own key is compared so that only one of several transactions takes effect: an abandoned one
+//! that arrives late would attach the key to an older etcd lease, which ends while the holder
+//! believes in a newer one.
 
 use etcd_client::{Compare, CompareOp, PutOptions, Txn, TxnOp, TxnResponse};
 use firn_cluster::Host;
@@ -15,11 +17,11 @@ use firn_cluster::Host;
 use super::{Etcd, at, known, ranges, strange};
 use crate::{Cluster, Known, Trouble};
 
-/// What a lease depends on, at one moment.
+/// The state that a lease depends on, at one moment.
 #[derive(Clone, Debug)]
 pub struct Seen {
     pub known: Known,
-    /// Which change made the host's own key what it is, or 0.
+    /// The change that made the host's own key what it is, or 0.
     own: i64,
 }
 
@@ -42,7 +44,8 @@ impl Etcd {
         Seen::of(&self.servers.txn(Txn::new().and_then(self.looks(cluster, host))).await?)
     }
 
-    /// Attaches the host's key to the lease if all is as it was seen; else tells how it is.
+    /// Attaches the host's key to the lease if the state is as it was read; otherwise returns the
+    /// current state.
     pub(super) async fn attach(
         &self,
         (cluster, host): (&Cluster, Host),
@@ -113,7 +116,7 @@ mod tests {
         panic!("etcd does not begin");
     }
 
-    /// The older asking was given up on, and is heard after the newer one.
+    /// The older request was abandoned, and arrives after the newer one.
     #[tokio::test]
     async fn what_arrives_late_does_not_shorten_a_lease() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,33 +1,37 @@
-//! The user's etcd.
+//! Membership by the user's etcd.
 //!
 //! ```text
 //!   firn/next                     the number of the next host
 //!   firn/hosts/7                  "b": the agent of host b is host 7
 //!   firn/leader                   "a", attached to an etcd lease
 //!   firn/clusters/web             the record, JSON
-//!   firn/leases/web/7             empty, attached to an etcd lease: there while host 7 may believe in its lease
+//!   firn/leases/web/7             empty, attached to an etcd lease: it exists while
+//!                                 host 7 may believe in its lease
 //! ```
 //!
 //! # Leases
 //!
-//! A lease of ours is a *new* etcd lease each time, and one transaction that attaches the host's key to it if the record is
-//! still the one that doesn't fence the host, and no other transaction of the host came before (`lease`):
+//! A lease of Firn is a *new* etcd lease each time, and one transaction that attaches the host's
+//! key to it if the record still doesn't fence the host, and no other transaction of the host came
+//! before (`lease`):
 //!
 //! ```text
-//!   host    asks |                 |=========== believes, counted from the asking ===========|
-//!                 \               /                                                          .
-//!   etcd           grant L2 ---- if record and key are as they were: put leases/web/7, L2    .
-//!                  |=================== L2, and so the key, lasts ===========================.=====|
+//!   host  requests |                 |========= believes, counted from the request ========|
+//!                   \               /                                                      .
+//!   etcd             grant L2 ---- if record and key are unchanged: put leases/web/7, L2   .
+//!                    |=================== L2, and so the key, lasts =======================.=====|
 //! ```
 //!
-//! Granting and putting go through etcd's log, so they happen after the asking. `LeaseKeepAlive` doesn't: a server that was the
-//! leader, and was stopped or cut off, answers it from memory, while its successor counts from before; and when it is back, it revokes
-//! what others have made longer. A lease that nobody makes longer is revoked by nobody too early. We revoke none either: its key would be
-//! gone while its holder believes. Leases that were succeeded run out by themselves, and so does that of a fenced host, which
-//! gets no other one.
+//! Both the grant and the put go through etcd's log, so they happen after the request.
+//! `LeaseKeepAlive` doesn't: a server that was the leader, and was stopped or cut off, answers it
+//! from memory, while its successor counts from before; and when the old leader returns, it revokes
+//! leases that others have extended. A lease that no host extends is never revoked too early. Firn
+//! revokes none either: the key would be gone while its holder believes in it. Leases that were
+//! replaced expire by themselves, and so does the lease of a fenced host, which gets no other one.
 //!
-//! etcd counts whole seconds, so its lease is the next whole second after ours and what clocks may differ. A new leader of etcd
-//! counts every lease from its beginning: later than need be, never earlier.
+//! etcd counts whole seconds, so its lease is the next whole second after Firn's lease and the
+//! drift of clocks. A new leader of etcd counts every lease from the start of its term: later than
+//! necessary, never earlier.
 
 mod keys;
 mod lease;
@@ -47,10 +51,10 @@ pub use self::options::{Options, Tls};
 use self::servers::Servers;
 use crate::{Changed, Cluster, Known, Later, Leased, Members, Record, Revision, Trouble, View};
 
-/// How often something is tried that somebody else may change meanwhile.
+/// How often an operation is tried that other hosts may conflict with.
 const TRIES_MAX: usize = 8;
 
-/// Membership by etcd.
+/// The membership store in etcd.
 #[derive(Clone)]
 pub struct Etcd {
     servers: Servers,
@@ -59,7 +63,7 @@ pub struct Etcd {
 }
 
 impl Etcd {
-    /// Prepares to ask these servers. They need not be there yet.
+    /// Prepares connections to these servers. They need not run yet.
     ///
     /// # Errors
     /// If the options can't be used.
@@ -83,7 +87,7 @@ impl Etcd {
                 TxnOp::put(next.clone(), after.to_string(), None),
                 TxnOp::put(self.keys.host(Host(number)), name, None),
             ]);
-            // Without an answer a number may be lost, and no more.
+            // If the answer is lost, a number may be lost, and nothing more.
             if self.servers.txn(txn).await?.succeeded() {
                 return Ok(Host(number));
             }
@@ -114,7 +118,8 @@ impl Etcd {
         }
     }
 
-    /// Numbers are given one after another, so those that were given stay so.
+    /// Checks that the hosts of a record have joined. Numbers are given in order and never taken
+    /// back.
     async fn have_joined(&self, record: &Record) -> Result<(), Trouble> {
         let next = self.servers.get(self.keys.next(), None).await?.pop();
         let next = next.as_ref().map_or(Ok(0), number)?;
@@ -126,7 +131,8 @@ impl Etcd {
         }
     }
 
-    /// A cluster begins as if all its hosts had just been granted a lease: they have a while to ask.
+    /// The leases of a new cluster: it begins as if all its hosts had just been granted one, so
+    /// they have time to request theirs.
     async fn first_leases(
         &self,
         cluster: &Cluster,
@@ -171,7 +177,7 @@ impl Etcd {
         Ok(View { known: known(record.kvs().first())?, leases, names })
     }
 
-    /// Takes the key if nobody has it, or keeps it.
+    /// Takes the leader's key if no host has it, or extends it.
     async fn led_by(&self, name: &str) -> Result<String, Trouble> {
         let key = self.keys.leader();
         let put = TxnOp::put(key.clone(), name, Some(self.servers.grant(self.ttl_s).await?));
@@ -239,18 +245,18 @@ impl Members for Etcd {
     }
 }
 
-/// The next whole second after a lease and what clocks may differ.
+/// The next whole second after a lease and the drift of clocks.
 fn whole_seconds(terms: Terms) -> i64 {
     let ppm = f64::from(terms.drift_ppm_max) / 1e6;
     (terms.ttl.as_secs_f64() * (1.0 + ppm)).floor() as i64 + 1
 }
 
-/// That a key is still as it was when it was read.
+/// The condition that a key is unchanged since it was read.
 fn unmoved(key: &str, pair: Option<&KeyValue>) -> Compare {
     Compare::mod_revision(key, CompareOp::Equal, pair.map_or(0, KeyValue::mod_revision))
 }
 
-/// That a record is of this revision.
+/// The condition that a record has this revision.
 fn at(key: &str, revision: Revision) -> Result<Compare, Trouble> {
     let revision = i64::try_from(revision.0).map_err(|_| strange("revision"))?;
     Ok(Compare::mod_revision(key, CompareOp::Equal, revision))
@@ -260,7 +266,7 @@ fn known(pair: Option<&KeyValue>) -> Result<Known, Trouble> {
     let Some(pair) = pair else { return Ok(Known::default()) };
     let record = Record::from_json(pair.value()).map_err(|why| {
         let key = String::from_utf8_lossy(pair.key());
-        Trouble::Refused(format!("{key} in etcd: {why}; has somebody else changed it?"))
+        Trouble::Refused(format!("{key} in etcd: {why}; has another program changed it?"))
     })?;
     Ok(Known { revision: Revision(pair.mod_revision().unsigned_abs()), record: Some(record) })
 }
@@ -286,7 +292,7 @@ fn gets(answer: &TxnResponse) -> Gets {
 struct Gets(Vec<GetResponse>);
 
 impl Gets {
-    /// The pair that was got, if it is there.
+    /// The first pair, if the key exists.
     fn next(&self) -> Option<&KeyValue> {
         self.0.first()?.kvs().first()
     }
@@ -298,11 +304,11 @@ fn revision_of(answer: &TxnResponse) -> Result<u64, Trouble> {
 }
 
 fn strange(what: &str) -> Trouble {
-    Trouble::Refused(format!("etcd answers without a {what} that can be used"))
+    Trouble::Refused(format!("etcd answers without a usable {what}"))
 }
 
 fn contended() -> Trouble {
-    Trouble::Unreachable("others changed it at the same time, again and again".to_owned())
+    Trouble::Unreachable("other hosts changed it at the same time, repeatedly".to_owned())
 }
 
 #[cfg(test)]

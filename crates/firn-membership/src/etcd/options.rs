@@ -1,4 +1,4 @@
-//! How etcd is reached.
+//! How to connect to etcd.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -7,27 +7,27 @@ use etcd_client::{Certificate, ConnectOptions, Identity, TlsOptions};
 
 use crate::Trouble;
 
-/// How long a server may take to be connected to, and a connection to be silent.
+/// Maximum time to connect to a server, and maximum silence of a connection.
 const CONNECT_WAIT: Duration = Duration::from_secs(1);
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// Which servers, and how.
+/// The servers, and how to connect to them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Addresses, as `https://10.0.0.1:2379`.
     pub endpoints: Vec<String>,
-    /// What all keys begin with.
+    /// The prefix of all keys.
     pub prefix: String,
     /// Certificates, where the endpoints are `https`.
     pub tls: Option<Tls>,
 }
 
-/// Files in PEM format.
+/// Certificates and keys: files in PEM format.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tls {
-    /// Who has issued the servers' certificates.
+    /// The authority that has issued the servers' certificates.
     pub authority: PathBuf,
-    /// What this host shows, with its key, if the servers want that.
+    /// The certificate of this host, with its key, if the servers require one.
     pub certificate: Option<(PathBuf, PathBuf)>,
 }
 
@@ -60,7 +60,7 @@ impl Tls {
     }
 }
 
-/// The longest file of certificates, or with a key, in bytes.
+/// Maximum size of a file of certificates, or with a key, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 fn read(path: &Path) -> Result<Vec<u8>, Trouble> {

@@ -1,7 +1,7 @@
-//! Asking etcd: one server until it keeps somebody waiting, then the next one.
+//! Requests to etcd: to one server until it does not answer in time, then to the next one.
 //!
-//! A client that spreads what it asks over all servers would be kept waiting every third time by one that hangs, and takes every
-//! connection all the same.
+//! A client that balances requests over all servers would wait on every third one if one server
+//! hangs, for a server that hangs still accepts every connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,20 +13,21 @@ use tokio::time::timeout;
 use super::Options;
 use crate::Trouble;
 
-/// How long a server may take for a change: an election takes it a second or two. And for what may be asked of another one as well.
+/// How long a server may take for a change: an election takes a second or two. And for a request
+/// that may be sent to another server as well.
 const SURE_WAIT: Duration = Duration::from_secs(4);
 const ASK_WAIT: Duration = Duration::from_millis(1500);
 
-/// All servers.
+/// The servers.
 #[derive(Clone)]
 pub struct Servers {
     clients: Vec<Client>,
-    /// Counts the turns from one to the next.
+    /// Counts the switches from one server to the next.
     turn: Arc<AtomicUsize>,
 }
 
 impl Servers {
-    /// They need not be there yet.
+    /// Prepares connections to the servers, which need not run yet.
     ///
     /// # Errors
     /// If the options can't be used.
@@ -39,17 +40,17 @@ impl Servers {
         Ok(Self { clients, turn: Arc::default() })
     }
 
-    /// A transaction that is made once, or not at all.
+    /// Sends a transaction that is made once, or not at all.
     pub async fn change(&self, txn: Txn) -> Result<TxnResponse, Trouble> {
         self.once(SURE_WAIT, |client| transact(client, txn.clone())).await
     }
 
-    /// A transaction that does no harm if it was made without an answer.
+    /// Sends a transaction that does no harm if it was made without an answer.
     pub async fn txn(&self, txn: Txn) -> Result<TxnResponse, Trouble> {
         self.freely(|client| transact(client, txn.clone())).await
     }
 
-    /// What is at a key, or below it.
+    /// Reads the pair of a key, or of all keys with a prefix.
     pub async fn get(
         &self,
         key: String,
@@ -62,7 +63,7 @@ impl Servers {
         Ok(asked.await?.take_kvs())
     }
 
-    /// An etcd lease that is attached to nothing yet.
+    /// Grants an etcd lease that no key is attached to yet.
     pub async fn grant(&self, seconds: i64) -> Result<PutOptions, Trouble> {
         let grant =
             |client: Client| async move { client.lease_client().grant(seconds, None).await };
@@ -91,7 +92,7 @@ impl Servers {
         let client = self.clients[turn % self.clients.len()].clone();
         let answer = within(wait, ask(client)).await;
         if answer.is_err() {
-            // Somebody else may have turned to the next one already.
+            // Another request may have switched to the next server already.
             let next = turn.wrapping_add(1);
             let _ = self.turn.compare_exchange(turn, next, Ordering::Relaxed, Ordering::Relaxed);
         }
@@ -117,7 +118,7 @@ async fn within<T>(
     }
 }
 
-/// Whether anything was done, only its own answers say.
+/// Converts an error. Only some errors show whether anything was changed.
 fn trouble(error: &Error) -> Trouble {
     let text = format!("etcd: {error}");
     match error {
@@ -126,7 +127,7 @@ fn trouble(error: &Error) -> Trouble {
     }
 }
 
-/// Of what does no harm if it was done.
+/// Converts the error of a request that does no harm if it was carried out.
 fn unchanged(trouble: Trouble) -> Trouble {
     match trouble {
         Trouble::Unknown(text) => Trouble::Unreachable(text),

@@ -1,4 +1,5 @@
-//! Changes are made once or not at all, and are seen by whoever asks afterwards: while servers are killed, stopped and cut off.
+//! Changes are made once or not at all, and later reads return them, while servers are killed,
+//! stopped and cut off.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,13 +15,13 @@ use crate::servers::{Kind, Servers, eventually};
 
 const WRITERS: u16 = 3;
 
-/// How long one trouble lasts: longer than an election takes.
+/// Duration of one fault: longer than an election takes.
 const A_WHILE: Duration = Duration::from_secs(5);
 
-/// What writers and readers share.
+/// The state that writers and readers share.
 struct History {
     cluster: Cluster,
-    /// The newest revision that somebody was told.
+    /// The newest revision that any client has received.
     newest: AtomicU64,
     ends: AtomicBool,
 }
@@ -29,14 +30,15 @@ fn count(record: &Record, writer: Vm) -> u64 {
     record.vms.get(&writer).map_or(0, |count| count.parse().unwrap())
 }
 
-/// Counts in a place of its own, by changes of the whole record. Gives back how often it was told so, or saw so.
+/// Counts in a field of its own, by changes of the whole record. Returns how often a change was
+/// confirmed, or seen.
 async fn write(history: Arc<History>, members: Arc<dyn Members>, writer: Vm) -> u64 {
     let mut counted = 0;
     while !history.ends.load(Ordering::Relaxed) {
         let Ok(known) = members.read(&history.cluster).await else { continue };
         let mut record = known.record.unwrap();
         let there = count(&record, writer);
-        // One more than was told: the change whose answer did not come.
+        // One more than was confirmed: the change whose answer was lost.
         assert!(
             there == counted || there == counted + 1,
             "{writer} counted {counted}, there is {there}"
@@ -67,7 +69,7 @@ async fn write(history: Arc<History>, members: Arc<dyn Members>, writer: Vm) -> 
     there
 }
 
-/// Reads; what was told to anybody before must be there.
+/// Reads; a revision that any client has received before must be there.
 async fn read(history: Arc<History>, members: Arc<dyn Members>) -> u64 {
     let mut reads = 0;
     while !history.ends.load(Ordering::Relaxed) {
@@ -83,7 +85,7 @@ async fn read(history: Arc<History>, members: Arc<dyn Members>) -> u64 {
     reads
 }
 
-/// Counts and reads while trouble is made.
+/// Counts and reads during the faults.
 async fn while_troubled(mut servers: Servers, trouble: impl AsyncFnOnce(&mut Servers)) {
     let (cluster, revision) = servers.cluster("web").await;
     let history = Arc::new(History {
@@ -104,7 +106,8 @@ async fn while_troubled(mut servers: Servers, trouble: impl AsyncFnOnce(&mut Ser
     let members = servers.members().await;
     let record =
         eventually("all is over", async || members.read(&cluster).await.ok()).await.record.unwrap();
-    // Had two changes been made from one revision, the version would have been counted once for both.
+    // Had two changes been made from one revision, the version would have been counted once for
+    // both.
     assert_eq!(record.register.version, counted);
     assert!(
         counted > 20 && reads > 20,

@@ -1,4 +1,5 @@
-//! Nobody does anything: a host is lost, and its VM, which is a file, goes on at its backup, after the last thing that the lost one sent.
+//! Failover without a person: a host is lost, and its VM, which is a file, continues at its backup,
+//! after the last output of the lost one.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -27,7 +28,7 @@ impl Drop for Agents {
     }
 }
 
-/// What was sent: by whom, in which timeline, when it looked.
+/// What was sent: by which host, in which generation, and the time of the check.
 fn sent(dir: &Path) -> Vec<(Host, u32, Duration)> {
     let text = fs::read_to_string(dir.join("sent")).unwrap_or_default();
     let line = |line: &str| {
@@ -68,7 +69,8 @@ async fn make(members: &dyn Members, cluster: &Cluster, primary: Host, backup: H
     .await;
 }
 
-/// Loses the host of the primary, whose server leads, as often as it takes: on a busy machine another one may lead by then.
+/// Loses the host of the primary, whose server leads, as often as necessary: on a busy machine
+/// another server may lead by then.
 async fn lose_the_primary(kind: Kind, how: Signal) {
     for _ in 0..5 {
         if is_lost_and_goes_on(kind, how).await {
@@ -78,8 +80,9 @@ async fn lose_the_primary(kind: Kind, how: Signal) {
     panic!("another server leads each time before the primary is lost");
 }
 
-/// False if another server leads before the primary is lost. Server and agent are lost together: at a host that lost its agent only, a server
-/// could lead on, and nobody would look after the clusters. In `firn-agent` they are one process.
+/// False if another server leads before the primary is lost. Server and agent are lost together: at
+/// a host that lost its agent only, a server could continue to lead, and no controller would run.
+/// In `firn-agent` they are one process.
 async fn is_lost_and_goes_on(kind: Kind, how: Signal) -> bool {
     let servers = Servers::start(kind);
     let (members, cluster) = (servers.members().await, Cluster::new("web").unwrap());
@@ -90,7 +93,7 @@ async fn is_lost_and_goes_on(kind: Kind, how: Signal) -> bool {
     make(&*members, &cluster, primary, backup).await;
     eventually("the primary sends", async || (sent_by(dir.path(), primary) > 100).then_some(()))
         .await;
-    // Nothing happens as long as all are there.
+    // Nothing happens as long as all hosts run.
     sleep(2 * TERMS.ttl).await;
     assert_eq!(sent_by(dir.path(), backup), 0);
     if servers.leader().await != lost {
@@ -114,7 +117,7 @@ async fn is_lost_and_goes_on(kind: Kind, how: Signal) -> bool {
     true
 }
 
-/// The old timeline is the primary's, the new one is not, and begins after it.
+/// The old generation is the primary's, the new one is not, and begins after it.
 fn does_not_overlap(all: &[(Host, u32, Duration)], primary: Host, what: &str) {
     let of = |wanted: u32| all.iter().filter(move |line| line.1 == wanted).map(|line| line.2);
     let (last, first) = (of(0).max().unwrap(), of(1).min().unwrap());

@@ -1,4 +1,4 @@
-//! No lease for a fenced host; a lease is over at its holder before it is over for anybody else.
+//! No lease for a fenced host; a lease expires at its holder before it expires at the store.
 
 use std::fs;
 use std::path::Path;
@@ -28,7 +28,7 @@ impl Holder {
     }
 }
 
-/// Asks as often as it can.
+/// Requests a lease as often as it can.
 async fn hold(holder: Arc<Holder>, members: Arc<dyn Members>, cluster: Cluster) {
     while !holder.ends.load(Ordering::Relaxed) {
         let asked = now();
@@ -39,7 +39,8 @@ async fn hold(holder: Arc<Holder>, members: Arc<dyn Members>, cluster: Cluster) 
     }
 }
 
-/// Looks at leases while host 1 holds one, through a trouble; then fences it, in another one, and waits until it is harmless.
+/// Polls leases while host 1 holds one, through a fault; then fences it, in another fault, and
+/// waits until it is harmless.
 async fn a_holder_is_seen_and_fenced(kind: Kind) {
     let mut servers = Servers::start(kind);
     let (cluster, _) = servers.cluster("web").await;
@@ -72,7 +73,7 @@ async fn a_holder_is_seen_and_fenced(kind: Kind) {
     assert!(!holder.is_held(), "nobody may run while it may send");
     let took = now() - fenced;
     servers.signal(leader, Signal::CONT);
-    // It goes on asking.
+    // It continues to request its lease.
     sleep(2 * TERMS.ttl).await;
     assert!(!holder.is_held(), "it was granted a lease");
     holder.ends.store(true, Ordering::Relaxed);
@@ -87,7 +88,7 @@ async fn a_holder_is_seen_and_fenced(kind: Kind) {
     eprintln!("{kind:?}: {views} views; a fenced host was harmless after {took:?}");
 }
 
-/// Whoever holds a lease all the time while it is looked is seen.
+/// A host that holds a lease during the whole time of a poll is in the view.
 async fn watch(members: &dyn Members, cluster: &Cluster, holder: &Holder, time: Duration) -> u32 {
     let (end, mut views) = (now() + time, 0);
     while now() < end {
@@ -113,7 +114,7 @@ impl Drop for Sender {
     }
 }
 
-/// The moments at which something was sent.
+/// The times at which something was sent.
 fn sent(file: &Path) -> Vec<Duration> {
     let text = fs::read_to_string(file).unwrap_or_default();
     text.lines().filter_map(|line| line.parse().ok()).map(Duration::from_nanos).collect()
@@ -145,11 +146,11 @@ async fn a_frozen_holder_wakes_and_sends_nothing(kind: Kind) {
     sleep(2 * TERMS.ttl).await;
     let all = sent(&file);
     assert!(all.iter().all(|looked| *looked < over), "it sends after its lease was over");
-    // One line at most was on its way when it was stopped.
+    // At most one line was under way when it was stopped.
     assert!(all.len() <= before + 1, "{} lines after {before}", all.len());
 }
 
-/// A holder that reaches nobody any more stops by itself, before anybody may take its place.
+/// A holder that reaches no server any more stops by itself, before another host may replace it.
 async fn a_holder_whose_servers_are_gone_stops(kind: Kind) {
     let mut servers = Servers::start(kind);
     let (cluster, _) = servers.cluster("web").await;

@@ -1,4 +1,4 @@
-//! Processes of a test: this program again, as something else.
+//! Processes of a test: this program again, in another role.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::servers::{Kind, TERMS, eventually, members};
 use crate::site::{HOSTS, Site};
 use crate::wire::{self, Tcp};
 
-/// Ports: between servers, and of etcd for those who ask.
+/// Ports: between servers, and of etcd for its clients.
 pub const RAFT: u16 = 7415;
 pub const CLIENTS: u16 = 7416;
 
@@ -70,7 +70,8 @@ fn serve() {
     });
 }
 
-/// Host 1: asks for its lease again and again, and sends whatever it may, which is a line with the moment at which it looked.
+/// Host 1: requests its lease again and again, and sends while it may: a line with the time of the
+/// check.
 pub fn holder(site: &Site, kind: Kind, cluster: &Cluster, sent: &Path) -> Command {
     let mut command = again(Command::new(std::env::current_exe().unwrap()), "process::hold");
     command.env("FIRN_MEMBERS", addresses(site)).env("FIRN_KIND", format!("{kind:?}"));
@@ -116,7 +117,8 @@ async fn renew(kind: Kind, cluster: Cluster, guard: Arc<std::sync::Mutex<Guard>>
     }
 }
 
-/// An agent, with a VM that is a file: each line is something that it sent, with the timeline and the moment at which it looked.
+/// An agent, with a VM that is a file: each line is something that it sent, with the generation and
+/// the time of the check.
 pub fn agent(site: &Site, kind: Kind, name: &str, cluster: &Cluster, dir: &Path) -> Command {
     let mut command = again(Command::new(std::env::current_exe().unwrap()), "process::live");
     command.env("FIRN_MEMBERS", addresses(site)).env("FIRN_KIND", format!("{kind:?}"));
@@ -124,7 +126,7 @@ pub fn agent(site: &Site, kind: Kind, name: &str, cluster: &Cluster, dir: &Path)
     command
 }
 
-/// What runs here: which timeline.
+/// The generation that runs here.
 struct Runs(std::sync::Mutex<Option<Generation>>);
 
 impl Hosts for Runs {

@@ -1,4 +1,4 @@
-//! What can't be done is refused, with the reason.
+//! Impossible requests are refused, with the reason.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -46,12 +46,13 @@ async fn a_server_that_has_forgotten_does_not_vote() {
     assert!(damaged.contains("members.redb"), "{damaged}");
 }
 
-/// It has forgotten what it had acknowledged: with one other it would be a majority that lacks it.
+/// The server has lost entries that it had acknowledged: with one other it would be a majority that
+/// lacks them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_is_founded_again_does_not_vote() {
     let mut servers = Servers::start(Kind::Embedded);
     let (web, _) = servers.cluster("web").await;
-    // Until all three have met each other.
+    // Until all three know each other.
     for host in 0..3 {
         servers.kill(host);
         let members = servers.members().await;
@@ -75,7 +76,7 @@ async fn a_server_that_is_founded_again_does_not_vote() {
 }
 
 async fn nobody_answers(kind: Kind) {
-    // Nobody listens there.
+    // No process listens there.
     let members = members(kind, (1..4).map(|host| format!("127.250.250.{host}")).collect()).await;
     let (web, start) = (Cluster::new("web").unwrap(), Instant::now());
     assert!(matches!(members.read(&web).await, Err(Trouble::Unreachable(_))));
@@ -130,7 +131,7 @@ async fn what_is_not_so_is_refused(kind: Kind) {
     assert!(matches!(members.lease(&web, Host(2)).await, Ok(Leased::Refused(_))));
     let first = members.change(&web, Revision(0), &record).await.unwrap();
     assert!(matches!(first, Changed::Other(_)), "it begins at its beginning again");
-    // Without a majority nothing is answered, soon.
+    // Without a majority, an error is returned soon.
     (1..3).for_each(|host| servers.kill(host));
     let start = Instant::now();
     assert!(members.read(&web).await.is_err() && members.lease(&web, Host(1)).await.is_err());

@@ -1,4 +1,4 @@
-//! Disks that are full: nothing that was acknowledged is lost, and all goes on when there is room.
+//! Full disks: nothing that was acknowledged is lost, and work continues when there is room.
 
 use std::time::Duration;
 
@@ -9,13 +9,14 @@ use tokio::time::sleep;
 use crate::servers::{Kind, Servers, eventually};
 use crate::site::Site;
 
-/// Changes the record until that fails, or a while has passed; gives back the number of the newest that was acknowledged.
+/// Changes the record until that fails, or a while has passed; returns the number of the newest
+/// change that was acknowledged.
 async fn change_until_it_fails(members: &dyn Members, cluster: &Cluster, from: u64) -> (u64, bool) {
     let mut newest = from;
     for number in from + 1..from + 400 {
         let Ok(known) = members.read(cluster).await else { return (newest, true) };
         let mut record = known.record.unwrap();
-        // Of some size, so that the disk notices.
+        // Large enough to fill the disk.
         record.vms.extend((1..120).map(|vm| (Vm(vm), format!("{number:063}"))));
         record.vms.insert(Vm(0), number.to_string());
         match members.change(cluster, known.revision, &record).await {
@@ -47,7 +48,7 @@ async fn disks_are_full(kind: Kind, hosts: &[usize]) {
     let mut last = newest;
     let mut has_failed = false;
     let is_majority = hosts.len() > 1;
-    // Those that have room shall not run out of it.
+    // Disks that have room must not run out of it.
     for _ in 0..if is_majority { 20 } else { 3 } {
         let (newest, failed) = change_until_it_fails(&*members, &cluster, last).await;
         (last, has_failed) = (newest, has_failed || failed);
@@ -57,7 +58,7 @@ async fn disks_are_full(kind: Kind, hosts: &[usize]) {
     }
     assert!(has_failed || !is_majority, "a majority writes without room");
     if !is_majority {
-        // Without this one, the others go on.
+        // Without this server, the others continue.
         eventually("the others go on", async || {
             let (newest, _) = change_until_it_fails(&*members, &cluster, last).await;
             let more = newest > last;
@@ -76,7 +77,7 @@ async fn disks_are_full(kind: Kind, hosts: &[usize]) {
         (newest > there + 1).then_some(())
     })
     .await;
-    // All of them, also the one that had no room.
+    // All of them, also the one whose disk was full.
     servers.kill((hosts[0] + 1) % 3);
     eventually("the one that had no room is a server again", async || {
         let (newest, _) = change_until_it_fails(&*members, &cluster, there + 5000).await;

@@ -93,7 +93,7 @@ impl Servers {
         process::signal(id, signal);
     }
 
-    /// Begins those again that have ended by themselves.
+    /// Restarts those that have ended by themselves.
     pub fn revive(&mut self) {
         for host in 0..HOSTS.len() {
             let has_ended =
@@ -104,7 +104,7 @@ impl Servers {
         }
     }
 
-    /// Which of them leads, if that can be told from outside: of etcd nothing says so but its own tools.
+    /// The leading server, if that is visible from outside: of etcd only its own tools show it.
     pub async fn leader(&self) -> usize {
         match self.kind {
             Kind::Embedded => {
@@ -140,7 +140,7 @@ impl Servers {
         !status["leader"].is_null() && status["leader"] == status["header"]["member_id"]
     }
 
-    /// Somebody who asks.
+    /// A client.
     pub async fn members(&self) -> Arc<dyn Members> {
         let addresses = (0..HOSTS.len()).map(|host| self.site.address(host)).collect();
         members(self.kind, addresses).await
@@ -180,7 +180,7 @@ impl Drop for Servers {
     }
 }
 
-/// Somebody who asks servers at these addresses.
+/// A client of the servers at these addresses.
 pub async fn members(kind: Kind, addresses: Vec<String>) -> Arc<dyn Members> {
     match kind {
         Kind::Embedded => {
@@ -210,7 +210,7 @@ pub async fn eventually<T>(what: &str, mut holds: impl AsyncFnMut() -> Option<T>
     }
 }
 
-/// A change that nobody else gets in the way of.
+/// A change that no other client conflicts with.
 pub async fn change(
     members: &dyn Members,
     cluster: &Cluster,

@@ -37,7 +37,7 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener) {
 async fn answer(server: Arc<Server>, mut stream: TcpStream) -> std::io::Result<()> {
     let from = String::from_utf8_lossy(&receive(&mut stream).await?).into_owned();
     let message = receive(&mut stream).await?;
-    // Nobody in particular is the test.
+    // The test itself has no name.
     let from = (!from.is_empty()).then_some(from.as_str());
     send(&mut stream, &server.answer(from, &message).await).await
 }
@@ -49,7 +49,7 @@ async fn send(stream: &mut TcpStream, bytes: &[u8]) -> std::io::Result<()> {
 
 async fn receive(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
     let len = stream.read_u32().await?;
-    // What agents take at most is 64 KiB.
+    // Agents accept 64 KiB at most.
     assert!(len <= 64 << 10, "a message of {len} bytes");
     let mut bytes = vec![0; len as usize];
     stream.read_exact(&mut bytes).await?;

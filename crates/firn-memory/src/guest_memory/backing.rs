@@ -1,4 +1,4 @@
-//! What is behind one region: found through the hypervisor's mappings, opened through `/proc`.
+//! The memory of one region: found through the hypervisor's mappings, opened through `/proc`.
 
 use std::fs::File;
 use std::io;
@@ -18,7 +18,7 @@ use crate::process::{Process, ProcessError};
 const TMPFS: u64 = 0x0102_1994;
 const HUGETLBFS: u64 = 0x9584_58f6;
 
-/// One region: where it lies, and where its bytes come from.
+/// One region: its address, and the source of its bytes.
 #[derive(Debug)]
 pub(super) struct Backing {
     region: RamRegion,
@@ -27,7 +27,7 @@ pub(super) struct Backing {
 }
 
 impl Backing {
-    /// Finds the mappings that hold the region, and opens what is behind them.
+    /// Finds the mappings that hold the region, and opens their memory.
     pub(super) fn find(
         process: &Arc<Process>,
         mappings: &[Mapping],
@@ -64,7 +64,7 @@ impl Backing {
         matches!(self.source, Source::File(_))
     }
 
-    /// Its file, and where in the file it starts, in bytes.
+    /// Its file, and the offset of the region in the file, in bytes.
     pub(super) fn ram_file(&self) -> Option<(&File, u64)> {
         match &self.source {
             Source::File(file) => Some((&file.file, file.start)),
@@ -72,11 +72,11 @@ impl Backing {
         }
     }
 
-    /// Its file, as lists of mappings name it.
+    /// Its file, as `/proc/PID/maps` names it.
     pub(super) fn identity(&self) -> Result<Option<FileId>, MemoryError> {
         let Some((file, _)) = self.ram_file() else { return Ok(None) };
         let status = fstat(file);
-        let status = status.map_err(|errno| MemoryError::io("looking at", &self.pages(), errno))?;
+        let status = status.map_err(|errno| MemoryError::io("inspecting", &self.pages(), errno))?;
         Ok(Some((device(&status), status.st_ino)))
     }
 
@@ -86,15 +86,15 @@ impl Backing {
         read.map_err(|error| MemoryError::io("reading", part, error))
     }
 
-    /// The first run of pages of the region within `part` that has memory behind it.
+    /// The first run of backed pages of the region within `part`.
     pub(super) fn first_run(&self, part: &Range<Page>) -> Result<Option<Range<Page>>, MemoryError> {
         let (start, end) = (self.region.offset_of(part.start), self.offset_of_end(part.end));
         let run = self.source.first_run(start..end);
-        let run = run.map_err(|error| MemoryError::io("asking for", part, error))?;
+        let run = run.map_err(|error| MemoryError::io("querying", part, error))?;
         Ok(run.map(|run| self.page_at_offset(run.start)..self.page_at_offset(run.end)))
     }
 
-    /// Adds all runs of pages that have memory behind them.
+    /// Appends all runs of backed pages.
     pub(super) fn runs(&self, runs: &mut Vec<Range<Page>>) -> Result<(), MemoryError> {
         let mut rest = self.pages();
         while !rest.is_empty() {
@@ -173,7 +173,8 @@ fn covered<'m>(
     mapped.ok_or_else(|| unmapped(process, region, hva))
 }
 
-/// Where in its file a region starts, whose mappings must be shared, of one file, and follow one another in it.
+/// The offset at which a region starts in its file. Its mappings must be shared, of one file, and
+/// consecutive in it.
 fn one_file(
     process: &Process,
     mapped: &[Mapping],
@@ -211,8 +212,9 @@ fn open_error(
     MemoryError::Open { id, pid, path, source }
 }
 
-/// Opens the file of some mappings: through the mapping itself where we have the right (CAP_CHECKPOINT_RESTORE), else
-/// through a descriptor that the process still has on the same file.
+/// Opens the file of some mappings: through the mapping itself where Firn has the right
+/// (CAP_CHECKPOINT_RESTORE), else through a descriptor that the process still has for the same
+/// file.
 fn open(process: &Process, mapped: &[Mapping]) -> io::Result<File> {
     let first = &mapped[0];
     let by_mapping = format!("map_files/{:x}-{:x}", first.start, first.end);
@@ -233,7 +235,8 @@ fn device(status: &Stat) -> (u32, u32) {
     (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev))
 }
 
-/// Refuses files of other kinds than userfaultfd can trace. `Err(Err)` is a question that the kernel did not answer.
+/// Refuses files of kinds that userfaultfd cannot trace. `Err(Err)` means that the kernel did not
+/// answer the query.
 fn check_kind(
     file: &File,
     region: &RamRegion,

@@ -1,4 +1,5 @@
-//! Where the bytes of a region come from. Offsets count from the start of the region.
+//! The source of a region's bytes: a RAM file, or private memory. Offsets count from the start of
+//! the region.
 
 use std::fs::File;
 use std::io;
@@ -15,6 +16,7 @@ use crate::process_memory;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::uffd::Span;
 
+/// The source of a region's bytes.
 #[derive(Debug)]
 pub(super) enum Source {
     File(RamFile),
@@ -25,7 +27,7 @@ pub(super) enum Source {
 #[derive(Debug)]
 pub(super) struct RamFile {
     pub(super) file: File,
-    /// Where in the file the region starts, in bytes.
+    /// The offset of the region in the file, in bytes.
     pub(super) start: u64,
     pub(super) inode: u64,
 }
@@ -46,7 +48,7 @@ impl Source {
         }
     }
 
-    /// The first run of bytes, in whole pages, that has memory behind it.
+    /// The first run of backed bytes, in whole pages.
     pub(super) fn first_run(&self, part: Range<u64>) -> io::Result<Option<Range<u64>>> {
         match self {
             Self::File(file) => file.first_run(part),
@@ -86,7 +88,8 @@ impl Private {
         Ok(Self { process, pagemap: Pagemap::new(pagemap), hva })
     }
 
-    /// Reads what is there. Pages that never were are left alone, and are zeros.
+    /// Reads the backed pages. Pages that were never backed are not touched, and are zeros in
+    /// `out`.
     fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         let end = offset + out.len() as u64;
         let mut at = offset;

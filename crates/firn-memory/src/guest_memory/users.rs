@@ -1,11 +1,11 @@
-//! Who else maps a file: found in `/proc/PID/maps` of every process (proc(5)).
+//! Other processes that map a file: found in `/proc/PID/maps` of every process (proc(5)).
 
 use std::fmt;
 use std::fs;
 
 use crate::process::maps::{self, Mapping};
 
-/// A file, as the list of mappings names it: device (major, minor) and inode.
+/// A file, as `/proc/PID/maps` names it: device (major, minor) and inode.
 pub(super) type FileId = ((u32, u32), u64);
 
 /// A process that maps guest RAM.
@@ -38,7 +38,7 @@ fn is_one_of(mapping: &Mapping, files: &[FileId]) -> bool {
     mapping.shared && mapping.writable && files.contains(&(mapping.device, mapping.inode))
 }
 
-/// All processes there are now.
+/// All processes that exist now.
 pub(super) fn processes() -> impl Iterator<Item = i32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())

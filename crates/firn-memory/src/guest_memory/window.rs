@@ -1,7 +1,7 @@
-//! A mapping of guest RAM in Firn, for copying pages that are known to be there.
+//! A mapping of guest RAM in Firn, for copying pages that are known to be backed.
 //!
-//! Reading a hole through a mapping would fill it, so only pages that were backed when the window was opened are read
-//! through it.
+//! Reading a hole through a mapping would fill it, so only pages that were backed when the window
+//! was opened are read through it.
 
 use std::io;
 use std::ops::Range;
@@ -50,7 +50,7 @@ impl Window {
         true
     }
 
-    /// Does not read these pages any more.
+    /// Stops reading these pages.
     pub(super) fn forget(&self, pages: Range<Page>) {
         for page in Page::each(pages) {
             self.word(page).fetch_and(!bit(page), Ordering::Relaxed);

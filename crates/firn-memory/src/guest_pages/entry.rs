@@ -21,7 +21,7 @@ const PAGE: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// How a guest maps a page, as its last page-table entry says.
+/// How a guest maps a page, from its last page-table entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFlags {
     /// It may be written.
@@ -44,7 +44,7 @@ impl Entry {
         self.0 & PRESENT != 0
     }
 
-    /// Whether it maps a page at this level, and does not name a table.
+    /// Whether it maps a page at this level, and not a table.
     pub(super) fn is_page(self, level: u8) -> bool {
         level == 1 || (level <= 3 && self.0 & PAGE != 0)
     }
@@ -53,17 +53,18 @@ impl Entry {
         GuestPhys(self.0 & ADDRESS)
     }
 
-    /// The page it maps at this level. The low address bits of large pages mean other things.
+    /// The page it maps at this level. In entries of large pages the low address bits have other
+    /// meanings.
     pub(super) fn page(self, level: u8) -> GuestPhys {
         GuestPhys(self.0 & ADDRESS & !((1 << Self::shift(level)) - 1))
     }
 
-    /// The lowest address bit that an entry of this level decides.
+    /// The lowest address bit that an entry of this level determines.
     pub(super) fn shift(level: u8) -> u32 {
         12 + 9 * (u32::from(level) - 1)
     }
 
-    /// Itself without the bits that the processor sets as it goes.
+    /// The entry without the bits that the processor sets while it runs.
     pub(super) fn lasting(self) -> u64 {
         self.0 & !(ACCESSED | DIRTY)
     }

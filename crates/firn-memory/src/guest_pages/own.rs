@@ -1,8 +1,8 @@
-//! Where the pages of a program are, one by one.
+//! Lookup of a program's pages, one by one.
 //!
-//! A walk visits everything; this looks up a few addresses, and says why one is not a program's own to write. What
-//! counts is what the processor would say: a page may be written by programs if every entry on the way to it allows that
-//! (Intel SDM, volume 3, section 4.6).
+//! A walk visits everything; this module looks up a few addresses, and reports why a program may
+//! not write to one of them. The rule is the processor's: programs may write to a page if every
+//! entry on the path to it allows that (Intel SDM, volume 3, section 4.6).
 
 use firn_types::{GuestPhys, Page};
 use thiserror::Error;
@@ -10,45 +10,46 @@ use thiserror::Error;
 use super::entry::{ENTRIES, Entry, Table};
 use super::{GuestPhysRead, VirtPage};
 
-/// Why a page is not a program's own to write.
+/// Why a program may not write to a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 pub enum NotOwn {
     /// Nothing is mapped there.
     #[error("nothing is mapped there")]
     Unmapped,
-    /// It is the kernel's.
+    /// It belongs to the kernel.
     #[error("it belongs to the kernel")]
     Kernel,
-    /// It may only be read; for the moment, if the guest's kernel copies it on a write.
+    /// It may only be read. If the guest's kernel copies the page on a write, that is so only until
+    /// then.
     #[error("it may only be read")]
     ReadOnly,
-    /// It is no RAM.
+    /// It is not RAM.
     #[error("it is no RAM")]
     NotRam,
 }
 
-/// Looks up pages of one address space. Tables are read once and kept: what the guest changes meanwhile may be missed, so
-/// make a new one for each look.
+/// Looks up pages of one address space. Each table is read once and cached, so changes that the
+/// guest makes in between may be missed: make a new lookup for each use.
 pub struct Lookup<'m, M> {
     memory: &'m M,
     root: GuestPhys,
     levels: u8,
-    /// The table of each level that was read last.
+    /// The table that was read last, for each level.
     tables: Vec<Option<(GuestPhys, Box<Table>)>>,
 }
 
 impl<'m, M: GuestPhysRead> Lookup<'m, M> {
-    /// In the address space with this root. `levels` as for a walk.
+    /// A lookup in the address space with this root. `levels` as for a walk.
     pub fn new(memory: &'m M, root: GuestPhys, levels: u8) -> Self {
         let levels = if levels == 5 { 5 } else { 4 };
         let tables = (0..=levels).map(|_| None).collect();
         Self { memory, root: Entry(root.0).table(), levels, tables }
     }
 
-    /// Where a page is in RAM, if programs may write it.
+    /// The RAM page of a guest-virtual page, if programs may write to it.
     ///
     /// # Errors
-    /// Why they may not.
+    /// The reason why they may not.
     pub fn own(&mut self, page: VirtPage) -> Result<Page, NotOwn> {
         let (found, is_user, is_writable) = self.find(page)?;
         match (is_user, is_writable) {

@@ -1,8 +1,9 @@
-//! Finding the address spaces of a Linux guest that no vCPU happens to run.
+//! Search for the address spaces of a Linux guest that no vCPU runs at the moment.
 //!
-//! Linux copies the kernel half of the top-level table into every new address space, and keeps the copies alike. So a
-//! page whose upper 256 entries are those of a known root is most likely a root too. A wrong guess costs a walk of
-//! garbage, which is bounded, and nothing else: the walk only says in which order pages are copied.
+//! Linux copies the kernel half of the top-level table into every new address space, and keeps the
+//! copies equal. So a page whose upper 256 entries are those of a known root is most likely a root
+//! too. A wrong guess costs a walk of garbage, which is bounded, and nothing else: the walk only
+//! decides the order in which pages are copied.
 //!
 //! ```text
 //!   root of a vCPU      [ 0 .. 255: programs | 256 .. 511: kernel ]
@@ -19,16 +20,17 @@ use super::entry::{ENTRIES, Entry};
 
 /// Kernel-half entries that may differ: Linux maps a process's own LDT there.
 const DIFFERENT_MAX: usize = 2;
-/// Kernel-half entries that must be in use, or the root tells nothing.
+/// Kernel-half entries that must be in use; with fewer, the root does not identify a kernel.
 const USED_MIN: usize = 3;
-/// Pages read at once: what stays in a processor's cache.
+/// Pages that are read at once: as many as stay in a processor's cache.
 const CHUNK_PAGES: usize = 64;
 
-/// The kernel half of a root, without the bits that change by themselves.
+/// The kernel half of a root, without the bits that the processor changes.
 struct Pattern([u64; ENTRIES / 2]);
 
-/// The roots of other Linux address spaces in which programs run, in the order of RAM pages. Reads all RAM that is
-/// backed: some 0.3 s per GiB, or less with a window open.
+/// The roots of other Linux address spaces in which programs run, in the order of RAM pages. Reads
+/// all backed RAM: some 0.3 s per GiB, or less with an open window
+/// ([`GuestMemory::open_window`](crate::GuestMemory::open_window)).
 ///
 /// Empty if `root` is not the top-level table of a running Linux kernel.
 pub fn kernel_half_roots(memory: &impl GuestPhysRead, root: GuestPhys) -> Vec<GuestPhys> {
@@ -47,8 +49,8 @@ pub fn kernel_half_roots(memory: &impl GuestPhysRead, root: GuestPhys) -> Vec<Gu
     roots
 }
 
-/// The pattern of a root. With page-table isolation CR3 may name the second table of a pair, which maps little of the
-/// kernel: then the first one is meant.
+/// Reads the pattern of a root. With page-table isolation CR3 may name the second table of a pair,
+/// which maps little of the kernel: then the first one is used.
 fn pattern(memory: &impl GuestPhysRead, root: GuestPhys) -> Option<(Page, Pattern)> {
     const PAIR: u64 = PAGE_SIZE as u64;
     let own = Entry(root.0).table();
@@ -63,7 +65,7 @@ fn pattern(memory: &impl GuestPhysRead, root: GuestPhys) -> Option<(Page, Patter
     (best.1.used() >= USED_MIN).then_some(best)
 }
 
-/// An entry, without the bits that the processor sets as it goes.
+/// An entry, without the bits that the processor sets while it runs.
 fn entry(table: &[u8], index: usize) -> Entry {
     let bytes = table[index * 8..][..8].try_into().unwrap_or_default();
     Entry(Entry(u64::from_le_bytes(bytes)).lasting())
@@ -78,8 +80,8 @@ impl Pattern {
         self.0.iter().filter(|&&entry| entry != 0).count()
     }
 
-    /// Whether a table has this kernel half, and programs. The last entry, the kernel's own code, is always the same and
-    /// tells most pages apart at once.
+    /// Whether a table has this kernel half, and programs. The last entry, which maps the kernel's
+    /// own code, is equal in all roots and rules most pages out at once.
     fn fits(&self, table: &[u8]) -> bool {
         let last = ENTRIES - 1;
         if entry(table, last).0 != self.0[last - ENTRIES / 2] {
@@ -91,9 +93,9 @@ impl Pattern {
     }
 }
 
-/// Whether the lower half of a table is that of a program. Linux also keeps tables that map all of RAM there, one to one
-/// and for itself alone (to start processors, for its firmware): they would make everything look like one address space
-/// in physical order.
+/// Whether the lower half of a table is that of a program. Linux also has tables that map all of
+/// RAM there, one to one and only for the kernel itself (to start processors, for its firmware):
+/// they would make everything appear as one address space in physical order.
 fn has_programs(table: &[u8]) -> bool {
     let mut present =
         (0..ENTRIES / 2).map(|index| entry(table, index)).filter(|e| e.is_present()).peekable();

@@ -1,4 +1,4 @@
-//! Walks over page tables made here.
+//! Walks over page tables that the tests make.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -41,7 +41,7 @@ impl Guest {
         &mut self.pages.get_mut(&((table.0 / 4096) as u32)).unwrap()[index]
     }
 
-    /// Maps a page of the size that goes with `level` (1, 2, 3) at a canonical address.
+    /// Maps a page of the size of `level` (1, 2, 3) at a canonical address.
     fn map_page(&mut self, root: GuestPhys, levels: u8, address: u64, to: u64, level: u8) {
         let mut table = root;
         for above in (level + 1..=levels).rev() {
@@ -84,7 +84,7 @@ impl GuestPhysRead for Guest {
     }
 }
 
-/// What a walk visits: address, first page, pages.
+/// The visits of a walk: address, first page, pages.
 fn visited(guest: &Guest, root: GuestPhys, levels: u8) -> Vec<(u64, u32, u32)> {
     let mut seen = Vec::new();
     let end = walk(guest, root, levels, &mut |virt, page, pages, _| {
@@ -240,7 +240,8 @@ fn other_address_spaces_are_found_by_their_kernel_half() {
         }
         *guest.entry(table, number) = 0x77_7000 | DATA;
     }
-    // One has an entry of its own and an accessed bit less; one is too different; one ends alike only by chance.
+    // One has an entry of its own and an accessed bit less; one is too different; one ends alike
+    // only by chance.
     *guest.entry(tables[1], 300) = 0x1234_5000 | DATA;
     *guest.entry(tables[1], 273) &= !(1 << 5);
     for index in 300..310 {
@@ -271,7 +272,7 @@ fn the_second_table_of_an_isolated_pair_stands_for_the_first() {
     assert_eq!(kernel_half_roots(&guest, tables[1]), [tables[2]]);
 }
 
-/// Entries that are likely to lead somewhere.
+/// Entries that are likely to lead to another table or page.
 fn wild_entry() -> impl Strategy<Value = u64> {
     let address = prop_oneof![0u64..4096, (1u64 << 20)..(1 << 20) + 4096, any::<u64>()];
     (address, any::<u16>()).prop_map(|(page, flags)| page << 12 | u64::from(flags & 0xfff) | 1)

@@ -1,12 +1,13 @@
-//! Taking up a userfaultfd that a dead Firn left behind.
+//! Adoption of a userfaultfd that a dead Firn left behind.
 //!
 //! ```text
 //!   hypervisor's table   fd 3  /dev/kvm
 //!                        fd 9  anon_inode:[userfaultfd]    fdinfo: API: aa:80001523:...   <- features: Firn's, of a save
 //! ```
 //!
-//! A descriptor is Firn's if it was made with exactly the features that Firn asks for. The one that RAM is registered
-//! with is told by registering again, which the kernel allows to the same descriptor only.
+//! A descriptor is Firn's if it was made with exactly the features that Firn asks for. The
+//! descriptor with which RAM is registered is found by registering RAM again, which the kernel
+//! allows to that descriptor only.
 
 use std::sync::Arc;
 
@@ -19,12 +20,14 @@ use crate::tracee::Tracee;
 const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 
 impl PageFaults {
-    /// Takes up what a dead Firn left in the hypervisor, and wakes all who wait: their faults come again, as the dead Firn
-    /// may have read some without answering. `None` if nothing was left.
+    /// Adopts what a dead Firn left in the hypervisor, and wakes all threads that wait: they fault
+    /// again, as the dead Firn may have read some faults without answering them. `None` if nothing
+    /// was left.
     ///
     /// The caller makes sure that the other Firn is dead.
     ///
     /// # Errors
+    /// If the hypervisor is gone or cannot be accessed.
     /// If the hypervisor is gone or out of reach.
     pub fn adopt(
         process: &Process,
@@ -41,11 +44,12 @@ impl PageFaults {
         Ok(None)
     }
 
-    /// Closes whatever userfaultfd of a dead Firn is left in the hypervisor, with all that is registered with it.
-    /// Gives their number. Missing pages read as zeros afterwards: only for a save, or when all of RAM is present.
+    /// Closes every userfaultfd of a dead Firn in the hypervisor, with all that is registered with
+    /// it. Returns their number. Missing pages read as zeros afterwards: only for a save, or when
+    /// all of RAM is present.
     ///
     /// # Errors
-    /// If the hypervisor is gone or out of reach.
+    /// If the hypervisor is gone or cannot be accessed.
     pub fn close_stale(tracee: &mut Tracee<'_>) -> Result<usize, PageFaultError> {
         let stale = left_behind(tracee.process())?;
         for &(remote, _) in &stale {
@@ -54,7 +58,8 @@ impl PageFaults {
         Ok(stale.len())
     }
 
-    /// Whether RAM is registered with this descriptor, or with none: then it is now.
+    /// Whether RAM is registered with this descriptor. If it was registered with none, it is
+    /// registered with this one now.
     fn holds_memory(&self) -> Result<bool, PageFaultError> {
         match self.register_range(self.memory.all()) {
             Ok(()) => Ok(true),
@@ -76,7 +81,7 @@ fn left_behind(process: &Process) -> Result<Vec<(i32, Trace)>, PageFaultError> {
         .collect())
 }
 
-/// The features of a descriptor, from its line `API: aa:FEATURES:...` (hexadecimal).
+/// Reads the features of a descriptor from its line `API: aa:FEATURES:...` (hexadecimal).
 fn features(info: &str) -> Option<u64> {
     let line = info.lines().find_map(|line| line.strip_prefix("API:"))?;
     u64::from_str_radix(line.trim().split(':').nth(1)?, 16).ok()

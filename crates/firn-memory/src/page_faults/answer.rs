@@ -1,12 +1,12 @@
 //! The answers to page faults.
 //!
-//! Three things can come between a request and its end, and are dealt with here:
+//! Three conditions can interrupt a request, and this module handles them:
 //!
 //! ```text
-//!   EEXIST   the page is there already           wake who waits for it, go on with the next one
-//!   EAGAIN   the hypervisor is changing its      read the events, because it waits for that; give up if they say that
-//!            address space                       the very pages were removed, else try again
-//!   partial  stopped half-way                    go on from there
+//!   EEXIST   the page is there already           wake the threads that wait for it, continue with the next one
+//!   EAGAIN   the hypervisor is changing its      read the events, because the hypervisor waits for that; give up if they report
+//!            address space                       that these pages were removed, else try again
+//!   partial  stopped half-way                    continue from there
 //! ```
 
 use std::ops::Range;
@@ -19,22 +19,23 @@ use rustix::io::Errno;
 use super::{Event, PageFaultError, PageFaults, lock, span};
 use crate::sys::uffd::{Span, flag};
 
-/// How often a request is repeated while the hypervisor changes its address space: about two seconds in all.
+/// The maximum number of attempts while the hypervisor changes its address space: about two seconds
+/// in all.
 const ATTEMPTS_MAX: u32 = 2000;
-/// How many of these only yield.
+/// The number of attempts that are followed by a yield only.
 const YIELDS: u32 = 100;
-/// Pause between the others.
+/// The pause after each of the others.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// How an installation went.
+/// The outcome of an installation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Install {
     /// All pages are installed.
     Done,
-    /// Some pages were present already, and kept; the others are installed.
+    /// Some pages were present already, and were kept; the others are installed.
     Present,
-    /// The hypervisor gave some of these pages back meanwhile; the rest was not installed. [`PageFaults::wait`] says
-    /// which pages are gone.
+    /// The hypervisor gave some of these pages back meanwhile; the remaining ones were not
+    /// installed. [`PageFaults::wait_for_events`] reports which pages were removed.
     Removed,
 }
 
@@ -44,7 +45,8 @@ pub(super) fn pages_from(first: Page, bytes: &[u8]) -> Range<Page> {
 }
 
 impl PageFaults {
-    /// Installs whole pages of one region and wakes who waits for them. Each page appears whole or not at all.
+    /// Installs whole pages of one region and wakes the threads that wait for them. Each page
+    /// appears whole or not at all.
     ///
     /// # Errors
     /// If the hypervisor is gone or has unmapped the pages.
@@ -61,33 +63,34 @@ impl PageFaults {
         })
     }
 
-    /// Installs pages of zeros, as [`Self::install`].
+    /// Installs pages of zeros, as [`Self::install_pages`].
     pub fn zero(&self, range: Range<Page>) -> Result<Install, PageFaultError> {
         self.answer("zeroing", range, |_, at| self.uffd.zero(at))
     }
 
-    /// Maps pages that the RAM file has and wakes who waits for them, write-protected if `protect`. Pages that are mapped
-    /// already stay as they are; never-backed pages are left to the kernel, which makes zeros of them when touched.
+    /// Maps pages that the RAM file has and wakes the threads that wait for them. The pages are
+    /// write-protected if `protect`. Pages that are mapped already stay unchanged. Never-backed
+    /// pages are left to the kernel, which maps zeros when they are touched.
     ///
     /// # Errors
-    /// If the hypervisor is gone or has unmapped the pages, or if `protect` is set and the kernel cannot do that
-    /// ([`super::Features::resume_protected`]).
+    /// If the hypervisor is gone or has unmapped the pages, or if `protect` is set and the kernel
+    /// does not support it ([`super::KernelFeatures::resume_protected`]).
     pub fn resume_minor(&self, range: Range<Page>, protect: bool) -> Result<(), PageFaultError> {
         if protect && !self.features.resume_protected {
             return Err(PageFaultError::Features { missing: vec!["UFFDIO_CONTINUE_MODE_WP"] });
         }
         let mode = if protect { flag::CONTINUE_WP } else { 0 };
         let resume = |at: Span| match self.uffd.resume(at, mode) {
-            // Never backed: as good as mapped, for the kernel maps zeros when it is touched.
+            // Never backed: counts as mapped, for the kernel maps zeros when it is touched.
             Err(Errno::FAULT) => Err(Errno::EXIST),
             other => other,
         };
         self.answer("resuming", range, |_, at| resume(at)).map(drop)
     }
 
-    /// Write-protects pages: the next write to each is a [`super::FaultKind::WriteProtect`] fault. Costs 3-8 ms per GiB.
-    /// Of private memory, pages that were never touched can only be protected where
-    /// [`super::Features::write_protect_unpopulated`] says so.
+    /// Write-protects pages: the next write to each is a [`super::FaultKind::WriteProtect`] fault.
+    /// Costs 3-8 ms per GiB. In private memory, never-touched pages can only be protected if the
+    /// kernel has [`super::KernelFeatures::write_protect_unpopulated`].
     ///
     /// # Errors
     /// If the hypervisor is gone or has unmapped the pages.
@@ -95,10 +98,10 @@ impl PageFaults {
         self.set_protection("protecting", range, flag::WRITEPROTECT_WP)
     }
 
-    /// Lets pages be written again, and wakes who waits for that.
+    /// Removes the write protection of pages, and wakes the threads that wait for that.
     ///
     /// # Errors
-    /// As [`Self::protect`].
+    /// As [`Self::protect_pages`].
     pub fn unprotect(&self, range: Range<Page>) -> Result<(), PageFaultError> {
         self.set_protection("unprotecting", range, 0)
     }
@@ -113,8 +116,8 @@ impl PageFaults {
         self.answer(what, range, set).map(drop)
     }
 
-    /// Wakes every thread that waits for one of these pages. It will touch its page again, and fault again if nothing has
-    /// changed.
+    /// Wakes every thread that waits for one of these pages. It touches its page again, and faults
+    /// again if nothing has changed.
     ///
     /// # Errors
     /// If the hypervisor is gone.
@@ -126,8 +129,8 @@ impl PageFaults {
         Ok(())
     }
 
-    /// Repeats a request over the regions of a range until all of it is done. The request gives the bytes it did from
-    /// the start of what it is given.
+    /// Repeats a request over the regions of a range until all of it is done. The request returns
+    /// the number of bytes that it completed, from the start of its span.
     fn answer(
         &self,
         what: &'static str,
@@ -162,8 +165,8 @@ impl PageFaults {
         Ok(outcome)
     }
 
-    /// Reads the events that the hypervisor waits for us to read, and keeps them for [`Self::wait`]. `true` if they
-    /// remove any of these pages.
+    /// Reads the events for which the hypervisor waits, and keeps them for
+    /// [`Self::wait_for_events`]. `true` if they remove any of these pages.
     fn make_way(&self, part: &Range<Page>, attempts: u32) -> Result<bool, PageFaultError> {
         let mut held = lock(&self.held);
         while self.read(&mut held)? > 0 {}

@@ -1,9 +1,10 @@
-//! Answers that are given once, for a page server whose threads answer at the same time.
+//! Answers that are tried once, for a page server whose threads answer at the same time.
 //!
-//! A page that the guest gives back must not be brought back by a thread that decided on it before. [`PageFaults::install`]
-//! reads events while it tries again, which lets the hypervisor go on giving the page back, and then another thread can
-//! be too late to notice. So here nothing is read and nothing is tried again: a thread that finds the hypervisor busy
-//! is told so, lets whoever reads the events look at them, and decides anew.
+//! A thread that decided to install a page must not do so after the guest gave that page back.
+//! [`PageFaults::install_pages`] reads events between its attempts. That lets the hypervisor finish
+//! giving the page back, and then another thread can notice it too late. So here nothing is read
+//! and nothing is repeated: a thread that finds the hypervisor busy gets [`InstallAttempt::Busy`],
+//! the thread that reads the events handles them, and the first one decides anew.
 
 use std::ops::Range;
 
@@ -14,19 +15,21 @@ use super::answer::pages_from;
 use super::{PageFaultError, PageFaults, span};
 use crate::sys::uffd::Span;
 
-/// How an answer that was tried once went.
+/// The outcome of an answer that was tried once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attempt {
     /// All pages are installed.
     Done,
-    /// Some pages were present already, and kept; the others are installed.
+    /// Some pages were present already, and were kept; the others are installed.
     Present,
-    /// The hypervisor is giving pages back, and waits until that event is read. Some pages may be installed.
+    /// The hypervisor is giving pages back, and waits until that event is read. Some of the pages
+    /// may be installed.
     Busy,
 }
 
 impl PageFaults {
-    /// Installs whole pages of one region and wakes who waits for them, as [`Self::install`].
+    /// Installs whole pages of one region and wakes the threads that wait for them, as
+    /// [`Self::install_pages`].
     ///
     /// # Errors
     /// If the hypervisor is gone or has unmapped the pages.
@@ -51,10 +54,12 @@ impl PageFaults {
         self.attempt("zeroing", range, |_, at| self.uffd.zero(at))
     }
 
-    /// Whether the hypervisor is giving pages back at this moment, and waits until that event is read: then every attempt
-    /// is [`Attempt::Busy`]. One system call of a tenth of a microsecond.
+    /// Whether the hypervisor is giving pages back at this moment, and waits until that event is
+    /// read: then every attempt is [`InstallAttempt::Busy`]. One system call of a tenth of a
+    /// microsecond.
     pub fn is_giving_back(&self) -> bool {
-        // An impossible request: the kernel looks for changes of the address space before it looks at the range.
+        // An impossible request: the kernel checks for changes of the address space before it
+        // checks the range.
         self.uffd.zero(Span { start: 0, len: 0 }) == Err(Errno::AGAIN)
     }
 

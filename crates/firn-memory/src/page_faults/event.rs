@@ -1,4 +1,4 @@
-//! What the kernel tells through a userfaultfd.
+//! The events that the kernel reports through a userfaultfd.
 
 use std::ops::Range;
 
@@ -8,41 +8,42 @@ use linux_raw_sys::general::{UFFD_EVENT_PAGEFAULT, UFFD_EVENT_REMOVE};
 use crate::guest_memory::GuestMemory;
 use crate::sys::uffd::{Message, flag};
 
-/// Something that happened to guest memory.
+/// An event of guest memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A thread waits for an answer.
     Fault {
         /// The page it touched.
         page: Page,
-        /// The thread: of the hypervisor, or of the kernel (KVM's asynchronous page faults), as its own PID namespace
-        /// counts it.
+        /// The thread: of the hypervisor, or of the kernel (KVM's asynchronous page faults), by its
+        /// number in its own PID namespace.
         tid: Tid,
-        /// Why it waits.
+        /// The reason why it waits.
         kind: FaultKind,
-        /// Whether it wanted to write.
+        /// Whether the access was a write.
         write: bool,
     },
-    /// The hypervisor gave these pages back (balloon, free page reporting): they are zeros from now on. The thread that
-    /// did it waits until this event has been read.
+    /// The hypervisor gave these pages back (balloon, free page reporting): they are zeros from now
+    /// on. The thread that did it waits until this event has been read.
     Removed {
         /// The pages.
         pages: Range<Page>,
     },
 }
 
-/// Why a thread waits.
+/// The reason why a thread waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FaultKind {
     /// The page is not in the RAM file.
     Missing,
     /// The page is in the RAM file, but not in the hypervisor's page tables.
     Minor,
-    /// The page is write-protected, and the thread wanted to write.
+    /// The page is write-protected, and the thread writes to it.
     WriteProtect,
 }
 
-/// Reads one message; `None` if it is about other memory, or of a kind we did not ask for.
+/// Decodes one message; `None` if it concerns other memory, or is of a kind that Firn did not ask
+/// for.
 pub(super) fn decode(message: &Message, memory: &GuestMemory) -> Option<Event> {
     let [kind, a, b, c] = *message;
     match kind as u8 as u32 {

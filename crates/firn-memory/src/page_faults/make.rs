@@ -1,8 +1,9 @@
-//! Making a userfaultfd in the hypervisor.
+//! Creation of a userfaultfd in the hypervisor.
 //!
-//! `userfaultfd(2)` is for the privileged, unless `vm.unprivileged_userfaultfd` says otherwise, and a hypervisor often
-//! runs as a user of its own. The device `/dev/userfaultfd` (Linux 6.1) gives the same to whoever may open it; a
-//! privileged Firn may, and passes the opened device to the hypervisor:
+//! `userfaultfd(2)` is for privileged processes, unless `vm.unprivileged_userfaultfd` allows it to
+//! all, and a hypervisor often runs as a user of its own. The device `/dev/userfaultfd` (Linux 6.1)
+//! gives the same to every process that may open it. A privileged Firn may, and passes the opened
+//! device to the hypervisor:
 //!
 //! ```text
 //!   Firn                                   hypervisor (injected)
@@ -34,11 +35,11 @@ use crate::tracee::{TraceError, Tracee};
 pub(super) const DEVICE: &str = "/dev/userfaultfd";
 const FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
 
-/// Makes one, and gives its number in the hypervisor's table.
+/// Creates a userfaultfd, and returns its number in the hypervisor's table.
 pub(super) fn userfaultfd(tracee: &mut Tracee<'_>) -> Result<i32, PageFaultError> {
     match tracee.syscall(libc::SYS_userfaultfd, [FLAGS, 0, 0, 0, 0, 0]) {
         Ok(number) => Ok(number as i32),
-        // Where the device is no way either, the first refusal says what to do.
+        // Where the device cannot be used either, the first refusal has the advice for the user.
         Err(refused) if is_refusal(&refused) => by_device(tracee).map_err(|_| refused.into()),
         Err(error) => Err(error.into()),
     }
@@ -63,16 +64,17 @@ pub(super) fn close(tracee: &mut Tracee<'_>, number: i32) -> Result<(), TraceErr
     tracee.syscall(libc::SYS_close, [number as u64, 0, 0, 0, 0, 0]).map(drop)
 }
 
-/// A page in the hypervisor for what system calls point to.
+/// A page in the hypervisor for the memory to which arguments of system calls point.
 struct Scratch(u64);
 
-// What lies where in the page.
+// The offsets in the page.
 const PAIR: u64 = 0;
 const HEADER: u64 = 64;
 const VECTOR: u64 = 128;
 const CONTROL: u64 = 192;
 const BYTE: u64 = 256;
-/// Bytes of a control message with one descriptor (`CMSG_SPACE(4)`); the descriptor comes after 16.
+/// Bytes of a control message with one descriptor (`CMSG_SPACE(4)`); the descriptor follows after
+/// 16 bytes.
 const CONTROL_BYTES: u64 = 24;
 const CONTROL_HEAD: u64 = 16;
 
@@ -88,7 +90,8 @@ impl Scratch {
         tracee.syscall(libc::SYS_munmap, [self.0, PAGE_SIZE as u64, 0, 0, 0, 0]).map(drop)
     }
 
-    /// Passes the device through a pair of sockets, and makes a userfaultfd of it there.
+    /// Passes the device to the hypervisor through a pair of sockets, and makes a userfaultfd of it
+    /// there.
     fn pass(&self, tracee: &mut Tracee<'_>, device: &impl AsFd) -> Result<i32, PageFaultError> {
         let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as u64;
         let arguments = [libc::AF_UNIX as u64, kind, 0, self.0 + PAIR, 0, 0];
@@ -122,8 +125,8 @@ impl Scratch {
         Ok(())
     }
 
-    /// Receives a descriptor there; gives its number. `struct msghdr`, `struct iovec` and `struct cmsghdr` are those of
-    /// recvmsg(2) and cmsg(3).
+    /// Receives a descriptor in the hypervisor; returns its number. `struct msghdr`, `struct iovec`
+    /// and `struct cmsghdr` are those of recvmsg(2) and cmsg(3).
     fn receive(&self, tracee: &mut Tracee<'_>, socket: i32) -> Result<i32, PageFaultError> {
         let header = [0, 0, self.0 + VECTOR, 1, self.0 + CONTROL, CONTROL_BYTES, 0];
         self.write(tracee, HEADER, &header)?;

@@ -1,16 +1,19 @@
-//! How what was written is found, by what the kernel tells.
+//! The passes of a scan: which walks of the page tables find every written page, depending on what
+//! the kernel reports.
 //!
 //! ```text
-//!                      entry without        no entry          no page table
-//!                      protection           in its table      at all
-//!   Sought::Written    told                 newer kernels     -
-//!   Sought::Unknown    -                    told              told
+//!                         entry without        no entry          no page table
+//!                         protection           in its table      at all
+//!   PageQuery::Written    reported             newer kernels     -
+//!   PageQuery::Unknown    -                    reported          reported
 //! ```
 //!
-//! Each is a walk through all page tables, and the second takes twice as long: only for what may be written the kernel has a short way
-//! (`pagemap_scan_pmd_entry` in `fs/proc/task_mmu.c`). Where the first tells of pages without an entry, only those without a table are left.
-//! One page says whether a table is there. Protecting all of RAM makes all tables, and who knows that none goes need not ask: asking takes
-//! twice as long as the walk.
+//! Each is a walk through all page tables, and the second takes twice as long: the kernel has a
+//! fast path only for pages that may be written (`pagemap_scan_pmd_entry` in `fs/proc/task_mmu.c`).
+//! Where the first query reports pages without an entry, only pages without a table are left for
+//! the second. One page shows whether a table exists. Protecting all of RAM creates all tables, so
+//! a caller that knows that none disappears need not query that page: the query takes twice as long
+//! as the walk.
 
 use memmap2::MmapMut;
 use rustix::io::Errno;
@@ -18,32 +21,32 @@ use rustix::io::Errno;
 use crate::sys::pagemap::{Pagemap, Sought};
 use crate::sys::uffd::Span;
 
-/// What one page table maps: 512 entries of 4 KiB (x86-64, arm64 with such pages).
+/// The bytes that one page table maps: 512 entries of 4 KiB (x86-64, arm64 with such pages).
 const TABLE_BYTES: u64 = 2 << 20;
 const PAGE: u64 = firn_types::PAGE_SIZE as u64;
 
 /// A walk through page tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// Through all.
+    /// Through all tables.
     All(Sought),
-    /// Through those whose first page has no entry: one that is not there has none.
+    /// Through the tables whose first page has no entry: the page of a missing table has none.
     Missing(Sought),
 }
 
-/// What is known of pages without an entry.
+/// How pages without an entry are reported.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unmapped {
-    /// The kernel tells of them as written, where there is a page table.
+    /// The kernel reports them as written, where there is a page table.
     pub(super) is_told: bool,
-    /// No page table goes.
+    /// No page table disappears.
     pub(super) has_table: bool,
 }
 
-/// What finds all that was written, and protects it again if asked to.
+/// The passes that find all written pages, and protect them again if `rearms`.
 ///
-/// A page may get or lose its entry between two looks. So one is taken twice where a guest that runs is asked: what was written
-/// before the first is told for certain.
+/// A page may get or lose its entry between two passes. So a pass is repeated where the guest runs
+/// and pages are protected again: then every write before the first pass is certain to be reported.
 pub(super) fn looks(unmapped: Unmapped, rearms: bool) -> &'static [Look] {
     use Look::{All, Missing};
     use Sought::{Unknown, UnknownAndRearm, Written, WrittenAndRearm};
@@ -59,7 +62,7 @@ pub(super) fn looks(unmapped: Unmapped, rearms: bool) -> &'static [Look] {
     }
 }
 
-/// The parts of a span that one page table maps each.
+/// Splits a span into the parts that one page table maps each.
 pub(super) fn tables(span: Span) -> impl Iterator<Item = Span> {
     let end = span.start + span.len;
     let next =
@@ -74,8 +77,8 @@ pub(super) fn first_page(span: Span) -> Span {
     Span { start: span.start, len: span.len.min(PAGE) }
 }
 
-/// Whether this kernel tells of a page without an entry as written. It is tried on pages of our own, of which one table maps those
-/// in the middle together with a neighbour that has an entry.
+/// Whether this kernel reports a page without an entry as written. Firn tries it on pages of its
+/// own. One table maps the pages in the middle together with a neighbour that has an entry.
 pub(super) fn counts_unmapped() -> bool {
     try_unmapped().unwrap_or_default()
 }
@@ -86,7 +89,7 @@ fn try_unmapped() -> Option<bool> {
     let pagemap = Pagemap::new(std::fs::File::open("/proc/self/pagemap").ok()?.into());
     let start = own.as_ptr().addr() as u64;
     let told = |sought| told_pages(&pagemap, Span { start, len: 4 * PAGE }, sought).ok();
-    // With large folios the neighbours have come along.
+    // With large folios the kernel has mapped the neighbours as well.
     let is_tried = told(Sought::Unmapped)? == [1, 2];
     Some(is_tried && told(Sought::Unprotected)? == [0, 1, 2, 3])
 }

@@ -12,13 +12,13 @@ pub(crate) struct Mapping {
     pub(crate) start: u64,
     /// One past its last byte.
     pub(crate) end: u64,
-    /// Whether other processes see what is written to it.
+    /// Whether other processes see writes to it.
     pub(crate) shared: bool,
     /// Whether the process may write to it.
     pub(crate) writable: bool,
     /// Whether it holds code.
     pub(crate) executable: bool,
-    /// Where in the file it starts, in bytes.
+    /// Its offset in the file, in bytes.
     pub(crate) offset: u64,
     /// The device of the file, as `(major, minor)`.
     pub(crate) device: (u32, u32),
@@ -28,7 +28,7 @@ pub(crate) struct Mapping {
     pub(crate) path: String,
 }
 
-/// Reads the whole list. Lines of a form we do not know are left out.
+/// Parses the whole list. Skips lines of an unknown form.
 pub(crate) fn parse(text: &str) -> Vec<Mapping> {
     text.lines().filter_map(parse_line).collect()
 }
@@ -58,7 +58,7 @@ fn hex(digits: &str) -> Option<u64> {
     u64::from_str_radix(digits, 16).ok()
 }
 
-/// The mappings that hold `len` bytes from `start`, if they cover all of it.
+/// The mappings that hold `len` bytes from `start`, if they cover all of them.
 pub(crate) fn covering(mappings: &[Mapping], start: u64, len: u64) -> Option<&[Mapping]> {
     let end = start.checked_add(len)?;
     let first = mappings.partition_point(|mapping| mapping.end <= start);

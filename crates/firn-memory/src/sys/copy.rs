@@ -1,10 +1,11 @@
-//! Copying memory that somebody else may be writing.
+//! Copies of memory that another process may be writing.
 
 use std::arch::asm;
 
 use memmap2::MmapRaw;
 
-/// Fills `out` from a shared mapping, from byte `offset` on. Bytes that the other side writes meanwhile are old or new.
+/// Fills `out` from a shared mapping, from byte `offset` on. Bytes that the other process writes
+/// meanwhile are old or new.
 ///
 /// # Panics
 /// If the mapping ends before that.
@@ -12,11 +13,12 @@ pub(crate) fn copy(from: &MmapRaw, offset: usize, out: &mut [u8]) {
     let end = offset.checked_add(out.len());
     assert!(end.is_some_and(|end| end <= from.len()), "{offset} is past the mapping");
     let source = from.as_ptr().wrapping_add(offset);
-    // SAFETY: the instruction reads `out.len()` bytes at `source`, which the assertion keeps inside a mapping that is
-    // borrowed and so stays mapped, and writes as many to `out`, which is borrowed uniquely. No reference to the source
-    // is made, and the compiler knows nothing of what is read there, so that others may write it. The ABI keeps the
-    // direction flag clear. (Pages of the file that are cut off meanwhile kill the process with SIGBUS; they do not make
-    // it go on wrongly.)
+    // SAFETY: the instruction reads `out.len()` bytes at `source`, which the assertion keeps inside
+    // a mapping that is borrowed and so stays mapped, and writes as many to `out`, which is
+    // borrowed uniquely. No reference to the source is made, and the compiler assumes nothing about
+    // the bytes that are read there, so that other processes may write them. The ABI keeps the
+    // direction flag clear. (Pages of the file that are truncated meanwhile kill the process with
+    // SIGBUS; they do not make it continue with wrong data.)
     unsafe {
         asm!(
             "rep movsb",

@@ -1,4 +1,5 @@
-//! System calls that rustix and nix do not offer, each behind a function that is safe for every argument.
+//! System calls that rustix and nix do not offer, each behind a function that is safe for every
+//! argument.
 
 #![allow(unsafe_code)]
 

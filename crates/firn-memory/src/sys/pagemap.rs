@@ -1,4 +1,4 @@
-//! What the kernel knows of each page of another process: `/proc/PID/pagemap`, by `PAGEMAP_SCAN` (Linux 6.7;
+//! The page map of another process, `/proc/PID/pagemap`: scanned by `PAGEMAP_SCAN` (Linux 6.7;
 //! `linux/fs.h`) or read as words (proc(5)).
 
 use std::fs::File;
@@ -14,16 +14,16 @@ use zerocopy::IntoBytes;
 
 use super::uffd::Span;
 
-/// What to look for in a page.
+/// The property of a page that a scan searches for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sought {
     /// Written since it was last write-protected.
     Written,
-    /// Written as well; and write-protects it again.
+    /// As [`Self::Written`]; and write-protects it again.
     WrittenAndRearm,
-    /// Without any entry in the page tables, not even one that says it is write-protected.
+    /// Without any entry in the page tables, not even one that marks it as write-protected.
     Unknown,
-    /// The same; and write-protects it.
+    /// As [`Self::Unknown`]; and write-protects it.
     UnknownAndRearm,
     /// Mapped.
     Present,
@@ -33,7 +33,7 @@ pub(crate) enum Sought {
     Unmapped,
 }
 
-/// Pages scanned in one go when they are read as words.
+/// Pages that are read at once, as words.
 const WORDS: usize = 512;
 /// Bit of a word: the page is mapped.
 const WORD_PRESENT: u64 = 1 << 63;
@@ -67,7 +67,7 @@ impl Sought {
         })
     }
 
-    /// Which of the categories a page must not have.
+    /// The categories that a page must not have.
     fn inverted(self) -> u64 {
         match self {
             Self::Unknown | Self::UnknownAndRearm | Self::Unmapped => self.category(),
@@ -78,7 +78,7 @@ impl Sought {
 
 struct Scan<'a> {
     argument: pm_scan_arg,
-    /// What `argument.vec` points to.
+    /// The memory to which `argument.vec` points.
     _regions: &'a mut [page_region],
 }
 
@@ -105,11 +105,11 @@ impl<'a> Scan<'a> {
     }
 }
 
-// SAFETY: PAGEMAP_SCAN takes struct pm_scan_arg, which `as_ptr` points to, writes at most `vec_len` regions at `vec`, both
-// taken from a slice that is borrowed for as long as `self`, and returns their number. What it may write-protect lies in
-// the address space of the descriptor.
+// SAFETY: PAGEMAP_SCAN takes struct pm_scan_arg, which `as_ptr` points to, writes at most `vec_len`
+// regions at `vec`, both taken from a slice that is borrowed for as long as `self`, and returns
+// their number. The pages that it may write-protect lie in the address space of the descriptor.
 unsafe impl Ioctl for Scan<'_> {
-    /// Number of regions, and where the scan ended.
+    /// The number of regions, and the address where the scan ended.
     type Output = (usize, u64);
     const IS_MUTATING: bool = true;
 
@@ -125,7 +125,8 @@ unsafe impl Ioctl for Scan<'_> {
         count: IoctlOutput,
         argument: *mut std::ffi::c_void,
     ) -> Result<(usize, u64), Errno> {
-        // SAFETY: the caller hands back what `as_ptr` gave: a valid argument, which the kernel has filled in.
+        // SAFETY: the caller passes the pointer that `as_ptr` returned: a valid argument, which the
+        // kernel has filled in.
         let walk_end = unsafe { (*argument.cast::<pm_scan_arg>()).walk_end };
         Ok((count.unsigned_abs() as usize, walk_end))
     }
@@ -140,12 +141,13 @@ impl Pagemap {
         Self(fd.into())
     }
 
-    /// Room for so many runs of pages.
+    /// A buffer for this number of page runs.
     pub(crate) fn regions(runs: usize) -> Vec<page_region> {
         vec![page_region { start: 0, end: 0, categories: 0 }; runs]
     }
 
-    /// Gives each run of pages that has what is sought, as start and end address, in order.
+    /// Calls `found` with each run of pages that match the query, as start and end address, in
+    /// order.
     pub(crate) fn scan(
         &self,
         mut span: Span,
@@ -167,8 +169,8 @@ impl Pagemap {
         Ok(())
     }
 
-    /// As [`Self::scan`] for pages that are mapped, or with `swapped` also those that are swapped out, page by page, on
-    /// every kernel.
+    /// As [`Self::scan_pages`], but page by page and on every kernel, for pages that are mapped, or
+    /// with `swapped` also those that are swapped out.
     pub(crate) fn present(
         &self,
         span: Span,

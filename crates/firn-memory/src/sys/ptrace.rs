@@ -1,6 +1,7 @@
 //! The few requests of `ptrace(2)` that injecting a system call needs.
 //!
-//! ptrace ties a tracee to the one thread that seized it; when that thread ends, the kernel lets the tracee go.
+//! ptrace ties a tracee to the one thread that seized it; when that thread ends, the kernel
+//! releases the tracee.
 
 use firn_types::Tid;
 use nix::errno::Errno;
@@ -11,7 +12,7 @@ use rustix::process::{WaitId, WaitIdOptions, WaitIdStatus, waitid};
 
 pub(crate) use libc::user_regs_struct as Registers;
 
-/// What a traced thread stopped for.
+/// The reason why a traced thread stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
     /// `PTRACE_INTERRUPT`, or a stop of the whole process.
@@ -26,15 +27,15 @@ pub(crate) enum Stop {
 
 const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
 const PTRACE_O_SUSPEND_SECCOMP: i32 = 1 << 21;
-/// What `PTRACE_O_TRACESYSGOOD` adds to SIGTRAP in a system call's stop.
+/// The signal of a system call's stop: `PTRACE_O_TRACESYSGOOD` adds 0x80 to SIGTRAP.
 const SYSTEM_CALL_STOP: i32 = libc::SIGTRAP | 0x80;
 
 fn pid(tid: Tid) -> Pid {
     Pid::from_raw(tid.0)
 }
 
-/// Seizes the thread. With `suspend_filter` its seccomp filter is suspended as long as it is traced, which needs
-/// CAP_SYS_ADMIN; without, the filter judges injected calls too.
+/// Seizes the thread. With `suspend_filter` its seccomp filter is suspended as long as it is
+/// traced, which needs CAP_SYS_ADMIN; without, the filter judges injected calls too.
 pub(crate) fn seize(tid: Tid, suspend_filter: bool) -> Result<(), Errno> {
     let options = ptrace::Options::PTRACE_O_TRACESYSGOOD;
     let suspend = ptrace::Options::from_bits_retain(PTRACE_O_SUSPEND_SECCOMP);
@@ -65,21 +66,21 @@ pub(crate) fn resume(tid: Tid, signal: i32) -> Result<(), Errno> {
 
 fn request(request: libc::c_uint, tid: Tid, signal: i32) -> Result<(), Errno> {
     let data = std::ptr::without_provenance_mut::<libc::c_void>(signal as usize);
-    // SAFETY: PTRACE_CONT and PTRACE_SYSCALL, the only requests passed here, ignore `addr` and read `data` as a number;
-    // they touch no memory of this process.
+    // SAFETY: PTRACE_CONT and PTRACE_SYSCALL, the only requests passed here, ignore `addr` and read
+    // `data` as a number; they touch no memory of this process.
     let result =
         unsafe { libc::ptrace(request, tid.0, std::ptr::null_mut::<libc::c_void>(), data) };
     Errno::result(result).map(drop)
 }
 
-/// Lets the thread go.
+/// Ends the tracing; the thread continues.
 pub(crate) fn detach(tid: Tid) -> Result<(), Errno> {
     ptrace::detach(pid(tid), None)
 }
 
-/// Writes code, in whole words. The kernel lets a tracer write to what the thread itself can only execute, into a copy of
-/// the page that is the process's own (`FOLL_FORCE`, as for breakpoints). The last word comes first: half-written code still
-/// ends where whole code does.
+/// Writes code, in whole words. The kernel lets a tracer write to pages that the thread itself can
+/// only execute, into a copy of the page that is the process's own (`FOLL_FORCE`, as for
+/// breakpoints). The last word comes first: half-written code still ends where whole code does.
 pub(crate) fn write_code(tid: Tid, at: u64, code: &[u8]) -> Result<(), Errno> {
     let words = code.chunks_exact(size_of::<u64>()).zip((at..).step_by(size_of::<u64>()));
     for (word, at) in words.collect::<Vec<_>>().into_iter().rev() {
@@ -102,12 +103,13 @@ struct RseqConfiguration {
 
 const _: () = assert!(size_of::<RseqConfiguration>() == 24);
 
-/// Where the thread has registered restartable sequences (rseq(2)); `None` if it has not, or the kernel does not tell.
+/// The address at which the thread has registered restartable sequences (rseq(2)); `None` if it has
+/// not, or the kernel does not report it.
 pub(crate) fn restartable_sequences(tid: Tid) -> Option<u64> {
     let mut configuration = RseqConfiguration::default();
     let (size, data) = (size_of::<RseqConfiguration>(), std::ptr::from_mut(&mut configuration));
-    // SAFETY: PTRACE_GET_RSEQ_CONFIGURATION writes at most `addr` bytes at `data`: the size of `configuration`, which
-    // outlives the call and may hold any bytes.
+    // SAFETY: PTRACE_GET_RSEQ_CONFIGURATION writes at most `addr` bytes at `data`: the size of
+    // `configuration`, which outlives the call and may hold any bytes.
     let result = unsafe { libc::ptrace(PTRACE_GET_RSEQ_CONFIGURATION, tid.0, size, data) };
     (result > 0 && configuration.pointer != 0).then_some(configuration.pointer)
 }
@@ -140,15 +142,16 @@ pub(crate) fn poll(tid: Tid) -> Result<Option<Stop>, Errno> {
     }
 }
 
-/// Whether the thread is the main one of a process that has ended. How it ended is for its parent to take, which may be
-/// Firn, elsewhere: a tracer that takes it too leaves nothing.
+/// Whether the thread is the main one of a process that has ended. Its exit status belongs to its
+/// parent, which may be another thread of Firn: if a tracer takes it too, nothing is left for the
+/// parent.
 fn is_dead_process(tid: Tid) -> bool {
-    // A tracer is shown stops too, asked for or not.
+    // A tracer gets stops too, even if it did not ask for them.
     let seen = look(tid, WaitIdOptions::EXITED | WaitIdOptions::NOHANG).ok().flatten();
     seen.is_some_and(|seen| seen.exited() || seen.killed() || seen.dumped()) && is_main_thread(tid)
 }
 
-/// Looks at what there is to be waited for, and leaves it there.
+/// Reads the state that there is to wait for, and leaves it there.
 fn look(tid: Tid, options: WaitIdOptions) -> rustix::io::Result<Option<WaitIdStatus>> {
     let Some(tid) = rustix::process::Pid::from_raw(tid.0) else { return Ok(None) };
     waitid(WaitId::Pid(tid), options | WaitIdOptions::NOWAIT)

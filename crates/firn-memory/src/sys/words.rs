@@ -1,4 +1,5 @@
-//! A file that is memory shared with somebody else, as words that either side may change at any time.
+//! A file that is memory shared with another process, as words that either process may change at
+//! any time.
 
 use std::fs::File;
 use std::io;
@@ -22,13 +23,14 @@ impl SharedWords {
         Ok(Self { mapping: MmapOptions::new().len(len).map_raw(file)? })
     }
 
-    /// Its words, but for a rest that is none.
+    /// Its words. Trailing bytes that do not fill a word are left out.
     pub fn words(&self) -> &[AtomicU32] {
         let (start, words) =
             (self.mapping.as_mut_ptr().cast::<AtomicU32>(), self.mapping.len() / 4);
-        // SAFETY: the mapping starts at a page, so it is aligned, is as long as that, and stays for as long as `self` is
-        // borrowed. It is memory, initialized by the kernel, and atomics may be changed by others at any time. (A file
-        // that is cut off meanwhile ends the process with SIGBUS; it does not make it go on wrongly.)
+        // SAFETY: the mapping starts at a page, so it is aligned, is as long as that, and stays for
+        // as long as `self` is borrowed. It is memory, initialized by the kernel, and other
+        // processes may change atomics at any time. (A file that is truncated meanwhile ends the
+        // process with SIGBUS; it does not make it continue with wrong data.)
         unsafe { std::slice::from_raw_parts(start, words) }
     }
 }

@@ -1,7 +1,8 @@
-//! Which thread of the hypervisor to stop for an injected call.
+//! The choice of the hypervisor's thread to stop for an injected call.
 //!
-//! Best is one that nobody misses for a moment and that the kernel restarts without its noticing: a helper thread
-//! asleep in a futex. A vCPU is the last resort, and a thread that cannot be interrupted is none.
+//! The best one is a helper thread asleep in a futex: its work can wait for a moment, and the
+//! kernel restarts its call without the thread's noticing. A vCPU is the last resort, and a thread
+//! that cannot be interrupted cannot be used.
 
 use firn_types::Tid;
 use nix::libc;
@@ -9,14 +10,14 @@ use nix::libc;
 use super::filter;
 use crate::process::{Process, ProcessError};
 
-/// What a thread is doing, from `/proc/PID/task/TID/{stat,syscall}`.
+/// The activity of a thread, from `/proc/PID/task/TID/{stat,syscall}`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Doing {
     /// Asleep in this system call.
     Call(i64),
     /// Running, or asleep outside a system call (on a page fault).
     Running,
-    /// Asleep where no signal reaches it.
+    /// Asleep where no signal wakes it.
     Uninterruptible,
 }
 
@@ -31,7 +32,7 @@ pub(super) fn candidates(process: &Process, avoid: &[Tid]) -> Result<Vec<Tid>, P
     Ok(ranked.into_iter().map(|(_, tid)| tid).collect())
 }
 
-/// Threads without a seccomp filter come first: nothing kills them for a call that is not theirs.
+/// Threads without a seccomp filter come first: no filter kills them for a call that is not theirs.
 fn order(rank: u8, is_filtered: bool) -> (bool, bool, u8) {
     (rank >= UNINTERRUPTIBLE, is_filtered, rank)
 }
@@ -53,7 +54,7 @@ fn state(stat: &str) -> Option<char> {
     stat.rsplit_once(')')?.1.trim_start().chars().next()
 }
 
-/// Whether the thread's returns are checked against a shadow stack of its own (CET).
+/// Whether the processor checks the thread's returns against a shadow stack (CET).
 pub(super) fn has_shadow_stack(process: &Process, tid: Tid) -> bool {
     let status = process.read(&format!("task/{}/status", tid.0)).unwrap_or_default();
     let features = status.lines().find_map(|line| line.strip_prefix("x86_Thread_features:"));

@@ -1,9 +1,10 @@
-//! The seccomp filter of a thread, and whether it lets an injected call pass.
+//! The seccomp filter of a thread, and whether it allows an injected call.
 //!
-//! A filter judges calls by their numbers, whoever wants them made. One that traps or kills for a call that the program
-//! itself never makes (Firecracker, Cloud Hypervisor, systemd's `SystemCallFilter=`) ends the process for a call of
-//! Firn's. So a filter is suspended (`PTRACE_O_SUSPEND_SECCOMP`), which needs CAP_SYS_ADMIN. Without that right a call is injected
-//! only under a filter that is known to let it pass:
+//! A filter judges calls by their numbers, whichever program wants them made. One that traps or
+//! kills for a call that the program itself never makes (Firecracker, Cloud Hypervisor, systemd's
+//! `SystemCallFilter=`) ends the process for a call of Firn's. So Firn suspends the filter
+//! (`PTRACE_O_SUSPEND_SECCOMP`), which needs CAP_SYS_ADMIN. Without that right Firn injects a call
+//! only under a filter that is known to allow it:
 //!
 //! ```text
 //!   QEMU's own (-sandbox on)        forbids a list of calls; none of Firn's is on it (system/qemu-seccomp.c)
@@ -20,18 +21,18 @@ use crate::process::Process;
 pub(super) enum Filter {
     /// There is none.
     None,
-    /// It is known to let Firn's calls pass.
+    /// It is known to allow Firn's calls.
     Permissive,
     /// Nothing is known about it.
     Unknown,
 }
 
-/// What `/proc/PID/task/TID/status` reports about seccomp.
+/// The seccomp state in `/proc/PID/task/TID/status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Seccomp {
     /// 0: none, 1: strict, 2: filters.
     mode: u32,
-    /// How many filters (Linux 5.9).
+    /// The number of filters (Linux 5.9).
     filters: Option<u32>,
 }
 
@@ -52,7 +53,8 @@ pub(super) fn has_filter(process: &Process, tid: Tid) -> bool {
     parse(&process.read(&format!("task/{}/status", tid.0)).unwrap_or_default()).mode != 0
 }
 
-/// Pure: `installed` filters are the program's own known ones, `inherited` ones judge Firn as well.
+/// Pure: `installed` is the number of the program's own, known filters; `inherited` filters judge
+/// Firn as well.
 fn judge(thread: Seccomp, installed: Option<u32>, inherited: u32) -> Filter {
     let (Some(installed), 2) = (installed, thread.mode) else { return Filter::Unknown };
     match thread.filters {
@@ -62,7 +64,8 @@ fn judge(thread: Seccomp, installed: Option<u32>, inherited: u32) -> Filter {
     }
 }
 
-/// How many filters the program installs by itself that let Firn's calls pass; `None` if it is no QEMU.
+/// The number of filters that the program installs by itself and that allow Firn's calls; `None` if
+/// it is not QEMU.
 fn own_filters_of(process: &Process) -> Option<u32> {
     let program = std::fs::read_link(format!("/proc/{}/exe", process.pid())).ok()?;
     let is_qemu = program.file_name()?.to_string_lossy().starts_with("qemu");
@@ -70,7 +73,7 @@ fn own_filters_of(process: &Process) -> Option<u32> {
     is_qemu.then(|| u32::from(has_sandbox(&line)))
 }
 
-/// Whether a command line, its words ended by zeros, turns QEMU's sandbox on.
+/// Whether a command line, its words terminated by zeros, enables QEMU's sandbox.
 fn has_sandbox(line: &str) -> bool {
     let words: Vec<&str> = line.split('\0').collect();
     let is_on = |value: &str| value.split(',').any(|part| matches!(part, "on" | "enable=on"));

@@ -2,20 +2,23 @@
 //!
 //! ```text
 //!   seize, interrupt ....... stop "interrupted"    its registers go below its stack, the stub behind some code
-//!   registers := call ...... from here on the thread finds its way back by itself
+//!   registers := call ...... from here on the thread returns by itself
 //!   resume ................. stop "system call"    entry: the kernel has taken the arguments
 //!   resume ................. stop "system call"    exit: rax is the result; ready for the next call
 //!   detach ................. the stub leads the thread back ([`super::stub`])
 //! ```
 //!
-//! Whenever Firn is killed, the kernel lets the thread go where it stands: before its registers are set, in one request, it has
-//! never noticed anything; after that it makes the call if it has not yet, and goes back. (Under a seccomp filter that kills
-//! for such a call, a Firn that dies between the two takes the process with it: the filter rests only while Firn lives.)
+//! Whenever Firn is killed, the kernel releases the thread where it is. Before its registers are
+//! set, in one request, it has noticed nothing; after that it makes the call if it has not yet, and
+//! returns to its work. (Under a seccomp filter that kills for such a call, a Firn that dies
+//! between the two takes the process with it: the filter is suspended only while Firn lives.)
 //!
-//! A thread that slept in a system call is stopped *after* that call has returned a code such as `-ERESTARTSYS`, which
-//! the kernel turns into a restart when the thread leaves the stop. So `orig_rax` is -1 while our own call runs (nothing
-//! to restart), and the way back leads to the restart. A signal that comes meanwhile is handled at once, below what the stub
-//! needs; stops at system calls of its handler are told from ours by where they are.
+//! A thread that slept in a system call is stopped *after* that call has returned a code such as
+//! `-ERESTARTSYS`, which the kernel turns into a restart when the thread leaves the stop. So
+//! `orig_rax` is -1 while the injected call runs (nothing to restart), and the return path leads to
+//! the restart. A signal that arrives meanwhile is handled at once, below the data that the stub
+//! needs; stops at system calls of its handler are distinguished from Firn's by their instruction
+//! and stack pointers.
 
 use std::time::{Duration, Instant};
 
@@ -30,9 +33,9 @@ use crate::process::maps::Mapping;
 use crate::process_memory;
 use crate::sys::ptrace::{self, Registers, Stop};
 
-/// How long a thread may take to stop before another is tried.
+/// The time that a thread may take to stop before another is tried.
 const STOP_TIMEOUT: Duration = Duration::from_millis(300);
-/// How often a thread that is found at a bad moment is let run on for a moment.
+/// The number of times that a thread is resumed for a moment because it was stopped at a bad one.
 const MOMENTS: u32 = 10;
 /// The `syscall` instruction.
 pub(super) const SYSCALL: [u8; 2] = [0x0f, 0x05];
@@ -58,9 +61,9 @@ pub(super) struct Stopped<'t> {
     target: &'t Target,
     /// Its registers when it was stopped.
     saved: Registers,
-    /// The registers with which it goes on by itself.
+    /// The registers with which it continues by itself.
     own: Registers,
-    /// Where the stub lies.
+    /// The address of the stub.
     stub: u64,
 }
 
@@ -78,8 +81,8 @@ impl Failure {
 }
 
 impl<'t> Stopped<'t> {
-    /// Stops the thread. `None` if it does not stop in time or has ended: the caller's thread must end then, which
-    /// undoes the seizure.
+    /// Stops the thread. `None` if it does not stop in time or has ended: the caller's thread must
+    /// end then, which undoes the seizure.
     pub(super) fn new(target: &'t Target) -> Result<Option<Self>, TraceError> {
         if !target.seize()? {
             return Ok(None);
@@ -112,7 +115,7 @@ impl<'t> Stopped<'t> {
         })
     }
 
-    /// Runs one system call. Gives rax.
+    /// Runs one system call. Returns rax.
     fn run(&mut self, call: &Call) -> Result<u64, Failure> {
         loop {
             let calling = stub::calling(&self.own, self.stub, call.number, call.arguments);
@@ -128,7 +131,7 @@ impl<'t> Stopped<'t> {
         }
     }
 
-    /// Resumes until the entry to, or the exit from, the call of `calling`. Gives the registers.
+    /// Resumes until the entry to, or the exit from, the call of `calling`. Returns the registers.
     fn resume_to_call(&mut self, calling: &Registers) -> Result<Registers, Failure> {
         let (tid, mut signal) = (self.target.tid, 0);
         loop {
@@ -151,15 +154,15 @@ impl<'t> Stopped<'t> {
         }
     }
 
-    /// A signal ends the thread's own call as well, if it would have without us.
+    /// Ends the thread's own call after a signal, if the signal would have ended it without Firn.
     fn end_its_call(&mut self) -> Result<(), Failure> {
         self.own = stub::resumption_after_signal(&self.saved);
         self.target.put_way_back(&self.own).map_err(|_| Failure::Ptrace("write", Errno::EFAULT))
     }
 
-    /// Lets the thread go on where it was.
+    /// Lets the thread continue where it was.
     pub(super) fn release(self) {
-        // If the thread is gone there is nothing to let go.
+        // If the thread is gone there is nothing to release.
         let _ = ptrace::detach(self.target.tid);
     }
 }
@@ -180,7 +183,7 @@ impl Target {
             return Ok(true);
         }
         match ptrace::seize(self.tid, false) {
-            // The end of this thread releases it, and nothing was injected.
+            // The end of this tracer thread releases the thread, and nothing was injected.
             Ok(()) if self.filter == Filter::Unknown => Err(TraceError::Filtered { pid: self.pid }),
             Ok(()) => Ok(true),
             Err(Errno::ESRCH) => Ok(false),
@@ -198,8 +201,8 @@ impl Target {
         }
     }
 
-    /// Stops the thread where its instruction pointer may be moved, and gives its registers. `None` if it ends, or if
-    /// that cannot be had in a while.
+    /// Stops the thread where its instruction pointer may be moved, and returns its registers.
+    /// `None` if it ends, or if it reaches no such point in time.
     pub(super) fn stop_at_a_good_moment(&self) -> Result<Option<Registers>, Errno> {
         for _ in 0..MOMENTS {
             ptrace::interrupt(self.tid)?;
@@ -216,8 +219,8 @@ impl Target {
         Ok(None)
     }
 
-    /// Waits for the stop after an interruption. Signals that come before it are delivered. `false` if the thread does
-    /// not stop in time or ends.
+    /// Waits for the stop after an interruption. Signals that come before it are delivered. `false`
+    /// if the thread does not stop in time or ends.
     fn await_interruption(&self) -> Result<bool, Errno> {
         let start = Instant::now();
         let mut pause = Duration::from_micros(10);
@@ -236,9 +239,10 @@ impl Target {
         Ok(false)
     }
 
-    /// Whether the thread was stopped inside a restartable sequence (rseq(2)). Moving it away would end the sequence
-    /// behind its back. What the thread registered is `struct rseq` (`linux/rseq.h`), whose second word leads to the
-    /// sequence: version and flags, start, length, where to go if it fails.
+    /// Whether the thread was stopped inside a restartable sequence (rseq(2)). Moving it away would
+    /// end the sequence without its knowledge. The thread has registered a `struct rseq`
+    /// (`linux/rseq.h`), whose second word points to the sequence: version and flags, start,
+    /// length, and the address to continue at if it fails.
     fn is_in_restartable_sequence(&self, registers: &Registers) -> bool {
         let inside = || -> Option<bool> {
             let registered = ptrace::restartable_sequences(self.tid)?;
@@ -249,13 +253,13 @@ impl Target {
         inside().unwrap_or(false)
     }
 
-    /// Leaves the way back to these registers below the stack.
+    /// Writes the data of the stub, which leads back to these registers, below the stack.
     fn put_way_back(&self, own: &Registers) -> Result<(), ProcessError> {
         let below = HostVirt(own.rsp.saturating_sub(DISTANCE));
         process_memory::write_traced(self.pid, below, &stub::data(own))
     }
 
-    /// Where the stub lies, which is written if it is not there yet.
+    /// The address of the stub, which is written if it is not there yet.
     fn stub(&self, code: &[HostVirt]) -> Result<u64, TraceError> {
         for last in code {
             let Ok(bytes) = self.bytes(last.0, PAGE_SIZE) else { continue };
@@ -274,8 +278,9 @@ impl Target {
         ptrace::write_code(self.tid, at, &stub::code())
     }
 
-    /// The last page of each mapping of code, the vDSO first: its end is the same in every process of a host. Not what the
-    /// process translates itself into: the zeros there will be code. The process is traced, so its number is still its own.
+    /// The last page of each mapping of code, the vDSO first: its end is the same in every process
+    /// of a host. Excludes the code that the process itself generates: the zeros there will become
+    /// code. The process is traced, so its number cannot be reused.
     fn last_pages_of_code(&self) -> Vec<HostVirt> {
         let text = std::fs::read(format!("/proc/{}/maps", self.pid)).unwrap_or_default();
         let mut code = crate::process::maps::parse(&String::from_utf8_lossy(&text));
@@ -293,7 +298,7 @@ impl Target {
         Ok(bytes)
     }
 
-    /// Some words at an address; `None` for a null or an unmapped one.
+    /// Reads some words at an address; `None` for a null or an unmapped one.
     pub(super) fn words<const N: usize>(&self, start: u64) -> Option<[u64; N]> {
         let bytes = self.bytes(start, N * 8).ok().filter(|_| start != 0)?;
         let word =

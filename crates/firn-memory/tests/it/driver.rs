@@ -1,4 +1,4 @@
-//! The test's end of the process under test.
+//! The test's side of the process under test.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{ChildStdin, Command, Stdio};
@@ -16,7 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::child::VARIABLE;
 
-/// Nothing in these tests takes that long.
+/// No operation in these tests takes that long.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The process under test. Killed when dropped.
@@ -50,7 +50,7 @@ impl Child {
         Self::spawn_with("", sizes, |_| ())
     }
 
-    /// A child that runs as nobody.
+    /// A child that runs as the user nobody.
     pub fn spawn_as_nobody(sizes: &[u64]) -> Self {
         use std::os::unix::process::CommandExt;
         Self::spawn_with("", sizes, |command| {
@@ -131,7 +131,7 @@ impl Child {
         assert_eq!(sent, 0);
     }
 
-    /// Kills it without waiting for its end, which a tracer may hold up.
+    /// Kills it without waiting for its end, which a tracer may delay.
     pub fn kill_traced(&mut self) {
         self.child.kill().unwrap();
     }
@@ -200,7 +200,7 @@ pub fn pause(child: &Child) {
     }
 }
 
-/// Lets the child go on.
+/// Lets the child continue.
 pub fn resume(child: &Child) {
     signal(child, Signal::CONT);
 }

@@ -1,4 +1,4 @@
-//! Page faults of a real process: seen, told apart, and answered.
+//! Page faults of a real process: received, distinguished, and answered.
 
 use std::time::Duration;
 

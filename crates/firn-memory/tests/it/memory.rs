@@ -6,7 +6,7 @@ use firn_types::{HostVirt, Page};
 use crate::child::pattern;
 use crate::driver::{Child, Who, open, pages};
 
-/// What [`Child`] fills a page with.
+/// The bytes with which [`Child`] fills a page.
 pub fn filled(seed: u64, page: u32) -> Vec<u8> {
     (0..512).flat_map(|word| pattern(seed, u64::from(page), word).to_le_bytes()).collect()
 }

@@ -1,4 +1,4 @@
-//! The same on a stock QEMU, whose firmware is guest enough to touch memory.
+//! Traces and restores of a stock QEMU, whose firmware touches memory as a guest would.
 
 use std::io::Write;
 use std::process::{Child, Command, Stdio};
@@ -22,7 +22,7 @@ struct Qemu {
 }
 
 impl Qemu {
-    /// `None`, with a word about it, if there is no QEMU here.
+    /// `None`, with a message, if there is no QEMU here.
     fn start(more: &[&str]) -> Option<Self> {
         let child = Command::new("qemu-system-x86_64")
             .args([
@@ -86,7 +86,7 @@ fn ram_of(process: &Process) -> Option<HostVirt> {
     (hex(end)? - hex(start)? == u64::from(RAM_PAGES) * 4096).then_some(HostVirt(hex(start)?))
 }
 
-/// Answers what comes until nothing has come for a while; gives the number of faults.
+/// Answers events until none has come for a while; returns the number of faults.
 fn serve(faults: &PageFaults, mut answer: impl FnMut(Page)) -> usize {
     let mut events = Vec::new();
     let mut count = 0;
@@ -115,7 +115,7 @@ fn a_running_qemu_is_traced_and_let_go() {
     qemu.monitor("system_reset");
     drop_page_tables(&mut qemu.tracee(), &qemu.memory, pages(0..RAM_PAGES)).unwrap();
     let count = serve(&faults, |page| faults.resume_minor(page..Page(page.0 + 1), false).unwrap());
-    // Protected holes stay with their writers until they may write.
+    // A write to a protected hole waits until the page may be written.
     faults.unprotect(pages(0..RAM_PAGES)).unwrap();
     assert!(count > 0);
     faults.close(&mut qemu.tracee()).unwrap();

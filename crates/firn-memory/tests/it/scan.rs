@@ -31,7 +31,7 @@ fn armed(child: &Child) -> Option<PageScan> {
     arm(child, scan(child))
 }
 
-/// `None`, with a word about it, if this kernel cannot remember writes.
+/// `None`, with a message, if this kernel cannot remember writes.
 fn arm(child: &Child, scan: PageScan) -> Option<PageScan> {
     match scan.arm() {
         Ok(()) => Some(scan),
@@ -53,7 +53,8 @@ fn what_the_hypervisor_maps_is_told() {
     let mapped = mapped_pages(&child.memory).unwrap();
     let has = |page: u32| mapped.iter().any(|run| run.contains(&Page(page)));
     assert!([3, 4, 5, 112, 113].into_iter().all(has), "{mapped:?}");
-    // The kernel may map neighbours of what is touched, as far as they have memory. Others have none.
+    // The kernel may map neighbours of a touched page, as far as they have memory. Other pages have
+    // none.
     assert!([50, 99, 150].into_iter().all(|page| !has(page)), "{mapped:?}");
 }
 

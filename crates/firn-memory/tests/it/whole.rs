@@ -1,4 +1,5 @@
-//! A whole save and a whole restore, in miniature: many threads on one side, busy threads on the other.
+//! A whole save and a whole restore, in miniature: many threads on one side, busy threads on the
+//! other.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -20,7 +21,7 @@ struct Save<'c> {
 }
 
 impl Save<'_> {
-    /// Copies a page unless it has been, and lets it be written.
+    /// Copies a page unless it was copied before, and lets it be written.
     fn save(&self, page: Page) {
         let mut place = self.image[page.index()].lock().unwrap();
         if place.is_none() {

@@ -1,4 +1,4 @@
-//! A port between a socket that stands for a VM's card and one that stands for the outside.
+//! A port between two sockets, one in place of a VM's card and one in place of the outside.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,7 +13,7 @@ struct Scene {
     vm: UnixDatagram,
     port: Port,
     listener: UnixListener,
-    /// As QEMU has it too.
+    /// QEMU's end, as QEMU has it open too.
     _ours: OwnedFd,
     dir: TempDir,
 }
@@ -105,7 +105,8 @@ fn an_uplink_that_goes_is_connected_to_again_and_gets_whole_frames() {
     assert_eq!(scene.vm.recv(&mut [0; 2]).unwrap(), 1);
 }
 
-/// An uplink that isn't read from: the VM waits, and nothing of what it sent is lost or comes twice.
+/// While the peer does not read the uplink, the VM waits, and none of its frames is lost or
+/// duplicated.
 #[test]
 fn a_slow_uplink_slows_the_vm() {
     let scene = Scene::new();
@@ -128,7 +129,7 @@ fn a_slow_uplink_slows_the_vm() {
     sending.join().unwrap();
 }
 
-/// At the bound the card isn't read: who sends has to wait.
+/// At the bound the card isn't read: the sender has to wait.
 #[test]
 fn a_closed_gate_is_bounded() {
     let scene = Scene::new();
@@ -155,7 +156,8 @@ fn what_makes_no_sense_ends_the_connection_and_not_the_port() {
     assert_eq!(frame(&mut outside), b"still here");
 }
 
-/// QEMU drops what waits for room when it stops the VM: so there is room, also at the bound.
+/// QEMU drops frames that wait for room when it stops the VM. So there is room for them, also at
+/// the bound.
 #[test]
 fn a_vm_that_is_about_to_be_stopped_has_room() {
     let scene = Scene::new();
@@ -209,7 +211,7 @@ fn what_needs_a_lease_waits_while_it_is_over() {
     assert_eq!(frame(&mut outside), b"early");
     scene.vm.send(b"held").unwrap();
     assert_eq!(frame(&mut outside), b"held");
-    // It ends by itself, in the middle of what is sent.
+    // It ends by itself, while it sends.
     grant(50).unwrap();
     let end = boot_time() + Duration::from_millis(50);
     let mut sent: u64 = 0;
@@ -221,14 +223,15 @@ fn what_needs_a_lease_waits_while_it_is_over() {
     let left = scene.port.now().left;
     thread::sleep(3 * RETRY);
     assert_eq!(scene.port.now().left, left, "it sends after the end");
-    // What was held leaves in its order, of this timeline: nothing was lost.
+    // The buffered frames of this generation leave in their order: none was lost.
     scene.port.obey(None);
     for number in 0..sent {
         assert_eq!(frame(&mut outside), number.to_le_bytes());
     }
 }
 
-/// The whole process is stopped, as by a debugger, and wakes after its lease: this test again, as a child.
+/// The whole process is stopped, as by a debugger, and continues after its lease has ended. The
+/// process is this test again, as a child.
 #[test]
 fn who_was_stopped_and_wakes_sends_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -250,13 +253,13 @@ fn who_was_stopped_and_wakes_sends_nothing() {
     };
     signal(rustix::process::Signal::STOP);
     crate::lease::write(&page, 1, boot_time()).unwrap();
-    // What left before is in the socket.
+    // Frames that left before are in the socket.
     outside.set_read_timeout(Some(3 * RETRY)).unwrap();
     let mut buffer = vec![0; 1 << 20];
     while outside.read(&mut buffer).is_ok() {}
     signal(rustix::process::Signal::CONT);
     let woken = outside.read(&mut buffer);
-    // One frame at most was between the look and the write.
+    // At most one frame was between the check and the write.
     assert!(woken.as_ref().map_or(0, |bytes| *bytes) <= 12, "{woken:?}");
     assert!(outside.read(&mut buffer).is_err(), "it goes on sending");
     child.kill().unwrap();
@@ -287,12 +290,13 @@ fn membership() -> Membership {
     Membership { cluster, own, members, generation, layout: 0 }
 }
 
-/// From somebody outside, behind its length.
+/// Sends a frame from the outside, behind its length.
 fn comes(byte: u8) -> Vec<u8> {
     [&[0, 0, 0, 15][..], &VM, &[2, 0, 0, 0, 0, 9, 8, 0, byte]].concat()
 }
 
-/// A member that is about to be stopped is given nothing until it goes on, and has read what it was given before.
+/// A member that is about to be stopped is given no frames until it runs again, and has read the
+/// frames that it was given before.
 #[test]
 fn a_member_that_stands_still_is_given_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -329,7 +333,7 @@ fn a_member_that_stands_still_is_given_nothing() {
     assert!(port.leave() && port.membership().is_none());
 }
 
-/// One that reads nothing keeps nobody waiting for long, and not at each epoch.
+/// A card that reads nothing delays the pause only briefly, and not in each epoch.
 #[test]
 fn a_member_that_reads_nothing_is_not_waited_for() {
     let (theirs, ours) = pair().unwrap();
@@ -345,7 +349,8 @@ fn a_member_that_reads_nothing_is_not_waited_for() {
     assert!(since.elapsed() < 100 * READ_WAIT / 4, "{:?}", since.elapsed());
 }
 
-/// It need not look: a global checkpoint, what has left, and what waits for a cut are told.
+/// The thread that cuts is woken for a global checkpoint, for sent frames, and for frames that wait
+/// for a cut.
 #[test]
 fn who_cuts_epochs_of_a_member_is_told() {
     let dir = tempfile::tempdir().unwrap();
@@ -371,7 +376,7 @@ fn who_cuts_epochs_of_a_member_is_told() {
     assert_eq!(frame(&mut outside)[14], 7);
     told_until(&|| port.gone() == Seq(1));
 
-    // Since something has left for another member, only a cut can be its mark.
+    // Because a frame has left for another member, only a new cut can be its mark.
     vm.send(&[&[2, 0, 0, 0, 0, 6], &VM[..], &[8, 0, 8]].concat()).unwrap();
     frame(&mut outside);
     let mut other = Joined::open(Membership { own: firn_cluster::Vm(1), ..membership() });

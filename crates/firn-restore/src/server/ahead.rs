@@ -1,18 +1,19 @@
-//! What is read before the guest asks for it, because it is expected to.
+//! Prefetching: reads what the guest is expected to touch, before it does.
 //!
-//! Reading ahead is there for a guest that would wait for storage otherwise; it must not be what it waits for. Near
-//! storage answers at once unless somebody else has it, so while the guest waits now and then, reading ahead takes half
-//! of the time, in short requests:
+//! Prefetching helps a guest that would wait for storage otherwise; the guest must not wait for it.
+//! Low-latency storage answers at once unless another read occupies it, so while the guest waits
+//! now and then, prefetching takes half of the time, in short requests:
 //!
 //! ```text
-//!   the guest waits         |        |                                 no wait for PRESSED
-//!   reads ahead    ####....####....####....####....####....####....##############################
+//!   the guest waits         |        |                                 no wait for WAIT_EXPECTED
+//!   prefetches     ####....####....####....####....####....####....##############################
 //! ```
 //!
-//! Far storage is the other way round: getting there is what costs, for the guest as for reading ahead, and every page
-//! that comes along saves the guest a way. There, all that is wanted is read by place, as fast as possible; and if it can
-//! be there soon the guest does not run before ([`Server::guest_waits`]): it would do nothing but wait, for one page
-//! after the other.
+//! High-latency storage is the opposite: the access is what costs, for the guest as for
+//! prefetching, and every page that is read along saves the guest an access. There, all wanted
+//! units are read in stored order, as fast as possible. If they can all be there soon, the guest
+//! does not run before ([`PageServer::must_guest_wait`]): it would do nothing but wait, for one
+//! page after the other.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -26,44 +27,45 @@ use super::plan::Unit;
 use super::sequence::{Reach, sequence};
 use super::units::State;
 
-/// Readers that read ahead at once: enough that storage never waits for us, and no more, since what the guest waits for
-/// waits behind them.
+/// Reader threads that prefetch at once: enough that storage never waits for them, and no more,
+/// because a demand read waits behind them.
 const AT_ONCE: u32 = 2;
 /// Units in a short request.
 const SHORT: u32 = 4;
-/// How long a guest is kept from running, at most, by what reads may cost (see [`super::cost`]: half of it as a rule).
+/// How long a guest is kept from running, at most, by the estimated cost of the reads (see
+/// [`super::cost`]: they usually take half of it).
 const SOON: Duration = Duration::from_secs(6);
 /// How long after it waited for storage a guest is expected to wait again.
 const PRESSED: Duration = Duration::from_millis(100);
 
-/// What is to be read ahead.
+/// The units to prefetch.
 #[derive(Debug)]
 pub(super) struct Ahead {
     units: Vec<Unit>,
-    /// Whether each unit is one of them.
+    /// For each unit, whether it is one of them.
     listed: Vec<bool>,
-    /// Of these, how many nobody has begun with.
+    /// The number of these units that no read has begun for.
     unread: u32,
-    /// Requests that are still to be made.
+    /// Requests that are not made yet.
     requests: VecDeque<Range<u32>>,
-    /// Requests that readers are at.
+    /// Requests that readers are working on.
     running: u32,
-    /// So many of `units` are in place, from the first.
+    /// The number of `units`, from the first, that are installed.
     in_place: usize,
-    /// That all are in place has been told.
+    /// The server has reported that all of them are installed.
     pub(super) is_over: bool,
-    /// Whether requests go by place.
+    /// Whether requests are in stored order.
     by_place: bool,
-    /// Whether they go through all there is, from front to back.
+    /// Whether they cover all units, from front to back.
     in_order: bool,
     /// When the guest last waited for storage.
     waited: Duration,
-    /// Until when storage is left to the guest.
+    /// Until when prefetching leaves storage to the guest.
     rests_until: Duration,
 }
 
 impl Ahead {
-    /// Nothing. A guest that starts will wait for storage, like one that just did.
+    /// No units. A guest that starts will wait for storage, like one that just did.
     pub(super) fn nothing(now: Duration) -> Self {
         Self {
             units: Vec::new(),
@@ -80,8 +82,8 @@ impl Ahead {
         }
     }
 
-    /// These units of `0..end`, of which some have been begun with already; with requests of at most `longest`, beside
-    /// what is running.
+    /// These units of `0..end`, for some of which a read may have begun, in requests of at most
+    /// `longest` units. Requests that are running stay counted.
     fn with(&self, units: Vec<Unit>, unread: u32, end: u32, longest: u32) -> Self {
         let mut listed = vec![false; end as usize];
         units.iter().for_each(|unit| listed[unit.index()] = true);
@@ -90,7 +92,7 @@ impl Ahead {
         Self { is_over: units.is_empty(), units, listed, unread, requests, ..self.ended() }
     }
 
-    /// Nothing more, beside what is running.
+    /// No more units to prefetch. Requests that are running stay counted.
     fn ended(&self) -> Self {
         Self { running: self.running, rests_until: self.rests_until, ..Self::nothing(self.waited) }
     }
@@ -104,36 +106,36 @@ impl Ahead {
         !self.requests.is_empty()
     }
 
-    /// Whether these go through all there is, from front to back.
+    /// Whether these cover all units, from front to back.
     pub(super) fn goes_through_all(&self) -> bool {
         self.in_order && self.has_more()
     }
 
-    /// Somebody begins with a unit.
+    /// A read of a unit begins.
     pub(super) fn begun(&mut self, unit: Unit) {
         let counts = u32::from(self.has(unit));
         self.unread = self.unread.saturating_sub(counts);
     }
 
-    /// A reader is done with a request.
+    /// A reader has finished a request.
     pub(super) fn done(&mut self) {
         self.running -= 1;
     }
 
-    /// The guest waits for storage, since then.
+    /// The guest has begun to wait for storage.
     pub(super) fn waited(&mut self, now: Duration) {
         self.waited = now;
     }
 
-    /// Storage was read ahead from `began` to `ended`: half of the time is the guest's. A read that took very long says
-    /// nothing about the next.
+    /// A prefetch took from `began` to `ended`: storage is left to the guest for as long. A read
+    /// that took longer than `longest` counts as `longest`, because it does not predict the next.
     pub(super) fn rest(&mut self, began: Duration, ended: Duration, longest: Duration) {
         let rest = ended.saturating_sub(began).min(longest);
         self.rests_until = self.rests_until.max(ended + rest);
     }
 
-    /// Whether others may read so many units, from far storage: not while the guest is about to wait for it again.
-    /// Asks again after `patience`, at the latest.
+    /// How many units the fill may read from high-latency storage: none while the guest is about to
+    /// wait for it again. The fill asks again after `patience`, at the latest.
     pub(super) fn leave(&self, now: Duration, rules: &Rules) -> Leave {
         match self.is_pressed(now) {
             true => Leave::At((self.waited + PRESSED).min(now + rules.patience)),
@@ -147,8 +149,8 @@ impl Ahead {
 }
 
 impl<B: Clone> Server<B> {
-    /// Has these units read as fast as storage allows, roughly in this order, before any background fill.
-    /// [`Stir::ahead`] tells when all of them are in place.
+    /// Has these units read as fast as storage allows, roughly in this order, before any background
+    /// fill. [`ThreadWakeups::ahead`] reports when all of them are installed.
     pub fn read_ahead(&mut self, units: Vec<Unit>) -> Stir {
         let unread = units.iter().filter(|&&unit| self.units.is_stored(unit)).count() as u32;
         self.ahead = self.ahead.with(units, unread, self.plan.units(), self.rules.run_max);
@@ -164,13 +166,13 @@ impl<B: Clone> Server<B> {
         stir
     }
 
-    /// Reads nothing any more that the guest does not wait for.
+    /// Ends prefetching and the background fill: only demand reads remain.
     pub fn stop_background(&mut self) {
         self.ahead = self.ahead.ended();
         self.rules.fill = false;
     }
 
-    /// Whether all that was to be read ahead is in place.
+    /// Whether all units that were to be prefetched are installed.
     pub fn is_ahead_done(&mut self) -> bool {
         while let Some(&unit) = self.ahead.units.get(self.ahead.in_place) {
             let in_place = match self.units.state(unit) {
@@ -186,13 +188,14 @@ impl<B: Clone> Server<B> {
         true
     }
 
-    /// Storage that is near is not left to the guest: it waits for what is read ahead.
+    /// The guest waits for the prefetch, so low-latency storage is not left to the guest.
     pub fn await_ahead(&mut self) {
         self.rules.guest_runs = false;
     }
 
-    /// Whether a guest that may run is to wait for what is read ahead: as was decided, if storage is near; if it is so far that a
-    /// guest would do nothing but wait, if all can be there soon.
+    /// Whether a guest that may run must wait for the prefetch. With low-latency storage: as the
+    /// rules decided. With storage of so high a latency that the guest would do nothing but wait:
+    /// if all can be there soon.
     pub fn guest_waits(&self) -> bool {
         match self.cost.is_far() && self.is_clear() {
             true => self.rules.adapts && self.ahead_takes() <= SOON,
@@ -200,7 +203,7 @@ impl<B: Clone> Server<B> {
         }
     }
 
-    /// The guest runs, and, if it `adapts`, what is read ahead leaves storage to it from now on.
+    /// The guest runs. If it `adapts`, prefetching leaves storage to it from now on.
     pub fn resumed(&mut self, adapts: bool) {
         self.rules.guest_runs |= adapts;
     }
@@ -213,7 +216,7 @@ impl<B: Clone> Server<B> {
         }
     }
 
-    /// The next request, short and after a rest if the guest needs the storage.
+    /// The next request; short, and after a pause, if the guest needs the storage.
     pub(super) fn take_ahead(&mut self, now: Duration) -> Take {
         let is_near = self.rules.adapts && !self.cost.is_far();
         let yields = is_near && self.rules.guest_runs && self.ahead.is_pressed(now);
@@ -248,7 +251,7 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// Storage turned out to be far: see [`super::far`].
+    /// Storage turned out to have high latency: see [`super::high_latency`].
     pub(super) fn go_by_place_if_far(&mut self) {
         let is_far = self.rules.adapts && self.cost.is_far() && self.is_clear();
         if is_far && self.ahead.has_more() && !self.ahead.by_place {
@@ -256,8 +259,9 @@ impl<B: Clone> Server<B> {
         }
     }
 
-    /// Whether more reads would not change what is done about far storage. Of a complete working set, what is read meanwhile is
-    /// read in any case, and whether anything else is hangs on how far it is.
+    /// Whether more reads would not change how high-latency storage is used. Reads that happen
+    /// until then are of the working set, which is read in any case. If the working set is
+    /// complete, whether anything else is read depends on the exact latency.
     fn is_clear(&self) -> bool {
         !is_next_to_nothing(self.rules.missed) || self.cost.is_certain()
     }
@@ -282,13 +286,13 @@ impl<B: Clone> Server<B> {
 
     /// The guest waits for storage.
     pub(super) fn watch_divergence(&mut self, unit: Unit) {
-        // What lies far is read by place, and the rest of it comes soon after.
+        // On high-latency storage units are read in stored order, and all of them come soon.
         if !self.rules.guest_runs || self.ahead.is_over || self.cost.is_far() {
             return;
         }
         let share = f64::from(self.ahead.unread) / f64::from(self.units.stored().max(1));
         if self.divergence.read(self.ahead.has(unit), share.min(1.0)) {
-            // Whoever waits for it is told that it is over.
+            // A thread that waits for the prefetch learns that it is over.
             self.ahead = Ahead { is_over: false, ..self.ahead.ended() };
             self.counts.diverged = true;
         }

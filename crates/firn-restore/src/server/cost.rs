@@ -1,47 +1,54 @@
-//! What getting to storage costs, beside what is read there.
+//! Storage cost: estimates the latency of an access from the times of the reads.
 //!
-//! On a disk getting there takes as long as reading ten locality blocks or more in sequence; on flash, hardly longer than
-//! reading one; and a network volume may have a limit on either. Which it is decides what is read together, and nobody
-//! tells beforehand, so it is learned from the reads themselves:
+//! On a disk an access takes as long as reading ten locality blocks or more in sequence; on flash,
+//! hardly longer than reading one; and a network volume may have a limit on requests or on bytes.
+//! The latency decides what is read together. It is not known beforehand, so it is learned from the
+//! reads themselves:
 //!
 //! ```text
 //!   mean cost of a read   |-------------------------------|
-//!   what its units cost,  |--------|                            at 60 MB/s, which is slow
+//!   cost of its units,    |--------|                            at 60 MB/s, which is slow
 //!   at most
-//!   getting there         :        |----------------------|     at least
+//!   access latency        :        |----------------------|     at least
 //! ```
 //!
-//! The cost of a read is the time in which it kept the storage from all others: from the end of the read before it, or
-//! its own beginning, to its end. Where requests queue, or a limit is enforced in bursts, single times mean little and
-//! say nothing about the length of a read; their mean does, but for one that was held up alone. It needs short reads: of
-//! long ones it says that getting there costs nothing, so those of one unit are looked at on their own as well, if
-//! others came before: what is held up for the sake of a long one says nothing of them. So what was once found, by several reads in a row, holds, and only
-//! how far it is becomes more certain for a while; and where restores before this one have found it, it holds from the first read.
+//! The cost of a read is the time in which it kept the storage from all others: from the end of the
+//! read before it, or its own beginning, to its end. Where requests queue, or a limit is enforced
+//! in bursts, single times mean little and do not depend on the length of a read. Their mean does,
+//! except for one read that was delayed alone. The mean needs short reads: long reads alone show a
+//! latency of zero. So reads of one unit are summed on their own as well, if other reads of one
+//! unit came before: a read that was delayed by a long one shows nothing about its own cost. A
+//! latency that several reads in a row have shown therefore holds from then on, and only its value
+//! becomes more certain for a while. Where earlier restores have found it, it holds from the first
+//! read.
 
 use std::time::Duration;
 
-/// Getting there is far if it takes at least so long, in seconds.
+/// The latency from which storage counts as high-latency, in seconds.
 const FAR: f64 = 0.002;
-/// The least that storage reads in sequence, in bytes per second.
+/// The minimum rate at which storage reads in sequence, in bytes per second.
 const SEQUENCE_MIN: f64 = 60e6;
-/// One read that took more than this share of all time was held up, whatever by.
+/// A single read that took more than this share of the time of all reads was delayed, for whatever
+/// reason.
 const HELD_UP: f64 = 0.6;
-/// Reads after which a mean means something.
+/// The minimum number of reads for a useful mean.
 const ENOUGH: f64 = 5.0;
-/// A read of one unit tells something of its own after so many of its kind, without a longer one between.
+/// A read of one unit counts as a single one after this many of its kind, without a longer one
+/// between.
 const IN_A_ROW: u32 = 3;
-/// So many reads in a row must look far.
+/// The number of reads in a row that must show a high latency.
 const SURE: u32 = 4;
-/// So many reads after that, their mean is as good as it gets: limits that are enforced ten times a second have bitten several times.
+/// This many reads later, their mean does not get better: limits that are enforced ten times a
+/// second have acted several times.
 const CERTAIN: f64 = 16.0;
 
-/// Some reads.
+/// The sums of some reads.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sum {
     reads: f64,
     units: f64,
     seconds: f64,
-    /// The longest of them.
+    /// The time of the longest of them.
     longest: f64,
 }
 
@@ -57,7 +64,7 @@ impl Sum {
         Self { reads: self.reads - 1.0, seconds: self.seconds - self.longest, ..*self }
     }
 
-    /// Without one read that was held up, if there is one.
+    /// The sums without one read that was delayed, if there is one.
     fn unhindered(&self) -> Self {
         match self.longest > HELD_UP * self.seconds {
             true => self.without_the_longest(),
@@ -65,13 +72,15 @@ impl Sum {
         }
     }
 
-    /// What getting there costs at least, in seconds, if a unit costs so much; none if they are too few to tell.
+    /// The minimum latency, in seconds, if a unit costs `unit` seconds; none if there are too few
+    /// reads.
     fn least(&self, unit: f64) -> Option<f64> {
         let of = self.unhindered();
         (self.reads >= ENOUGH).then(|| (of.seconds - unit * of.units) / self.reads)
     }
 
-    /// What a read took, in seconds, its bytes included: where requests are counted these take no time of their own.
+    /// The mean time of a read, in seconds, its bytes included: where requests are limited, the
+    /// bytes take no extra time.
     fn mean(&self) -> f64 {
         self.seconds / self.reads.max(1.0)
     }
@@ -86,35 +95,37 @@ impl Sum {
     }
 }
 
-/// Learns from reads.
+/// An estimate of the storage latency that reads improve.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cost {
-    /// The most that a unit costs, in seconds.
+    /// The maximum cost of a unit, in seconds.
     unit: f64,
     last_end: Duration,
-    /// Whether reads tell nothing any more.
+    /// Whether reads are not counted any more.
     is_over: bool,
     all: Sum,
-    /// Of these, those before the first that took any time: limits let a few requests pass before they bite.
+    /// Of these, those before the first that took any time: limits let a few requests pass before
+    /// they act.
     free: Sum,
-    /// Those of one unit, after others like them.
+    /// The reads of one unit that followed others like them.
     single: Sum,
-    /// How many reads of one unit came last.
+    /// The number of consecutive reads of one unit, up to now.
     singles: u32,
-    /// Reads in a row by which storage looked far.
+    /// The number of reads in a row that showed a high latency.
     looked_far: u32,
-    /// What getting there costs, in seconds, of storage that is far.
+    /// The latency, in seconds, of high-latency storage.
     way: Option<f64>,
-    /// The same, by restores before this one. It counts from the first read that goes to storage.
+    /// The latency that earlier restores found. It counts from the first read that goes to storage.
     told: Option<f64>,
-    /// The same, by reads of this restore.
+    /// The latency that the reads of this restore show.
     found: Option<f64>,
-    /// After so many reads that is certain.
+    /// The number of reads after which the estimate is certain.
     certain_at: f64,
 }
 
 impl Cost {
-    /// Of units of so many bytes, from storage of which other restores may have told how far it is.
+    /// The cost of units of `unit_bytes` bytes, from storage whose latency other restores may have
+    /// found.
     pub(super) fn new(unit_bytes: u32, told: Option<Duration>) -> Self {
         Self {
             unit: f64::from(unit_bytes) / SEQUENCE_MIN,
@@ -132,24 +143,25 @@ impl Cost {
         }
     }
 
-    /// Of storage of which others have found how far it is.
+    /// The cost of storage whose latency other restores have found.
     pub(crate) fn told(unit_bytes: u32, way: Duration) -> Self {
         let way = Some(way.as_secs_f64());
         Self { way, ..Self::new(unit_bytes, None) }
     }
 
-    /// Something is read from front to back: the kernel begins before it is asked, and whoever reads anything else waits
-    /// behind that. From here on reads tell nothing.
+    /// Units are read from front to back: the kernel reads ahead of the requests, and every other
+    /// read waits behind that. From here on the times of reads show nothing.
     pub(super) fn read_in_order(&mut self) {
         self.is_over = true;
     }
 
-    /// The image is not in memory: what others found holds.
+    /// A read went to storage, so the image is not all in the page cache: the latency that others
+    /// found holds.
     pub(super) fn went_to_storage(&mut self) {
         self.way = self.way.or(self.told);
     }
 
-    /// So many neighbouring units were read from `began` to `ended`.
+    /// `units` neighbouring units were read from `began` to `ended`.
     pub(super) fn read(&mut self, units: u32, began: Duration, ended: Duration) {
         if self.is_over {
             return;
@@ -183,55 +195,58 @@ impl Cost {
         }
     }
 
-    /// What getting there costs, if reads of this restore have shown that it is far.
+    /// The latency, if the reads of this restore have shown that it is high.
     pub(super) fn found(&self) -> Option<Duration> {
         self.found.map(Duration::from_secs_f64)
     }
 
-    /// What getting there costs; nothing, of storage that is near.
+    /// The latency; zero for low-latency storage.
     pub(super) fn way(&self) -> Duration {
         Duration::from_secs_f64(self.way.unwrap_or_default())
     }
 
-    /// Whether enough was read to say anything.
+    /// Whether there are enough reads for an estimate.
     pub(super) fn is_known(&self) -> bool {
         self.all.reads >= ENOUGH
     }
 
-    /// Whether more reads would not say more.
+    /// Whether more reads would not improve the estimate.
     pub(super) fn is_certain(&self) -> bool {
         self.is_over || self.told.is_some() || self.all.reads >= self.certain_at
     }
 
-    /// Whether getting there is what costs.
+    /// Whether the storage has high latency.
     pub(super) fn is_far(&self) -> bool {
         self.way.is_some()
     }
 
-    /// How many units cost as much as getting there, of storage that reads twice as fast in sequence as it must.
+    /// The number of units that cost as much as one access, if storage reads twice as fast in
+    /// sequence as the minimum.
     pub(super) fn worth(&self) -> u32 {
         (self.way.unwrap_or_default() / (self.unit / 2.0)) as u32
     }
 
-    /// What it costs to read so many units, at most `longest` at once; of storage that is near, what the units cost.
+    /// The time to read this many units, at most `longest` in one request; of low-latency storage,
+    /// the cost of the units.
     pub(super) fn of(&self, units: u32, longest: u32) -> Duration {
         let ways = units.div_ceil(longest.max(1));
         let way = self.way.unwrap_or_default();
         Duration::from_secs_f64(way * f64::from(ways) + self.unit * f64::from(units))
     }
 
-    /// What it costs to read so many units with one request, where the way there and the reading itself may go on at the
-    /// same time, and storage reads twice as fast in sequence as it must: seldom less.
+    /// The time to read this many units with one request, if the access and the transfer overlap,
+    /// and storage reads twice as fast in sequence as the minimum. Reads seldom take less.
     pub(super) fn least(&self, units: u32) -> Duration {
         self.way().max(self.reading(units))
     }
 
-    /// What it costs to read so many units in sequence, once there.
+    /// The time to transfer this many units in sequence, without the access.
     pub(super) fn reading(&self, units: u32) -> Duration {
         Duration::from_secs_f64(self.unit / 2.0 * f64::from(units))
     }
 
-    /// Getting there, twice: a guest that has not touched anything for less long may be waiting all the time.
+    /// Twice the latency: a guest that has not touched anything for a shorter time may be waiting
+    /// all the time.
     pub(super) fn round(&self) -> Duration {
         self.way() * 2
     }
@@ -245,7 +260,7 @@ mod tests {
         Cost::new(65_536, None)
     }
 
-    /// After reads of storage that takes so many microseconds for so many units.
+    /// After reads of storage for which `takes` returns the microseconds of a number of units.
     fn after(reads: u32, takes: impl Fn(u32) -> u64) -> Cost {
         let (mut cost, mut now) = (new(), Duration::ZERO);
         for at in 0..reads {
@@ -257,7 +272,7 @@ mod tests {
         cost
     }
 
-    /// As [`after`], but nothing takes any time until a tenth of a second is owed.
+    /// As [`after`], but reads take no time until their sum reaches a tenth of a second.
     fn after_bursts(of: impl Fn(u32) -> u64) -> Cost {
         let (mut cost, mut now, mut debt) = (new(), Duration::ZERO, 0);
         for at in 0..120 {
@@ -274,7 +289,8 @@ mod tests {
 
     #[test]
     fn long_reads_hide_no_disk() {
-        // A disk of 80 requests and 100 MB a second, by 100 requests of 15 units, and then by what a guest asks for.
+        // A disk of 80 requests and 100 MB a second, by 100 requests of 15 units, and then by the
+        // demand reads of a guest.
         let (mut cost, mut now) = (new(), Duration::ZERO);
         let mut read = |cost: &mut Cost, units| {
             let began = now;
@@ -289,7 +305,7 @@ mod tests {
 
     #[test]
     fn what_is_held_up_by_long_reads_is_not_far() {
-        // 125 MB a second, which holds up whatever comes after sixteen long reads.
+        // 125 MB a second, which delays the read that follows sixteen long reads.
         let (mut cost, mut now) = (new(), Duration::ZERO);
         for at in 0..400 {
             let began = now;
@@ -302,7 +318,8 @@ mod tests {
 
     #[test]
     fn how_far_it_is_becomes_certain_with_more_reads() {
-        // Limits that let requests pass for a tenth of a second, and then hold one up: 12.5 ms each in the end.
+            // Limits that let requests pass for a tenth of a second, and then delay one: 12.5 ms
+            // each in the end.
         let held_up = |at: u32| if at % 8 == 5 { 100_000 } else { 0 };
         let after = |reads: u32| {
             let (mut cost, mut now) = (new(), Duration::ZERO);
@@ -373,7 +390,7 @@ mod tests {
     fn reads_side_by_side_share_the_time() {
         let (mut cost, ms) = (new(), Duration::from_millis);
         for at in 0..50 {
-            // Two under way at any time, each for 8 ms, one done every 4.
+            // Two reads run at any time, each for 8 ms; one ends every 4 ms.
             cost.read(1, ms(4 * at), ms(4 * at + 8));
         }
         assert!((0.0055..0.0095).contains(&cost.round().as_secs_f64()), "{cost:?}");

@@ -1,12 +1,13 @@
-//! How to read storage that is far: by place, and perhaps everything.
+//! Requests for high-latency storage: in stored order, and perhaps for everything.
 //!
-//! Getting there costs as much as reading many units. So what is wanted is read in the order in which it is stored, through
-//! the gaps that cost less than passing them. And no working set is complete: each unit that it missed costs the guest a
-//! way. How many these are shows in how the working set was found ([`missed`]). If reading all there is takes no longer than
-//! what is wanted and those ways, all is read, from front to back:
+//! An access costs as much as reading many units. So the wanted units are read in the order in
+//! which they are stored, and a gap is read where that costs less than a second access. No working
+//! set is complete: each unit that it missed costs the guest an access. How the working set was
+//! found shows how many these are ([`expected_misses`]). If reading all units takes no longer than
+//! the wanted units and those accesses, all units are read, from front to back:
 //!
 //! ```text
-//!   wanted     ===  ==     = ====   =  ==     and then the guest's own ways   .  .   .  .  .   .  .
+//!   wanted     ===  ==     = ====   =  ==     and then the guest's own accesses   .  .   .  .  .   .  .
 //!   all        ===========================
 //! ```
 
@@ -16,27 +17,32 @@ use std::time::Duration;
 use super::cost::Cost;
 use super::sequence::{Reach, sequence};
 
-/// Units that the guest asks for beside a complete working set while it becomes responsive, one after the other.
+/// Units that the guest requests beside a complete working set while it becomes responsive, one
+/// after the other.
 const MISSED_LEAST: f64 = 40.0;
-/// And so many, at most, beside one of which nobody knows how complete it is.
+/// Units that the guest requests, at most, beside a working set of unknown completeness.
 const MISSED_MOST: f64 = 400.0;
-/// The least, if no more than this share of the working set was found late: of complete ones it was a thousandth at most.
+/// Up to this share of the working set found late, misses are at their minimum: of complete ones it
+/// was a thousandth at most.
 const HARDLY_ANY: f64 = 0.003;
-/// The most, if this share or more was: of others it was 0.014 or more, and an eighth of one that grows evenly.
+/// From this share on, misses are at their maximum: of others it was 0.014 or more, and an eighth
+/// of one that grows evenly.
 const FOUND_LATE: f64 = 0.012;
 
-/// Requests for storage that is far.
+/// Requests for high-latency storage.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Requests {
     pub(crate) runs: Vec<Range<u32>>,
-    /// Whether they go through all there is, from front to back.
+    /// Whether they cover all units, from front to back.
     pub(crate) in_order: bool,
 }
 
 impl Requests {
-    /// For these units of `0..end`, or for all of `all` if that is as good, with `longest` units in one request at most.
+    /// Requests for the `wanted` units of `0..end`, or for all of `all` if that takes no longer,
+    /// with `longest` units in one request at most.
     ///
-    /// Some of either may be there already; the guest is expected to ask for so many beside them (see [`missed`]).
+    /// Units that are in memory already may be in neither list. The guest is expected to request
+    /// `missed` units beside the wanted ones (see [`expected_misses`]).
     pub(crate) fn new(
         wanted: &[u32],
         all: &[u32],
@@ -57,32 +63,34 @@ impl Requests {
     }
 }
 
-/// Whether next to nothing is missing from a working set of which such a share was found late.
+/// Whether a working set of which this share was found late is complete, or nearly so.
 pub(crate) fn is_complete(found_late: Option<f64>) -> bool {
     found_late.is_some_and(|late| late <= HARDLY_ANY)
 }
 
-/// How many units are expected to be missing from a working set of which such a share was found late, in the last eighth of the
-/// time in which the guest was traced.
+/// How many units are expected to be missing from a working set of which this share was found late,
+/// that is, in the last eighth of the time in which the guest was traced.
 pub(crate) fn missed(found_late: Option<f64>) -> u32 {
     let lack = found_late
         .map_or(1.0, |late| ((late - HARDLY_ANY) / (FOUND_LATE - HARDLY_ANY)).clamp(0.0, 1.0));
     (MISSED_LEAST + lack * (MISSED_MOST - MISSED_LEAST)) as u32
 }
 
-/// Whether so many units are as few as can be missing.
+/// Whether this is the minimum of [`expected_misses`].
 pub(super) fn is_next_to_nothing(missed: u32) -> bool {
     f64::from(missed) <= MISSED_LEAST
 }
 
-/// What these take from front to back: the kernel reads through a gap, or a way is gone.
+/// The time of these requests from front to back: for each gap, the kernel reads through it, or an
+/// access is added.
 fn through(runs: &[Range<u32>], cost: &Cost) -> Duration {
     let gaps = runs.windows(2).map(|pair| pair[1].start - pair[0].end);
     let gaps: Duration = gaps.map(|gap| cost.reading(gap).min(cost.way())).sum();
     cost.least(runs.iter().map(|run| run.len() as u32).sum()) + gaps
 }
 
-/// What these take one by one, if each costs a way, though it begin where the one before it ended.
+/// The time of these requests one by one, if each costs an access, even one that begins where the
+/// one before it ended.
 fn time(runs: &[Range<u32>], cost: &Cost) -> Duration {
     runs.iter().map(|run| cost.least(run.len() as u32)).sum()
 }
@@ -93,7 +101,7 @@ mod tests {
 
     const END: u32 = 10_000;
 
-    /// A disk to which it takes 12 ms; a unit of 64 KiB is taken to cost 1.1 ms.
+    /// A disk with an access latency of 12 ms; a unit of 64 KiB is assumed to cost 1.1 ms.
     fn disk() -> Cost {
         Cost::told(65_536, Duration::from_millis(12))
     }

@@ -1,11 +1,13 @@
-//! The page server: what to read, what to install, in which order. It does no I/O.
+//! The page server: decides which units to read and which pages to install, and in which order. It
+//! does no I/O.
 //!
-//! Threads bring events and take actions; a test plays the threads from a seed. All methods take a few hundred
-//! nanoseconds, so that one lock around the server is enough: no system call is made under it.
+//! Threads report events to it and perform the actions that it returns. A test simulates the
+//! threads from a seed. All methods take a few hundred nanoseconds, so that one lock around the
+//! server is enough: no system call is made under it.
 //!
 //! # A read unit
 //!
-//! A unit is a locality block; in a lazy restore, a single memory block (see [`Plan`]).
+//! A unit is a locality block; in a lazy restore, a single memory block (see [`ReadPlan`]).
 //!
 //! ```text
 //!             fault                   missed               taken                 arrived
@@ -15,31 +17,34 @@
 //!      |                 +-----------------------|----------------------|--|---------------->|  | settled
 //!      |                                         +----------------------|--|-----------------+  v
 //!      +----------------------------------------------------------------+  v                   Done
-//!               taken: read ahead, background fill                      Failed ---> Reading, after a pause
+//!               taken: prefetch, background fill                        Failed ---> Reading, after a pause
 //! ```
 //!
-//! *Trying*: the fault handler looks whether the page cache has the unit; it never waits for storage itself. *Asked*,
-//! *Reading*: a reader thread will, or does. Nothing is read twice: a fault on a unit that is being read waits for that
-//! read, a fault on one in memory is answered from there, and reading ahead takes only *Stored* ones. *Failed*: it is read
-//! again after a pause, and a vCPU that touches one of its pages waits for that. A read that passes it on the way to other
-//! units brings it as well. So it is with a single memory block whose stored
-//! bytes turn out to be damaged: the file may be repaired (`retries`).
+//! *Trying*: the fault handler checks whether the page cache has the unit; it never waits for
+//! storage itself. *Asked*: a reader thread will read the unit. *Reading*: a reader thread reads
+//! it. Nothing is read twice: a fault on a unit that is being read waits for that read, a fault on
+//! a unit in memory is answered from there, and prefetching takes only *Stored* units. *Failed*:
+//! the unit is read again after a pause, and a vCPU that touches one of its pages waits for that. A
+//! read that passes over a failed unit on its way to other units brings it in as well. The same
+//! holds for a single memory block whose stored bytes turn out to be damaged: the file may be
+//! repaired (`retries`).
 //!
 //! # A memory block
 //!
-//! Its pages are *settled* one by one: installed, or given back by the guest. Of a unit in memory, the blocks that
-//! faulted come first; workers go through the rest in stored order. If the guest faults on a block that a worker has
-//! just taken, the fault handler installs it as well, rather than wait for a thread that may not be running: the kernel
-//! puts pages in place atomically and leaves a page that is present alone.
+//! Its pages are *settled* one by one: installed, or given back by the guest. Of a unit in memory,
+//! the blocks that faulted are installed first; workers install the other blocks in stored order.
+//! If the guest faults on a block that a worker has just taken, the fault handler installs it as
+//! well, because the worker thread may not be running: the kernel installs pages atomically and
+//! does not change a page that is present.
 //!
 //! # Storage and guest
 //!
-//! With [`Rules::adapts`] it goes by what they turn out to be like (`cost`, `ahead`, `divergence`):
+//! With [`PageServerRules::adapts`] the server adapts to both (`cost`, `prefetch`, `divergence`):
 //!
 //! ```text
-//!                      storage near: flash            storage far: a disk
-//!   reads on demand    the unit                       as many as getting there was worth
-//!   reads ahead        in the order of first access;  all by place, gaps read through,
+//!                      low latency: flash             high latency: a disk
+//!   demand reads       the unit                       as many units as can be read in the time of one access
+//!   prefetches         in the order of first access;  all in stored order, gaps read through,
 //!                      while the guest waits for      whatever the guest does, which may not
 //!                      storage, short, half the time  even run before it is there; or everything, in stored order
 //!   background fill    when faults are quiet          between the guest's own reads, if all can be there soon, and
@@ -48,9 +53,9 @@
 //!
 //! # Pages given back
 //!
-//! A page the guest gives back (balloon, free-page reporting) is settled from that moment and zero when touched again.
-//! An install decided before must not bring the old contents back: it compares [`Install::version`] right before it
-//! installs.
+//! A page the guest gives back (balloon, free-page reporting) is settled from that moment and zero
+//! when touched again. An install that was decided before must not restore the old contents: its
+//! thread compares [`BlockInstall::version`] right before it installs.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -93,7 +98,8 @@ use rest::Rest;
 use retries::Retries;
 use units::{State, Units};
 
-/// Zero pages installed by one fault at most: neighbours in an aligned run of this many pages.
+/// Maximum number of zero pages installed by one fault: neighbours in an aligned run of this many
+/// pages.
 const ZERO_RUN: u32 = 16;
 
 /// A fault on a unit that is being read.
@@ -123,13 +129,13 @@ pub struct Server<B> {
     ready: VecDeque<Unit>,
     spared: Vec<Unit>,
     retries: Retries,
-    /// Memory blocks that were read ahead and are in place, once or more.
+    /// Memory blocks that were prefetched and are installed; a block may be listed more than once.
     prefetched: Vec<Block>,
     ahead: Ahead,
     divergence: Divergence,
     fill_from: u32,
     has_read_all: bool,
-    /// What reads took that the guest waited for, together.
+    /// The sum of the times of all reads that the guest waited for.
     read_on_demand_for: Duration,
     wants_room: bool,
     version: u32,
@@ -138,7 +144,7 @@ pub struct Server<B> {
 }
 
 impl<B: Clone> Server<B> {
-    /// A server for what `settled` leaves missing.
+    /// A server for the pages that `settled` does not contain.
     pub fn new(
         block_size: BlockSize,
         plan: Plan,
@@ -182,20 +188,20 @@ impl<B: Clone> Server<B> {
         }
     }
 
-    /// What has happened so far.
+    /// The counts of this restore until now.
     pub fn counts(&self) -> &Counts {
         &self.counts
     }
 
-    /// So many pages were in place before this server was made; they are of these memory blocks, of which some may be
-    /// missing all the same.
+    /// Counts `pages` pages that were installed before this server was made. They belong to these
+    /// memory blocks, some of which may still have missing pages.
     pub fn count_prefilled(&mut self, pages: u64, blocks: &[Block]) {
         self.counts.ahead_pages += pages;
         let complete = |block: &&Block| self.settled.missing(**block).is_empty();
         self.prefetched = blocks.iter().filter(complete).copied().collect();
     }
 
-    /// Pages that were expected to be asked for, in runs: the first page, and how many.
+    /// Pages that the guest was expected to touch, as runs: the first page and the number of pages.
     pub fn prefetched(&self) -> Vec<(u32, u32)> {
         let mut blocks = self.prefetched.clone();
         blocks.sort_unstable();
@@ -238,12 +244,13 @@ impl<B: Clone> Server<B> {
         self.settled.missing(block)
     }
 
-    /// Whether everything was read ahead, expected or not: what the guest did not wait for says nothing then.
+    /// Whether everything was prefetched, expected or not: that the guest did not wait for a page
+    /// means nothing then.
     pub fn has_read_all(&self) -> bool {
         self.has_read_all
     }
 
-    /// What getting to storage costs, if reads have shown that it is far.
+    /// The storage latency, if the reads of this restore have shown that it is high.
     pub fn way(&self) -> Option<Duration> {
         self.cost.found()
     }
@@ -253,7 +260,7 @@ impl<B: Clone> Server<B> {
         self.units.left() == 0
     }
 
-    /// The guest waits for a page.
+    /// Decides how to answer a vCPU that faults on a page.
     pub fn fault(&mut self, now: Duration, page: Page) -> Answer<B> {
         self.pace.fault(now);
         self.rest.fault(now);
@@ -313,8 +320,8 @@ impl<B: Clone> Server<B> {
         Page(page.0 - before)..Page(page.0 + 1 + after)
     }
 
-    /// The install that answers a fault. With use accounted for, of the very page only, so that its neighbours' first
-    /// touches are seen as well.
+    /// The install that answers a fault. If the use of prefetched pages is counted, it covers the
+    /// requested page only, so that first touches of its neighbours fault as well.
     fn install<S>(
         &mut self,
         unit: Unit,

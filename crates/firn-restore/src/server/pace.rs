@@ -1,10 +1,10 @@
-//! When the background fill may read.
+//! Fill throttle: decides when the background fill may read.
 //!
-//! A guest that touches missing memory makes the restore progress by itself, and a fill beside it only competes for the
-//! disk (Halite, section 6). So the fill waits until faults have been quiet for a moment; while they stay quiet it reads
-//! longer and longer runs, because then throughput counts. It never starves: when nothing was read for
-//! [`Rules::patience`], neither on demand nor in the background, it reads one unit whatever the guest does. So a
-//! restore always ends.
+//! A guest that touches missing memory makes the restore progress by itself, and a fill beside it
+//! only competes for the disk (Halite, section 6). So the fill waits until there was no fault for a
+//! moment. While there is none it reads longer and longer runs, because then throughput counts. It
+//! never starves: when nothing was read for [`PageServerRules::patience`], neither on demand nor in
+//! the background, it reads one unit whatever the guest does. So a restore always ends.
 //!
 //! ```text
 //!   faults   |||| ||||||| ||   |  | | | (all on pages in memory)
@@ -18,35 +18,39 @@ use std::time::Duration;
 /// The limits by which the page server works.
 #[derive(Clone, Copy, Debug)]
 pub struct Rules {
-    /// Faults this long ago no longer hold the background fill back.
+    /// The fill may read when the last fault was at least this long ago.
     pub quiet: Duration,
-    /// The longest that nothing at all is read while there is something left to read.
+    /// The maximum time in which nothing at all is read while there is something left to read.
     pub patience: Duration,
-    /// Most units in one background read.
+    /// Maximum number of units in one background read.
     pub run_max: u32,
-    /// Most units whose bytes are held in memory at once (see [`super::Source`]).
+    /// Maximum number of units whose bytes are held in memory at once (see [`super::UnitSource`]).
     pub held_max: u32,
     /// Whether memory is filled in the background at all.
     pub fill: bool,
-    /// Bytes of a unit at most.
+    /// Maximum number of bytes of a unit.
     pub unit_bytes: u32,
-    /// How many units the guest is expected to ask for beside what is read ahead.
+    /// How many units the guest is expected to request beside the prefetched ones.
     pub missed: u32,
-    /// What getting to storage has cost other restores, if it is far.
+    /// The storage latency that earlier restores found, if it is high.
     pub way: Option<Duration>,
-    /// Whether it goes by what the storage turns out to be like: see [`super`].
+    /// Whether the server adapts to the measured storage: see [`super`].
     pub adapts: bool,
-    /// Whether the guest runs while units are read ahead: it may need the storage, or go elsewhere.
+    /// Whether the guest runs while units are prefetched: it may need the storage, or use other
+    /// pages than predicted.
     pub guest_runs: bool,
-    /// Whether reading ahead may bring in everything, where that takes no longer than what was to be read ahead.
+    /// Whether prefetching may read everything, where that takes no longer than what was to be
+    /// prefetched.
     pub may_read_all: bool,
-    /// Install nothing but the very page that faulted, so that each first touch of a prefetched page is seen.
+    /// Install only the requested page, so that each first touch of a prefetched page faults and is
+    /// counted.
     pub account_use: bool,
     /// The pause after the first failure of a read or install.
     pub retry_min: Duration,
-    /// The longest pause before something is tried again that a vCPU waits for; and between background reads that fail.
+    /// The longest pause before the retry of something that a vCPU waits for; and between
+    /// background reads that fail.
     pub retry_requested_max: Duration,
-    /// The longest pause before something is tried again that no vCPU waits for.
+    /// The longest pause before the retry of something that no vCPU waits for.
     pub retry_max: Duration,
 }
 
@@ -81,7 +85,7 @@ pub(super) enum Leave {
     At(Duration),
 }
 
-/// Watches faults and reads.
+/// Decides from faults and reads when the fill may read.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
     last_fault: Option<Duration>,
@@ -94,25 +98,26 @@ impl Pace {
         Self { last_fault: None, last_read: now, run: 1 }
     }
 
-    /// The guest waits for a page.
+    /// A vCPU begins to wait for a page.
     pub(super) fn fault(&mut self, now: Duration) {
         self.last_fault = Some(now);
         self.run = 1;
     }
 
-    /// When the guest last began to wait for a page.
+    /// When a vCPU last began to wait for a page.
     pub(super) fn last_fault(&self) -> Duration {
         self.last_fault.unwrap_or_default()
     }
 
-    /// Something was read: the restore progresses.
+    /// A unit was read: the restore progresses.
     pub(super) fn read(&mut self, now: Duration) {
         self.last_read = now;
     }
 
     /// Whether the fill may read now.
     ///
-    /// A guest that waits for slow storage only seems to be quiet: not before `round`.
+    /// A guest that waits for slow storage only seems to be quiet. So the fill does not read before
+    /// `round` is over.
     pub(super) fn ask(&mut self, rules: &Rules, round: Duration, now: Duration) -> Leave {
         let quiet = rules.quiet.max(round);
         let quiet_at = self.last_fault.map_or(Duration::ZERO, |fault| fault + quiet);

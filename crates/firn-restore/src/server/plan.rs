@@ -1,4 +1,4 @@
-//! What lies together in the image: which memory blocks one read brings in.
+//! Read plan: which memory blocks one read brings in.
 //!
 //! ```text
 //!   locality restore                          lazy restore (the baseline)
@@ -7,8 +7,8 @@
 //!   ...                                       ...  in physical order
 //! ```
 //!
-//! The page server knows neither files nor offsets, only these *read units*: a locality block, or for `lazy` a single
-//! memory block. Memory blocks in no unit are zeros.
+//! The page server knows neither files nor offsets, only these *read units*: a locality block, or
+//! for `lazy` a single memory block. Memory blocks in no unit are zeros.
 
 use firn_types::Block;
 
@@ -28,7 +28,7 @@ impl Unit {
 /// Marks a memory block that is in no unit.
 const NOWHERE: u32 = u32::MAX;
 
-/// Which memory blocks each unit holds, and which unit holds each memory block.
+/// The memory blocks of each unit, and the unit of each memory block.
 #[derive(Clone, Debug)]
 pub struct Plan {
     unit_of: Vec<u32>,
@@ -42,7 +42,8 @@ impl Plan {
         Self { unit_of: vec![NOWHERE; blocks as usize], starts: vec![0], members: Vec::new() }
     }
 
-    /// Adds the next unit. Blocks past the last one, and those that an earlier unit holds, are left out of it.
+    /// Adds the next unit. Blocks past the last one, and those that an earlier unit holds, are left
+    /// out of it.
     pub fn push(&mut self, blocks: impl IntoIterator<Item = Block>) -> Unit {
         let unit = self.units();
         for block in blocks {
@@ -57,17 +58,17 @@ impl Plan {
         Unit(unit)
     }
 
-    /// How many units there are.
+    /// The number of units.
     pub fn units(&self) -> u32 {
         self.starts.len() as u32 - 1
     }
 
-    /// How many memory blocks there are, in units or not.
+    /// The number of memory blocks, in units or not.
     pub fn blocks(&self) -> u32 {
         self.unit_of.len() as u32
     }
 
-    /// Pages of all units, but for those that are settled.
+    /// The number of pages of all units that are not settled.
     pub fn pages(&self, settled: &Settled) -> u32 {
         self.members.iter().map(|&block| settled.missing(block).count()).sum()
     }

@@ -1,4 +1,4 @@
-//! What is installed next, and what is complete.
+//! Installs and their completion: what is installed next, and what is complete.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -11,11 +11,12 @@ use super::units::State;
 use super::{PageMask, Server, Waiting};
 
 impl<B: Clone> Server<B> {
-    /// What the guest waits for and is in memory by now.
+    /// The next install that a vCPU waits for and whose unit is in memory by now.
     pub fn take_urgent(&mut self) -> Option<Work<B>> {
         while let Some(waiting) = self.urgent.pop_front() {
             if self.settled.contains(waiting.page) {
-                // Given back meanwhile, perhaps; its neighbours were not, and may count on this install.
+                // Perhaps the guest gave it back; its neighbours it did not, and they may depend on
+                // this install.
                 let _ = self.go_back_to(waiting.unit);
                 return Some(Work::Late(waiting.page));
             }
@@ -27,7 +28,7 @@ impl<B: Clone> Server<B> {
                     let (source, Waiting { unit, block, page }) = (source.clone(), waiting);
                     return Some(Work::Install(self.install(unit, block, page, source)));
                 }
-                // The page cache lost it, and it is being read again.
+                // The unit is not in the page cache any more, and is read again.
                 State::Trying | State::Asked | State::Reading | State::Failed => {
                     self.waiting.push(waiting);
                 }
@@ -37,8 +38,9 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// What a worker installs next: what the guest waits for, then the rest of the units in memory. `None` if there is
-    /// nothing, or the guest is to be left alone (see [`Self::may_install`]).
+    /// What a worker installs next: pages that vCPUs wait for, then the other blocks of the units
+    /// in memory. `None` if there is nothing, or if workers would disturb the guest (see
+    /// [`Self::may_install`]).
     pub fn take_install(&mut self, now: Duration) -> Option<Work<B>> {
         if let Some(work) = self.take_urgent() {
             return Some(work);
@@ -54,7 +56,7 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// The next block of a unit in memory that is neither there nor taken by anybody.
+    /// The next block of a unit in memory that is neither installed nor taken by a thread.
     fn next_of(&mut self, unit: Unit) -> Option<Install<B>> {
         let State::Memory { source, next, .. } = self.units.state(unit) else { return None };
         let (source, from) = (source.clone(), *next as usize);
@@ -69,22 +71,22 @@ impl<B: Clone> Server<B> {
         Some(Install { block, unit, pages, source, wanted: None, version: self.version })
     }
 
-    /// The guest runs on after a fault.
+    /// A fault was answered: the vCPU continues.
     pub fn answered(&mut self, now: Duration) {
         self.rest.fault(now);
     }
 
-    /// Whether there is something for workers to do, now or later.
+    /// Whether workers have something to install, now or later.
     pub fn has_installs(&self) -> bool {
         !self.urgent.is_empty() || !self.ready.is_empty()
     }
 
-    /// Whether workers may do it now.
+    /// Whether workers may install it now.
     pub fn may_install(&self, now: Duration) -> bool {
         !self.urgent.is_empty() || (!self.ready.is_empty() && self.rest.is_open(now))
     }
 
-    /// These pages of a block are in place.
+    /// The pages of this install are installed.
     pub fn installed<S>(&mut self, install: &Install<S>) -> Stir {
         let block = install.block;
         self.let_go(block);
@@ -97,7 +99,8 @@ impl<B: Clone> Server<B> {
         }
     }
 
-    /// Some pages of a block were installed and others not: workers that have passed it must come back.
+    /// Some pages of a block were installed and others not: workers that have passed it must return
+    /// to it.
     pub(super) fn go_back_to(&mut self, unit: Unit) -> Stir {
         if self.rules.account_use && !self.is_fill(unit) {
             return Stir::default();
@@ -171,7 +174,7 @@ impl<B: Clone> Server<B> {
         PageMask((bits << (start - of_block.start.0).min(16)) as u16)
     }
 
-    /// Who waits for a page that was given back waits for zeros now.
+    /// A vCPU that waits for a page that was given back waits for zeros now.
     fn answer_waiting_for(&mut self, pages: &Range<Page>) {
         self.waiting.retain(|waiting| {
             let is_removed = pages.contains(&waiting.page);
@@ -182,7 +185,7 @@ impl<B: Clone> Server<B> {
         });
     }
 
-    /// Adds what every event may bring about.
+    /// Adds the wakeups that any event may cause.
     pub(super) fn stir(&mut self, stir: Stir) -> Stir {
         let ahead = !self.ahead.is_over && self.is_ahead_done();
         self.ahead.is_over |= ahead;
@@ -191,7 +194,7 @@ impl<B: Clone> Server<B> {
 }
 
 impl Stir {
-    /// What either of two says.
+    /// The wakeups of both.
     pub fn or(self, other: Self) -> Self {
         Self {
             demand: self.demand || other.demand,

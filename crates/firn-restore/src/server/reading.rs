@@ -1,4 +1,4 @@
-//! What is read next, and what comes of it.
+//! Reads: what is read next, and what happens with the result.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -9,14 +9,15 @@ use super::plan::Unit;
 use super::units::State;
 use super::{Server, Waiting};
 
-/// What can be there so soon, by what reads may cost (see [`super::cost`]: half of it as a rule), is read without waiting for
-/// a quiet moment.
+/// If all that is left can be read within this time, by the estimated cost of the reads (see
+/// [`super::cost`]: they usually take half of it), it is read without waiting for a moment without
+/// faults.
 const SOON: Duration = Duration::from_secs(20);
 
-/// How all that is left is read, if it can be there soon.
+/// How all that is left is read, if that takes only a short time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Soon {
-    /// From front to back, whatever the guest waits for meanwhile.
+    /// From front to back, whatever the guest waits for in the meantime.
     AtOnce,
     /// While the guest does not wait for storage.
     Beside,
@@ -29,8 +30,8 @@ impl<B: Clone> Server<B> {
         self.stir(Stir { background: fill, ..Stir::default() })
     }
 
-    /// What a reader thread reads next. Only one thread at a time should ask with `may_fill`, so that a demand read
-    /// never finds all of them busy in the background.
+    /// What a reader thread reads next. Only one thread at a time may pass `may_fill`, so that a
+    /// demand read never finds all of them busy in the background.
     pub fn take_read(&mut self, now: Duration, may_fill: bool) -> Take {
         if let Some(read) = self.take_asked().or_else(|| self.take_failed(now, may_fill)) {
             return Take::Read(read);
@@ -70,8 +71,9 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// How many units to read where the guest waits for one. On a disk, reading for as long as it took to get there costs
-    /// twice the time at most, and often saves the next way. Unless everything is on its way.
+    /// How many units a demand read covers. On a disk, reading for as long as the access took costs
+    /// twice the time at most, and often saves the next access. Only one unit if all others are
+    /// read soon anyway.
     fn run_on_demand(&self) -> u32 {
         let fills = self.rules.fill && !self.ahead.has_more();
         let all_comes =
@@ -83,19 +85,19 @@ impl<B: Clone> Server<B> {
         }
     }
 
-    /// A reader is done with a [`Read`], whatever came of it.
+    /// A reader thread has finished a [`UnitRead`], whatever the result.
     pub fn read_done(&mut self, why: Why) {
         if why == Why::Ahead {
             self.ahead.done();
         }
     }
 
-    /// Something was read from storage for certain: the image is not all in memory.
+    /// A unit was certainly read from storage: the image is not all in the page cache.
     pub fn went_to_storage(&mut self) {
         self.cost.went_to_storage();
     }
 
-    /// This was read, from storage, from `began` to `ended`.
+    /// This read, from storage, took from `began` to `ended`.
     pub fn read_took(&mut self, read: &Read, began: Duration, ended: Duration) {
         match read.in_order {
             true => self.cost.read_in_order(),
@@ -134,11 +136,13 @@ impl<B: Clone> Server<B> {
         }
     }
 
-    /// Whether all that is left can be there soon, of storage where one long read costs no more than a short one.
+    /// Whether all that is left can be read soon, from storage where one long read costs no more
+    /// than a short one.
     ///
-    /// A guest that has its working set asks for little else, and is better off without a fill in its way. One that has
-    /// not is better off with everything. Which of them it is nobody knows; so once it has waited for as long as everything
-    /// would have taken, everything is read: twice the best, at most.
+    /// A guest that has its working set requests little else, and a fill would only delay it. A
+    /// guest that does not have its working set gains from everything. Which of the two it is is
+    /// not known. So once the guest has waited for as long as reading everything would have taken,
+    /// everything is read: at most twice the time of the best choice.
     fn soon(&self) -> Option<Soon> {
         let left = self.units.left();
         let is_soon = self.rules.adapts
@@ -161,8 +165,9 @@ impl<B: Clone> Server<B> {
         None
     }
 
-    /// Begins to read up to `len` neighbouring units: as far as nobody has begun with them, or, where passing a few costs more
-    /// than reading them again, whatever has become of those between.
+    /// Begins to read up to `len` neighbouring units: up to the first one that a read has begun
+    /// for. Or, where a second access costs more than reading a few units again, also past units in
+    /// any other state.
     pub(super) fn start_run(&mut self, first: Unit, len: u32) -> Range<u32> {
         let end = first.0.saturating_add(len).min(self.plan.units());
         let is_wanted =
@@ -179,35 +184,40 @@ impl<B: Clone> Server<B> {
         run
     }
 
-    /// Somebody begins with a unit that nobody has begun with.
+    /// A thread begins with a unit that no read has begun for.
     pub(super) fn begin(&mut self, unit: Unit, state: State<B>) {
         self.ahead.begun(unit);
         self.units.set(unit, state);
     }
 
-    /// With use accounted for, units stay out of the guest's reach until there is nothing else to do.
+    /// If the use of prefetched pages is counted, pages of these units are installed only on demand
+    /// until there is nothing else to do. This ends that.
     fn release_spared(&mut self) -> Take {
         self.rules.account_use = false;
-        // From the first block on: workers may have passed one of which a single page was on its way.
+        // Workers start at the first block again: they may have passed one of which a single page
+        // was being installed.
         for unit in std::mem::take(&mut self.spared) {
             let _ = self.go_back_to(unit);
         }
         Take::Idle
     }
 
-    /// The page cache had this unit of an [`super::Answer::Fetch`]. To be reported before [`Self::installed`].
+    /// The page cache had the unit of this [`super::FaultAnswer::TryPageCache`]. To be reported
+    /// before [`Self::record_install`].
     pub fn fetched(&mut self, now: Duration, unit: Unit, source: Source<B>) -> Stir {
         self.counts.demand_units += 1;
         self.pace.read(now);
         self.enter_memory(unit, source, Why::Demand, 1)
     }
 
-    /// The page cache did not have the unit of this [`super::Answer::Fetch`]: a reader has to get it.
+    /// The page cache did not have the unit of this [`super::FaultAnswer::TryPageCache`]: a reader
+    /// thread must read it.
     pub fn missed(&mut self, install: &Install<()>) -> Stir {
         self.ask_for(install)
     }
 
-    /// The page cache no longer has the unit of an install from [`Source::PageCache`]: a reader has to get it again.
+    /// The page cache no longer has the unit of an install from [`UnitSource::PageCache`]: a reader
+    /// thread must read it again.
     pub fn lost(&mut self, install: &Install<B>) -> Stir {
         self.ask_for(install)
     }
@@ -218,7 +228,7 @@ impl<B: Clone> Server<B> {
         let page = install.wanted.unwrap_or(self.block_size.first_page(block));
         let waiting = Waiting { unit, block, page };
         match self.units.state(unit) {
-            // A failed unit is read again at its time, which comes sooner now.
+            // A failed unit is read again when its pause is over, and the pause is shorter now.
             State::Done | State::Reading | State::Asked | State::Failed => {}
             State::Stored | State::Trying | State::Memory { .. } => {
                 self.watch_divergence(unit);
@@ -229,7 +239,7 @@ impl<B: Clone> Server<B> {
             }
         }
         match self.settled.contains(page) {
-            // The guest gave it back in the meantime: zeros, which no read is needed for.
+            // The guest gave it back in the meantime: it is zeros, which need no read.
             true => self.urgent.push_back(waiting),
             false => self.waiting.push(waiting),
         }
@@ -241,7 +251,7 @@ impl<B: Clone> Server<B> {
     pub fn arrived(&mut self, now: Duration, unit: Unit, source: Source<B>, why: Why) -> Stir {
         self.pace.read(now);
         self.retries.read_succeeded();
-        // A read that only passed a failed unit has brought it all the same.
+        // A read that only passed over a failed unit has read it all the same.
         let is_wanted = matches!(self.units.state(unit), State::Reading | State::Failed);
         if is_wanted || why == Why::Demand {
             self.count_read(why);
@@ -289,13 +299,15 @@ impl<B: Clone> Server<B> {
         self.stir(Stir { workers: !self.ready.is_empty(), ..Stir::default() })
     }
 
-    /// Whether the bytes of a unit may stay in memory. While it is read it counts as held already.
+    /// Whether the bytes of a unit may stay in memory. While it is read it is already counted as
+    /// held.
     fn has_room_for(&self, unit: Unit) -> bool {
         let counted = u32::from(matches!(self.units.state(unit), State::Reading));
         self.units.held() - counted < self.rules.held_max
     }
 
-    /// Puts the blocks of a unit that the guest waits for first. How many pages these are.
+    /// Moves the blocks of a unit that the guest waits for to the front. Returns how many pages
+    /// these are.
     fn urge(&mut self, unit: Unit) -> u32 {
         let before = self.urgent.len();
         self.waiting.retain(|waiting| {
@@ -314,12 +326,13 @@ impl<B: Clone> Server<B> {
         self.spared.push(unit);
     }
 
-    /// Whether a unit is being read for its own sake, and does not only lie between others.
+    /// Whether a unit is read for its own sake, and does not only lie between others.
     pub fn is_wanted(&self, unit: Unit) -> bool {
         matches!(self.units.state(unit), State::Reading)
     }
 
-    /// Of a read of these units, so few are wanted that their bytes should not keep the others' in memory.
+    /// Whether so few of these units are wanted that the bytes of this read should not keep those
+    /// of the others in memory.
     pub fn is_sparse(&self, units: &Range<u32>) -> bool {
         let wanted = units.clone().filter(|&unit| self.is_wanted(Unit(unit))).count();
         wanted * 2 < units.len()

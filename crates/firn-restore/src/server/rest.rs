@@ -1,33 +1,36 @@
-//! When workers may install the rest of the units in memory.
+//! Install throttle: decides when workers may install the remaining blocks of the units in memory.
 //!
-//! Done before the guest asks, it saves a fault per memory block. But if the guest never goes there, it only takes
-//! processor time and memory bandwidth from it: with faults that follow one another at once, each in another locality
-//! block, on two processors every fault took half as long again. Which of the two it is, faults tell:
+//! An install before the guest touches the block saves a fault. But if the guest never touches it,
+//! the install only takes processor time and memory bandwidth from the guest: on two processors,
+//! with faults that followed one another at once, each in another locality block, every fault took
+//! half as long again. The faults show which of the two it is:
 //!
 //! ```text
-//!   faults on new units, far apart         |      |       |       |      workers run in every lull
-//!   faults on new units, close together    |||||||||||||||||||||||||     a moment now and then; all in the next lull
-//!   a fault on a unit in memory            |||M                          keen: workers run at once, for a while
+//!   faults on new units, with pauses       |      |       |       |      workers run in every pause
+//!   faults on new units, without pauses    |||||||||||||||||||||||||     a moment now and then; all in the next pause
+//!   a fault on a unit in memory            |||M                          workers run at once, for a while
 //! ```
 //!
-//! A guest that stays within units soon faults on one that is in memory, if workers have not been there. Then they are
-//! kept keen for [`KEEN`]; after that, another such fault keeps them so. It costs that guest one fault in [`KEEN`] or so.
+//! A guest that stays within units soon faults on one that is in memory, if workers have not
+//! installed it. Then workers run at once for [`KEEN_TIME`]; after that, another such fault starts
+//! this time again. It costs that guest about one fault per [`KEEN_TIME`].
 
 use std::time::Duration;
 
-/// A guest that has run for this long since its last fault leaves room for workers.
+/// When the last fault of a guest was this long ago, workers may run.
 pub(crate) const LULL: Duration = Duration::from_micros(200);
 
-/// How long a fault on a unit in memory keeps workers keen.
+/// How long workers run at once after a fault on a unit in memory.
 const KEEN: Duration = Duration::from_millis(10);
 
-/// The longest that workers install nothing though there is something: a restore always ends.
+/// The longest time in which workers install nothing though there is something: a restore always
+/// ends.
 const PATIENCE: Duration = Duration::from_millis(20);
 
-/// How long they then may.
+/// How long workers may install after that.
 const MOMENT: Duration = Duration::from_micros(500);
 
-/// Watches faults for the workers.
+/// Decides from the faults when workers may install.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Rest {
     last_fault: Option<Duration>,
@@ -36,12 +39,12 @@ pub(super) struct Rest {
 }
 
 impl Rest {
-    /// The guest waits for a page, or has just got it.
+    /// A vCPU begins to wait for a page, or has just got it.
     pub(super) fn fault(&mut self, now: Duration) {
         self.last_fault = Some(now);
     }
 
-    /// The guest waits for a page that is in memory and could have been installed.
+    /// A vCPU waits for a page whose unit is in memory, so that workers could have installed it.
     pub(super) fn late(&mut self, now: Duration) {
         self.open_until = self.open_until.max(now + KEEN);
     }

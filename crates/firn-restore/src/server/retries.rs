@@ -1,21 +1,23 @@
-//! Reads and installs that have failed, and when each is tried again.
+//! Retry schedule: reads and installs that have failed, and when each is tried again.
 //!
 //! ```text
-//!   read failed ----> unit waits ------ at its time ---> read again ---> arrived: forgotten
-//!   install failed -> block waits ----- at its time ---> read from the file, decoded, installed again ---> forgotten
+//!   read failed ----> unit waits ------ at its time ---> read again ---> arrived: removed
+//!   install failed -> block waits ----- at its time ---> read from the file, decoded, installed again ---> removed
 //! ```
 //!
-//! The pause doubles with each failure of a unit or block, up to [`Rules::retry_max`]; up to [`Rules::retry_requested_max`] while
-//! a vCPU waits for one of its pages. So storage that is gone for an hour costs a few reads a second, and a guest that waits
-//! continues within a second of its return. While background reads fail one after another, the next one begins after a pause
-//! as well: otherwise every unit of the image would be tried once and fail.
+//! The pause doubles with each failure of a unit or block, up to [`PageServerRules::retry_max`]; up
+//! to [`PageServerRules::retry_requested_max`] while a vCPU waits for one of its pages. So storage
+//! that is unavailable for an hour costs a few reads a second, and a guest that waits continues
+//! within a second of its return. While background reads fail one after another, the next one
+//! begins after a pause as well: otherwise every unit of the image would be tried once and fail.
 //!
 //! The schedule never loses a unit or block that a vCPU may wait for:
 //!
-//! - A unit is *Failed* exactly if it is scheduled. It stays scheduled, with its count of failures, while it is read again
-//!   (*Reading*), and leaves the schedule when its bytes arrive, by whichever read, or when all its pages are settled.
-//! - A block leaves the schedule when all its pages are settled, and not before: the install of some of its pages does not
-//!   answer a vCPU that waits for another one.
+//! - A unit is *Failed* exactly if it is scheduled. It stays scheduled, with its count of failures,
+//!   while it is read again (*Reading*), and leaves the schedule when its bytes arrive, by
+//!   whichever read, or when all its pages are settled.
+//! - A block leaves the schedule when all its pages are settled, and not before: the install of
+//!   some of its pages does not answer a vCPU that waits for another one.
 //! - Every requested page of a block in the schedule is one that the next attempt installs.
 //!
 //! The simulation checks this after each step.
@@ -31,7 +33,7 @@ use super::plan::Unit;
 use super::units::State;
 use super::{Server, Settled, Waiting};
 
-/// How often something has failed, and when last.
+/// How often something has failed, and when it last did.
 #[derive(Clone, Copy, Debug)]
 struct Attempts {
     count: u32,
@@ -65,23 +67,24 @@ struct FailedBlock {
     /// Its pages that vCPUs wait for.
     requested: Vec<Page>,
     attempts: Attempts,
-    /// A thread tries it again at this moment.
+    /// A thread is trying it again.
     is_running: bool,
 }
 
-/// All that has failed and was not done since.
+/// All that has failed and has not succeeded since.
 #[derive(Debug, Default)]
 pub(super) struct Retries {
     units: Vec<(Unit, Attempts)>,
     blocks: Vec<FailedBlock>,
-    /// Background reads that failed since the last read that did not.
+    /// Background reads that failed since the last successful read.
     background_failures: u32,
-    /// No background read begins before.
+    /// No background read begins before this time.
     background_from: Duration,
 }
 
 impl Retries {
-    /// A vCPU waits for a page of a block that could not be installed. False if it is not such a block.
+    /// A vCPU waits for a page of a block that could not be installed. Returns false if it is not
+    /// such a block.
     pub(super) fn request(&mut self, block: Block, page: Page) -> bool {
         let found = self.blocks.iter_mut().find(|it| it.block == block);
         found.map(|it| it.requested.push(page)).is_some()
@@ -97,7 +100,8 @@ impl Retries {
         self.units.retain(|(it, _)| *it != unit);
     }
 
-    /// Pages of a block were settled. Threads that waited for them wait no more; the block stays if others are missing.
+    /// Pages of a block were settled: no vCPU waits for them any more. The block stays if other
+    /// pages are missing.
     pub(super) fn remove_settled(&mut self, block: Block, settled: &Settled) {
         self.blocks.retain_mut(|it| {
             if it.block == block {
@@ -107,7 +111,8 @@ impl Retries {
         });
     }
 
-    /// The requested pages among these, with their blocks: no longer to be waited for here.
+    /// Removes and returns the requested pages among these, with their blocks: their vCPUs no
+    /// longer wait here.
     pub(super) fn take_requested(&mut self, pages: &Range<Page>) -> Vec<(Unit, Block, Page)> {
         let mut taken = Vec::new();
         for FailedBlock { block, unit, requested, .. } in &mut self.blocks {
@@ -126,7 +131,8 @@ impl Retries {
 }
 
 impl<B: Clone> Server<B> {
-    /// A unit can't be read now: it is read again later. Whether anything is missing by that.
+    /// A unit can't be read now: it is read again later. Returns whether the unit was wanted, so
+    /// that it is missing now.
     #[must_use]
     pub fn failed(&mut self, now: Duration, unit: Unit, why: Why) -> bool {
         match why {
@@ -144,11 +150,12 @@ impl<B: Clone> Server<B> {
         is_wanted
     }
 
-    /// A block can't be installed now, because its stored bytes can't be read or are damaged: that is tried again later. Workers
-    /// pass it meanwhile.
+    /// A block can't be installed now, because its stored bytes can't be read or are damaged: the
+    /// install is tried again later. Workers skip the block until then.
     pub fn set_aside<S>(&mut self, now: Duration, install: &Install<S>) -> Stir {
         let Install { block, unit, wanted, .. } = *install;
-        // The guest gave the page back meanwhile, or another thread installed it: the next attempt would not include it.
+        // The guest gave the page back, or another thread installed it: the next attempt would not
+        // include it.
         let settled = wanted.filter(|&page| self.settled.contains(page));
         self.urgent.extend(settled.map(|page| Waiting { unit, block, page }));
         if !self.settled.missing(block).is_empty() {
@@ -180,7 +187,8 @@ impl<B: Clone> Server<B> {
         }
     }
 
-    /// A block whose time has come to be installed again, from the file. For a thread that may wait for storage.
+    /// A block whose pause is over, to be installed again from the file. For a thread that may wait
+    /// for storage.
     pub fn take_retry(&mut self, now: Duration) -> Option<Work<B>> {
         let rules = self.rules;
         let is_due = |it: &&mut FailedBlock| {
@@ -195,7 +203,7 @@ impl<B: Clone> Server<B> {
         Some(Work::Install(Install { block, unit, pages, source, wanted, version }))
     }
 
-    /// A unit whose time has come to be read again.
+    /// A unit whose pause is over, to be read again.
     pub(super) fn take_failed(&mut self, now: Duration, may_fill: bool) -> Option<Read> {
         let due = |(unit, attempts): &&(Unit, Attempts)| {
             self.retry_at(*unit, attempts, may_fill).is_some_and(|at| at <= now)
@@ -208,8 +216,8 @@ impl<B: Clone> Server<B> {
         Some(Read { units: unit.0..unit.0 + 1, why, in_order: false })
     }
 
-    /// When this thread may read a unit again. `None` while another does, and if only the background fill wants it and this thread
-    /// does not fill.
+    /// When this thread may read a unit again. `None` while another thread reads it, and if only
+    /// the background fill wants it and this thread does not fill.
     fn retry_at(&self, unit: Unit, attempts: &Attempts, may_fill: bool) -> Option<Duration> {
         let is_requested = self.is_requested(unit);
         let is_failed = matches!(self.units.state(unit), State::Failed);
@@ -221,7 +229,7 @@ impl<B: Clone> Server<B> {
         self.waiting.iter().any(|waiting| waiting.unit == unit)
     }
 
-    /// No later than when something is to be tried again.
+    /// The decision `take`, but no later than the next retry.
     pub(super) fn until_retry(&self, take: Take, may_fill: bool) -> Take {
         let units = self.retries.units.iter();
         let units = units.filter_map(|(unit, attempts)| self.retry_at(*unit, attempts, may_fill));
@@ -240,12 +248,13 @@ impl<B: Clone> Server<B> {
         failing.then_some(self.retries.background_from)
     }
 
-    /// Whether something has failed and was not done since.
+    /// Whether something has failed and has not succeeded since.
     pub fn has_failed(&self) -> bool {
         !self.retries.units.is_empty() || !self.retries.blocks.is_empty()
     }
 
-    /// A page that a vCPU waits for and that could not be read or installed, with its unit and block.
+    /// A page that a vCPU waits for and that could not be read or installed, with its unit and
+    /// block.
     pub fn requested_in_vain(&self) -> Option<(Unit, Block, Page)> {
         let is_failed = |unit| self.retries.units.iter().any(|(it, _)| *it == unit);
         let waiting = self.waiting.iter().find(|it| is_failed(it.unit));
@@ -259,7 +268,8 @@ impl<B: Clone> Server<B> {
 
 #[cfg(test)]
 impl<B: Clone + std::fmt::Debug> Server<B> {
-    /// Checks what the documentation of this module promises, while `running` attempts to install a block are under way.
+    /// Checks what the documentation of this module promises, while `running` attempts to install a
+    /// block are in progress.
     pub(super) fn check_schedule(&self, running: usize) {
         let state = |unit: &Unit| self.units.state(*unit);
         let scheduled: Vec<Unit> = self.retries.units.iter().map(|(unit, _)| *unit).collect();

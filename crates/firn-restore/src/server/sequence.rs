@@ -1,19 +1,21 @@
-//! In which order units are read ahead, and which of them with one request.
+//! Request order: the order in which units are prefetched, and which of them are read with one
+//! request.
 //!
-//! The guest will want them in first-access order, roughly; storage gives more when neighbours are read together. So
-//! the list is cut into windows, and each window is read by place, with small gaps read through: what lies in one will
-//! be wanted later anyway. Where getting there is what a read costs, the window is the whole list, and gaps are read
-//! through that cost less than passing them ([`Reach::far`]).
+//! The guest will want them roughly in first-access order; storage delivers more when neighbours
+//! are read together. So the list is cut into windows, and each window is read in stored order,
+//! with small gaps read through: units in a gap will be wanted later anyway. Where a read costs
+//! mostly its access, the window is the whole list, and gaps are read where that costs less than
+//! another access ([`CoalescingRules::high_latency`]).
 //!
 //! ```text
 //!   first accessed     7 3 9 4 11 | 40 12 38 ..
-//!   by place           3 4 7 9 11 | 12 38 40
-//!   requests           3-4  7---11 | 12  38---40      8, 10 and 39 come along
+//!   stored order       3 4 7 9 11 | 12 38 40
+//!   requests           3-4  7---11 | 12  38---40      8, 10 and 39 are read along
 //! ```
 
 use std::ops::Range;
 
-/// How far reading goes out of the order in which units are wanted.
+/// How much a request may deviate from the order in which units are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reach {
     /// The longest request, in units.
@@ -25,21 +27,21 @@ pub(crate) struct Reach {
 }
 
 impl Reach {
-    /// For storage of which nothing is known, or that is near. A window is 8 MiB of locality blocks, which even a disk
-    /// reads in a tenth of a second.
+    /// For storage of unknown or low latency. A window is 8 MiB of locality blocks, which even a
+    /// disk reads in a tenth of a second.
     pub(crate) fn near(longest: u32) -> Self {
         Self { longest: longest.max(1), window: 128, gap: 1 }
     }
 
-    /// For storage where getting there costs as much as reading `worth` units: all by place, and what lies between read
-    /// rather than passed.
+    /// For storage where an access costs as much as reading `worth` units: all in stored order, and
+    /// a gap is read where that costs less than another access.
     pub(crate) fn far(longest: u32, worth: u32) -> Self {
         let gap = worth.clamp(1, longest.saturating_sub(2).max(1));
         Self { longest: longest.max(1), window: usize::MAX, gap }
     }
 }
 
-/// Requests that read these units, and some beside, none twice. `units` are below `end`.
+/// Requests that cover these units, and some others, none twice. `units` are below `end`.
 pub(crate) fn sequence(units: &[u32], end: u32, reach: Reach) -> Vec<Range<u32>> {
     let mut covered = vec![false; end as usize];
     let mut requests = Vec::new();
@@ -55,7 +57,7 @@ pub(crate) fn sequence(units: &[u32], end: u32, reach: Reach) -> Vec<Range<u32>>
     requests
 }
 
-/// Ascending units as requests, over gaps that nobody has covered.
+/// Ascending units as requests; gaps are included if no other request covers them.
 fn joined(units: &[u32], covered: &[bool], reach: Reach) -> Vec<Range<u32>> {
     let mut requests: Vec<Range<u32>> = Vec::new();
     for &unit in units {

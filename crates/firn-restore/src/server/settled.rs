@@ -1,9 +1,10 @@
-//! Which pages are settled: what they hold no longer depends on the image.
+//! Settled pages: those whose contents no longer depend on the image.
 //!
-//! A page is settled once its contents were installed, or once the guest gave it back (balloon, free-page reporting)
-//! and it must come back as zeros. The set only grows. It is also what a successor needs to know: an image page must
-//! never be installed over a settled one. So the set remembers which of its 64-bit words changed since they were last
-//! written down (see [`crate::Presence`]).
+//! A page is settled once its contents were installed, or once the guest gave it back (balloon,
+//! free-page reporting) and it must read as zeros. The set only grows. A successor needs to know it
+//! too: an image page must never be installed over a settled one. So the set remembers which of its
+//! 64-bit words have changed since they were last written to the file (see
+//! [`crate::PresenceFile`]).
 
 use std::ops::Range;
 
@@ -65,7 +66,7 @@ pub struct Settled {
 }
 
 impl Settled {
-    /// Nothing is settled but what is no RAM: pages between regions and past the last one.
+    /// Nothing is settled except what is not RAM: pages between regions and past the last one.
     pub fn new(ram: &RegionMap, block_size: BlockSize) -> Self {
         let pages = block_size.blocks_in(ram.total_pages()) as usize * block_size.pages();
         let words = vec![u64::MAX; pages.div_ceil(64)];
@@ -81,12 +82,12 @@ impl Settled {
         self.words[page.index() / 64] &= !(1 << (page.index() % 64));
     }
 
-    /// Whether a page is settled. Pages that do not exist are.
+    /// Whether a page is settled. Pages that do not exist count as settled.
     pub fn contains(&self, page: Page) -> bool {
         self.words.get(page.index() / 64).is_none_or(|word| word >> (page.index() % 64) & 1 == 1)
     }
 
-    /// Settles a page. Pages that do not exist are left alone.
+    /// Settles a page. Pages that do not exist are ignored.
     pub fn insert(&mut self, page: Page) {
         let at = page.index() / 64;
         let Some(word) = self.words.get_mut(at) else { return };
@@ -97,7 +98,7 @@ impl Settled {
         }
     }
 
-    /// Takes a settled page back.
+    /// Makes a settled page missing again.
     pub fn remove(&mut self, page: Page) {
         let at = page.index() / 64;
         if self.contains(page) && at < self.words.len() {
@@ -137,7 +138,8 @@ impl Settled {
         &self.words
     }
 
-    /// Settles what was settled according to `words`; more or fewer words than there are is no error.
+    /// Settles the pages that are settled in `words`; more or fewer words than there are is no
+    /// error.
     pub fn merge(&mut self, words: &[u64]) {
         for (mine, theirs) in self.words.iter_mut().zip(words) {
             *mine |= theirs;
@@ -149,7 +151,8 @@ impl Settled {
         !self.changed.is_empty()
     }
 
-    /// Moves the words that changed since the last call to `out`, as (index, value), by index.
+    /// Appends the words that changed since the last call to `out`, as (index, value), sorted by
+    /// index.
     pub fn take_changed(&mut self, out: &mut Vec<(u32, u64)>) {
         out.extend(self.changed.iter().map(|&at| (at, self.words[at as usize])));
         self.changed.iter().for_each(|&at| self.is_changed[at as usize] = false);

@@ -1,10 +1,13 @@
-//! The page server under every interleaving a seed can make, against a map of what each page must hold.
+//! Simulation: runs the page server under the interleavings that seeds make, and compares with a
+//! map of what each page must contain.
 //!
-//! Guest threads touch pages and give pages back; a fault handler, readers and workers act one step at a time, in an
-//! order drawn from the seed; the page cache forgets at random. Checked all along: what a guest thread sees is what it
-//! must see, nothing is read twice while it is in memory or being read, memory held stays bounded. In some runs storage fails for
-//! a while, and memory blocks are damaged for a while; then it is checked that all that failed is scheduled to be tried again,
-//! and that each unit that is being read has a reader. At the end: nobody waits, nothing is missing.
+//! Guest threads touch pages and give pages back; a fault handler, readers and workers each act one
+//! step at a time, in an order drawn from the seed; the page cache evicts units at random. Checked
+//! in every step: a guest thread sees the right contents, nothing is read twice while it is in
+//! memory or being read, memory use stays bounded. In some runs storage fails for a while, and
+//! memory blocks are damaged for a while; then it is checked that all that failed is scheduled to
+//! be tried again, and that each unit that is being read has a reader. At the end no thread waits,
+//! and no page is missing.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -21,7 +24,7 @@ type Bytes = Rc<Unit>;
 
 const READERS: usize = 3;
 const WORKERS: usize = 2;
-/// After so many steps storage is in order, and stays so.
+/// After this number of steps storage is repaired, and stays so.
 const REPAIRED: u32 = 20_000;
 
 /// A small generator: the same seed gives the same run.
@@ -46,11 +49,11 @@ enum Content {
     Zero,
 }
 
-/// What a guest thread is at.
+/// The state of a guest thread.
 enum Guest {
     Runs,
     Waits(Page),
-    /// Told the kernel that it gives pages back, and waits for the handler to read that.
+    /// Has given pages back, and waits for the handler to read the event.
     GivesBack(Range<Page>),
     /// The handler has read it.
     Punches(Range<Page>),
@@ -183,7 +186,7 @@ impl World {
         self.finished |= stir.finished;
     }
 
-    /// One step of somebody.
+    /// One step of one thread.
     fn step(&mut self) {
         self.now += Duration::from_micros(u64::from(self.dice.roll(400)));
         match self.dice.roll(8) {
@@ -202,7 +205,7 @@ impl World {
         }
     }
 
-    /// Nothing that failed is forgotten, and no unit waits for a thread that does not exist.
+    /// Nothing that failed is lost, and no unit waits for a thread that does not exist.
     fn check_schedule(&self) {
         let readers = self.readers.iter();
         self.server.check_schedule(readers.filter(|it| matches!(it, Reader::Retries(_))).count());
@@ -284,7 +287,8 @@ impl World {
         Guest::GivesBack(range)
     }
 
-    /// The kernel takes the pages away at last; until then a guest that touched them might have seen either.
+    /// The kernel removes the pages at last; until then a guest that touched them might have seen
+    /// either content.
     fn punch(&mut self, range: Range<Page>) {
         for page in Page::each(range) {
             self.present[page.index()] = None;
@@ -388,7 +392,8 @@ impl World {
         Page::each(range).for_each(|page| self.copy(page, Content::Zero));
     }
 
-    /// What the kernel does: leaves a page that is present alone, and wakes in either case.
+    /// Like the kernel: does not change a page that is present, and wakes its waiters in either
+    /// case.
     fn copy(&mut self, page: Page, content: Content) {
         self.present[page.index()].get_or_insert(content);
         for guest in &mut self.guests {
@@ -440,7 +445,7 @@ impl World {
         }
     }
 
-    /// The units are read one by one, and some of them can be read.
+    /// The units are read one by one, and some reads succeed.
     fn fail(&mut self, read: &Read) -> Reader {
         for (unit, why) in read.each() {
             if why != Why::Demand && !self.server.is_wanted(unit) {
@@ -520,7 +525,7 @@ impl World {
     }
 }
 
-/// Reads that took long.
+/// Reports reads that took long.
 fn seem_far(server: &mut Server<Bytes>) {
     let at = |read| Duration::from_millis(20) * read;
     let read = Read { units: 0..1, why: Why::Fill, in_order: false };
@@ -637,7 +642,8 @@ fn a_block_installed_in_part_while_accounting_ended_is_completed() {
     assert!(server.installed(&rest).finished);
 }
 
-/// The unit came by the fill, so workers know of it; the page cache lost it, and it came again because the guest waited.
+/// The unit was read by the fill, so workers know it; the page cache evicted it, and it was read
+/// again on demand.
 #[test]
 fn a_block_that_workers_passed_before_accounting_ended_is_completed() {
     let ram = RegionMap::lay_out([("ram", 4096 * 4)]).unwrap();
@@ -692,7 +698,7 @@ fn far_storage_is_read_from_front_to_back() {
     assert_eq!(next, 1000);
 }
 
-/// The guest asks for a unit, waits for it, and gets it.
+/// The guest requests a unit, waits for it, and gets it.
 fn ask(server: &mut Server<Bytes>, unit: u32, from: Duration, to: Duration) {
     let Answer::Ask(install) = server.fault(from, Page(unit)) else { panic!() };
     assert!(server.missed(&install).demand);

@@ -3,7 +3,7 @@
 use super::actions::{Source, Why};
 use super::plan::Unit;
 
-/// Where a unit is on its way from storage to guest memory; see the drawing in [`super`].
+/// The state of a unit between storage and guest memory; see the drawing in [`super`].
 #[derive(Clone, Debug)]
 pub(super) enum State<B> {
     Stored,
@@ -15,7 +15,7 @@ pub(super) enum State<B> {
     Failed,
 }
 
-/// All units: their states, and how many memory blocks each still misses.
+/// All units: their states, and the number of memory blocks that each still misses.
 #[derive(Debug)]
 pub(super) struct Units<B> {
     states: Vec<State<B>>,
@@ -26,7 +26,7 @@ pub(super) struct Units<B> {
 }
 
 impl<B> Units<B> {
-    /// Units that miss as many memory blocks as `missing` says.
+    /// Units of which each misses the number of memory blocks in `missing`.
     pub(super) fn new(missing: Vec<u32>) -> Self {
         let state = |&missing: &u32| match missing {
             0 => State::Done,
@@ -37,17 +37,17 @@ impl<B> Units<B> {
         Self { states, missing, left, stored: left, held: 0 }
     }
 
-    /// Units that are not done.
+    /// The number of units that are not done.
     pub(super) fn left(&self) -> u32 {
         self.left
     }
 
-    /// Units that nobody has begun to read.
+    /// The number of units that no read has begun for.
     pub(super) fn stored(&self) -> u32 {
         self.stored
     }
 
-    /// Units whose bytes are held in memory, or are about to be.
+    /// The number of units whose bytes are held in memory, or are about to be.
     pub(super) fn held(&self) -> u32 {
         self.held
     }
@@ -64,7 +64,8 @@ impl<B> Units<B> {
         matches!(self.state(unit), State::Done)
     }
 
-    /// Changes the state. A unit that is done stays done: its pages may all have been given back while it was read.
+    /// Changes the state. A unit that is done stays done: the guest may have given all its pages
+    /// back while it was read.
     pub(super) fn set(&mut self, unit: Unit, state: State<B>) {
         if !self.is_done(unit) {
             self.replace(unit, state);
@@ -78,7 +79,7 @@ impl<B> Units<B> {
         self.held += u32::from(holds(&self.states[unit.index()]));
     }
 
-    /// The place up to which workers have gone through a unit in memory.
+    /// The index of the next block that workers check in a unit in memory.
     pub(super) fn cursor(&mut self, unit: Unit) -> Option<&mut u32> {
         match &mut self.states[unit.index()] {
             State::Memory { next, .. } => Some(next),
@@ -86,7 +87,7 @@ impl<B> Units<B> {
         }
     }
 
-    /// One memory block of the unit is complete. Whether that was the last one.
+    /// One memory block of the unit is complete. Returns whether that was the last one.
     pub(super) fn block_complete(&mut self, unit: Unit) -> bool {
         let missing = &mut self.missing[unit.index()];
         *missing = missing.saturating_sub(1);
@@ -99,7 +100,7 @@ impl<B> Units<B> {
     }
 }
 
-/// Whether a unit in this state takes up memory for its bytes.
+/// Whether a unit in this state occupies memory for its bytes.
 fn holds<B>(state: &State<B>) -> bool {
     match state {
         State::Reading => true,

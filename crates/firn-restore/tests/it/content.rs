@@ -1,4 +1,4 @@
-//! What guest memory holds, and images of it.
+//! Contents of guest memory, and images of it.
 
 use std::path::Path;
 
@@ -30,19 +30,20 @@ impl Dice {
     }
 }
 
-/// One step of a sum that notices order.
+/// One step of a sum that depends on the order.
 pub fn mix(sum: u64, word: u64) -> u64 {
     (sum.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95)
 }
 
-/// What memory must hold, page by page.
+/// The expected contents of memory, page by page.
 pub struct Model {
     pub map: RegionMap,
     pub bytes: Vec<u8>,
 }
 
 impl Model {
-    /// Memory of these regions: of eight pages one is zero, and half of every other page can be compressed.
+    /// Memory of these regions: of eight pages one is zero, and half of every other page can be
+    /// compressed.
     pub fn new(sizes: &[u64], seed: u64) -> Self {
         let names: Vec<String> = (0..sizes.len()).map(|region| format!("ram{region}")).collect();
         let regions = names.iter().zip(sizes).map(|(name, pages)| (name.as_str(), pages * 4096));
@@ -70,18 +71,18 @@ impl Model {
         self.bytes[pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE].fill(0);
     }
 
-    /// What the guest's `sums` gives for a page.
+    /// The result of the guest's `sums` for a page.
     pub fn sum_of(&self, page: u32) -> u64 {
         let words = self.page(page).chunks_exact(8);
         words.fold(0, |sum, word| mix(sum, u64::from_le_bytes(word.try_into().unwrap())))
     }
 
-    /// What the guest's `sum` gives.
+    /// The result of the guest's `sum`.
     pub fn sum(&self, pages: std::ops::Range<u32>) -> u64 {
         pages.fold(0, |sum, page| mix(sum, self.sum_of(page)))
     }
 
-    /// What the guest's `random` gives.
+    /// The result of the guest's `random`.
     pub fn random(&self, seed: u64, count: u64, pages: u64) -> u64 {
         let mut dice = Dice(seed);
         (0..count).fold(0, |sum, _| mix(sum, self.sum_of(dice.below(pages) as u32)))
@@ -101,7 +102,8 @@ impl Model {
         bytes
     }
 
-    /// Writes an image. Blocks are stored in this order; the last eighth of the all-zero ones is left untouched.
+    /// Writes an image. Blocks are stored in this order; the last eighth of the all-zero ones is
+    /// left untouched.
     pub fn write(
         &self,
         path: &Path,

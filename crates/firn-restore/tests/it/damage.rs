@@ -1,4 +1,5 @@
-//! Damaged images and storage that fails: the guest waits, the error says where, and nothing is ever wrong.
+//! Damaged images and storage that fails: the guest waits, the error names the place, and the guest
+//! never sees wrong memory.
 
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use firn_types::{Block, Page};
 use crate::driver::PATIENCE;
 use crate::scene::{Scene, chain};
 
-/// Flips one bit in the stored bytes of a block. Gives where.
+/// Flips one bit in the stored bytes of a block. Returns the offset.
 fn flip(scene: &Scene, block: Block) -> u64 {
     let (id, entry) = scene.image.entry_of(block).unwrap();
     let at = scene.image.geometry().offset_of(id) + u64::from(entry.offset + entry.stored_len / 2);
@@ -37,7 +38,7 @@ fn a_damaged_block_is_never_seen(mode: Mode, codec: Codec) {
     }
     assert_eq!(scene.guest.result_within(0, Duration::from_millis(300)), None);
     assert!(restore.wait().is_err());
-    // Whoever stops the VM needs other pages: they still come.
+    // The process that stops the VM needs other pages: they are still restored.
     scene.check(1, 700..720);
     let record = restore.stop().unwrap().record;
     assert!(record.faults.iter().all(|fault| fault.page.0 / 2 != 33));
@@ -111,7 +112,7 @@ fn an_image_cut_short_while_it_is_used() {
     drop(restore);
 }
 
-/// Waits until the guest waits for this page in vain; gives the error.
+/// Waits until the guest waits for this page without success; returns the error.
 fn outage_at(restore: &Restore, page: u32) -> String {
     let until = Instant::now() + PATIENCE;
     loop {
@@ -132,7 +133,7 @@ fn a_guest_that_runs_waits_until_a_damaged_block_is_repaired() {
     scene.guest.send(0, "sum 67 68");
     let told = outage_at(&restore, 67);
     assert!(told.contains("memory block 33") && told.contains("image.firn"), "{told}");
-    // Everything else comes as ever.
+    // Everything else is restored as usual.
     scene.check(1, 700..720);
     assert_eq!(scene.guest.result_within(0, Duration::from_millis(200)), None);
     flip(&scene, Block(33));

@@ -1,4 +1,4 @@
-//! Every mode brings every page back as it was.
+//! Every mode restores the contents of every page.
 
 use firn_image::Codec;
 use firn_restore::{Answered, Fill, Mode, RestoreError, RestoreOptions, RunRecord};
@@ -11,7 +11,7 @@ fn options(mode: Mode) -> RestoreOptions {
     RestoreOptions { mode, ..RestoreOptions::default() }
 }
 
-/// Four threads touch pages at random while memory comes back.
+/// Four threads touch pages at random while memory is restored.
 fn under_load(mode: Mode, sizes: &[u64], block_pages: u8, codec: Codec) -> RunRecord {
     let mut scene = Scene::new(sizes, block_pages, codec);
     let restore = scene.begin(RestoreOptions { fill: Fill::Off, ..options(mode) });

@@ -1,4 +1,4 @@
-//! Memory that came back before the hypervisor stood still is right, or is thrown away.
+//! Memory that was filled before the hypervisor was paused is correct, or is discarded.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -13,7 +13,8 @@ fn options(mode: Mode) -> RestoreOptions {
     RestoreOptions { mode, fill: Fill::Off, ..RestoreOptions::default() }
 }
 
-/// Fills memory until nothing more is wanted, or this test has waited long enough: any amount must do.
+/// Fills memory until all wanted units are filled, or this test has waited long enough: it must
+/// succeed with any amount.
 fn prefill(scene: &Scene, mode: Mode) -> Prefilled {
     let prefill =
         Prefill::start(scene.image.clone(), &RestoreOptions::new(mode), scene.guest.files());

@@ -1,4 +1,4 @@
-//! What most tests need: a guest, an image of what it is to hold, a directory.
+//! The common parts of most tests: a guest, an image of its expected memory, a directory.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::content::Model;
 use crate::driver::Guest;
 
-/// How this executable runs as something else.
+/// How this executable runs as another process of a test.
 pub const CHILD: [&str; 4] = ["--exact", "child_process", "--nocapture", "--test-threads=1"];
 
 pub struct Scene {
@@ -28,7 +28,8 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// A guest with regions of these many pages, and an image with blocks of this many, in shuffled order.
+    /// A guest with regions of these many pages, and an image with blocks of this many, in shuffled
+    /// order.
     pub fn new(sizes: &[u64], block_pages: u8, codec: Codec) -> Self {
         Self::with(sizes, block_pages, codec, Vec::new())
     }
@@ -77,7 +78,7 @@ impl Scene {
             .unwrap()
     }
 
-    /// Takes up what somebody left.
+    /// Continues with the restore that another process left.
     pub fn resume(&self, options: RestoreOptions) -> Restore {
         let presence = Presence::open(&self.presence_path(), self.pages()).unwrap();
         let (image, memory) = (self.image.clone(), self.guest.memory.clone());
@@ -112,7 +113,8 @@ impl Scene {
         regions.into_iter().for_each(|range| self.check(0, range.start.0..range.end.0));
     }
 
-    /// Waits until all memory is present, and checks that nothing of the restore is left in the guest then.
+    /// Waits until all memory is present, and checks that nothing of the restore is left in the
+    /// guest then.
     pub fn finish(&mut self, restore: Restore) -> firn_restore::RunRecord {
         restore.wait().unwrap();
         assert!(restore.progress().finished);

@@ -1,4 +1,4 @@
-//! A restore whose process is killed is taken up by another, and the guest never sees wrong memory.
+//! A restore whose process is killed is adopted by another, and the guest never sees wrong memory.
 
 use std::io::{BufRead, BufReader};
 use std::ops::Range;
@@ -15,10 +15,11 @@ use firn_types::{Block, Tid};
 use crate::driver;
 use crate::scene::{CHILD, Scene};
 
-/// What another process needs to restore a scene's guest: `PID TIDS HVAS DIRECTORY FILL`, lists with commas.
+/// The values that another process needs to restore a scene's guest: `PID TIDS HVAS DIRECTORY
+/// FILL`, lists with commas.
 const VARIABLE: &str = "FIRN_RESTORE_TEST_RESTORER";
 
-/// Restores as another process, if the environment says so. Does not return then.
+/// Restores as another process, if the environment requests it. Does not return then.
 pub fn run_if_asked() {
     let Ok(what) = std::env::var(VARIABLE) else { return };
     let words: Vec<&str> = what.split(' ').collect();
@@ -45,7 +46,8 @@ pub fn run_if_asked() {
     std::process::exit(0);
 }
 
-/// Runs a restore in a process of its own that dies at a fault point, while the guest touches memory.
+/// Runs a restore in a process of its own that dies at a fault point, while the guest touches
+/// memory.
 fn die_at(scene: &mut Scene, point: &str, fill: &str) {
     let list = |numbers: Vec<String>| numbers.join(",");
     let tids = list(scene.guest.tids.iter().map(|tid| tid.0.to_string()).collect());

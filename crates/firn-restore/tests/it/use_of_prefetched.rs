@@ -8,7 +8,7 @@ use firn_types::Block;
 
 use crate::scene::Scene;
 
-/// Waits for the counts to follow: the guest goes on before its fault is counted.
+/// Waits until the counts are complete: the guest continues before its fault is counted.
 fn counted(restore: &Restore, is_right: impl Fn(&RunCounts) -> bool) {
     let start = Instant::now();
     while !is_right(&restore.record().counts) {

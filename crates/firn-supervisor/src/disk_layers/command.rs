@@ -1,4 +1,4 @@
-//! The command line by which a VM starts again on the disks that it has now.
+//! The command line that starts a VM again on its current disks.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use crate::failure::{Context, Failure};
 use crate::meta::Meta;
 use crate::start::refused;
 
-/// Its words, and which files it has in place of which.
+/// Returns the words of the command line, and the files that replace others in it.
 pub(crate) fn command_line(vm: &mut Vm, meta: &Meta) -> Result<Value, Failure> {
     let drives = vm.drives().doing("asking for the VM's disks")?;
     let files: Vec<DriveFile> = drives.iter().filter_map(|drive| now_of(meta, drive)).collect();
@@ -23,7 +23,7 @@ pub(crate) fn command_line(vm: &mut Vm, meta: &Meta) -> Result<Value, Failure> {
     Ok(json!({ "command": plan.words(), "replaced": replaced }))
 }
 
-/// The file that a drive is written to, if the command line names another one for it.
+/// The file that a drive writes to, if the command line names another one for it.
 fn now_of(meta: &Meta, drive: &Drive) -> Option<DriveFile> {
     let named = named(meta, drive)?;
     let path: PathBuf = meta.qemu.directory.join(&named);

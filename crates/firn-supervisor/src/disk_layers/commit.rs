@@ -1,4 +1,4 @@
-//! `firn disk commit`: a VM writes to its disks' own files again.
+//! `firn disk commit`: merges a VM's layers, so that it writes to its disks' own files again.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::meta::Meta;
 const COMMITTING: &str = "committing layers of the VM's disks";
 const JOB_RETRY: Duration = Duration::from_millis(1);
 
-/// A drive, and which of its files is the disk's own: the layers are those over it.
+/// A drive, and the index of the disk's own file in its chain: the files above that are layers.
 struct Target {
     drive: Drive,
     base: usize,
@@ -53,7 +53,7 @@ impl Merging<'_> {
         let tops = merge.tops.clone();
         self.enter(false)?;
         let mut folder = Folder::lock(&dir)?;
-        // An image or a restore may have come in between.
+        // An image or a restore may have begun to need a layer meanwhile.
         check(target)?;
         folder.record.merges.push(merge);
         folder.store()?;
@@ -68,7 +68,7 @@ impl Merging<'_> {
         }
     }
 
-    /// The guest is paused until the record says that it writes to the file again.
+    /// Switches the drive to its own file. The guest is paused until the record has that change.
     fn turn(
         &mut self,
         target: &Target,
@@ -131,13 +131,14 @@ fn target(meta: &Meta, drive: Drive) -> Result<Target, Failure> {
         _ => {
             let text =
                 format!("{}: the file of the command line is not below its layers", drive.name);
-            let hint = "the VM was restored from copies of its disks: they are its own, and stay";
+            let hint = "the VM was restored from copies of its disks: they belong to the VM, and stay";
             Err(Failure::new(FailureKind::Refused, text).hint(hint))
         }
     }
 }
 
-/// A VM may have been started with a layer on its command line: its disk's own file is the one below all layers.
+/// The index of the disk's own file. A VM may have been started with a layer in its command line;
+/// the disk's own file is below all layers.
 fn lowest(drive: &Drive, named: usize) -> Result<usize, Failure> {
     let files: Vec<PathBuf> = drive.chain.iter().map(|file| key(file)).collect();
     let mut lowest = named;
@@ -153,7 +154,7 @@ fn lowest(drive: &Drive, named: usize) -> Result<usize, Failure> {
 }
 
 impl Target {
-    /// The command line names the disk's own file from now on.
+    /// Changes the command line so that it names the disk's own file.
     fn rename(&self, meta: &mut Meta) {
         let file = &self.drive.chain[self.base];
         if key(&meta.qemu.directory.join(&self.named)) == key(file) {
@@ -170,7 +171,7 @@ impl Target {
     }
 }
 
-/// Refuses what others need.
+/// Refuses to merge files that images or other VMs need.
 fn check(target: &Target) -> Result<(), Failure> {
     let files: Vec<PathBuf> = target.drive.chain[..=target.base].iter().map(|it| key(it)).collect();
     for (at, file) in files.iter().enumerate().filter(|_| target.base > 0) {
@@ -190,7 +191,7 @@ fn check_file(record: &Record, file: &Path, over: Option<&PathBuf>) -> Result<()
     }
     if let Some(other) = record.on(file).find(|layer| Some(&layer.file) != over) {
         let (other, vm) = (other.file.display(), &other.vm);
-        let text = format!("{other}, of the VM {vm}, stands on {}", file.display());
+        let text = format!("{other}, of the VM {vm}, has {} as its backing file", file.display());
         return Err(Failure::new(FailureKind::Refused, text).hint("remove it if it is not wanted"));
     }
     let is_known = |over: &PathBuf| record.layer(over).is_some();

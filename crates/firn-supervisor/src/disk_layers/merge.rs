@@ -1,11 +1,12 @@
-//! Layers merged while the VM runs.
+//! Merging of layers while the VM runs.
 //!
 //! ```text
-//!   record: about to merge  ->  job in the hypervisor  ->  job ended  ->  record: where contents are now  ->  files removed
+//!   record: merge begins  ->  job in the hypervisor  ->  job ended  ->  record: current contents  ->  files removed
 //! ```
 //!
-//! The last merge of `firn disk commit` changes which file the guest writes to. The guest is paused around that, and runs again
-//! when the record says so: whatever dies in between, what the record names is what the guest wrote.
+//! The last merge of `firn disk commit` changes the file to which the guest writes. Firn pauses the
+//! guest for that, and resumes it when the record has the change: whichever process dies in
+//! between, the file in the record is the one with the guest's writes.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,14 +25,14 @@ use crate::protocol::Progress;
 
 const MERGING: &str = "merging layers of the VM's disks";
 
-/// How often a job is looked at: at first, and later.
+/// The polling interval of a job: first, and maximum.
 const JOB_RETRY: Duration = Duration::from_millis(1);
 const JOB_RETRY_MAX: Duration = Duration::from_millis(50);
 
-/// How long a job may take to end that has been cancelled.
+/// How long a cancelled job may take to end.
 const CANCEL_WAIT: Duration = Duration::from_secs(30);
 
-/// Merges layers of one VM.
+/// Merges the layers of one VM.
 pub(crate) struct Merging<'a> {
     pub(crate) vm: &'a mut Vm,
     pub(crate) machine: &'a Machine,
@@ -41,7 +42,7 @@ pub(crate) struct Merging<'a> {
 }
 
 impl Merging<'_> {
-    /// Merges what no image needs. Gives the number of layers that are gone.
+    /// Merges the layers that no image needs. Returns the number of layers that were merged away.
     pub(crate) fn merge_unneeded(&mut self) -> Result<usize, Failure> {
         let (mut merged, mut failed) = (0, Vec::new());
         while let Some((drive, step)) = self.next(&failed)? {
@@ -51,7 +52,7 @@ impl Merging<'_> {
             match ended {
                 Ok(()) => merged += step.base - step.top,
                 Err(failure) if failure.kind.is_cut_short() => return Err(failure),
-                // Another process may have a file open; the other drives are merged all the same.
+                // Another process may have a file open. The other drives are merged all the same.
                 Err(failure) => {
                     tracing::warn!("{failure}");
                     failed.push(drive.name);
@@ -61,7 +62,7 @@ impl Merging<'_> {
         Ok(merged)
     }
 
-    /// A merge that can be done, of a drive at which none has failed.
+    /// Finds a merge that is possible, on a drive for which none has failed.
     fn next(&mut self, failed: &[String]) -> Result<Option<(Drive, Step)>, Failure> {
         let drives = self.vm.drives().doing("asking for the VM's disks")?;
         for drive in drives.into_iter().filter(|it| it.obstacle.is_none()) {
@@ -90,7 +91,7 @@ impl Merging<'_> {
         let mut folder = Folder::lock(&dir)?;
         let chain = chain(self.machine, drive);
         let kept: Vec<PathBuf> = self.journal.read().overlays.iter().map(|it| key(it)).collect();
-        // An image or a restore may have come in between.
+        // An image or a restore may have begun to need a layer meanwhile.
         if !(Chain { kept: &kept, ..chain }).steps(&folder.record).contains(&step) {
             return Err(
                 Failure::new(FailureKind::Refused, "layers are needed again").while_doing(MERGING)
@@ -109,7 +110,7 @@ impl Merging<'_> {
         ended
     }
 
-    /// What is to be noted of a merge before it begins.
+    /// Describes a merge for the record, before it begins.
     pub(super) fn merge_of(
         &self,
         drive: &Drive,
@@ -120,7 +121,7 @@ impl Merging<'_> {
         let above = top.checked_sub(1).map(|at| files[at].clone());
         let mut before = Vec::new();
         for (at, file) in files.iter().enumerate().take(base + 1).skip(top.saturating_sub(1)) {
-            // The guest writes to the first.
+            // The guest writes to the first file, so its identity changes.
             if at > 0 {
                 before.push((file.clone(), FileIdentity::of(file)?));
             }
@@ -136,7 +137,7 @@ impl Merging<'_> {
         })
     }
 
-    /// Runs a job to its end, or until it is `ready`.
+    /// Runs a job until it ends, or until it is `ready`.
     pub(super) fn run(
         &mut self,
         drive: &Drive,
@@ -182,7 +183,7 @@ impl Merging<'_> {
         }
     }
 
-    /// Closes what is not in the drive any more.
+    /// Closes the files that are no longer part of the drive.
     pub(super) fn close(&mut self, drive: &Drive, top: usize, base: usize) -> Result<(), Failure> {
         let now = self.vm.drives().doing("asking for the VM's disks")?;
         let is_used = |file: &&PathBuf| now.iter().any(|drive| drive.chain.contains(file));
@@ -191,7 +192,7 @@ impl Merging<'_> {
         self.vm.close_layers(&unused).doing("closing merged layers")
     }
 
-    /// Writes down what has become of merges, and removes files.
+    /// Records the results of merges, and removes files.
     pub(super) fn settle(&mut self, dir: &std::path::Path) -> Result<(), Failure> {
         let drives = self.vm.drives().doing("asking for the VM's disks")?;
         let active: Vec<PathBuf> = drives.iter().map(|drive| key(drive.file())).collect();
@@ -204,7 +205,7 @@ impl Merging<'_> {
     }
 }
 
-/// The job for a merge.
+/// The job that performs a merge.
 pub(super) fn commit(drive: &Drive, top: usize, base: usize) -> Commit {
     let files = &drive.chain;
     Commit {
@@ -215,7 +216,8 @@ pub(super) fn commit(drive: &Drive, top: usize, base: usize) -> Commit {
     }
 }
 
-/// A drive as merging sees it. What a restored VM has below its own layers is its image's.
+/// The chain of a drive for planning. In a restored VM, the files below its own layers belong to
+/// the image.
 fn chain<'a>(machine: &'a Machine, drive: &Drive) -> Chain<'a> {
     let is_restored = !machine.meta.drives.is_empty();
     let named = named(&machine.meta, drive).filter(|_| !is_restored);
@@ -224,7 +226,7 @@ fn chain<'a>(machine: &'a Machine, drive: &Drive) -> Chain<'a> {
     Chain { files, vm: &machine.meta.name, named, kept: &[] }
 }
 
-/// After a supervisor has died: ends its jobs, and writes down what has become of its merges.
+/// After a supervisor has died: ends its jobs, and records the results of its merges.
 pub(crate) fn end_merges(vm: &mut Vm, machine: &Machine) -> Result<(), Failure> {
     end_jobs(vm)?;
     let drives = vm.drives().doing("asking for the VM's disks")?;
@@ -255,12 +257,12 @@ fn end_jobs(vm: &mut Vm) -> Result<(), Failure> {
         for job in jobs {
             match &*job.status {
                 "concluded" => vm.dismiss_commit(&job.id).doing(ENDING)?,
-                // It may end by itself in between.
+                // The job may end by itself meanwhile.
                 _ => drop(vm.cancel_commit(&job.id)),
             }
         }
         if Instant::now() >= deadline {
-            return Err(Failure::new(FailureKind::Other, "it does not end").while_doing(ENDING));
+            return Err(Failure::new(FailureKind::Other, "the job does not end").while_doing(ENDING));
         }
         std::thread::sleep(JOB_RETRY);
     }

@@ -1,4 +1,4 @@
-//! Whether a file is an old state of a disk: a VM has written to newer layers over it.
+//! The check for old disk states: whether a VM has written to newer layers over a file.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use super::store::{Folder, read};
 use super::{dir_of, key};
 use crate::failure::{Failure, FailureKind};
 
-/// A file that a VM is to use as a disk, or uses.
+/// A file that a VM uses, or will use, as a disk.
 pub(crate) struct Wanted {
     /// The file as its user names it.
     pub(crate) named: String,
@@ -16,7 +16,8 @@ pub(crate) struct Wanted {
     pub(crate) file: PathBuf,
 }
 
-/// Refuses files that are old states of disks, unless their user returns to them on purpose. Gives what there is to note.
+/// Refuses files that are old states of disks, unless their user returns to them on purpose.
+/// Returns notes for the user.
 pub(crate) fn check(files: &[Wanted], old_disk: bool) -> Result<Vec<String>, Failure> {
     let mut notes = Vec::new();
     for wanted in files.iter().filter(|wanted| wanted.file.is_file()) {
@@ -41,7 +42,7 @@ pub(crate) fn check(files: &[Wanted], old_disk: bool) -> Result<Vec<String>, Fai
     Ok(notes)
 }
 
-/// The newest layers over a file, those on which nothing lies; the newest of them last.
+/// The layers over a file that have no layer over them; the newest of them last.
 fn newer(file: &Path) -> Result<Vec<Layer>, Failure> {
     let (mut tips, mut seen) = (Vec::new(), HashSet::new());
     let mut open = layers_on(file)?;
@@ -69,7 +70,7 @@ fn images_of(record: &Record, file: &Path) -> Vec<PathBuf> {
     record.images_of(file).filter(|image| image.exists()).map(Path::to_owned).collect()
 }
 
-/// The layers over it are not the newest state of the disk any more.
+/// Records that the layers over a file are no longer the newest state of the disk.
 fn abandon(file: &Path) -> Result<(), Failure> {
     let mut folder = Folder::lock(dir_of(file))?;
     let on = |layer: &&mut Layer| layer.below.as_deref() == Some(file);
@@ -105,7 +106,7 @@ fn refusal(wanted: &Wanted, newest: &Layer, images: &[PathBuf]) -> Failure {
     Failure::new(FailureKind::Refused, text).hint(hint)
 }
 
-/// Paths in a sentence.
+/// Formats paths for a sentence.
 pub(super) fn listed(paths: &[PathBuf]) -> String {
     let paths: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
     paths.join(", ")
@@ -113,7 +114,7 @@ pub(super) fn listed(paths: &[PathBuf]) -> String {
 
 fn abandoned(wanted: &Wanted, layer: &Layer) -> String {
     let (named, file) = (&wanted.named, layer.file.display());
-    format!("old disk: the VM writes to {named} again; {file} is worth nothing from now on")
+    format!("old disk: the VM writes to {named} again; {file} is useless from now on")
 }
 
 fn spoiled(wanted: &Wanted, image: &Path) -> String {

@@ -1,4 +1,4 @@
-//! Which layers of a drive can be merged: decided from its chain and the record, before anything is touched.
+//! The plan of a drive's merges, from its chain and the record, before any file is changed.
 //!
 //! ```text
 //!   active  <- frozen, needed <- frozen, free <- frozen, needed <- named by the command line, free
@@ -6,28 +6,30 @@
 //!                   '---- merged ----'               '------- merged ------'
 //! ```
 //!
-//! A file that no image needs takes what lies on it, up to and with the first file that an image needs: that image is served by
-//! the lower file from then on. Nothing is merged into a file, or over one, on which a file outside of this chain stands.
+//! A file that no image needs receives the files over it, up to and including the first file that
+//! an image needs. From then on the lower file serves that image. Firn merges nothing into a file,
+//! or past one, that is the backing file of a file outside of this chain.
 
 use std::path::{Path, PathBuf};
 
 use super::dir_of;
 use super::record::Record;
 
-/// A drive as merging sees it.
+/// The chain of a drive, for planning merges.
 #[derive(Clone, Debug)]
 pub(super) struct Chain<'a> {
     /// Its files by their keys, the topmost first: the one that the guest writes to.
     pub(super) files: Vec<PathBuf>,
     /// The VM.
     pub(super) vm: &'a str,
-    /// The file of the command line, if it is the VM's own.
+    /// The file of the command line, if it belongs to the VM.
     pub(super) named: Option<PathBuf>,
-    /// Files that go when the VM is stopped with `--discard`.
+    /// Files that are removed when the VM is stopped with `--discard`.
     pub(super) kept: &'a [PathBuf],
 }
 
-/// Files of a chain that can be merged: `top` and what is between go into `base`. Numbers count from the topmost.
+/// A possible merge in a chain: `top` and the files down to `base` are merged into `base`. Indices
+/// count from the topmost file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Step {
     pub(super) top: usize,
@@ -68,7 +70,8 @@ impl Chain<'_> {
         top.map(|top| Step { top, base })
     }
 
-    /// The lowest file into which something may be merged: below it the files are not known, or others stand on them.
+    /// The lowest file that may receive a merge: below it the record does not know the files, or
+    /// they are backing files of others.
     fn lowest(&self, record: &Record) -> usize {
         let dir = self.files.first().map_or(Path::new("/"), |file| dir_of(file));
         let mut lowest = 0;

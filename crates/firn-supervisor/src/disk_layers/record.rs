@@ -1,4 +1,4 @@
-//! What a directory's record holds.
+//! The format of a directory's record.
 
 use std::path::{Path, PathBuf};
 
@@ -10,28 +10,30 @@ use crate::identity::ProcessIdentity;
 /// The version of the record.
 pub(super) const VERSION: u32 = 1;
 
-/// The record of a directory. In memory all paths are absolute; in the file those in the directory are bare names, so that a
-/// directory may be moved.
+/// The record of a directory. In memory all paths are absolute. In the file, paths in the directory
+/// are bare names, so that the directory may be moved.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Record {
     /// `VERSION`.
     pub(super) version: u32,
-    /// Files on which a file of this directory is the next one below, and clones in it.
+    /// Files whose backing file is in this directory, and clones in it.
     #[serde(default)]
     pub(super) layers: Vec<Layer>,
     /// Images that need files of this directory.
     #[serde(default)]
     pub(super) images: Vec<ImageUse>,
-    /// Where contents are now that an image knows under another name, or with another time of the last write.
+    /// Files whose contents an image knows under another name, or with another time of the last
+    /// write.
     #[serde(default)]
     pub(super) changed: Vec<Changed>,
     /// Merges that have begun.
     #[serde(default)]
     pub(super) merges: Vec<Merge>,
-    /// Files that hold a part of what lies over them, because a merge ended early: only right below those.
+    /// Files with a part of the contents of the files over them, because a merge ended early:
+    /// usable only under those.
     #[serde(default)]
     pub(super) partial: Vec<Partial>,
-    /// Files that nothing needs any more, to be removed.
+    /// Files that are not needed any more, and that will be removed.
     #[serde(default)]
     pub(super) unused: Vec<PathBuf>,
 }
@@ -41,24 +43,25 @@ pub(super) struct Record {
 pub(super) struct Layer {
     /// The file.
     pub(super) file: PathBuf,
-    /// The one that it is made on; `None` for the clone of a file with nothing below it.
+    /// Its backing file; `None` for the clone of a file without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) below: Option<PathBuf>,
     /// The VM that made it.
     pub(super) vm: String,
-    /// When, in milliseconds since 1970.
+    /// When it was made, in milliseconds since 1970.
     pub(super) made: u64,
-    /// What it is for.
+    /// Its purpose.
     pub(super) kind: LayerKind,
-    /// A user has returned to what lies below it: it is not the newest state of the disk any more.
+    /// Whether a user has returned to its backing file, so that it is no longer the newest state of
+    /// the disk.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) abandoned: bool,
-    /// A restore made it, on a file of its image.
+    /// Whether a restore made it, on a file of its image.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) restored: bool,
 }
 
-/// What a layer is for.
+/// The purpose of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum LayerKind {
@@ -73,57 +76,57 @@ pub(super) enum LayerKind {
 pub(super) struct ImageUse {
     /// The image.
     pub(super) image: PathBuf,
-    /// Where the contents of its disk are now.
+    /// The file that has the contents of its disk now.
     pub(super) file: PathBuf,
     /// The files that its disk consisted of when it was made, the topmost first.
     pub(super) chain: Vec<PathBuf>,
-    /// The identity of this image, if another one is about to take its name, or if it is about to be removed: unless the
-    /// image of that name has this identity, nothing is needed.
+    /// The identity of this image, if another one is about to take its name, or if it is about to
+    /// be removed: unless the image of that name has this identity, nothing is needed for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) replaced: Option<String>,
 }
 
-/// Contents that an image knows otherwise.
+/// Contents that an image knows under another name or identity.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Changed {
     /// The file that images name.
     pub(super) file: PathBuf,
-    /// As they know it.
+    /// The identity that they know.
     pub(super) then: FileIdentity,
     /// The file that has the contents now.
     pub(super) is_in: PathBuf,
     /// Its format.
     pub(super) format: String,
-    /// As it is now.
+    /// Its identity now.
     pub(super) now: FileIdentity,
 }
 
-/// A merge that has begun: `tops` go into `base`.
+/// A merge that has begun: `tops` are merged into `base`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Merge {
-    /// The hypervisor that does it.
+    /// The hypervisor that performs it.
     pub(super) process: ProcessIdentity,
     /// The VM.
     pub(super) vm: String,
-    /// The file that gets the contents.
+    /// The file that receives the contents.
     pub(super) base: PathBuf,
     /// Its format.
     pub(super) format: String,
     /// The files that are merged into it, the topmost first.
     pub(super) tops: Vec<PathBuf>,
-    /// The file that lies on the topmost; `None` if the VM writes to the topmost itself.
+    /// The file over the topmost; `None` if the VM writes to the topmost itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) above: Option<PathBuf>,
-    /// What these files were before, except of what the VM writes to.
+    /// The identities of these files before the merge, except of the file that the VM writes to.
     pub(super) before: Vec<(PathBuf, FileIdentity)>,
 }
 
-/// A file that holds a part of what lies over it.
+/// A file with a part of the contents of the files over it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Partial {
     /// The file.
     pub(super) base: PathBuf,
-    /// What has to lie over it.
+    /// The files that have to stay over it.
     pub(super) tops: Vec<PathBuf>,
 }
 
@@ -142,12 +145,12 @@ impl Default for Record {
 }
 
 impl Record {
-    /// Whether it says nothing.
+    /// Whether it has no entries.
     pub(super) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The same with paths relative to `dir` where they are in it.
+    /// Makes paths in `dir` relative to it.
     pub(super) fn stored(mut self, dir: &Path) -> Self {
         self.each_path(&mut |path| {
             if path.parent() == Some(dir) {
@@ -157,7 +160,7 @@ impl Record {
         self
     }
 
-    /// The same with absolute paths.
+    /// Makes all paths absolute.
     pub(super) fn loaded(mut self, dir: &Path) -> Self {
         self.each_path(&mut |path| *path = dir.join(&path));
         self

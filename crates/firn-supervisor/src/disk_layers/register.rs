@@ -1,4 +1,4 @@
-//! What saves and restores note.
+//! Recording of layers and images by saves and copies.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -14,16 +14,17 @@ use crate::disks::{Kept, Made};
 use crate::failure::Failure;
 use crate::meta::Meta;
 
-/// Files in a chain at most, so that one which names itself ends.
+/// Maximum number of files in a chain, so that the walk of a chain with a loop ends.
 const FILES_MAX: usize = 256;
 
-/// What is to be noted, by the directory whose record it goes to.
+/// New entries, by the directory whose record receives them.
 #[derive(Default)]
 struct Notes {
     by_dir: BTreeMap<PathBuf, (Vec<Layer>, Vec<ImageUse>)>,
 }
 
-/// Notes what a save to `image` makes and freezes. The files are there; the VM does not use them yet.
+/// Records the files that a save to `image` makes and freezes. The files exist; the VM does not use
+/// them yet.
 pub(crate) fn note_save(vm: &str, image: &Path, drives: &[Kept]) -> Result<(), Failure> {
     let mut notes = Notes::default();
     for kept in drives {
@@ -43,7 +44,8 @@ pub(crate) fn note_save(vm: &str, image: &Path, drives: &[Kept]) -> Result<(), F
     Ok(())
 }
 
-/// Notes that an image is about to be written once more, under another name: that needs the same files.
+/// Records that an image is about to be written once more, under another name, which will need the
+/// same files.
 pub fn note_copy(image: &Path, copy: &Path) -> Result<(), Failure> {
     let (from, to) = (key(image), key(copy));
     let source = Replaced::at(image).filter(|_| from != to);
@@ -61,8 +63,8 @@ pub fn note_copy(image: &Path, copy: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A save came to nothing: its image needs nothing, and the one before it does again. Nothing can be done about a failure; the
-/// worst is a layer that stays.
+/// Reverts the entries of a failed save: its image needs no files, and the image before it needs
+/// its files again. A failure here is only logged; the worst result is a layer that remains.
 pub(crate) fn forget_save(image: &Path, drives: &[Kept]) {
     let files = drives.iter().filter_map(Kept::file).map(|it| key(&it));
     let replaced = Replaced::at(image);
@@ -133,7 +135,7 @@ impl Notes {
         }
     }
 
-    /// It is found from what lies below it.
+    /// Adds a layer to the record of its backing file's directory, where readers look it up.
     fn add_layer(&mut self, vm: &str, file: &Path, below: Option<&Path>, kind: LayerKind) {
         let (file, below) = (key(file), below.map(key));
         let dir = dir_of(below.as_ref().unwrap_or(&file)).to_owned();
@@ -143,13 +145,13 @@ impl Notes {
     }
 }
 
-/// The files on which a copy was made: it may be of what changed since another copy.
+/// The backing files of a copy: it may contain only the changes since another copy.
 fn files_under(copy: &Path) -> Vec<PathBuf> {
     let below = |file: &Path| file_below(file).ok().flatten().map(|below| key(&below));
     std::iter::successors(below(copy), |file| below(file)).take(FILES_MAX).collect()
 }
 
-/// The image whose name another one is about to take.
+/// The image whose name another image is about to take.
 struct Replaced {
     image: PathBuf,
     identity: String,
@@ -168,7 +170,7 @@ impl Replaced {
         self.files.iter().map(|file| dir_of(file).to_owned()).filter(|dir| dir.exists()).collect()
     }
 
-    /// Only what is about this image: another one of the name may have been moved away.
+    /// Marks only entries of this image: another one of the same name may have been moved away.
     fn mark(&self, images: &mut [ImageUse]) {
         let is_about = |it: &ImageUse| it.chain.first().is_some_and(|it| self.files.contains(it));
         let same = |it: &&mut ImageUse| it.image == self.image && it.replaced.is_none();

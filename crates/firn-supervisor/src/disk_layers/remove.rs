@@ -1,4 +1,5 @@
-//! `firn image rm`: images go with what only they need, and not while anything needs them.
+//! `firn image rm`: removes images, and the files that only they need. Refuses if an image is
+//! needed.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,21 +19,22 @@ use crate::journal::{Journal, Phase};
 use crate::meta::Meta;
 use crate::runtime::RuntimeDir;
 
-/// The beginning of an image file.
+/// The suffixes of files that belong to an image.
 const SUFFIXES: [&str; 1] = [".learned"];
 
-/// What has become of an image that was to be removed.
+/// The result of the removal of an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Removed {
     /// The image.
     pub image: PathBuf,
-    /// Files of disks that went with it.
+    /// Files of disks that were removed with it.
     pub removed: Vec<PathBuf>,
     /// Files of disks that it needed, and that stay: the newest states of disks.
     pub kept: Vec<PathBuf>,
 }
 
-/// Removes images. All of them are looked at before any goes; `with_disks`: also layers that are the newest state of a disk.
+/// Removes images. Checks all of them before it removes one; with `with_disks`, it also removes
+/// layers that are the newest state of a disk.
 pub fn remove_images(
     base: &RuntimeDir,
     images: &[PathBuf],
@@ -43,17 +45,17 @@ pub fn remove_images(
     for image in &going {
         found.push(Doomed::find(base, image).and_then(|it| it.check(base, &going).map(|()| it))?);
     }
-    // Those that build on others first: whatever is left at any time has all that it builds on.
+    // Incremental images first: the images that are left at any time have all their parents.
     found.sort_by_key(|it| std::cmp::Reverse(it.depth));
     found.iter().map(|it| it.remove(with_disks)).collect()
 }
 
-/// An image that is to go.
+/// An image that will be removed.
 struct Doomed {
     image: PathBuf,
-    /// `None` if it is gone already.
+    /// `None` if the image file does not exist any more.
     identity: Option<String>,
-    /// The topmost files of its disks, as they are now.
+    /// The current topmost files of its disks.
     files: Vec<PathBuf>,
     dirs: BTreeSet<PathBuf>,
     depth: usize,
@@ -69,7 +71,7 @@ impl Doomed {
             crate::failure::image_failure(&error).while_doing(opening()).hint(UNREADABLE)
         })?;
         let meta: Meta = serde_json::from_value(opened.meta().clone())
-            .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
+            .doing_or(FailureKind::Damaged, "reading the VM's description in the image")?;
         let then = meta.drives.iter().map(|drive| key(&drive.file)).collect::<Vec<_>>();
         let now = disks_now(meta)?;
         let files: Vec<PathBuf> = now.drives.iter().map(|drive| key(&drive.file)).collect();
@@ -78,9 +80,10 @@ impl Doomed {
         Ok(Self { image: image.to_owned(), identity, files, dirs, depth })
     }
 
-    /// The file was removed otherwise. Its uses are in the records beside it, and beside the disks of VMs.
+    /// Finds the uses of an image whose file was removed without Firn. They are in the records
+    /// beside it, and beside the disks of VMs.
     fn find_missing(base: &RuntimeDir, image: &Path) -> Result<Self, Failure> {
-        let journals = base.vms().doing("looking for VMs")?;
+        let journals = base.vms().doing("listing VMs")?;
         let journals = journals.iter().filter_map(|vm| Journal::load(&vm.journal()).ok().flatten());
         let beside = journals.flat_map(|journal| journal.overlays);
         let beside = beside.map(|file| dir_of(&key(&file)).to_owned());
@@ -98,7 +101,7 @@ impl Doomed {
         Ok(Self { image: image.to_owned(), identity: None, files, dirs, depth: 0 })
     }
 
-    /// Refuses what others need, and names them.
+    /// Refuses to remove an image that is needed, and names the users.
     fn check(&self, base: &RuntimeDir, going: &BTreeSet<PathBuf>) -> Result<(), Failure> {
         let mut needed_by = self.children(going);
         needed_by.extend(self.restores(base)?);
@@ -122,7 +125,7 @@ impl Doomed {
         ))
     }
 
-    /// Images beside it that build on it.
+    /// Images in the same directory that are incremental to it.
     fn children(&self, going: &BTreeSet<PathBuf>) -> Vec<String> {
         let entries = fs::read_dir(dir_of(&self.image)).into_iter().flatten().flatten();
         let others = entries.map(|entry| entry.path()).filter(|path| path.is_file());
@@ -134,10 +137,10 @@ impl Doomed {
         others.filter(builds).map(|path| format!("{} builds on it", path.display())).collect()
     }
 
-    /// VMs whose memory still comes from it.
+    /// VMs that still read their memory from it.
     fn restores(&self, base: &RuntimeDir) -> Result<Vec<String>, Failure> {
         let mut found = Vec::new();
-        for vm in base.vms().doing("looking for VMs")? {
+        for vm in base.vms().doing("listing VMs")? {
             let Ok(Some(journal)) = Journal::load(&vm.journal()) else { continue };
             let Phase::Restoring { image, .. } = &journal.phase else { continue };
             let chain = Image::open(image).map(|it| it.chain().map(key).collect::<Vec<_>>());
@@ -149,7 +152,8 @@ impl Doomed {
         Ok(found)
     }
 
-    /// From when the record says that the image goes, it needs nothing once it is gone.
+    /// Removes the image. Once the record has its removal, the image needs no files when its own
+    /// file is gone.
     fn remove(&self, with_disks: bool) -> Result<Removed, Failure> {
         let removing = || format!("removing {}", self.image.display());
         for dir in &self.dirs {
@@ -174,7 +178,7 @@ impl Doomed {
         self.clean(with_disks)
     }
 
-    /// Removes the files that nothing needs any more.
+    /// Removes the files that are not needed any more.
     fn clean(&self, with_disks: bool) -> Result<Removed, Failure> {
         let mut done = Removed { image: self.image.clone(), ..Removed::default() };
         for dir in &self.dirs {
@@ -197,7 +201,7 @@ impl Doomed {
     }
 }
 
-const UNREADABLE: &str = "which disks it needs can't be read from it; remove the file itself, and `firn image rm` once more";
+const UNREADABLE: &str = "its list of disks can't be read; remove the file itself, and run `firn image rm` once more";
 
 fn remove(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
@@ -207,7 +211,8 @@ fn remove(path: &Path) -> io::Result<()> {
 }
 
 impl super::record::Record {
-    /// Layers from `file` down that nothing needs and nothing stands on; the newest state of a disk only if it is not wanted.
+    /// Drops layers from `file` down that no image needs and that have no layer over them; the
+    /// newest state of a disk only with `with_newest`.
     fn drop_layers(&mut self, file: &Path, with_newest: bool) {
         let mut next = Some(file.to_owned());
         while let Some(file) = next.take() {

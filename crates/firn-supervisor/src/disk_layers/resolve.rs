@@ -1,4 +1,4 @@
-//! Where the disks of an image are now.
+//! Resolution of an image's disks to the files that have their contents now.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,17 +13,17 @@ use super::{dir_of, key};
 use crate::failure::{Failure, FailureKind};
 use crate::meta::Meta;
 
-/// How long layers that an image needs may be merged before its restore gives up.
+/// How long a restore waits while layers that its image needs are being merged.
 const MERGE_WAIT: Duration = Duration::from_secs(60);
 const MERGE_RETRY: Duration = Duration::from_millis(10);
 
-/// The records of an image's disks, locked: nothing is merged while a restore makes its files.
+/// The locked records of an image's disks: no layer is merged while a restore makes its files.
 pub(crate) struct Held {
     folders: Vec<(PathBuf, Folder)>,
 }
 
 impl Held {
-    /// Waits until none of the layers is being merged.
+    /// Locks the records, and waits until none of the layers is being merged.
     pub(crate) fn lock(meta: &Meta) -> Result<Self, Failure> {
         let deadline = Instant::now() + MERGE_WAIT;
         loop {
@@ -34,7 +34,7 @@ impl Held {
             if Instant::now() >= deadline {
                 let text = "layers of the image's disks are being merged";
                 let failure = Failure::new(FailureKind::Busy, text);
-                return Err(failure.hint("try again when the VM that does it has ended that"));
+                return Err(failure.hint("try again when the VM that merges them has ended the merge"));
             }
             drop(held);
             std::thread::sleep(MERGE_RETRY);
@@ -52,13 +52,14 @@ impl Held {
         Ok((Self { folders }, is_busy))
     }
 
-    /// The image with its disks where they are now.
+    /// Replaces the image's disks by the files that have their contents now.
     pub(crate) fn resolve(&self, meta: Meta) -> Meta {
         let records = self.folders.iter().map(|(dir, folder)| (dir.as_path(), &folder.record));
         resolve(meta, &records.collect::<Vec<_>>())
     }
 
-    /// Notes what the restored VM writes to. The files are there; the VM does not use them yet.
+    /// Records the files that the restored VM writes to. The files exist; the VM does not use them
+    /// yet.
     pub(crate) fn note(mut self, vm: &str, pairs: &[(&Path, &Path)]) -> Result<(), Failure> {
         for (file, below) in pairs {
             let (file, below) = (key(file), key(below));
@@ -78,7 +79,8 @@ impl Held {
 }
 
 impl Held {
-    /// `None` where nothing can be written: nothing can be merged or removed there either.
+    /// The locked record of a directory. `None` in a read-only directory: no layer can be merged or
+    /// removed there either.
     fn folder(&mut self, dir: &Path) -> Result<Option<&mut Folder>, Failure> {
         if !self.folders.iter().any(|(it, _)| it == dir) && !is_read_only(dir) {
             self.folders.push((dir.to_owned(), Folder::lock(dir)?));
@@ -87,7 +89,7 @@ impl Held {
     }
 }
 
-/// What is known of an image's disks at this moment, for those who only show it.
+/// The current files of an image's disks, without a lock, for display only.
 pub fn disks_now(meta: Meta) -> Result<Meta, Failure> {
     let dirs: Vec<PathBuf> = dirs(&meta).into_iter().collect();
     let mut records = Vec::new();

@@ -1,9 +1,9 @@
-//! What has become of a merge: written down once its job has ended, or once its hypervisor has.
+//! Settling of merges: recording the result of a merge when its job, or its hypervisor, has ended.
 //!
-//! | the file above names | then |
+//! | backing file of the file above | result |
 //! |---|---|
-//! | the base | it is merged: images are served by the base, and the files between are removed |
-//! | the topmost still | it is not; what the base got so far is covered by what lies over it |
+//! | the base | merged: the base serves the images, and the files between are removed |
+//! | the topmost still | not merged; the files over the base cover the data that it received |
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,8 @@ use crate::failure::{Context, Failure};
 use crate::identity::ProcessIdentity;
 
 impl Folder {
-    /// Settles the merges of hypervisors that are gone. Returns whether other merges run still.
+    /// Settles the merges of hypervisors that have ended. Returns whether other merges are still
+    /// running.
     pub(super) fn settle_dead(&mut self) -> Result<bool, Failure> {
         let (live, dead): (Vec<Merge>, Vec<Merge>) =
             self.record.merges.drain(..).partition(|merge| merge.process.is_alive());
@@ -32,7 +33,8 @@ impl Folder {
         Ok(!self.record.merges.is_empty())
     }
 
-    /// Settles the merges of a hypervisor whose jobs have ended. `active`: the files that its drives are written to.
+    /// Settles the merges of a hypervisor whose jobs have ended. `active`: the files that its
+    /// drives write to.
     pub(super) fn settle_of(
         &mut self,
         process: &ProcessIdentity,
@@ -51,7 +53,8 @@ impl Folder {
         let is_merged = match (&merge.above, active) {
             (Some(above), _) => names(above, &merge.base),
             (None, Some(active)) => active.contains(&merge.base),
-            // The guest was started again only after this had been written down.
+            // The guest resumes on the base only after the result was recorded, so here the topmost
+            // still has all its writes.
             (None, None) => false,
         };
         let settling = || format!("settling the merge into {}", merge.base.display());
@@ -69,7 +72,7 @@ fn names(above: &Path, base: &Path) -> bool {
     below.is_some_and(|below| key(&below) == *base)
 }
 
-/// Where the contents of each file are now.
+/// The current contents of each file.
 fn changes(merge: &Merge, is_merged: bool) -> std::io::Result<Vec<Changed>> {
     let mut changed = Vec::new();
     for (file, then) in &merge.before {
@@ -116,7 +119,8 @@ impl Record {
         }
     }
 
-    /// Images that knew a file by what it was before know it by what it is now.
+    /// Adds changes of contents. Images that knew a file by its identity before now know it by its
+    /// new one.
     fn add_changes(&mut self, changed: &[Changed]) {
         for new in changed {
             let same = |it: &&mut Changed| it.is_in == new.file && is_same(it.now, new.then);

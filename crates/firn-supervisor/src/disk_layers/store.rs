@@ -1,4 +1,4 @@
-//! A directory's record in its file: locked, replaced as a whole, synced.
+//! The file of a directory's record: locked, replaced as a whole, synced.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -15,14 +15,14 @@ use crate::journal::write_private;
 const NAME: &str = ".firn-disks.json";
 const LOCK: &str = ".firn-disks.lock";
 
-/// The largest record that is read, in bytes.
+/// The maximum size of a record, in bytes.
 const BYTES_MAX: u64 = 64 << 20;
 
-/// How long another process may hold the lock: it makes some small files meanwhile.
+/// How long Firn waits for the lock: another process creates some small files while it holds it.
 const LOCK_WAIT: Duration = Duration::from_secs(60);
 const LOCK_RETRY: Duration = Duration::from_millis(2);
 
-/// A directory whose record this process may change.
+/// A directory whose record this process has locked and may change.
 pub(super) struct Folder {
     dir: PathBuf,
     pub(super) record: Record,
@@ -31,7 +31,7 @@ pub(super) struct Folder {
 }
 
 impl Folder {
-    /// Locks the record of a directory. One that has none gets an empty one.
+    /// Locks the record of a directory. A directory without a record gets an empty one.
     pub(super) fn lock(dir: &Path) -> Result<Self, Failure> {
         let lock = lock(dir).map_err(|failure| failure.while_doing(locking(dir)))?;
         let record = read(dir)?.unwrap_or_default();
@@ -46,7 +46,7 @@ impl Folder {
         }
     }
 
-    /// Writes the record down, and removes the files that nothing needs.
+    /// Writes the record, and removes the files that are not needed.
     pub(super) fn store(&mut self) -> Result<(), Failure> {
         self.record.prune();
         if self.record != self.before {
@@ -55,7 +55,8 @@ impl Folder {
         self.remove_unused()
     }
 
-    /// Their names leave the record at once: later they may be those of other files.
+    /// Removes the unused files. Their names leave the record at once: other files may get them
+    /// later.
     fn remove_unused(&mut self) -> Result<(), Failure> {
         if self.record.unused.is_empty() {
             return Ok(());
@@ -73,7 +74,7 @@ impl Folder {
     }
 }
 
-/// The record of a directory as it is now, if it has one. For those who do not change it.
+/// Reads the current record of a directory, if it has one, without a lock.
 pub(super) fn read(dir: &Path) -> Result<Option<Record>, Failure> {
     let path = path(dir);
     let reading = || format!("reading {}", path.display());
@@ -95,7 +96,7 @@ pub(super) fn read(dir: &Path) -> Result<Option<Record>, Failure> {
     }
 }
 
-const DAMAGED: &str = "it lists which layers of disks are the newest; bring it back from a copy, or, if you know that no \
+const DAMAGED: &str = "it lists which layers of disks are the newest; restore it from a copy, or, if you know that no \
      image or VM needs other layers than you use, move it away";
 
 fn write(dir: &Path, path: &Path, record: &Record) -> io::Result<()> {
@@ -136,7 +137,7 @@ fn lock(dir: &Path) -> Result<File, Failure> {
 fn taken(locked: Result<(), Errno>) -> Result<(), Failure> {
     match locked {
         Err(Errno::AGAIN) => {
-            Err(Failure::new(FailureKind::Busy, "another process has it locked for a minute"))
+            Err(Failure::new(FailureKind::Busy, "another process has held the lock for a minute"))
         }
         locked => locked.map_err(io::Error::from).doing("waiting for it"),
     }
@@ -153,7 +154,7 @@ fn wait(file: &File) -> Result<(), Errno> {
     }
 }
 
-/// Whether nothing can be made in a directory.
+/// Whether this process can't create files in a directory.
 pub(super) fn is_read_only(dir: &Path) -> bool {
     rustix::fs::access(dir, rustix::fs::Access::WRITE_OK).is_err()
 }

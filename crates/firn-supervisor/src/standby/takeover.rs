@@ -1,4 +1,4 @@
-//! A standby, as commands reach it: what it has, how its primary ended, and whether it is to run.
+//! The control of a standby by commands: its status, the end of its primary, and its failover.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,32 +13,32 @@ use serde::{Deserialize, Serialize};
 use crate::failure::{Failure, FailureKind};
 use crate::protocol::{FailoverMember, FailoverRequest};
 
-/// How long the last message to a primary may take that does not listen.
+/// The maximum time that the last message to a primary may take.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
-/// How long a standby that ends waits until its primary is informed of that.
+/// The maximum time that a standby that ends waits until its primary is informed.
 const DECLINE_WAIT: Duration = Duration::from_secs(1);
 
-/// What `firn status` says of a standby.
+/// The part of `firn status` about a standby.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Readiness {
-    /// The newest epoch that is here.
+    /// The newest epoch that the standby has completely.
     pub complete: u64,
-    /// The newest that a failover would run; 0 if there is none.
+    /// The newest epoch that a failover would run; 0 if there is none.
     pub committed: u64,
-    /// Its primary runs alone: the VM is never run here.
+    /// Its primary continues alone: the VM will never run here.
     #[serde(default)]
     pub released: bool,
-    /// It belongs to a cluster, and is run with all of it.
+    /// It belongs to a cluster, which fails over as one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub member: bool,
-    /// Hosts agree who runs it: a failover goes by their record.
+    /// Hosts agree which of them runs it: a failover follows their record.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leased: bool,
-    /// How its primary reported that it ended.
+    /// How its primary ended, as the primary reported.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub end: Option<PrimaryEnd>,
-    /// Why no more come, if so.
+    /// The reason why no more epochs arrive, if none do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<String>,
 }
@@ -50,7 +50,7 @@ impl Readiness {
     }
 }
 
-/// A standby, as commands reach it.
+/// The control of a standby by commands.
 #[derive(Debug)]
 pub(crate) struct Takeover {
     stream: Stream,
@@ -61,11 +61,11 @@ pub(crate) struct Takeover {
 #[derive(Debug, Default)]
 struct State {
     now: Readiness,
-    /// How it is to be run, if it is.
+    /// The failover request, if there is one.
     how: Option<FailoverRequest>,
-    /// Why it never runs, once that is decided here.
+    /// The reason why this standby will never run the VM, once that is decided here.
     declined: Option<&'static str>,
-    /// Nothing more is sent to the primary.
+    /// No more messages are sent to the primary.
     has_parted: bool,
 }
 
@@ -77,26 +77,27 @@ impl Takeover {
         Arc::new(Self { stream, state, changed: Condvar::new() })
     }
 
-    /// What there is to say about it now.
+    /// The current status.
     pub(crate) fn now(&self) -> Readiness {
         self.state().now.clone()
     }
 
-    /// No more epochs are taken, and the newest committed one is run, or that of a global checkpoint.
+    /// Begins a failover: no more epochs are received, and the newest committed one runs, or that
+    /// of a global checkpoint.
     pub(crate) fn begin(&self, how: FailoverRequest) -> Result<(), Failure> {
         let mut state = self.state();
         if state.declined.is_some() {
             return Err(Failure::new(FailureKind::Busy, "the standby is being stopped"));
         }
         check_failover(&state.now, how)?;
-        // Asked twice, it is the first that counts.
+        // Of two requests, the first counts.
         state.how.get_or_insert(how);
         self.stream.hear_no_more();
         self.changed.notify_all();
         Ok(())
     }
 
-    /// It ends, and never runs: the primary is informed, if it still listens.
+    /// Ends the standby, which never runs the VM: the primary is informed, if it still receives.
     pub(crate) fn decline(&self, why: &'static str) {
         let mut state = self.state();
         if state.how.is_some() || state.has_parted {
@@ -109,7 +110,8 @@ impl Takeover {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// A primary that still runs hears that it is not alone, or that it is.
+    /// Ends the connection. A primary that still runs is informed whether the standby will run the
+    /// VM.
     pub(super) fn part(&self, receiver: &mut Receiver) {
         let (is_run, declined) = {
             let state = self.state();
@@ -126,7 +128,8 @@ impl Takeover {
         self.changed.notify_all();
     }
 
-    /// The primary reports how it ended. Whether that is noted: after a wanted end the VM is not run here by itself, which holds from now on.
+    /// Records how the primary ended, as it reports. Returns whether that is recorded: after a
+    /// wanted end the VM does not run here without a user's request, from now on.
     pub(super) fn note(&self, end: &PrimaryEnd) -> bool {
         let mut state = self.state();
         if state.how.is_some() {
@@ -142,7 +145,7 @@ impl Takeover {
         (state.now.complete, state.now.committed) = (far.complete.0, far.committed.0);
     }
 
-    /// Returns once it is to be run.
+    /// Waits for a failover request.
     pub(super) fn wait(&self, ended: &BackupError) -> FailoverRequest {
         let mut state = self.state();
         if state.how.is_none() {
@@ -163,20 +166,20 @@ impl Takeover {
     }
 }
 
-/// Whether a standby in this state may be run like this.
+/// Checks whether a standby in this state may fail over as requested.
 fn check_failover(now: &Readiness, how: FailoverRequest) -> Result<(), Failure> {
     refuse_alone(now, how.member)?;
     if now.released {
-        let text = "the VM's primary has released it, and goes on alone";
+        let text = "the VM's primary has released it, and continues alone";
         let failure = Failure::new(FailureKind::Refused, text);
         return Err(failure.hint("`firn stop` ends this standby"));
     }
-    // A cluster goes back with all its VMs, also those that were stopped since.
+    // A cluster is rolled back with all its VMs, including those that were stopped since.
     let accepts = how.accept_stopped || how.member.is_some();
     if let Some(end) = now.end.as_ref().filter(|end| end.is_wanted() && !accepts) {
         let failure = Failure::new(FailureKind::Refused, format!("the VM was not lost: {end}"));
         return Err(failure.hint(
-            "`firn stop` ends this standby; `firn failover --accept-stopped` runs the VM as it was in its last committed epoch",
+            "`firn stop` ends this standby; `firn failover --accept-stopped` runs the VM from its last committed epoch",
         ));
     }
     if now.leased && how.lease.is_none() {
@@ -188,17 +191,17 @@ fn check_failover(now: &Readiness, how: FailoverRequest) -> Result<(), Failure> 
     }
     if now.committed == 0 {
         let none = Failure::new(FailureKind::Refused, "no epoch of the VM is committed here");
-        return Err(none.hint("`firn status` says which are; the first takes two intervals"));
+        return Err(none.hint("`firn status` shows the committed epochs; the first takes two intervals"));
     }
     Ok(())
 }
 
-/// A member of a cluster goes on from a global checkpoint, and nobody else does.
+/// Checks the epoch: only a member of a cluster continues from a global checkpoint, and it must.
 fn refuse_alone(now: &Readiness, to: Option<FailoverMember>) -> Result<(), Failure> {
     let committed = now.committed;
     match to {
         None if now.member => {
-            let text = "the VM belongs to a cluster, and goes on with all of it";
+            let text = "the VM belongs to a cluster, and fails over with all of it";
             Err(Failure::new(FailureKind::Refused, text).hint("`firn cluster failover`"))
         }
         Some(_) if !now.member => {

@@ -1,12 +1,12 @@
-//! A standby before its primary has connected: it can be asked how it is, and stopped.
+//! The wait of a standby for its primary, during which commands can query its status and stop it.
 //!
 //! ```text
 //!   primary's socket ----.               .--> the connection: the standby begins
 //!   control socket -------+--> poll -----+--> status, stop: answered
-//!   the command's pipe --'               '--> nobody wants it any more, or for too long: given up
+//!   the command's pipe --'               '--> the command has exited, or a timeout: the standby ends
 //! ```
 //!
-//! There is no VM yet, so the supervisor's loop has nothing to look after: this takes its place.
+//! There is no VM yet that the event loop could manage: this loop takes its place.
 
 use std::io::{self, BufReader};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -21,19 +21,20 @@ use crate::server;
 use crate::start::Place;
 use crate::status::Status;
 
-/// How long a primary may take to connect.
+/// The maximum time that a primary may take to connect.
 const CONNECT_WAIT: Duration = Duration::from_secs(300);
-/// How long a command may take to say what it wants.
+/// The maximum time that a command may take to send its request.
 const REQUEST_WAIT: Duration = Duration::from_secs(1);
 
-/// What there is to do.
+/// The event that ends one wait.
 enum Turn {
     Primary,
     Command,
     Nobody,
 }
 
-/// One connection of a primary, within the time, while the command waits that wants it, and unless another stops it.
+/// Accepts one connection of a primary, within the time limit, while the command that started the
+/// standby waits, and unless another command stops the standby.
 pub(super) fn accept(place: &Place<'_>, listen: &Endpoint) -> Result<Stream, Failure> {
     firn_fault::point("standby.listen");
     let listener = listen.listen().doing(format!("listening at {listen}"))?;
@@ -41,12 +42,12 @@ pub(super) fn accept(place: &Place<'_>, listen: &Endpoint) -> Result<Stream, Fai
     let deadline = Instant::now() + CONNECT_WAIT;
     loop {
         match wait(&listener, &control, deadline).doing("waiting for the primary")? {
-            Turn::Primary => return listener.accept().doing("taking the primary's connection"),
+            Turn::Primary => return listener.accept().doing("accepting the primary's connection"),
             Turn::Command => answer(place, &control)?,
             Turn::Nobody => {
                 let text = format!("no primary has connected within {} s", CONNECT_WAIT.as_secs());
                 let hint =
-                    format!("`firn protect NAME --to {listen}` where the VM runs, soon after");
+                    format!("run `firn protect NAME --to {listen}` where the VM runs, soon after");
                 return Err(Failure::new(FailureKind::Interrupted, text).hint(hint));
             }
         }
@@ -54,7 +55,7 @@ pub(super) fn accept(place: &Place<'_>, listen: &Endpoint) -> Result<Stream, Fai
 }
 
 fn wait(listener: &Listener, control: &UnixListener, deadline: Instant) -> io::Result<Turn> {
-    // Closed, it is told without being asked for.
+    // Its closing is reported even if no event is requested.
     let command = io::stdout();
     let mut all = [
         PollFd::new(listener, PollFlags::IN),
@@ -72,7 +73,8 @@ fn wait(listener: &Listener, control: &UnixListener, deadline: Instant) -> io::R
     })
 }
 
-/// A command that goes away, or says nothing in time, is not waited for. It is an error to be stopped.
+/// Answers a command. One that disconnects, or sends nothing in time, is ignored. A stop is an
+/// error.
 fn answer(place: &Place<'_>, control: &UnixListener) -> Result<(), Failure> {
     let Ok((stream, _)) = control.accept() else { return Ok(()) };
     let Ok(request) = read(&stream) else { return Ok(()) };
@@ -80,17 +82,17 @@ fn answer(place: &Place<'_>, control: &UnixListener) -> Result<(), Failure> {
     let reply = match request {
         Request::Status => Reply::Done { facts: status(place) },
         Request::Stop(_) => {
-            // Whoever is told finds it so.
-            place.vm.remove().doing("forgetting the standby")?;
+            // Removed first, so that a client that gets the reply finds it removed.
+            place.vm.remove().doing("removing the standby's directory")?;
             Reply::Done { facts: serde_json::Value::Null }
         }
         _ => {
             let text = "the standby waits for its primary: there is no VM yet";
-            let hint = "`firn protect` connects there, where the VM runs";
+            let hint = "run `firn protect` where the VM runs, to connect to the standby";
             Reply::Failed(Failure::new(FailureKind::Busy, text).hint(hint))
         }
     };
-    // It may have gone.
+    // The client may have disconnected.
     let _ = protocol::write(&mut &stream, &reply);
     if is_stop {
         firn_fault::point("standby.stopped");

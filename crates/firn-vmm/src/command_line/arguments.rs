@@ -1,4 +1,4 @@
-//! A QEMU command line, taken apart into options and put together again.
+//! Splitting of a QEMU command line into options, and joining them again.
 
 use std::fmt;
 
@@ -40,7 +40,7 @@ const WITHOUT_VALUE: &[&str] = &[
     "xen-domid-restrict",
 ];
 
-/// One option with its value, or a bare word (QEMU takes it as a disk).
+/// One option with its value, or a bare word (which QEMU uses as a disk).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Argument {
     Option { name: String, value: Option<String> },
@@ -83,7 +83,8 @@ impl fmt::Display for Argument {
     }
 }
 
-/// Takes words apart. An option whose value is missing gets none, as QEMU itself will complain of it.
+/// Splits words into arguments. An option whose value is missing gets none: QEMU itself will report
+/// that.
 pub(super) fn split(words: &[String]) -> Vec<Argument> {
     let mut words = words.iter();
     let mut arguments = Vec::new();
@@ -97,13 +98,13 @@ pub(super) fn split(words: &[String]) -> Vec<Argument> {
     arguments
 }
 
-/// QEMU takes one dash or two; a dash alone is a word.
+/// The option's name in a word. QEMU accepts one dash or two; a dash alone is a word.
 fn option_name(word: &str) -> Option<&str> {
     let name = word.strip_prefix("--").or_else(|| word.strip_prefix('-'))?;
     (!name.is_empty()).then_some(name)
 }
 
-/// The words of arguments.
+/// Joins arguments to words.
 pub(super) fn join(arguments: &[Argument]) -> Vec<String> {
     let words = |argument: &Argument| match argument {
         Argument::Word(word) => vec![word.clone()],

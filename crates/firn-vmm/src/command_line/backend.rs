@@ -1,4 +1,5 @@
-//! `-object memory-backend-*`: guest RAM as the user asked for it, and the same over a file of Firn's.
+//! RAM backends (`-object memory-backend-*`): those that the user requested, and the same over a
+//! file of Firn's.
 
 use std::borrow::Cow;
 
@@ -7,10 +8,11 @@ use super::error::CommandLineError;
 use super::properties::Properties;
 use super::size;
 
-/// How the kinds of backends begin.
+/// The prefix of the kinds of backends.
 const KINDS: &str = "memory-backend-";
 
-/// Properties that only `memory-backend-memfd` has, and one that would empty Firn's file when QEMU ends.
+/// Properties that only `memory-backend-memfd` has, and one that would make QEMU empty Firn's file
+/// when it exits.
 const NOT_FOR_FIRNS_FILE: &[&str] = &["seal", "hugetlb", "hugetlbsize", "discard-data"];
 
 /// A memory backend of the command line.
@@ -18,13 +20,13 @@ const NOT_FOR_FIRNS_FILE: &[&str] = &["seal", "hugetlb", "hugetlbsize", "discard
 pub(super) struct Backend {
     pub(super) id: String,
     pub(super) bytes: u64,
-    /// Where its `-object` stands among the arguments.
+    /// The index of its `-object` among the arguments.
     pub(super) at: usize,
     properties: Properties,
 }
 
 impl Backend {
-    /// Reads an `-object`; `None` if it is no memory backend.
+    /// Parses an `-object`; `None` if it is not a memory backend.
     pub(super) fn read(argument: &Argument, at: usize) -> Result<Option<Self>, CommandLineError> {
         let unreadable = |what| CommandLineError::unreadable(argument, what);
         let properties =
@@ -38,7 +40,7 @@ impl Backend {
         Ok(Some(Self { id, bytes, at, properties }))
     }
 
-    /// Refuses kinds whose memory Firn cannot put into a file of its own.
+    /// Refuses kinds of memory that Firn cannot put into a file of its own.
     pub(super) fn check(&self, argument: &Argument) -> Result<(), CommandLineError> {
         let refuse = |reason| Err(CommandLineError::refused(argument, reason));
         let properties = &self.properties;
@@ -50,7 +52,7 @@ impl Backend {
             _ => return refuse("Firn can work with memory-backend-ram, -memfd, -shm and -file"),
         }
         if properties.is_on("hugetlb") || properties.get("mem-path").is_some_and(is_huge) {
-            return refuse("Firn cannot follow huge-page RAM yet; use plain pages");
+            return refuse("Firn cannot track huge-page RAM yet; use plain pages");
         }
         if properties.is_on("pmem") || properties.is_on("readonly") || properties.is_on("rom") {
             return refuse("persistent or read-only memory cannot be guest RAM under Firn");
@@ -61,7 +63,7 @@ impl Backend {
         Ok(())
     }
 
-    /// What the user had, in a few words.
+    /// The user's backend, in a few words.
     pub(super) fn described(&self) -> String {
         match self.properties.get("mem-path") {
             Some(path) => format!("{} over {path}", kind(&self.properties)),
@@ -88,7 +90,7 @@ fn is_huge(path: Cow<'_, str>) -> bool {
     path.contains("hugepages") || path.contains("hugetlb")
 }
 
-/// A backend that the user did not ask for: plain RAM of `-m`, over `path`.
+/// The backend for the plain RAM of `-m`, over `path`.
 pub(super) fn added(id: &str, bytes: u64, path: &str) -> Argument {
     let mut properties = Properties::default();
     properties.set("qom-type", "memory-backend-file");

@@ -2,11 +2,12 @@
 //!
 //! ```text
 //!   -netdev firn,id=net0,uplink=/run/passt.sock        as given; or network=lan, of this host's agent
-//!   -netdev dgram,id=net0,local.type=fd,local.str=7    descriptor 7: one end of a pair of sockets, the other end is Firn's
+//!   -netdev dgram,id=net0,local.type=fd,local.str=7    descriptor 7: QEMU's end of a pair of sockets; Firn has the other
 //! ```
 //!
-//! What the user gives is kept with the VM, so that a restored VM and a standby have the same card and the same uplink. A network
-//! has one name on all hosts, a socket has a path on one.
+//! The VM's record keeps the user's option, so that a restored VM and a standby have the same card
+//! and the same uplink. A network has one name on all hosts; the path of a socket is that of one
+//! host.
 //!
 //! Source: QEMU `qapi/net.json`, `NetdevDgramOptions` (7.2 and later).
 
@@ -17,17 +18,17 @@ use super::arguments::{self, Argument};
 use super::error::CommandLineError;
 use super::properties::Properties;
 
-/// The type of such a card's back end.
+/// The type of the back end of such a card.
 const KIND: &str = "firn";
 const HOW: &str = "give it as -netdev firn,id=ID,uplink=PATH, with the socket that its frames go to, \
     or as -netdev firn,id=ID,network=NAME, with a network of this host's agent";
 
-/// Where a card's frames go to and come from, as the command line names it.
+/// The connection of a card to the outside, as the command line names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Uplink {
     /// A socket.
     Socket(PathBuf),
-    /// A network that each host's agent has a switch for.
+    /// A network for which each host's agent has a switch.
     Network(String),
 }
 
@@ -40,16 +41,16 @@ impl fmt::Display for Uplink {
     }
 }
 
-/// A network card's back end that a command line asks for.
+/// The back end of a network card in a command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CardPlan {
     /// The back end's id, by which a device names it.
     pub id: String,
-    /// Where its frames go to and come from.
+    /// Its connection to the outside.
     pub uplink: Uplink,
 }
 
-/// The cards of a command line, in its order.
+/// Finds the cards of a command line, in its order.
 pub(super) fn find(arguments: &[Argument]) -> Result<Vec<CardPlan>, CommandLineError> {
     arguments.iter().filter_map(|argument| read(argument).transpose()).collect()
 }
@@ -66,7 +67,7 @@ fn read(argument: &Argument) -> Result<Option<CardPlan>, CommandLineError> {
     Ok(Some(CardPlan { id: id.into(), uplink }))
 }
 
-/// What the option says, if it is such a back end.
+/// The properties of an option, if it is such a back end.
 fn properties(argument: &Argument) -> Option<Properties> {
     if argument.name() != "netdev" {
         return None;
@@ -75,7 +76,8 @@ fn properties(argument: &Argument) -> Option<Properties> {
     (properties.get("type").as_deref() == Some(KIND)).then_some(properties)
 }
 
-/// Options by which the VM may send otherwise. A machine that is given no card has one of QEMU's own.
+/// The options through which the VM may send frames past Firn. QEMU adds a card of its own to a
+/// machine without one.
 pub(super) fn others(arguments: &[Argument]) -> Vec<String> {
     let has = |name: &str| arguments.iter().any(|argument| argument.name() == name);
     if !["netdev", "nic", "net", "nodefaults"].into_iter().any(has) {
@@ -89,7 +91,7 @@ pub(super) fn others(arguments: &[Argument]) -> Vec<String> {
     arguments.iter().filter(is_other).map(ToString::to_string).collect()
 }
 
-/// Such a back end over a descriptor, if this option is the card's.
+/// The same back end over a descriptor, if this option is that of the card.
 pub(super) fn over(argument: &Argument, card: &CardPlan, descriptor: i32) -> Option<Argument> {
     let is_it = properties(argument)?.get("id").as_deref() == Some(&card.id);
     let mut socket = Properties::default();
@@ -100,7 +102,7 @@ pub(super) fn over(argument: &Argument, card: &CardPlan, descriptor: i32) -> Opt
     is_it.then(|| Argument::new("netdev", socket.to_text("type")))
 }
 
-/// A command line in which a card has another uplink.
+/// Replaces the uplink of a card in a command line.
 pub fn with_uplink(
     command: &[String],
     id: &str,

@@ -5,8 +5,9 @@
 //!   -drive format=qcow2,if=none,id=disk0,file.driver=nbd,file.server.type=unix,file.server.path=...,file.export=disk0,...
 //! ```
 //!
-//! What the user gives is kept with the VM, so that a standby has the same disks. A qcow2 file grows, and what is served can't: so it is
-//! served as being as large as the file may ever be. `size=BYTES` says how large, else it is twice the disk and something.
+//! The VM's record keeps the user's option, so that a standby has the same disks. A qcow2 file
+//! grows, and a served file can't: so Firn serves it at its maximum size. `size=BYTES` sets that;
+//! the default is a little more than twice the disk.
 //!
 //! Source: QEMU `qapi/block-core.json`, `BlockdevOptionsNbd`.
 
@@ -17,12 +18,13 @@ use super::error::CommandLineError;
 use super::properties::Properties;
 use super::size;
 
-/// How long QEMU waits for a server that is gone, in seconds: a successor is there sooner, or somebody has to look. A week.
+/// How long QEMU waits for a server that has died, in seconds: a week. A new supervisor serves
+/// sooner, or an operator has to intervene.
 const RECONNECT_SECONDS: &str = "604800";
 const HOW: &str = "give it as -drive file=PATH,format=raw|qcow2,if=none,id=ID,firn=on";
-const WRITABLE: &str = "firn=on is for disks that the guest writes to, and goes on writing to; leave out readonly and snapshot";
+const WRITABLE: &str = "firn=on is for disks whose writes are kept; leave out readonly and snapshot";
 
-/// A disk that Firn is to serve.
+/// A disk that Firn has to serve.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskPlan {
     /// Its id.
@@ -31,18 +33,18 @@ pub struct DiskPlan {
     pub file: PathBuf,
     /// `raw` or `qcow2`.
     pub format: String,
-    /// How large the file may get, in bytes, if the command line says so.
+    /// The maximum size of the file, in bytes, if the command line has one.
     pub size: Option<u64>,
 }
 
-/// The disks of a command line, in its order.
+/// Finds the disks of a command line, in its order.
 pub(super) fn find(arguments: &[Argument]) -> Result<Vec<DiskPlan>, CommandLineError> {
     let found = arguments.iter().filter_map(|argument| read(argument).transpose());
     let disks: Vec<DiskPlan> = found.collect::<Result<_, _>>()?;
     let is_again = |at: usize| disks[..at].iter().any(|before| before.id == disks[at].id);
     match (0..disks.len()).find(|&at| is_again(at)) {
         Some(at) => {
-            Err(CommandLineError::refused(format!("disk {}", disks[at].id), "it is there twice"))
+            Err(CommandLineError::refused(format!("disk {}", disks[at].id), "its id is used twice"))
         }
         None => Ok(disks),
     }
@@ -66,7 +68,7 @@ fn read(argument: &Argument) -> Result<Option<DiskPlan>, CommandLineError> {
     }
 }
 
-/// What the option says, if it is such a disk.
+/// The properties of an option, if it is such a disk.
 fn properties(argument: &Argument) -> Result<Option<Properties>, CommandLineError> {
     let properties = Properties::read(argument.value(), "").unwrap_or_default();
     match (argument.name(), properties.is_on("firn")) {
@@ -77,7 +79,7 @@ fn properties(argument: &Argument) -> Result<Option<Properties>, CommandLineErro
     }
 }
 
-/// Such a disk as QEMU has it, if this option is one.
+/// The option that connects QEMU to the served disk, if this option is such a disk.
 pub(super) fn over(argument: &Argument, socket: &Path) -> Option<Argument> {
     let mut properties = properties(argument).ok()??;
     let id = properties.get("id")?.into_owned();
@@ -95,7 +97,7 @@ pub(super) fn over(argument: &Argument, socket: &Path) -> Option<Argument> {
     Some(Argument::new("drive", properties.to_text("")))
 }
 
-/// A command line in which a disk has another file.
+/// Replaces the file of a disk in a command line.
 pub fn with_disk(
     command: &[String],
     id: &str,

@@ -1,4 +1,4 @@
-//! Disks on a command line: which files its options name, and other files in their place.
+//! Disks in a command line: the files that its options name, and their replacement by other files.
 //!
 //! ```text
 //!   -drive file=a.img,format=raw,if=virtio           -drive file=o.qcow2,format=qcow2,if=virtio
@@ -7,28 +7,29 @@
 //!   -hda a.img                                       -hda o.qcow2
 //! ```
 //!
-//! What lies below a file is found by what the file itself says, so an option that names it (`backing=`) goes.
+//! QEMU finds a backing file through the file itself, so an option that names one (`backing=`) is
+//! removed.
 
 use serde_json::Value;
 
 use super::arguments::Argument;
 use super::properties::Properties;
 
-/// Options whose whole value is the file of a disk. So is a bare word.
+/// Options whose whole value is the file of a disk. A bare word is one too.
 const PLAIN: &[&str] = &["hda", "hdb", "hdc", "hdd", "mtdblock", "pflash", "sd"];
 
-/// Where a file name may stand among the properties of `-drive` and `-blockdev`.
+/// The keys of a file name among the properties of `-drive` and `-blockdev`.
 const FILE_KEYS: &[&str] = &["file", "file.filename", "filename"];
 
 /// Block drivers whose `filename` is a local file.
 const PROTOCOLS: &[&str] = &["file", "host_device"];
 
-/// A file that takes the place of another.
+/// A file that replaces another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriveFile {
     /// The file that the command line names, as it names it.
     pub named: String,
-    /// The one to be used.
+    /// The file that replaces it.
     pub file: String,
     /// Its format: `qcow2` or `raw`.
     pub format: String,
@@ -54,12 +55,12 @@ fn file_of(argument: &Argument) -> Option<String> {
     }
 }
 
-/// Under which key the properties of `-drive` or `-blockdev` name a file.
+/// The key under which the properties of `-drive` or `-blockdev` name a file.
 fn file_key(option: &str, properties: &Properties) -> Option<&'static str> {
     let is_there = |key: &str| text(properties, key).is_some();
     let protocol = || properties.get("driver").is_some_and(|it| PROTOCOLS.contains(&&*it));
     FILE_KEYS.iter().copied().find(|&key| match (option, key) {
-        // There it is the name of another node.
+        // In -blockdev it is the name of another node.
         ("blockdev", "file") => false,
         ("drive", "filename") => false,
         ("blockdev", "filename") => is_there(key) && protocol(),
@@ -67,7 +68,7 @@ fn file_key(option: &str, properties: &Properties) -> Option<&'static str> {
     })
 }
 
-/// A property, which JSON may hold in an object of its own.
+/// A property as text, which JSON may have in a nested object.
 fn text(properties: &Properties, key: &str) -> Option<String> {
     let flat = properties.get(key).map(Into::into);
     flat.or_else(|| match (properties, key.split_once('.')) {
@@ -89,7 +90,7 @@ fn set(properties: &mut Properties, key: &str, value: &str) {
     properties.set(key, value);
 }
 
-/// Puts a file in the place of another. `false` if no option names that.
+/// Replaces a file by another. `false` if no option names it.
 pub(super) fn replace(arguments: &mut [Argument], drive: &DriveFile) -> bool {
     let mut nodes = Vec::new();
     let mut found = false;
@@ -110,7 +111,7 @@ pub(super) fn replace(arguments: &mut [Argument], drive: &DriveFile) -> bool {
     found
 }
 
-/// Gives a file another name where options name it.
+/// Renames a file in the options that name it.
 pub(super) fn rename(arguments: &mut [Argument], is_old: impl Fn(&str) -> bool, new: &str) {
     let names = |argument: &&mut Argument| file_of(argument).is_some_and(|file| is_old(&file));
     for argument in arguments.iter_mut().filter(names) {
@@ -127,14 +128,15 @@ pub(super) fn rename(arguments: &mut [Argument], is_old: impl Fn(&str) -> bool, 
     }
 }
 
-/// Puts the file into `-drive` or `-blockdev`. Gives the name of the node, if that is only of the file.
+/// Replaces the file in `-drive` or `-blockdev`. Returns the name of the node, if that is only the
+/// node of the file.
 fn replace_in(argument: &mut Argument, drive: &DriveFile) -> Option<String> {
     let mut properties = Properties::read(argument.value(), "")?;
     let key = file_key(argument.name(), &properties)?;
     set(&mut properties, key, &drive.file);
     let node = match (argument.name(), key) {
         ("blockdev", "filename") => {
-            // A file, whatever was there before.
+            // The new file is a regular one, whatever the old one was.
             properties.set("driver", "file");
             text(&properties, "node-name")
         }
@@ -154,7 +156,7 @@ fn set_format(option: &str, properties: &mut Properties, format: &str) {
     properties.remove_all("backing.");
 }
 
-/// The format of a node that lies over a file that was replaced.
+/// Sets the format of a node on top of a replaced file.
 fn set_format_over(argument: &mut Argument, nodes: &[String], format: &str) {
     if argument.name() != "blockdev" {
         return;

@@ -1,7 +1,8 @@
-//! The parts of a command line that only the process that started QEMU could provide, and the devices it names.
+//! The parts of a command line that only the process that started QEMU could provide, and the
+//! devices it names.
 //!
-//! A restore starts QEMU again with the same words. A descriptor number, or a secret in a file that is gone, means nothing
-//! to that second QEMU.
+//! A restore starts QEMU again with the same words. A descriptor number, or a secret in a file that
+//! no longer exists, has no meaning for that second QEMU.
 
 use super::arguments::{self, Argument};
 use super::properties::Properties;
@@ -24,7 +25,7 @@ pub struct SecretFile {
     pub path: String,
 }
 
-/// What a command line needs from outside.
+/// The external resources that a command line needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CommandNeeds {
     /// Options that use an open descriptor of the process that started QEMU, as given.
@@ -35,7 +36,7 @@ pub struct CommandNeeds {
     pub unnamed_devices: usize,
     /// Secrets that are read from files.
     pub secret_files: Vec<SecretFile>,
-    /// Ids of secrets that the kernel's keyring holds.
+    /// Ids of secrets in the kernel's keyring.
     pub keyring_secrets: Vec<String>,
 }
 
@@ -44,16 +45,16 @@ const WITH_PROPERTIES: &[&str] = &[
     "blockdev", "chardev", "device", "drive", "fsdev", "net", "netdev", "nic", "object", "virtfs",
 ];
 
-/// Properties that hold descriptor numbers.
+/// Properties whose values are descriptor numbers.
 const DESCRIPTOR_KEYS: &[&str] = &["fd", "fds", "vhostfd", "vhostfds", "sock-fds", "sock_fd"];
 
-/// Paths that lead to a descriptor.
+/// Prefixes of paths that name a descriptor.
 const DESCRIPTOR_PATHS: &[&str] = &["/dev/fdset/", "/dev/fd/", "/proc/self/fd/"];
 
-/// Options whose value is no path: text for the guest, or what a restore replaces.
+/// Options whose value is no path: text for the guest, or a value that a restore replaces.
 const WITHOUT_PATH: &[&str] = &["append", "incoming", "name"];
 
-/// Reads what a command line (the program first) needs.
+/// Finds the external resources that a command line (the program first) needs.
 pub fn needs(command: &[String]) -> CommandNeeds {
     let mut needs = CommandNeeds::default();
     for argument in arguments::split(command.get(1..).unwrap_or_default()) {
@@ -98,7 +99,7 @@ impl CommandNeeds {
         let Some(device) = Properties::read(argument.value(), "driver") else { return };
         let driver = device.get("driver").map(String::from).unwrap_or_default();
         match device.get("id") {
-            // The guest decides when this one appears.
+            // The guest decides when this device appears.
             Some(_) if device.get("failover_pair_id").is_some() => {}
             Some(id) => self.devices.push(NamedDevice { id: id.into(), driver }),
             None => self.unnamed_devices += 1,

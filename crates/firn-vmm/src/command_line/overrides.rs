@@ -1,10 +1,10 @@
-//! What a user wants changed about a command line that an image remembers.
+//! The changes that a user requests to a command line that an image records.
 //!
 //! ```text
 //!   --set device.net0.mac=52:54:00:00:00:02    a property of the option that has this id
-//!   --set machine.usb=on                       a property of an option that is there once
-//!   --set vnc=:5                               the whole value of an option that is there once
-//!   --set pidfile=                             without that option
+//!   --set machine.usb=on                       a property of an option that occurs once
+//!   --set vnc=:5                               the whole value of an option that occurs once
+//!   --set pidfile=                             removes that option
 //!   --netdev net0=user,hostfwd=tcp::2223-:22   another back end for a network card
 //!   --disk web.qcow2=/mnt/web.qcow2            another name for a disk's file
 //!   --qemu-arg=-vnc --qemu-arg=:5              more words, at the end
@@ -25,21 +25,22 @@ use super::properties::Properties;
 pub struct Overrides {
     /// The program.
     pub program: Option<String>,
-    /// Back ends of network cards: id and what it is to be.
+    /// Back ends of network cards: id and new back end.
     pub netdevs: Vec<(String, String)>,
-    /// Files of disks: as the command line names them, and the names they have now.
+    /// Files of disks: the names in the command line, and the new names.
     pub disks: Vec<(String, String)>,
     /// Values: `OPTION.ID.PROPERTY`, `OPTION.PROPERTY` or `OPTION`, and the value.
     pub values: Vec<(String, String)>,
-    /// Words at the end.
+    /// Words that are added at the end.
     pub words: Vec<String>,
 }
 
 impl Overrides {
-    /// A command line with the changes, the program first. Relative names of files start in `directory`.
+    /// Applies the changes to a command line, the program first. Relative file names start in
+    /// `directory`.
     ///
     /// # Errors
-    /// If an option that is to be changed is not there, or is there more than once.
+    /// If an option that an override changes is missing, or occurs more than once.
     pub fn apply(
         &self,
         command: &[String],
@@ -51,7 +52,7 @@ impl Overrides {
             set_netdev(&mut arguments, id, backend)?;
         }
         for (old, new) in &self.disks {
-            // A disk that is named elsewhere is the caller's affair.
+            // A disk that no option names is the caller's concern.
             let is_old = |file: &str| directory.join(file) == directory.join(old);
             drives::rename(&mut arguments, is_old, new);
         }
@@ -80,7 +81,7 @@ fn set_netdev(arguments: &mut [Argument], id: &str, backend: &str) -> Result<(),
     Ok(())
 }
 
-/// `-nic` holds the card as well, which the guest knows.
+/// Copies the properties of the card, which the guest knows: `-nic` describes the card as well.
 fn keep_card(argument: &Argument, new: &mut Properties) {
     let Some(before) = Properties::read(argument.value(), "type") else { return };
     for key in ["model", "mac", "addr"] {
@@ -88,7 +89,7 @@ fn keep_card(argument: &Argument, new: &mut Properties) {
     }
 }
 
-/// The key of an option's first part, which may stand without it.
+/// The implied key of an option's first part.
 fn implied(option: &str) -> &'static str {
     match option {
         "device" => "driver",
@@ -129,7 +130,8 @@ fn set_value(
     Ok(())
 }
 
-/// Where the option is that a key names, and the name of the property; that is empty for the whole value.
+/// Finds the option that a key names. Returns its index, and the name of the property, which is
+/// empty for the whole value.
 fn find(
     arguments: &[Argument],
     key: &str,
@@ -145,14 +147,14 @@ fn find(
         return Ok(found);
     }
     match all[..] {
-        // What stands before a dot could be an id that was mistyped.
+        // The part before a dot could be a mistyped id.
         [(at, it)] if !rest.contains('.') || id_of(it).is_none() => Ok((at, rest.to_owned())),
         [] | [_] => Err(CommandLineError::override_of_none(given)),
         _ => Err(CommandLineError::override_of_many(given)),
     }
 }
 
-/// `-M` is `-machine`.
+/// Whether a name is that of an option; `-M` is `-machine`.
 fn is_option(name: &str, wanted: &str) -> bool {
     let is_machine = |name: &str| matches!(name, "machine" | "M");
     name == wanted || (is_machine(name) && is_machine(wanted))

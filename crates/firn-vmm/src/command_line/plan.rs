@@ -1,4 +1,5 @@
-//! From a command line to the RAM it asks for, and to the command line with Firn's additions.
+//! The plan of a command line: the RAM that it requests, and the command line with Firn's
+//! additions.
 
 use std::path::{Path, PathBuf};
 
@@ -21,13 +22,14 @@ pub const RAM_ID: &str = "firn.ram";
 /// The id of the monitor that Firn adds.
 pub const MONITOR_ID: &str = "firn.qmp";
 
-/// RAM of a machine that is not told how much, in bytes (QEMU `hw/core/machine.c`).
+/// RAM of a machine without `-m`, in bytes (QEMU `hw/core/machine.c`).
 const DEFAULT_RAM_BYTES: u64 = 128 << 20;
 
-/// QEMU rounds `-m` up to a multiple of this (`softmmu/vl.c`, `set_memory_options`; later `machine_set_mem`).
+/// QEMU rounds `-m` up to a multiple of this (`softmmu/vl.c`, `set_memory_options`; later
+/// `machine_set_mem`).
 const RAM_ALIGN_BYTES: u64 = 8192;
 
-/// One region of guest RAM that a command line asks for.
+/// One region of guest RAM that a command line requests.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamPlan {
     /// The backend's id.
@@ -36,27 +38,27 @@ pub struct RamPlan {
     pub bytes: u64,
 }
 
-/// Where the things are that Firn adds.
+/// The paths and descriptors that Firn adds to a command line.
 #[derive(Clone, Debug)]
 pub struct Paths {
-    /// Where QEMU will make its monitor socket.
+    /// The path at which QEMU will make its monitor socket.
     pub qmp: PathBuf,
-    /// One file for each of [`Plan::ram`], in that order, such as `/proc/self/fd/N`.
+    /// One file for each of [`CommandPlan::ram`], in that order, such as `/proc/self/fd/N`.
     pub ram: Vec<PathBuf>,
-    /// Where QEMU makes the memory of the device for calls, if there is one.
+    /// The path at which QEMU makes the memory of the device for guest calls, if there is one.
     pub calls: PathBuf,
-    /// What notes stores of its applications, if that is wanted.
+    /// The plugin that records stores of the VM's applications, if it is used.
     pub stores: Option<Plugin>,
-    /// For each of [`Plan::cards`], in that order, QEMU's number for its socket.
+    /// For each of [`CommandPlan::cards`], in that order, QEMU's number for its socket.
     pub cards: Vec<i32>,
 }
 
-/// A plugin of QEMU's TCG that notes stores.
+/// A plugin of QEMU's TCG that records stores.
 #[derive(Clone, Debug)]
 pub struct Plugin {
     /// The plugin.
     pub library: PathBuf,
-    /// Where it makes the socket for its orders.
+    /// The path at which it makes its control socket.
     pub orders: PathBuf,
 }
 
@@ -65,13 +67,13 @@ pub struct Plugin {
 pub struct Augmented {
     /// The command line; the program first.
     pub args: Vec<String>,
-    /// What was changed and why, a sentence each.
+    /// The changes and their reasons, a sentence each.
     pub notes: Vec<String>,
-    /// The RAM it has.
+    /// The VM's RAM.
     pub ram: Vec<RamPlan>,
 }
 
-/// A command line that Firn understood.
+/// A command line that Firn has parsed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     program: String,
@@ -80,16 +82,16 @@ pub struct Plan {
     backends: Vec<Backend>,
     ram: Vec<RamPlan>,
     cards: Vec<CardPlan>,
-    /// Those that are not served yet.
+    /// The disks that have no server yet.
     disks: Vec<DiskPlan>,
-    /// What was changed already.
+    /// The changes so far.
     notes: Vec<String>,
 }
 
-/// Reads a command line, the program first, and says which RAM it asks for.
+/// Parses a command line, the program first, and plans its RAM.
 ///
-/// Refused is what Firn cannot work with: RAM that is not made of `memory-backend-*` objects or plain `-m`, huge pages,
-/// persistent memory, locked memory, options from a file.
+/// Refuses options that Firn does not support: RAM that is not made of `memory-backend-*` objects
+/// or plain `-m`, huge pages, persistent memory, locked memory, options from a file.
 pub fn plan(command: &[String]) -> Result<Plan, CommandLineError> {
     let (program, words) = command.split_first().ok_or(CommandLineError::Empty)?;
     let arguments = without_own_monitor(arguments::split(words));
@@ -115,7 +117,7 @@ impl RamPlan {
     }
 }
 
-/// A command line that Firn made before has its monitor; a new one will be added.
+/// Removes the monitor that Firn added to the command line earlier; a new one will be added.
 fn without_own_monitor(mut arguments: Vec<Argument>) -> Vec<Argument> {
     arguments.retain(|argument| {
         let named = |key: &str, implied: &str| {
@@ -138,7 +140,7 @@ fn check(argument: &Argument) -> Result<(), CommandLineError> {
         "readconfig" => "Firn does not read option files; write the options on the command line",
         "preconfig" | "-preconfig" => "Firn starts the VM itself; leave --preconfig out",
         "overcommit" if value().is_on("mem-lock") => {
-            "locked memory cannot be followed or restored lazily; leave mem-lock out"
+            "locked memory cannot be tracked or restored lazily; leave mem-lock out"
         }
         "numa" if value().get("mem").is_some() => {
             "give each node its RAM as a memory backend: -numa node,memdev=ID"
@@ -148,7 +150,7 @@ fn check(argument: &Argument) -> Result<(), CommandLineError> {
     Err(CommandLineError::refused(argument, reason))
 }
 
-/// The properties of all options of these names, the later ones over the earlier.
+/// The properties of all options of these names; the later ones override the earlier ones.
 fn merged(
     arguments: &[Argument],
     names: &[&str],
@@ -166,7 +168,7 @@ fn read(argument: &Argument, implied: &str) -> Result<Properties, CommandLineErr
         .ok_or_else(|| CommandLineError::unreadable(argument, "its JSON"))
 }
 
-/// Whether the user says what the machine's first RAM is made of.
+/// Whether the user defines the machine's first RAM.
 fn has_base_ram(arguments: &[Argument], machine: &Properties) -> Result<bool, CommandLineError> {
     if machine.get("memory-backend").is_some() {
         return Ok(true);
@@ -194,8 +196,8 @@ fn ram_backends(
     Ok(used)
 }
 
-/// The ids of the backends of the machine, of its NUMA nodes and of its memory devices. Those of other devices, such
-/// as `ivshmem`, are not guest RAM and stay as they are.
+/// The ids of the backends of the machine, of its NUMA nodes and of its memory devices. Those of
+/// other devices, such as `ivshmem`, are not guest RAM and stay as they are.
 fn ram_ids(arguments: &[Argument], machine: &Properties) -> Result<Vec<String>, CommandLineError> {
     let mut ids: Vec<String> = machine.get("memory-backend").map(Into::into).into_iter().collect();
     for argument in arguments.iter().filter(|argument| argument.name() == "numa") {
@@ -221,7 +223,8 @@ fn memory_device(argument: &Argument) -> Result<Option<String>, CommandLineError
     }
 }
 
-/// What `-m` says. `-m 1G`, `-m 1024` (MiB), `-m size=1G,slots=4,maxmem=8G`; nothing is 128 MiB.
+/// The value of `-m`: `-m 1G`, `-m 1024` (MiB), `-m size=1G,slots=4,maxmem=8G`; 128 MiB without
+/// `-m`.
 fn plain_ram_bytes(arguments: &[Argument]) -> Result<u64, CommandLineError> {
     let memory = merged(arguments, &["m"], "size")?;
     let Some(said) = memory.get("size") else { return Ok(DEFAULT_RAM_BYTES) };
@@ -232,22 +235,22 @@ fn plain_ram_bytes(arguments: &[Argument]) -> Result<u64, CommandLineError> {
 }
 
 impl Plan {
-    /// The RAM that the command line asks for: one file of this size is wanted for each.
+    /// The RAM that the command line requests: each region needs one file of its size.
     pub fn ram(&self) -> &[RamPlan] {
         &self.ram
     }
 
-    /// The network cards whose frames pass through Firn: one socket is wanted for each.
+    /// The network cards whose frames pass through Firn: each needs one socket.
     pub fn cards(&self) -> &[CardPlan] {
         &self.cards
     }
 
-    /// The disks that Firn is to serve, by their ids on one socket: [`Self::with_disks`].
+    /// The disks that Firn has to serve, by their ids on one socket: [`Self::with_disks`].
     pub fn disks(&self) -> &[DiskPlan] {
         &self.disks
     }
 
-    /// The same command line with the disks that Firn serves on this socket.
+    /// The same command line, with a socket on which Firn serves its disks.
     pub fn with_disks(mut self, socket: &Path) -> Self {
         for argument in &mut self.arguments {
             if let Some(new) = disks::over(argument, socket) {
@@ -259,7 +262,7 @@ impl Plan {
         self
     }
 
-    /// Options by which the VM may send what does not pass through Firn, a word or two each.
+    /// The options through which the VM may send frames past Firn, a word or two each.
     pub fn other_cards(&self) -> Vec<String> {
         cards::others(&self.arguments)
     }
@@ -298,8 +301,8 @@ impl Plan {
         Self { program: program.to_string_lossy().into_owned(), ..self }
     }
 
-    /// The same command line without what another process has: sockets and ports that QEMU listens on, files that QEMU writes. Returns
-    /// a note for each as well.
+    /// Relocates the endpoints that another process has: sockets and ports that QEMU listens on,
+    /// files that QEMU writes. Returns a note for each as well.
     ///
     /// # Errors
     /// If the back end of a network card needs a port that another process has.
@@ -308,7 +311,7 @@ impl Plan {
         Ok((self, notes))
     }
 
-    /// The command line for a VM that starts anew.
+    /// The command line for a VM that starts from its boot.
     pub fn augment(&self, paths: &Paths) -> Result<Augmented, CommandLineError> {
         let incoming = self.arguments.iter().find(|argument| argument.name() == "incoming");
         if let Some(argument) = incoming {
@@ -362,7 +365,7 @@ impl Plan {
     }
 }
 
-/// A command line in the making.
+/// A command line under construction.
 struct Line {
     arguments: Vec<Argument>,
     notes: Vec<String>,
@@ -374,12 +377,12 @@ impl Line {
         self.arguments.push(argument);
     }
 
-    /// Must run before anything is removed: a backend knows its place by number.
+    /// Must run before any argument is removed: a backend refers to its argument by index.
     fn put_over(&mut self, backend: &Backend, path: &Path) {
         let new = backend.over(&path.to_string_lossy());
         let (id, was) = (&backend.id, backend.described());
         self.notes.push(format!(
-            "memory backend {id} was {was}; it is now {new}, to be shared with Firn"
+            "memory backend {id} was {was}; it is now {new}, so that Firn can map it"
         ));
         self.arguments[backend.at] = new;
     }
@@ -400,7 +403,7 @@ impl Line {
             if let Some(new) = cards::over(argument, card, socket) {
                 let uplink = &card.uplink;
                 self.notes
-                    .push(format!("{argument} is now {new}: Firn hands its frames on to {uplink}"));
+                    .push(format!("{argument} is now {new}: Firn forwards its frames to {uplink}"));
                 *argument = new;
             }
         }
@@ -425,7 +428,7 @@ impl Line {
         let text = |path: &Path| escape(&path.to_string_lossy()).into_owned();
         let [library, orders, calls] = [&plugin.library, &plugin.orders, calls].map(text);
         let plugin = format!("file={library},window={calls},orders={orders}");
-        self.add(Argument::new("plugin", plugin), "notes what applications of the guest write");
+        self.add(Argument::new("plugin", plugin), "records what applications of the guest write");
     }
 
     fn drop_all(&mut self, name: &str, why: &str) {

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
 
-/// Words of a line; a word in single quotes may hold blanks.
+/// Splits a line into words; a word in single quotes may contain blanks.
 fn command(line: &str) -> Vec<String> {
     let mut words = vec!["qemu".to_owned()];
     for (at, part) in line.split('\'').enumerate() {

@@ -1,8 +1,8 @@
-//! The value of an option: `key=value,...` with doubled commas, or a JSON object. It is written back in the form in
-//! which it came, because QEMU takes lists in the second form only.
+//! The value of an option: `key=value,...` with doubled commas, or a JSON object. It is written in
+//! the form in which it was read, because QEMU accepts lists in the second form only.
 //!
-//! Source: QEMU `util/qemu-option.c` and `util/keyval.c` for the first form, `-object`, `-device` and `-netdev` in
-//! `qemu-options.hx` for the second.
+//! Source: QEMU `util/qemu-option.c` and `util/keyval.c` for the first form, `-object`, `-device`
+//! and `-netdev` in `qemu-options.hx` for the second.
 
 use std::borrow::Cow;
 
@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 /// The properties of an option.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Properties {
-    /// In their order; a first part without a key has the option's implied one.
+    /// In their order; a first part without a key has the option's implied key.
     Text(Vec<(String, String)>),
     Json(Map<String, Value>),
 }
@@ -23,7 +23,8 @@ impl Default for Properties {
 }
 
 impl Properties {
-    /// Reads either form. `implied` is the key of a first part that has none. `None` for JSON that is no object.
+    /// Parses either form. `implied` is the key of a first part that has none. `None` for JSON that
+    /// is not an object.
     pub(super) fn read(text: &str, implied: &str) -> Option<Self> {
         if text.starts_with('{') {
             return serde_json::from_str(text).ok().map(Self::Json);
@@ -55,7 +56,7 @@ impl Properties {
         }
     }
 
-    /// The value of a key as text, which JSON may hold in an object of its own: `addr.port`.
+    /// The value of a key as text, which JSON may have in a nested object: `addr.port`.
     pub(super) fn text(&self, key: &str) -> Option<String> {
         match (self.get(key), self, key.split_once('.')) {
             (Some(value), ..) => Some(value.into_owned()),
@@ -66,7 +67,8 @@ impl Properties {
         }
     }
 
-    /// All values of a key that may be given more than once; in JSON, a list of objects with one text each.
+    /// All values of a key that may occur more than once; in JSON, a list of objects with one text
+    /// each.
     pub(super) fn all(&self, key: &str) -> Vec<String> {
         match self {
             Self::Text(parts) => {
@@ -80,7 +82,7 @@ impl Properties {
         }
     }
 
-    /// Sets a key to a value that the user gives: in JSON it has the type that it looks like.
+    /// Sets a key to a value from the user: in JSON the value gets the type that its text suggests.
     pub(super) fn assign(&mut self, key: &str, value: &str) {
         let json = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.to_owned()));
         self.put(key, value, json);
@@ -91,7 +93,7 @@ impl Properties {
         self.get(key).is_some_and(|value| matches!(&*value, "on" | "yes" | "true" | "y"))
     }
 
-    /// Sets a key, where it stands or at the end.
+    /// Sets a key, at its position or at the end.
     pub(super) fn set(&mut self, key: &str, value: &str) {
         self.put(key, value, Value::String(value.to_owned()));
     }
@@ -120,7 +122,7 @@ impl Properties {
         }
     }
 
-    /// Removes the keys that begin so.
+    /// Removes the keys with this prefix.
     pub(super) fn remove_all(&mut self, beginning: &str) {
         match self {
             Self::Json(object) => object.retain(|key, _| !key.starts_with(beginning)),
@@ -128,7 +130,8 @@ impl Properties {
         }
     }
 
-    /// Adds those of a later option of the same kind: QEMU merges repeated `-machine` and `-m`.
+    /// Adds the properties of a later option of the same kind: QEMU merges repeated `-machine` and
+    /// `-m`.
     pub(super) fn merge(&mut self, later: Self) {
         match later {
             Self::Text(parts) => parts.iter().for_each(|(key, value)| self.set(key, value)),
@@ -139,7 +142,8 @@ impl Properties {
         }
     }
 
-    /// In the form in which it was read, with the value alone for the key that is `implied`.
+    /// The text in the form in which it was read; the property with the key `implied` is its value
+    /// alone.
     pub(super) fn to_text(&self, implied: &str) -> String {
         let part = |(key, value): &(String, String)| match key == implied {
             true => escape(value).into_owned(),
@@ -197,7 +201,8 @@ fn split_at_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// `key=value`; the implied key for a first part without one; `key` is `key=on` and `nokey` is `key=off` elsewhere.
+/// Parses `key=value`; the implied key for a first part without one; elsewhere `key` is `key=on`
+/// and `nokey` is `key=off`.
 fn property(part: &str, at: usize, implied: &str) -> (String, String) {
     match part.split_once('=') {
         Some((key, value)) => (key.to_owned(), value.to_owned()),

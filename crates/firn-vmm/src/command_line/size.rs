@@ -1,12 +1,13 @@
-//! Sizes as QEMU reads them: `1G`, `1.5G`, `512m`, `1024`, `0x40000000`.
+//! Parser of sizes in QEMU's syntax: `1G`, `1.5G`, `512m`, `1024`, `0x40000000`.
 //!
-//! Source: QEMU `qemu_strtosz` (`util/cutils.c`): a number, decimal with an optional fraction or hexadecimal without,
-//! then one of `B K M G T P E` in either case.
+//! Source: QEMU `qemu_strtosz` (`util/cutils.c`): a number, decimal with an optional fraction or
+//! hexadecimal without, then one of `B K M G T P E` in either case.
 
-/// Digits of a fraction that count; more of them are less than a byte of anything.
+/// Number of significant digits in a fraction: more of them are less than a byte with any unit.
 const FRACTION_DIGITS_MAX: usize = 18;
 
-/// Bytes in `text`; a number without suffix counts `unit` bytes each. `None` if it is no size or does not fit.
+/// Bytes in `text`; a number without suffix counts `unit` bytes each. `None` if it is no size or
+/// does not fit into 64 bits.
 pub(super) fn parse(text: &str, unit: u64) -> Option<u64> {
     if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         return u64::from_str_radix(digits, 16).ok()?.checked_mul(unit);

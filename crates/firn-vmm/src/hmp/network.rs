@@ -1,11 +1,11 @@
-//! `info network`: cards, and their back ends below them.
+//! Parser of `info network`: network cards, each followed by its back ends.
 //!
 //! ```text
 //!   virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:15
 //!    \\ net: index=0,type=dgram,fd=12 unix
 //! ```
 
-/// The address of the card that has this back end.
+/// The MAC address of the card with this back end.
 pub fn parse_address(text: &str, netdev: &str) -> Option<[u8; 6]> {
     let mut card = None;
     for line in text.lines() {

@@ -1,6 +1,7 @@
-//! `info network`: the types of network back ends.
+//! Parser of `info network`: the types of network back ends.
 
-/// The type of each client that is no card, such as `tap` or `vhost-user`, with its name.
+/// The name and the type of each client that is not a card; the type is such as `tap` or
+/// `vhost-user`.
 pub fn parse_backends(text: &str) -> Vec<(String, String)> {
     text.lines().filter_map(backend).filter(|(_, kind)| kind != "nic").collect()
 }

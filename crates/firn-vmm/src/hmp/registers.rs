@@ -1,4 +1,4 @@
-//! `info registers -a`: the control registers of every vCPU, as far as paging needs them.
+//! Parser of `info registers -a`: the control registers of every vCPU, as far as paging needs them.
 //!
 //! ```text
 //!   CPU#0
@@ -12,24 +12,24 @@ use firn_types::{GuestPhys, VcpuId};
 
 use super::hex;
 
-/// The registers that say how a vCPU walks its page tables (Intel SDM volume 3, section 4.1).
+/// The registers that determine how a vCPU walks its page tables (Intel SDM volume 3, section 4.1).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VcpuRegisters {
     /// CR0; bit 31 turns paging on.
     pub cr0: u64,
     /// CR3: the root's address, with flags or an address-space number in the low 12 bits.
     pub cr3: u64,
-    /// CR4; bit 12 asks for five levels.
+    /// CR4; bit 12 selects five levels.
     pub cr4: u64,
-    /// EFER; bit 10 says that long mode is active.
+    /// EFER; bit 10 is set when long mode is active.
     pub efer: u64,
 }
 
-/// Bits of CR3 that are an address (Intel SDM volume 3, table 4-12).
+/// The address bits of CR3 (Intel SDM volume 3, table 4-12).
 const ROOT_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
 impl VcpuRegisters {
-    /// Where the top-level page table lies.
+    /// The address of the top-level page table.
     pub fn root(&self) -> GuestPhys {
         GuestPhys(self.cr3 & ROOT_ADDRESS)
     }
@@ -41,7 +41,7 @@ impl VcpuRegisters {
     }
 }
 
-/// Reads the registers of every vCPU. What is not printed stays zero.
+/// Parses the registers of every vCPU. Registers that are not printed stay zero.
 pub fn parse_registers(printed: &str) -> Vec<(VcpuId, VcpuRegisters)> {
     let mut vcpus: Vec<(VcpuId, VcpuRegisters)> = Vec::new();
     for line in printed.lines().map(str::trim) {

@@ -1,4 +1,4 @@
-//! Lines out of a byte stream, with a limit and a deadline.
+//! Reading of lines from a byte stream, with a length limit and a deadline.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -9,24 +9,25 @@ use rustix::net::RecvFlags;
 use super::error::QmpError;
 use crate::wait::readable;
 
-/// The longest line Firn reads from QEMU, in bytes. `query-named-block-nodes` of a VM with hundreds of disks and
-/// `info registers -a` of one with hundreds of vCPUs stay below a tenth of it.
+/// The maximum length of a line from QEMU, in bytes. `query-named-block-nodes` of a VM with
+/// hundreds of disks and `info registers -a` of one with hundreds of vCPUs stay below a tenth of
+/// it.
 pub const LINE_BYTES_MAX: usize = 16 << 20;
 
-/// How much is asked of the socket at once, in bytes.
+/// Maximum number of bytes per read from the socket.
 const READ_BYTES: usize = 64 << 10;
 
-/// What has been read and not yet handed out.
+/// A buffer of bytes that were received and have not been returned as lines.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
     buffer: Vec<u8>,
-    /// The line handed out last ends here; it is dropped when the next one is asked for.
+    /// The end of the line that was returned last. The next call removes that line.
     consumed: usize,
-    /// Up to here the buffer has been searched for a newline.
+    /// The end of the part of the buffer that was searched for a newline.
     searched: usize,
 }
 
-/// Why there is no next line.
+/// The reason why there is no next line.
 #[derive(Debug)]
 pub(super) enum End {
     Closed,

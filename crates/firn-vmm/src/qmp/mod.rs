@@ -1,4 +1,4 @@
-//! A small QMP client: one connection, one thread, every wait bounded.
+//! A small QMP client: one connection, one thread, a deadline for every wait.
 //!
 //! ```text
 //!   Firn                                   QEMU
@@ -11,8 +11,9 @@
 //!        <--- return, id 3 -----------------
 //! ```
 //!
-//! Every command carries an id, so that the late answer of a command that timed out is never taken for the answer of
-//! the next one. Events that arrive in between are kept, up to a limit, for [`Qmp::wait_event`].
+//! Every command carries an id, so that the late reply to a command that timed out is never taken
+//! for the reply to the next one. The client keeps events that arrive in between, up to a limit,
+//! for [`QmpClient::wait_event`].
 
 mod error;
 mod line;
@@ -41,10 +42,10 @@ pub use reply::{Event, Reply, ReplyError, parse_reply};
 use crate::wait::writable;
 use line::{End, Lines};
 
-/// Events kept for [`Qmp::wait_event`]; older ones are forgotten.
+/// Maximum number of events kept for [`QmpClient::wait_event`]; older ones are dropped.
 const EVENTS_MAX: usize = 256;
 
-/// How long to wait before looking again for a monitor socket that is not there yet.
+/// Interval between attempts to connect to a monitor socket that does not exist yet.
 const CONNECT_AGAIN: Duration = Duration::from_millis(2);
 
 /// A connection to QEMU's monitor.
@@ -55,27 +56,28 @@ pub struct Qmp {
     next_id: u64,
     events: VecDeque<Event>,
     timeout: Duration,
-    /// Why QEMU shuts down, if it has reported that.
+    /// The cause of QEMU's shutdown, if QEMU has reported one.
     shutdown: Option<String>,
     has_panicked: bool,
 }
 
-/// A command that was sent and whose answer is still to come.
+/// A command that was sent and whose reply has not been received.
 #[derive(Debug)]
-#[must_use = "its answer is still to come"]
+#[must_use = "its reply has not been received"]
 pub struct Sent {
     id: u64,
     command: String,
 }
 
 impl Qmp {
-    /// Connects to the monitor at `path` and negotiates. `timeout` bounds this and, later, each command.
+    /// Connects to the monitor at `path` and negotiates capabilities. `timeout` is the limit for
+    /// this and, later, for each command.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         Self::connect_started(path, timeout, || false)
     }
 
-    /// [`Self::connect`] to a QEMU that has just been started: while there is no socket yet and `alive` says that
-    /// there still may be one, it is tried again until `timeout` has passed.
+    /// [`Self::connect`] to a QEMU that has just been started: while there is no socket yet and
+    /// `alive` returns true, it retries until `timeout` has passed.
     pub fn connect_started(
         path: &Path,
         timeout: Duration,
@@ -85,13 +87,13 @@ impl Qmp {
         Self::negotiate(stream, timeout)
     }
 
-    /// Connects to the monitor at `path` and sends nothing: for a caller that looks at its peer first. Then follows
-    /// [`Self::negotiate`].
+    /// Connects to the monitor at `path` and sends nothing: for a caller that checks its peer
+    /// first, and then calls [`Self::negotiate`].
     pub fn open(path: &Path, timeout: Duration) -> Result<UnixStream, QmpError> {
         open(path, timeout, || false)
     }
 
-    /// Takes a socket that is connected to a monitor already, and negotiates.
+    /// Negotiates capabilities on a socket that is connected to a monitor already.
     pub fn negotiate(stream: UnixStream, timeout: Duration) -> Result<Self, QmpError> {
         let lines = Lines::default();
         let (shutdown, has_panicked, events) = (None, false, VecDeque::new());
@@ -108,12 +110,12 @@ impl Qmp {
         }
     }
 
-    /// How long each command may take.
+    /// The time limit for each command.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Changes how long each command may take.
+    /// Changes the time limit for each command.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -123,19 +125,19 @@ impl Qmp {
         self.stream.as_fd()
     }
 
-    /// Runs a command and returns its answer. `arguments` is an object, or `Null` for none.
+    /// Executes a command and returns its reply. `arguments` is an object, or `Null` for none.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let sent = self.send(command, arguments)?;
         self.answer(sent)
     }
 
-    /// Runs a command without arguments and reads its answer as `T`.
+    /// Executes a command without arguments and deserializes its reply as `T`.
     pub fn query<T: DeserializeOwned>(&mut self, command: &str) -> Result<T, QmpError> {
         let answer = self.execute(command, Value::Null)?;
         T::deserialize(answer).map_err(|error| QmpError::unexpected(command, error.to_string()))
     }
 
-    /// Runs a command that takes a file descriptor beside it (`getfd`, `add-fd`).
+    /// Executes a command with a file descriptor attached (`getfd`, `add-fd`).
     pub fn execute_with_fd(
         &mut self,
         command: &str,
@@ -146,12 +148,12 @@ impl Qmp {
         self.answer(sent)
     }
 
-    /// Gives QEMU a copy of `fd` under a name, for one later command that takes `fd:NAME`.
+    /// Gives QEMU a copy of `fd` with a name, for one later command with `fd:NAME`.
     pub fn send_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
         self.execute_with_fd("getfd", json!({ "fdname": name }), fd).map(drop)
     }
 
-    /// Runs a line of the human monitor and returns what it prints.
+    /// Executes a line of the human monitor and returns the printed text.
     pub fn hmp(&mut self, line: &str) -> Result<String, QmpError> {
         match self.execute("human-monitor-command", json!({ "command-line": line })) {
             Ok(Value::String(printed)) => Ok(printed),
@@ -160,7 +162,8 @@ impl Qmp {
         }
     }
 
-    /// Sends a command without waiting: what a pause wants is one write, then the answers.
+    /// Sends a command without waiting: in a pause, Firn writes all commands first, then reads the
+    /// replies.
     pub fn send(&mut self, command: &str, arguments: Value) -> Result<Sent, QmpError> {
         self.send_with(command, arguments, &[])
     }
@@ -187,12 +190,12 @@ impl Qmp {
         }
     }
 
-    /// Waits for the answer to a command that was sent.
+    /// Waits for the reply to a command that was sent.
     pub fn answer(&mut self, sent: Sent) -> Result<Value, QmpError> {
         self.answer_until(&sent, Instant::now() + self.timeout)
     }
 
-    /// The answer to a command that was sent, if it has come.
+    /// The reply to a command that was sent, if it has arrived.
     pub fn try_answer(&mut self, sent: &Sent) -> Result<Option<Value>, QmpError> {
         match self.answer_until(sent, Instant::now()) {
             Ok(value) => Ok(Some(value)),
@@ -213,13 +216,13 @@ impl Qmp {
                 Reply::Error { id: None, class, desc } => {
                     return Err(QmpError::Refused { command: command(), class, desc });
                 }
-                late => tracing::debug!(?late, "an answer nobody waits for"),
+                late => tracing::debug!(?late, "a reply that no command waits for"),
             }
         }
     }
 
-    /// Waits until an event of this name arrives for which `wanted` is true, and returns it. Events that came before
-    /// count, once each. `None` when `timeout` has passed.
+    /// Waits until an event of this name arrives for which `wanted` is true, and returns it. Events
+    /// that arrived earlier count, once each. `None` when `timeout` has passed.
     pub fn wait_event(
         &mut self,
         name: &str,
@@ -235,24 +238,24 @@ impl Qmp {
             match self.reply(name, deadline) {
                 Ok(Reply::Event(event)) if fits(&event) => return Ok(Some(event)),
                 Ok(Reply::Event(event)) => self.keep(event),
-                Ok(late) => tracing::debug!(?late, "an answer nobody waits for"),
+                Ok(late) => tracing::debug!(?late, "a reply that no command waits for"),
                 Err(QmpError::TimedOut { .. }) => return Ok(None),
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Takes the events that came so far.
+    /// Removes and returns the events that have arrived.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.events.drain(..).collect()
     }
 
-    /// When the last event of this name that was kept happened.
+    /// The time of the last event of this name among those kept.
     pub fn last(&self, name: &str) -> Option<Duration> {
         self.events.iter().rev().find(|event| event.name == name)?.at
     }
 
-    /// Why QEMU shuts down, in its own words (`ShutdownCause`); `None` if it has not reported that it does.
+    /// The cause of QEMU's shutdown, as its `ShutdownCause`; `None` if it has not reported one.
     pub fn shutdown_cause(&self) -> Option<&str> {
         self.shutdown.as_deref()
     }
@@ -262,7 +265,7 @@ impl Qmp {
         self.has_panicked
     }
 
-    /// Reads the events that have come, without waiting. A connection that is closed has no more.
+    /// Receives the events that have arrived, without waiting. A closed connection has no more.
     pub fn drain_events(&mut self) {
         while let Ok(reply) = self.reply("events", Instant::now()) {
             if let Reply::Event(event) = reply {
@@ -301,8 +304,8 @@ fn open(
         .map_err(|errno| QmpError::Connect { path: path.to_owned(), source: errno.into() })
 }
 
-/// Connects without ever blocking: a monitor whose backlog is full, because QEMU is stuck or has another client,
-/// answers `EAGAIN` to this and nothing at all to a plain `connect`.
+/// Connects without blocking. A monitor whose backlog is full, because QEMU is stuck or has another
+/// client, returns `EAGAIN` to this, and would block a plain `connect`.
 fn connect_stream(
     path: &Path,
     deadline: Instant,
@@ -325,8 +328,8 @@ fn connect_stream(
     }
 }
 
-/// Writes all of `bytes`; `fds` travel with the first of them. `false` when the deadline has passed. A dead peer is
-/// `EPIPE`, never a signal.
+/// Writes all of `bytes`; `fds` are sent with the first of them. `false` when the deadline has
+/// passed. A dead peer causes `EPIPE`, never a signal.
 fn write_all(
     stream: &UnixStream,
     mut bytes: &[u8],

@@ -1,7 +1,8 @@
-//! One line of QMP, read without trusting it.
+//! Parsing of one line of QMP as untrusted input.
 //!
-//! QEMU is the monitor's server, but a guest that broke out of its sandbox speaks through it too, and an attached
-//! path may belong to anything. So a line is bytes until it has become one of four things:
+//! QEMU is the monitor's server, but a guest that escaped from its sandbox can write to the monitor
+//! too, and the socket path of an attached VM may belong to any process. So a line is bytes until
+//! it has been parsed as one of four messages:
 //!
 //! ```text
 //!   {"QMP": {"version": ...}}                              greeting
@@ -17,7 +18,7 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 use thiserror::Error;
 
-/// What QEMU said in one line.
+/// A message from QEMU, in one line.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reply {
     /// The first line after connecting.
@@ -26,7 +27,7 @@ pub enum Reply {
     Return {
         /// The command's id; `None` if the command was sent without one.
         id: Option<u64>,
-        /// What it returned.
+        /// The returned value.
         value: Value,
     },
     /// A command failed.
@@ -35,10 +36,10 @@ pub enum Reply {
         id: Option<u64>,
         /// QEMU's error class, such as `GenericError` or `CommandNotFound`.
         class: String,
-        /// QEMU's own words.
+        /// QEMU's error message.
         desc: String,
     },
-    /// Something happened, unasked.
+    /// An event, which no command requested.
     Event(Event),
 }
 
@@ -49,11 +50,11 @@ pub struct Event {
     pub name: String,
     /// Its data; `Null` if it has none.
     pub data: Value,
-    /// When it happened by QEMU's clock, since 1970.
+    /// Its time by QEMU's clock, since 1970.
     pub at: Option<Duration>,
 }
 
-/// Why a line is not QMP.
+/// The reason why a line is not QMP.
 #[derive(Debug, Error)]
 pub enum ReplyError {
     /// It is not a JSON value.
@@ -61,7 +62,7 @@ pub enum ReplyError {
     Json {
         /// Length of the line.
         bytes: usize,
-        /// What the JSON parser found.
+        /// The error of the JSON parser.
         #[source]
         source: serde_json::Error,
     },
@@ -73,7 +74,7 @@ pub enum ReplyError {
     },
 }
 
-/// Reads one line, without its newline.
+/// Parses one line, without its newline.
 pub fn parse_reply(line: &[u8]) -> Result<Reply, ReplyError> {
     let bytes = line.len();
     let value =
@@ -99,7 +100,7 @@ fn shape(mut object: Map<String, Value>) -> Option<Reply> {
     object.contains_key("QMP").then_some(Reply::Greeting)
 }
 
-/// Both are -1 if QEMU could not tell the time.
+/// Parses a timestamp. Both numbers are -1 if QEMU could not read its clock.
 fn time(stamp: &Value) -> Option<Duration> {
     let part = |key: &str| stamp.get(key)?.as_u64();
     let micros = u32::try_from(part("microseconds")?).ok().filter(|&micros| micros < 1_000_000)?;

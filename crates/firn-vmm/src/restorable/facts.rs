@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::hmp;
 use crate::qmp::{Qmp, QmpError};
 
-/// The QOM containers of devices that a command line or a user made.
+/// The QOM containers of devices that a command line or a user created.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// The container of devices without an id.
@@ -33,7 +33,7 @@ pub struct BackendFacts {
     pub kind: String,
 }
 
-/// A read-only medium in a drive that allows to change it.
+/// A read-only medium in a drive whose medium can be changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MediumFacts {
     /// The drive.
@@ -45,7 +45,7 @@ pub struct MediumFacts {
 /// The state of a running QEMU, as far as a restore has to reproduce it by the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MachineFacts {
-    /// Devices that the command line or a user made.
+    /// Devices that the command line or a user created.
     pub devices: Vec<DeviceFacts>,
     /// Network back ends.
     pub backends: Vec<BackendFacts>,
@@ -59,7 +59,7 @@ pub struct MachineFacts {
     pub confidential_guest: Option<String>,
 }
 
-/// Asks a running QEMU. The VM may run meanwhile.
+/// Queries the facts from a running QEMU. The VM may run meanwhile.
 pub(crate) fn collect(qmp: &mut Qmp) -> Result<MachineFacts, QmpError> {
     let mut devices = Vec::new();
     for container in CONTAINERS {
@@ -82,7 +82,8 @@ pub(crate) fn collect(qmp: &mut Qmp) -> Result<MachineFacts, QmpError> {
     })
 }
 
-/// A property of a QOM object; `None` if this QEMU has no such property, or the object is gone.
+/// A property of a QOM object; `None` if this QEMU has no such property, or the object no longer
+/// exists.
 fn property(qmp: &mut Qmp, path: &str, property: &str) -> Result<Option<Value>, QmpError> {
     match qmp.execute("qom-get", json!({ "path": path, "property": property })) {
         Ok(value) => Ok(Some(value)),
@@ -91,7 +92,7 @@ fn property(qmp: &mut Qmp, path: &str, property: &str) -> Result<Option<Value>, 
     }
 }
 
-/// The devices in the answer to `qom-list`.
+/// The devices in the reply to `qom-list`.
 pub(super) fn parse_devices(container: &str, list: &Value) -> Vec<DeviceFacts> {
     let text = |item: &Value, key: &str| item.get(key).and_then(Value::as_str).map(String::from);
     let device = |item: &Value| {
@@ -109,7 +110,7 @@ fn backends(text: &str) -> Vec<BackendFacts> {
     backends.map(|(name, kind)| BackendFacts { name, kind }).collect()
 }
 
-/// The read-only media in the answer to `query-block`.
+/// The read-only media in the reply to `query-block`.
 pub(super) fn parse_media(blocks: &Value) -> Vec<MediumFacts> {
     let medium = |block: &Value| {
         let inserted = block.get("inserted")?;

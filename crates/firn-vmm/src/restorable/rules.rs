@@ -1,4 +1,4 @@
-//! From facts to obstacles. Pure.
+//! The rules that derive obstacles from facts, as a pure function.
 
 use std::path::Path;
 
@@ -6,18 +6,18 @@ use super::facts::{DeviceFacts, MachineFacts};
 use super::obstacle::{RestoreObstacle, UnseenKind};
 use crate::command_line::{self, CommandNeeds};
 
-/// The command lines of a running QEMU, and where it was started.
+/// The command lines of a running QEMU, and its start directory.
 #[derive(Clone, Copy, Debug)]
 pub struct CommandLines<'a> {
-    /// The one that a restore starts from.
+    /// The command line that a restore starts from.
     pub user: &'a [String],
-    /// The one that QEMU was started with.
+    /// The command line that QEMU was started with.
     pub actual: &'a [String],
-    /// Relative paths start here.
+    /// The directory that relative paths start from.
     pub directory: &'a Path,
 }
 
-/// The reasons for which a VM could not be restored; none if it could.
+/// The reasons why a VM could not be restored; none if it could.
 pub fn find_obstacles(lines: &CommandLines<'_>, facts: &MachineFacts) -> Vec<RestoreObstacle> {
     let needs = command_line::needs(lines.user);
     let mut obstacles = device_obstacles(facts);
@@ -31,7 +31,7 @@ pub fn find_obstacles(lines: &CommandLines<'_>, facts: &MachineFacts) -> Vec<Res
     obstacles.extend(confidential.map(|object| RestoreObstacle::Confidential { object }));
     let unusable = command_line::plan(lines.user).err().map(|error| error.to_string());
     let is_explained = || obstacles.iter().any(|it| matches!(it, RestoreObstacle::Unseen { .. }));
-    // The plan refuses some of the same devices.
+    // Planning refuses some of the same devices.
     match unusable {
         Some(reason) if !is_explained() => obstacles.push(RestoreObstacle::CommandLine { reason }),
         _ => {}

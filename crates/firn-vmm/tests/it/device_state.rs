@@ -1,4 +1,4 @@
-//! Device state out of one QEMU and into another that has the same RAM.
+//! Device state, saved from one QEMU and loaded into another with the same RAM.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -18,7 +18,7 @@ fn args(file: &OwnedFd, more: &str) -> Vec<String> {
     args
 }
 
-/// A VM whose firmware has run for a moment, stopped, with its device state.
+/// A stopped VM whose firmware has run for a moment, with its device state.
 fn stopped(file: &OwnedFd) -> (Qemu, Vm, Vec<u8>) {
     let qemu = Qemu::start(&args(file, "-serial null"));
     let mut vm = qemu.vm();
@@ -76,7 +76,8 @@ fn a_damaged_state_is_an_error_and_not_a_hang() {
     }
 }
 
-/// A Firn that died leaves a descriptor behind if another monitor keeps QEMU from noticing. The next one takes it back.
+/// A Firn process that died leaves a descriptor in QEMU if another monitor is connected. The
+/// next one removes it.
 #[test]
 fn what_a_dead_firn_left_is_taken_back() {
     need_qemu!();

@@ -22,7 +22,7 @@ impl Peer {
         let _ = self.stream.write_all(bytes);
     }
 
-    /// The next command; `None` when Firn has gone.
+    /// The next command; `None` when Firn has disconnected.
     fn command(&mut self) -> Option<Value> {
         let mut line = String::new();
         self.lines.read_line(&mut line).ok().filter(|&read| read > 0)?;
@@ -50,7 +50,7 @@ fn serve(script: impl FnOnce(Peer) + Send + 'static) -> (UnixStream, JoinHandle<
     (ours, std::thread::spawn(|| script(Peer { stream, lines })))
 }
 
-/// A connection that was negotiated, to a QEMU that goes on with `script`.
+/// A negotiated connection to a QEMU that then runs `script`.
 fn greeted(script: impl FnOnce(Peer) + Send + 'static) -> Qmp {
     let (stream, _thread) = serve(|mut peer| {
         peer.greet();
@@ -59,7 +59,7 @@ fn greeted(script: impl FnOnce(Peer) + Send + 'static) -> Qmp {
     Qmp::negotiate(stream, PATIENCE).unwrap()
 }
 
-/// A VM whose QEMU answers commands by `answer`.
+/// A VM whose QEMU replies to commands with `answer`.
 fn vm(answer: impl Fn(&str, &Value) -> Value + Send + 'static) -> Vm {
     let qmp = greeted(move |mut peer| {
         while let Some(command) = peer.command() {
@@ -106,7 +106,7 @@ fn a_full_backlog_does_not_block_for_ever() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
     let _listener = UnixListener::bind(&path).unwrap();
-    // The standard library asks for the largest backlog; a second listen() makes it QEMU's.
+    // The standard library sets the largest backlog; a second listen() sets QEMU's.
     rustix::net::listen(&_listener, 1).unwrap();
     let waiting: Vec<UnixStream> = (0..2).map(|_| UnixStream::connect(&path).unwrap()).collect();
     let error = quickly(|| Qmp::connect(&path, PATIENCE)).unwrap_err();
@@ -280,7 +280,7 @@ fn answers_of_the_wrong_shape_name_their_command() {
     }
 }
 
-/// A QEMU with one backend of 1 MiB, as seen through the given flat view.
+/// A QEMU with one backend of 1 MiB, which the given flat view shows.
 fn vm_with(size: u64, mtree: &'static str, hva: &'static str) -> Vm {
     vm(move |command, arguments| match command {
         "query-memdev" => json!([{ "id": "ram", "size": size, "share": true }]),
@@ -325,7 +325,7 @@ fn a_save_that_writes_nothing_is_an_error() {
     assert!(matches!(error, DeviceStateError::Size { bytes: 0 }), "{error:?}");
 }
 
-/// A QEMU that gets a pipe, and then does this with the command to save to it.
+/// A QEMU that receives a pipe, and handles the command to save to it with `does`.
 fn asked_to_hold(reply: Option<Value>) -> Vm {
     let qmp = greeted(move |mut peer| {
         while let Some(command) = peer.command() {

@@ -11,11 +11,11 @@ use crate::need_qemu;
 use crate::qemu::{Qemu, backend, inherited_memfd, words};
 
 const MIB: u64 = 1 << 20;
-/// How long a VM is held: longer than QEMU takes by itself.
+/// The length of the pause: longer than QEMU takes by itself.
 const HOLD: Duration = Duration::from_millis(200);
-/// Tells the child of a test which VM to hold.
+/// The variable that gives the child of a test the VM to pause.
 const MONITOR: &str = "FIRN_TEST_MONITOR";
-/// What it says when it does.
+/// The child's output when it has paused the VM.
 const HELD: &str = "the VM is held";
 const INCOMING: &str = "-S -incoming defer -global migration.send-configuration=off";
 
@@ -28,7 +28,7 @@ fn start(file: &OwnedFd, more: &str) -> (Qemu, Vm) {
     (qemu, vm)
 }
 
-/// A VM whose firmware runs.
+/// A VM that runs its firmware.
 fn running(file: &OwnedFd) -> (Qemu, Vm) {
     let (qemu, vm) = start(file, "");
     std::thread::sleep(Duration::from_secs(1));
@@ -168,7 +168,7 @@ fn a_vm_that_is_let_go_of_goes_on() {
     assert!(vm.status().unwrap().running);
     vm.finish_save().unwrap();
     assert_eq!(open(), before, "QEMU has closed its end");
-    // Nothing is left of it.
+    // No descriptor of the pipe is left, and the next pause works.
     let state = vm.hold().unwrap().unwrap().release().unwrap().device_state;
     assert!(state.len() > 4096);
     vm.finish_save().unwrap();

@@ -1,4 +1,4 @@
-//! Layouts of real machines: sizes, the PCI hole, several backends, private RAM.
+//! Memory layouts of real VMs: sizes, the PCI hole, several backends, private RAM.
 
 use std::os::fd::OwnedFd;
 
@@ -10,7 +10,7 @@ use crate::qemu::{Qemu, backend, inherited_memfd, words};
 
 const MIB: u64 = 1 << 20;
 
-/// A machine of one backend, its layout and its RAM file.
+/// A VM with one backend, its layout and its RAM file.
 fn machine(machine: &str, bytes: u64) -> (Qemu, Layout, OwnedFd) {
     let file = inherited_memfd(bytes);
     let mut args = backend("ram", bytes, &file);
@@ -20,7 +20,8 @@ fn machine(machine: &str, bytes: u64) -> (Qemu, Layout, OwnedFd) {
     (qemu, layout, file)
 }
 
-/// Every location is the start of a mapping in the process that is as long as its region.
+/// Checks that every region's address is the start of a mapping in the process that is as long as
+/// the region.
 fn check_locations(qemu: &Qemu, layout: &Layout) {
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", qemu.pid())).unwrap();
     for (region, location) in layout.map.regions().iter().zip(&layout.locations) {
@@ -30,7 +31,8 @@ fn check_locations(qemu: &Qemu, layout: &Layout) {
     }
 }
 
-/// RAM below the hole starts at 0 and RAM above it at 4 GiB; together they are all of it but the VGA window.
+/// RAM below the hole starts at 0 and RAM above it at 4 GiB; together they are all of it but the
+/// VGA window.
 fn check_spans(layout: &Layout, ram_bytes: u64) {
     assert_eq!(layout.map.ram_bytes(), ram_bytes);
     assert_eq!(layout.map.page_at(GuestPhys(0)), Some(Page(0)));
@@ -121,7 +123,8 @@ fn memory_beside_ram_is_listed() {
     assert_eq!(video.bytes, 16 * MIB);
 }
 
-/// The firmware of `microvm` can be written to where the guest sees it below 1 MiB, so it is not read-only memory.
+/// The guest can write to the firmware of `microvm` at its addresses below 1 MiB, so it is not
+/// read-only memory.
 #[test]
 fn firmware_that_the_guest_can_write_is_not_rebuilt() {
     need_qemu!();

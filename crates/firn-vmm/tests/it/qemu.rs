@@ -13,7 +13,7 @@ pub fn binary() -> String {
     std::env::var("FIRN_QEMU").unwrap_or_else(|_| "qemu-system-x86_64".into())
 }
 
-/// Skips a test where there is no QEMU, and says so.
+/// Skips a test where there is no QEMU, and prints that.
 #[macro_export]
 macro_rules! need_qemu {
     () => {
@@ -63,7 +63,7 @@ impl Qemu {
         Self { child, dir }
     }
 
-    /// Where its monitor is.
+    /// The path of its monitor socket.
     pub fn monitor(&self) -> PathBuf {
         self.dir.path().join("qmp")
     }

@@ -1,4 +1,4 @@
-//! A VM from its owner's command line: run, saved, and gone on with in another QEMU.
+//! A VM from its owner's command line: started, saved, and continued in another QEMU.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -87,7 +87,7 @@ fn ram_file(bytes: u64) -> OwnedFd {
     file
 }
 
-/// Lets the guest count, moves it to another QEMU, and sees whether it counts on.
+/// Lets the guest count, moves it to another QEMU, and checks that it continues to count.
 fn counts_on(more: &str) {
     let home = Home::new(more);
     let mut first = home.run();

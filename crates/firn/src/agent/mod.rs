@@ -7,7 +7,7 @@ use crate::output::Output;
 
 mod status;
 
-/// Ask this host's agent about other hosts.
+/// Query this host's agent about other hosts.
 #[derive(Debug, ClapArgs)]
 pub struct Args {
     #[command(subcommand)]

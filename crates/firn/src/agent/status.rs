@@ -11,10 +11,10 @@ use firn_types::printable;
 use crate::output::{Output, table};
 use crate::units;
 
-/// Show which hosts are there, the VMs that each runs or stands by for, and this host's networks.
+/// Show the hosts, the VMs that each host runs or is a standby for, and this host's networks.
 ///
-/// A host that has not answered for two seconds is suspected, after five it is lost. Nothing is run elsewhere by itself: where a
-/// standby's primary seems to be gone, it is said what to do.
+/// A host that has not answered for two seconds is suspected, after five it is lost. This command
+/// starts no VM: where a standby's primary seems to be lost, it shows what to do.
 ///
 /// Examples:
 ///   firn agent status
@@ -28,7 +28,7 @@ impl Args {
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
         let cluster = client::cluster(&base)
-            .map_err(|failure| failure.while_doing("can't ask this host's agent"))?;
+            .map_err(|failure| failure.while_doing("cannot query this host's agent"))?;
         out.facts(&cluster, || describe(&cluster))
     }
 }
@@ -96,7 +96,7 @@ fn networks(networks: &[NetworkView]) -> Vec<Vec<String>> {
     [heading.map(str::to_owned).to_vec()].into_iter().chain(rows).collect()
 }
 
-/// With whom, and how far.
+/// The peer of a VM, and its newest committed epoch.
 fn epochs(vm: &VmView) -> String {
     let backup = vm.backup.as_ref().map(|host| format!("to {host}"));
     let primary = vm.primary.as_ref().map(|host| format!("from {host}"));

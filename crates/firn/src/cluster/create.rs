@@ -9,20 +9,21 @@ use firn_supervisor::{Failure, VmName};
 
 use crate::output::Output;
 
-/// Have VMs of other hosts fail over together, to this host.
+/// Make VMs of other hosts a virtual cluster, which fails over as one to this host.
 ///
-/// Run it on the host that is to keep their copies; none of them may run there. Each of them has one network card of Firn's,
-/// `-netdev firn,id=ID,network=NAME`, and no other, and all are at the same network (`firn-agent --help`). Whoever is not named here is
-/// outside. Nothing is protected yet.
+/// Run this on the host that is to be the backup of all these VMs; none of them may run there. Each
+/// VM has one network card of Firn's, `-netdev firn,id=ID,network=NAME`, and no other, and all are
+/// on the same network (`firn-agent --help`). A VM that is not named here is outside of the
+/// cluster. Nothing is protected yet.
 ///
 /// Example:
 ///   firn cluster create shop --vm web@host1 --vm db@host2
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
-    /// What they are called together.
+    /// The name of the cluster.
     name: VmName,
-    /// One of them, and the host that it runs on; without a host it is looked for.
+    /// A VM, and the host that it runs on; without a host, the command finds it.
     #[arg(long = "vm", value_name = "VM[@HOST]", required = true, value_parser = vm)]
     vms: Vec<(VmName, Option<HostName>)>,
 }

@@ -11,10 +11,12 @@ use crate::output::Output;
 
 /// Free the name of a cluster, or of a protected VM, whose hosts are all gone.
 ///
-/// Where hosts agree who may run what, a record says where the VMs of a cluster run, or one VM that `firn protect` protects. When a host
-/// and the one that has its copies are lost together, or power is cut at all hosts, nobody changes that record any more. This ends it,
-/// from any host. It is refused while a host that the record names holds a lease, has one of the VMs, or does not list its VMs. A VM
-/// that comes back after that is ended by its host. It prints what it rests on: each host, and why nothing runs there.
+/// Where hosts have consensus, a record holds where the VMs of a cluster run, or one VM that `firn
+/// protect` protects. When a host and its backup are lost at the same time, or power fails at all
+/// hosts, no host changes that record any more. This command ends the record, from any host. It is
+/// refused while a host that the record names holds a lease, has one of the VMs, or does not list
+/// its VMs. If a VM comes back after that, its host ends it. The command prints its grounds: each
+/// host, and why no VM runs there.
 ///
 /// Examples:
 ///   firn cluster status

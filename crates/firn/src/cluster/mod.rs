@@ -10,10 +10,10 @@ mod forget;
 mod status;
 mod verbs;
 
-/// Protect several VMs together, and ask what hosts agree on.
+/// Protect several VMs as one virtual cluster, and show what the hosts' consensus records.
 ///
-/// All verbs are for the host that keeps the copies, where the cluster was made; where hosts agree, `protect` is for any other as well, and
-/// `forget` for every host.
+/// All verbs are for the backup host, where the cluster was made. Where hosts have consensus, any
+/// other host may run `protect` as well, and every host may run `forget`.
 #[derive(Debug, ClapArgs)]
 pub struct Args {
     #[command(subcommand)]

@@ -14,11 +14,11 @@ use super::verbs::marks;
 use crate::output::{Output, table};
 use crate::units;
 
-/// Show the clusters that this host keeps the copies of, and what hosts agree on: who leads, where the VMs of each cluster are, and which
-/// hosts hold a lease.
+/// Show the clusters that this host is the backup of, and the hosts' consensus: its leader, the
+/// hosts of each cluster's VMs, and the hosts that hold a lease.
 ///
-/// A host with a number is the agent of that host from one start to the next. A fenced host may still send in an older timeline;
-/// while there is one, none of the cluster's VMs runs.
+/// A host with a number is the agent of that host from one start to the next. A fenced host may
+/// still send in an older generation; while there is one, none of the cluster's VMs runs.
 ///
 /// Examples:
 ///   firn cluster status
@@ -32,10 +32,10 @@ impl Args {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         let base = crate::hidden::runtime_dir()?;
-        let doing = |failure: Failure| failure.while_doing("can't ask this host's agent");
+        let doing = |failure: Failure| failure.while_doing("cannot query this host's agent");
         let kept: Vec<Record> =
             clusters(&base, Method::GET, CLUSTERS, None::<&()>).map_err(doing)?;
-        // A host that keeps clusters need not agree with others on anything.
+        // A host that is a backup of clusters need not take part in consensus.
         let agreed = match client::membership(&base) {
             Err(failure) if kept.is_empty() => return Err(doing(failure)),
             agreed => agreed.ok(),
@@ -66,7 +66,7 @@ fn kept(record: &Record) -> String {
     let state = match record.state {
         State::Made => "not protected",
         State::Protected => "protected",
-        State::FailingOver => "being run here: `firn cluster failover` again goes on",
+        State::FailingOver => "failing over to this host: repeat `firn cluster failover` to finish",
         State::FailedOver => "failed over",
     };
     let mut text = format!("{}: {state}; {}\n{}", record.name, vms.join(", "), marks(record));
@@ -77,7 +77,7 @@ fn kept(record: &Record) -> String {
 }
 
 fn describe(view: &MembershipView) -> String {
-    let leader = view.leader.as_deref().unwrap_or("nobody");
+    let leader = view.leader.as_deref().unwrap_or("none");
     let lease = units::seconds(view.lease_ms / 1000);
     let mut text =
         format!("{}: {}\nleader: {leader}\nlease: {lease}\n", view.kind, view.servers.join(", "));

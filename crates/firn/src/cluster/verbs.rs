@@ -10,13 +10,15 @@ use firn_supervisor::{Failure, VmName};
 
 use crate::output::Output;
 
-/// Protect all VMs of a cluster by this host, and mark them together.
+/// Protect all VMs of a cluster by this host, with common global checkpoints.
 ///
-/// Each is protected as by `firn protect`. All the while global checkpoints are made: an epoch of each VM, together one state in which
-/// no VM has received what another has not sent. What a VM sends to another waits until its own epoch is here; what it sends to anybody
-/// else, until a global checkpoint has it. So until all are here, nobody outside hears of any. Returns when there is a global checkpoint.
-/// Where hosts agree who may run what, they fail over to this host by themselves from then on, and any host that none of them runs on
-/// can protect them after that.
+/// Each VM is protected as by `firn protect`. All the time, global checkpoints are made: an epoch
+/// of each VM, which together are one consistent state, in which no VM has received a frame that
+/// another has not sent. A frame from a VM to another waits until the sender's epoch is here; a
+/// frame to any host outside waits until a global checkpoint includes it. So until all VMs are
+/// protected, none of their output leaves. The command returns when there is a global checkpoint.
+/// Where hosts have consensus, the VMs fail over to this host automatically from then on, and any
+/// host that runs none of them can protect them after that.
 ///
 /// Example:
 ///   firn cluster protect shop --interval 50ms
@@ -32,7 +34,8 @@ pub struct Protect {
 
 /// Make a global checkpoint of a cluster now.
 ///
-/// Prints its number and each VM's epoch. It is what a failover goes back to, until the next.
+/// Prints its number and each VM's epoch. Until the next global checkpoint, a failover returns to
+/// this one.
 ///
 /// Example:
 ///   firn cluster checkpoint shop --json
@@ -45,10 +48,11 @@ pub struct Checkpoint {
 
 /// Run all VMs of a cluster on this host, from the newest global checkpoint.
 ///
-/// What they had sent each other and not received by then is sent again: nothing between them is lost. Where hosts agree who may run what
-/// ([membership] of firn-agent), they do so first, and nobody is heard twice; it is done without being asked for when a host is lost. Where
-/// they don't, make sure first that none of the VMs runs anywhere else: nobody looks after that for you. One that is cut short can be asked
-/// for again.
+/// Frames that the VMs had sent each other and not received by then are sent again: nothing between
+/// them is lost. Where hosts have consensus ([membership] of firn-agent), they change the record
+/// first, so that no VM sends from two hosts; when a host is lost, the failover happens
+/// automatically. Where they have no consensus, make sure first that none of the VMs runs on
+/// another host: Firn cannot check that. If the command is interrupted, it can be repeated.
 ///
 /// Example:
 ///   firn cluster failover shop
@@ -59,12 +63,11 @@ pub struct Failover {
     name: VmName,
 }
 
-/// Protect the VMs of a cluster no longer; they run on where they are.
+/// End the protection of a cluster; its VMs continue to run where they are.
 ///
-/// Nobody goes back to its checkpoints from then on: the copies here agree that they never run, and what was held leaves. Where a copy
-/// is out of reach, ask again, or `firn release VM` on its host says that it never runs.
-///
-/// Example:
+/// No VM goes back to a checkpoint of the cluster from then on: the standbys here confirm that they
+/// never run, and buffered output leaves. If a standby cannot be reached, repeat the command, or
+/// run `firn release VM` on its host, which declares that the standby never runs. Example:
 ///   firn cluster release shop
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
@@ -104,7 +107,7 @@ impl Release {
     /// Runs the verb.
     pub fn run(&self, out: Output) -> Result<(), Failure> {
         ask(out, &self.name, "release", None, |record| {
-            format!("the VMs of {} run on, and are not protected any more\n", record.name)
+            format!("the VMs of {} continue to run, and are not protected any more\n", record.name)
         })
     }
 }
@@ -123,7 +126,7 @@ fn ask(
     out.facts(&record, || describe(&record))
 }
 
-/// The newest global checkpoint.
+/// The newest global checkpoint: its number, and the epoch of each VM.
 pub fn marks(record: &Record) -> String {
     let Some(checkpoint) = &record.checkpoint else { return String::new() };
     let marks = record.marks().map(|(placed, epoch)| format!("{} at {epoch}", placed.vm));

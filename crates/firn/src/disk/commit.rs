@@ -5,11 +5,12 @@ use firn_supervisor::{Failure, Request, VmName};
 
 use crate::output::Output;
 
-/// Return a VM to its disks' own files, while it runs.
+/// Return a running VM to its disks' own files.
 ///
-/// After a checkpoint a VM writes to a layer over its disk's file, which belongs to the image. When no image needs the file
-/// and the layers any more (`firn image rm`), this merges them into the file, and the VM writes to that again: its own
-/// command line starts it on its newest state. The VM is paused for some milliseconds at the end.
+/// After a checkpoint a VM writes to a layer on top of its disk's file, which belongs to the image.
+/// When no image needs the file and the layers any more (`firn image rm`), this command merges them
+/// into the file, and the VM writes to that file again: then its own command line starts it on its
+/// newest state. The VM is paused for some milliseconds at the end.
 ///
 /// Example:
 ///   firn disk commit web

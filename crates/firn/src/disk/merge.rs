@@ -5,9 +5,10 @@ use firn_supervisor::{Failure, Request, VmName};
 
 use crate::output::Output;
 
-/// Merge the layers of a VM's disks that no image needs, while it runs.
+/// Merge the disk layers of a running VM that no image needs.
 ///
-/// `firn checkpoint --every` does this by itself, and so does a checkpoint of a VM with many layers.
+/// `firn checkpoint --every` does this automatically, and so does a checkpoint of a VM with many
+/// layers.
 ///
 /// Example:
 ///   firn disk merge web

@@ -32,7 +32,7 @@ impl Args {
     }
 }
 
-/// Asks a VM's supervisor for a merge, showing progress.
+/// Requests a merge from a VM's supervisor, and shows its progress.
 fn merge(name: &VmName, request: &Request) -> Result<serde_json::Value, Failure> {
     let base = crate::hidden::runtime_dir()?;
     let mut bar = Bar::new();

@@ -1,4 +1,4 @@
-//! Finding out what a host has. What it means is for [`super::findings`].
+//! Collection of facts about a host. [`super::findings`] judges them.
 
 use std::fs;
 use std::path::Path;
@@ -9,18 +9,19 @@ use firn_supervisor::RuntimeDir;
 
 use super::kvm::{self, Kvm};
 
-/// What a host has.
+/// Facts about a host.
 #[derive(Clone, Debug)]
 pub struct Facts {
     /// `uname -r`.
     pub kernel: String,
-    /// What userfaultfd can do, or why it can't be used.
+    /// The features of userfaultfd, or why it cannot be used.
     pub userfaultfd: Result<Userfaultfd, String>,
     /// Whether this user may trace any process (`CAP_SYS_PTRACE`).
     pub cap_sys_ptrace: bool,
     /// `kernel.yama.ptrace_scope`; `None` without yama.
     pub ptrace_scope: Option<u8>,
-    /// How this user comes to a userfaultfd that reports faults inside the kernel, or why by no way.
+    /// The method by which this user gets a userfaultfd that reports faults inside the kernel, or
+    /// why there is none.
     pub kernel_faults: Result<UserfaultfdAccess, String>,
     /// Whether `/dev/shm` is a directory that this user can write to.
     pub shm: bool,
@@ -34,16 +35,16 @@ pub struct Facts {
     pub runtime_dir: Result<String, String>,
 }
 
-/// What userfaultfd can do beyond what Firn needs everywhere.
+/// The features of userfaultfd beyond those that Firn needs everywhere.
 #[derive(Clone, Copy, Debug)]
 pub struct Userfaultfd {
     /// A minor fault can be answered with a page that stays write-protected.
     pub resume_protected: bool,
-    /// Writes can be remembered, and found by `PAGEMAP_SCAN`.
+    /// The kernel can remember writes, and `PAGEMAP_SCAN` finds them.
     pub write_protect_async: bool,
 }
 
-/// Looks at this host. KVM is tried with `kernel`, or the host's own.
+/// Collects the facts about this host. KVM is tried with `kernel`, or the host's own.
 pub fn collect(qemu: &str, kernel: Option<&Path>) -> Facts {
     Facts {
         kernel: read("/proc/sys/kernel/osrelease").unwrap_or_default(),
@@ -86,7 +87,7 @@ fn is_writable(directory: &Path) -> bool {
     rustix::fs::access(directory, rustix::fs::Access::WRITE_OK).is_ok()
 }
 
-/// The first line that a program says about its version.
+/// The first line of a program's version output.
 fn version(program: &str) -> Result<String, String> {
     let said = Command::new(program)
         .arg("--version")
@@ -96,7 +97,7 @@ fn version(program: &str) -> Result<String, String> {
     let text = String::from_utf8_lossy(&said.stdout);
     match text.lines().next() {
         Some(line) if said.status.success() => Ok(line.to_owned()),
-        _ => Err(format!("{program} --version says nothing ({})", said.status)),
+        _ => Err(format!("{program} --version prints nothing ({})", said.status)),
     }
 }
 

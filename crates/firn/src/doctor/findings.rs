@@ -1,4 +1,4 @@
-//! What it means for Firn that a host has, or lacks, something. Pure.
+//! The consequences for Firn of a host's facts. Pure.
 
 use firn_memory::UserfaultfdAccess;
 use serde::Serialize;
@@ -7,38 +7,38 @@ use super::facts::{Facts, Userfaultfd};
 use super::kernel_boot::KernelBoot;
 use super::kvm::Kvm;
 
-/// How good something is.
+/// The grade of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Grade {
-    /// As it should be.
+    /// As Firn needs it.
     Good,
-    /// Something is slower, or does not work in some cases.
+    /// Firn is slower, or does not work in some cases.
     Lesser,
-    /// Firn can't do without.
+    /// Firn does not work without it.
     Missing,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What.
+    /// The subject of the check.
     pub what: &'static str,
-    /// How good it is.
+    /// Its grade.
     pub grade: Grade,
-    /// What there is.
+    /// The state that was found.
     pub found: String,
-    /// What follows; empty if nothing.
+    /// The consequence; empty if there is none.
     pub consequence: String,
 }
 
-/// Linux with everything that Firn can't do without.
+/// The first Linux with everything that Firn needs.
 const KERNEL_MIN: (u32, u32) = (6, 1);
 
-/// Linux with everything that makes it faster.
+/// The first Linux with everything that makes Firn faster.
 const KERNEL_BEST: (u32, u32) = (6, 7);
 
-/// QEMU that Firn is tested with; older ones may do.
+/// The first QEMU that Firn is tested with; older ones may work.
 const QEMU_MIN: (u32, u32) = (7, 2);
 
 /// Judges a host.
@@ -66,7 +66,8 @@ fn finding(
     Finding { what, grade, found: found.into(), consequence: consequence.to_owned() }
 }
 
-/// The first two numbers in a text, such as those of `6.1.0-28-amd64` or `QEMU emulator version 7.2.22`.
+/// The first two numbers in a text, such as those of `6.1.0-28-amd64` or `QEMU emulator version
+/// 7.2.22`.
 fn version(text: &str) -> Option<(u32, u32)> {
     let start = text.find(|c: char| c.is_ascii_digit())?;
     let mut numbers = text[start..].split(|c: char| !c.is_ascii_digit());
@@ -79,7 +80,7 @@ fn kernel(facts: &Facts) -> Finding {
         Some(version) if version >= KERNEL_BEST => (Grade::Good, ""),
         Some(version) if version >= KERNEL_MIN => (
             Grade::Lesser,
-            "before 6.7 write-protection costs a fault per page: saves slow the guest more",
+            "before 6.7 write protection costs a fault per page: saves slow the guest more",
         ),
         _ => (Grade::Missing, "Linux 6.1 or newer is needed"),
     };
@@ -97,7 +98,7 @@ fn userfaultfd(facts: &Facts) -> Finding {
             finding("userfaultfd", Grade::Lesser, "missing, minor and write-protect faults", less)
         }
         Err(why) => {
-            let none = "VMs can be neither saved while they run nor restored lazily";
+            let none = "running VMs cannot be saved, and VMs cannot be restored lazily";
             finding("userfaultfd", Grade::Missing, why.clone(), none)
         }
     }
@@ -105,9 +106,9 @@ fn userfaultfd(facts: &Facts) -> Finding {
 
 fn pagemap_scan(facts: &Facts) -> Finding {
     match matches!(facts.userfaultfd, Ok(Userfaultfd { write_protect_async: true, .. })) {
-        true => finding("PAGEMAP_SCAN", Grade::Good, "there", ""),
+        true => finding("PAGEMAP_SCAN", Grade::Good, "available", ""),
         false => {
-            let slower = "written pages are found by their faults: the guest is slowed more while a save begins";
+            let slower = "written pages are found by their faults: the beginning of a save slows the guest more";
             finding("PAGEMAP_SCAN", Grade::Lesser, "not in this kernel", slower)
         }
     }
@@ -135,7 +136,8 @@ fn ptrace(facts: &Facts) -> Finding {
     }
 }
 
-/// Faults taken inside the kernel, such as by `read(2)` into guest memory, must reach Firn as well.
+/// Faults that happen inside the kernel, such as by `read(2)` into guest memory, must reach Firn as
+/// well.
 fn kernel_faults(facts: &Facts) -> Finding {
     const WHAT: &str = "faults in the kernel";
     match &facts.kernel_faults {
@@ -156,8 +158,8 @@ fn shared_memory(facts: &Facts) -> Finding {
     match facts.shm {
         true => finding("/dev/shm", Grade::Good, "writable", ""),
         false => {
-            let less = "VMs that `firn run` starts need none; one to attach to may";
-            finding("/dev/shm", Grade::Lesser, "not there, or not writable", less)
+            let less = "VMs that `firn run` starts do not need it; a VM to attach to may";
+            finding("/dev/shm", Grade::Lesser, "missing, or not writable", less)
         }
     }
 }
@@ -165,7 +167,7 @@ fn shared_memory(facts: &Facts) -> Finding {
 fn qemu(facts: &Facts) -> Finding {
     match &facts.qemu {
         Err(why) => {
-            finding("QEMU", Grade::Missing, why.clone(), "there is nothing to run VMs with")
+            finding("QEMU", Grade::Missing, why.clone(), "there is no program to run VMs")
         }
         Ok(line) if version(line).is_some_and(|version| version >= QEMU_MIN) => {
             finding("QEMU", Grade::Good, line.clone(), "")
@@ -180,11 +182,11 @@ fn kvm(facts: &Facts) -> Finding {
     match &facts.kvm {
         Kvm::RunsFirmware(boot) => kernel_boot(boot),
         Kvm::NoDevice => {
-            finding("KVM", Grade::Lesser, "no /dev/kvm", "guests run under TCG, far slower")
+            finding("KVM", Grade::Lesser, "no /dev/kvm", "guests run under TCG, much slower")
         }
         Kvm::Fails(why) => {
-            let found = format!("/dev/kvm is there but runs no guest ({why})");
-            finding("KVM", Grade::Lesser, found, "use -accel tcg; guests run far slower")
+            let found = format!("/dev/kvm exists but runs no guest ({why})");
+            finding("KVM", Grade::Lesser, found, "use -accel tcg; guests run much slower")
         }
         Kvm::Unknown(why) => finding("KVM", Grade::Lesser, format!("not tried: {why}"), ""),
     }
@@ -197,7 +199,7 @@ fn kernel_boot(boot: &KernelBoot) -> Finding {
         }
         KernelBoot::Fails(kernel) => {
             let found =
-                format!("runs firmware, but does not boot {}, as TCG does", kernel.display());
+                format!("runs firmware, but does not boot {}, which TCG does", kernel.display());
             let less = "use -accel tcg; a VM with KVM would be shown as running, its console dead";
             finding("KVM", Grade::Lesser, found, less)
         }

@@ -1,9 +1,10 @@
-//! Whether KVM runs a guest: found out by running two.
+//! A check whether KVM runs a guest, by running two.
 //!
-//! There are hosts where `/dev/kvm` exists, opens, and even runs sixteen-bit code, but no ordinary guest; and hosts where a small
-//! guest runs, but no kernel. A kernel comes second ([`kernel_boot`]). First the
-//! smallest guest is tried that does what ordinary ones need: a firmware of 64 KiB that goes from reset to 64-bit mode with
-//! paging, works for a moment, and writes to a debug port, which ends QEMU with an exit code that nothing else gives.
+//! On some hosts `/dev/kvm` exists, opens, and even runs 16-bit code, but no ordinary guest; on
+//! others a small guest runs, but no kernel. The check of a kernel comes second ([`kernel_boot`]).
+//! First Firn tries the smallest guest that does what ordinary ones need: a firmware of 64 KiB that
+//! switches from reset to 64-bit mode with paging, works for a moment, and writes to a debug port,
+//! which ends QEMU with an exit code that it has in no other case.
 //!
 //! ```text
 //!   0x1000, 0x2000, 0x3000   page tables: the first 2 MiB, one to one
@@ -26,7 +27,7 @@ use super::kernel_boot::{self, KernelBoot};
 
 const FIRMWARE_BYTES: usize = 64 << 10;
 
-/// Where the firmware is in the guest.
+/// The address of the firmware in the guest.
 const FIRMWARE_AT: u64 = 0xf_0000;
 
 /// In Intel's notation; the far jump changes from 16-bit to 64-bit code.
@@ -47,26 +48,26 @@ const CODE: &[u8] = &[
     0xf4, // hlt
 ];
 
-/// The debug port makes 2n + 1 of what is written to it.
+/// The debug port ends QEMU with exit code 2n + 1 for a written n.
 const EXIT_CODE: i32 = 2 * 0x2a + 1;
 
-/// How long the guest may take. It takes some 100 ms, most of them QEMU's own start.
+/// The time that the guest may take. It takes some 100 ms, most of it for QEMU's own start.
 const WAIT: Duration = Duration::from_secs(4);
 
 /// Whether KVM can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kvm {
-    /// It runs firmware; whether it boots a kernel, the second says.
+    /// It runs firmware; the value holds whether it boots a kernel.
     RunsFirmware(KernelBoot),
-    /// There is none.
+    /// There is no `/dev/kvm`.
     NoDevice,
-    /// There is one, but the guest did not run.
+    /// There is one, but the guest did not run, for this reason.
     Fails(String),
-    /// It could not be tried.
+    /// It could not be tried, for this reason.
     Unknown(String),
 }
 
-/// Tries, with this kernel or the host's own.
+/// Tries KVM, with this kernel or the host's own.
 pub fn probe(qemu: &str, kernel: Option<&Path>) -> Kvm {
     if !Path::new("/dev/kvm").exists() {
         return Kvm::NoDevice;
@@ -78,7 +79,7 @@ pub fn probe(qemu: &str, kernel: Option<&Path>) -> Kvm {
     }
 }
 
-/// Runs the guest; says why it did not run, if so.
+/// Runs the guest; returns the reason if it did not run.
 fn run(qemu: &str, accel: &str) -> io::Result<Option<String>> {
     let mut firmware = NamedTempFile::new()?;
     firmware.write_all(&image())?;
@@ -93,7 +94,7 @@ fn run(qemu: &str, accel: &str) -> io::Result<Option<String>> {
     if !handle.wait_gone(WAIT)? {
         child.kill()?;
         child.wait()?;
-        return Ok(Some(format!("no sign of life within {} s", WAIT.as_secs())));
+        return Ok(Some(format!("no reaction within {} s", WAIT.as_secs())));
     }
     let output = child.wait_with_output()?;
     match output.status.code() {

@@ -14,12 +14,13 @@ mod kvm;
 
 use findings::{Finding, Grade, judge};
 
-/// Say what this host lacks, and what then does not work or is slower.
+/// Show what this host lacks, and what therefore does not work or is slower.
 ///
-/// Whether KVM works is found out by booting this host's kernel until it writes its first line; whether this user may follow page
-/// faults, by making a userfaultfd. An ordinary user needs the group of /dev/userfaultfd for that: packaging/udev has a rule.
+/// To check KVM, it boots this host's kernel until it writes its first line. To check whether this
+/// user may trace page faults, it makes a userfaultfd. An ordinary user needs the group of
+/// /dev/userfaultfd for that: packaging/udev has a rule.
 ///
-/// Exits with code 7 if something is missing that Firn can't do without.
+/// Exits with code 7 if something is missing that Firn needs.
 ///
 /// Examples:
 ///   firn doctor
@@ -27,10 +28,10 @@ use findings::{Finding, Grade, judge};
 #[derive(Debug, ClapArgs)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
-    /// The QEMU to look at.
+    /// The QEMU to check.
     #[arg(long, default_value = "qemu-system-x86_64", value_name = "PROGRAM")]
     qemu: String,
-    /// The kernel that KVM is tried with; by default one in /boot.
+    /// The kernel to try KVM with; by default one in /boot.
     #[arg(long, value_name = "FILE")]
     kernel: Option<PathBuf>,
 }
@@ -44,7 +45,7 @@ impl Args {
         match findings.iter().filter(|finding| finding.grade == Grade::Missing).count() {
             0 => Ok(()),
             count => {
-                let text = format!("{count} things are missing that Firn can't do without");
+                let text = format!("{count} things are missing that Firn needs");
                 Err(Failure::new(FailureKind::Host, text))
             }
         }

@@ -11,9 +11,9 @@ use serde_json::json;
 use crate::output::Output;
 use crate::units;
 
-/// Show which images an image builds on.
+/// Show the images that an image builds on.
 ///
-/// Each line is one file, the newest first, and how much memory it holds itself.
+/// Each line is one file, the newest first, and the amount of memory that the file itself holds.
 ///
 /// Example:
 ///   firn image chain web-20.firn

@@ -11,13 +11,13 @@ use serde_json::json;
 
 use crate::output::{Output, check_input};
 
-/// Differences that are printed; the rest is counted.
+/// The maximum number of differences that are printed; the others are counted.
 const SHOWN_MAX: usize = 20;
 
 /// Compare an image's memory with a flat copy of it.
 ///
-/// The copy is a file with all RAM regions one after another, each beginning at a multiple of 64 KiB. Exits with code
-/// 6 if a page differs.
+/// The copy is a file with all RAM regions one after another, each beginning at a multiple of 64
+/// KiB. Exits with code 6 if a page differs.
 ///
 /// Example:
 ///   firn image compare web.firn web.ram
@@ -54,7 +54,7 @@ impl Args {
     }
 }
 
-/// Memory blocks that hold these pages, which are in order.
+/// The number of memory blocks that hold these pages, which are in order.
 fn blocks(differing: &[Mismatch], size: BlockSize) -> usize {
     let mut blocks: Vec<_> = differing.iter().map(|page| size.block_of(page.page)).collect();
     blocks.dedup();

@@ -13,7 +13,7 @@ use crate::ls::age;
 use crate::output::Output;
 use crate::units;
 
-/// Show what an image holds, without its memory.
+/// Show the contents of an image, without its memory.
 ///
 /// Examples:
 ///   firn image inspect web.firn
@@ -63,7 +63,7 @@ fn facts(image: &Image, aux: &[AuxInfo]) -> serde_json::Value {
     })
 }
 
-/// Where the disks of an image are now, if layers have been merged since.
+/// The current files of an image's disks, if layers have been merged since.
 fn drives_now(image: &Image) -> Vec<PathBuf> {
     let meta = serde_json::from_value::<Meta>(image.meta().clone()).ok();
     let now = meta.and_then(|meta| disks_now(meta).ok());
@@ -102,7 +102,7 @@ fn describe(image: &Image) -> String {
     }
     match serde_json::from_value::<Meta>(image.meta().clone()) {
         Ok(meta) => describe_meta(&disks_now(meta.clone()).unwrap_or(meta), &mut line),
-        Err(_) => line("VM", "what the image says of it can't be read by this Firn".into()),
+        Err(_) => line("VM", "this Firn cannot read the metadata of the image".into()),
     }
     text
 }

@@ -8,9 +8,10 @@ use firn_supervisor::{Failure, note_copy};
 use super::rewrite::{Rewriting, describe, facts};
 use crate::output::{Output, check_output};
 
-/// Make an image whole, so that it needs none of those it builds on.
+/// Merge an image with those it builds on, so that it needs none of them.
 ///
-/// The checkpoint stays the same, and so does its identity: images that build on it go on doing so if it keeps its place.
+/// The checkpoint stays the same, and so does its identity: images that build on it continue to do
+/// so if it stays at its path.
 ///
 /// Examples:
 ///   firn image merge web-20.firn -o web.firn
@@ -20,7 +21,7 @@ use crate::output::{Output, check_output};
 pub struct Args {
     /// The image.
     image: PathBuf,
-    /// The image to write; by default it takes the image's own place.
+    /// The image to write; by default the image itself is replaced.
     #[arg(long, short, value_name = "IMAGE")]
     output: Option<PathBuf>,
 }

@@ -19,7 +19,7 @@ mod rewrite;
 mod rm;
 mod verify;
 
-/// Look into images, check and rearrange them.
+/// Inspect, check and rewrite images.
 #[derive(Debug, ClapArgs)]
 pub struct Args {
     #[command(subcommand)]
@@ -60,17 +60,17 @@ pub fn open(path: &Path) -> Result<Image, Failure> {
         .map_err(|error| failure(&error).while_doing(format!("opening {}", path.display())))
 }
 
-/// What is wrong with an image, and of which kind that is.
+/// The failure for an error of an image, with its kind.
 pub fn failure(error: &ImageError) -> Failure {
     firn_supervisor::image_failure(error)
 }
 
-/// A damaged image.
+/// The failure for a damaged image.
 pub fn damaged(text: String) -> Failure {
     Failure::new(FailureKind::Damaged, text)
 }
 
-/// As many threads as there are processors.
+/// The number of threads to use: that of the processors.
 pub fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

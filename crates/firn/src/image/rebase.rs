@@ -9,13 +9,14 @@ use firn_supervisor::{Failure, note_copy};
 use super::rewrite::{Rewriting, describe, facts};
 use crate::output::{Output, check_output};
 
-/// Have an image build on another one.
+/// Make an image build on another one.
 ///
-/// The image keeps what differs from its new parent, which may be an image further down its chain, an image of the same
-/// RAM that it has nothing to do with, or its old parent at another place. The checkpoint stays the same, and so does its
-/// identity.
+/// The image keeps what differs from its new parent. That may be an image further down its chain,
+/// an unrelated image of the same RAM layout, or its old parent at another path. The checkpoint
+/// stays the same, and so does its identity.
 ///
-/// An image whose parent was moved can't be opened. Say with --moved where its parent is now: it must be that very image.
+/// An image whose parent was moved cannot be opened. Give the new path of its parent with --moved:
+/// it must be that very image.
 ///
 /// Examples:
 ///   firn image rebase web-20.firn --parent web-10.firn
@@ -29,10 +30,10 @@ pub struct Args {
     /// The image to build on from now on.
     #[arg(long, value_name = "IMAGE", group = "target")]
     parent: Option<PathBuf>,
-    /// Where the parent it has is now.
+    /// The new path of its present parent.
     #[arg(long, value_name = "IMAGE", group = "target")]
     moved: Option<PathBuf>,
-    /// The image to write; by default it takes the image's own place.
+    /// The image to write; by default the image itself is replaced.
     #[arg(long, short, value_name = "IMAGE")]
     output: Option<PathBuf>,
 }

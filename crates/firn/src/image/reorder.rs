@@ -11,13 +11,13 @@ use crate::output::{Output, check_output};
 
 /// Rewrite an image with its memory blocks in another order.
 ///
-/// The checkpoint stays the same: only where its memory blocks lie in the file changes. For comparisons that vary one
-/// thing.
+/// The checkpoint stays the same: only the locations of its memory blocks in the file change. For
+/// comparisons that vary one thing.
 ///
 /// Orders:
 ///   locality  by first access, as a checkpoint is written
 ///   physical  by address
-///   random    shuffled; --seed says how
+///   random    shuffled; --seed determines the order
 ///
 /// Example:
 ///   firn image reorder web.firn --by physical -o web-physical.firn
@@ -32,7 +32,8 @@ pub struct Args {
     /// The image to write.
     #[arg(long, short, value_name = "IMAGE")]
     output: PathBuf,
-    /// Compress again: none, lz4, zstd[:LEVEL] or zlib[:LEVEL]. By default memory blocks stay as they are stored.
+    /// Compress again: none, lz4, zstd[:LEVEL] or zlib[:LEVEL]. By default memory blocks stay in
+    /// their stored form.
     #[arg(long)]
     codec: Option<Codec>,
     /// For --by random: the same seed gives the same order.

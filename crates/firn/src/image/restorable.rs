@@ -11,7 +11,7 @@ use crate::output::{Output, table};
 /// Reports whether this host could restore an image, and fails if not.
 pub fn run(path: &Path, image: &Image, out: Output) -> Result<(), Failure> {
     let meta: Meta = serde_json::from_value(image.meta().clone())
-        .doing_or(FailureKind::Damaged, "reading what the image says of its VM")?;
+        .doing_or(FailureKind::Damaged, "reading the image's metadata of the VM")?;
     let checks = check_host(&meta);
     let failed = checks.iter().filter(|check| !check.passed).count();
     let facts =

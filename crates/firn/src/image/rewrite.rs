@@ -1,4 +1,4 @@
-//! What the verbs that write an image anew have in common.
+//! Progress and output that the verbs have in common that rewrite an image.
 
 use std::cell::RefCell;
 use std::path::Path;
@@ -11,7 +11,7 @@ use serde_json::json;
 use crate::bar::Bar;
 use crate::units;
 
-/// An image that is being written anew, with its progress.
+/// The progress of rewriting an image.
 pub struct Rewriting {
     stage: &'static str,
     block_bytes: u64,
@@ -19,20 +19,20 @@ pub struct Rewriting {
 }
 
 impl Rewriting {
-    /// Begins.
+    /// Progress of a stage that has just begun.
     pub fn new(stage: &'static str, image: &Image) -> Self {
         let block_bytes = image.geometry().block_size.bytes() as u64;
         Self { stage, block_bytes, bar: RefCell::new(Bar::new()) }
     }
 
-    /// Shows how far it has come, in memory blocks.
+    /// Shows the progress, in memory blocks.
     pub fn show(&self, done: u32, total: u32) {
         let bytes = |blocks: u32| u64::from(blocks) * self.block_bytes;
         self.bar.borrow_mut().show(&Progress::new(self.stage, bytes(done), bytes(total)));
     }
 }
 
-/// What came of it, as facts.
+/// The outcome, as facts.
 pub fn facts(summary: &Summary, parent: Option<&Path>) -> serde_json::Value {
     json!({
         "image": summary.path.to_string_lossy(),
@@ -45,7 +45,7 @@ pub fn facts(summary: &Summary, parent: Option<&Path>) -> serde_json::Value {
     })
 }
 
-/// What came of it, in a line.
+/// The outcome, in a line.
 pub fn describe(summary: &Summary) -> String {
     let bytes = units::bytes(summary.file_bytes);
     let path = summary.path.to_string_lossy();

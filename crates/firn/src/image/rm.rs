@@ -7,14 +7,15 @@ use firn_supervisor::{Failure, Removed, absolute, remove_images};
 
 use crate::output::Output;
 
-/// Remove images with what only they need.
+/// Remove images, with the files that only they need.
 ///
-/// Copies of disks that were made for an image go with it, and so does what restores have learned. A layer that a VM's disk
-/// consists of stays: the VM merges it when it runs (`firn checkpoint --every`, `firn disk merge`), and the newest state
-/// of a disk stays until it is removed on purpose (--disks).
+/// Copies of disks that were made for an image are removed with it, and so are its learned blocks.
+/// A layer that is part of a VM's disk stays: the running VM merges it (`firn checkpoint --every`,
+/// `firn disk merge`). The newest state of a disk stays until it is removed on purpose (--disks).
 ///
-/// Refused are images that others need: images that build on them, restores that still read them, VMs whose disks stand on
-/// theirs. An image whose file is gone already can be named as well: its disks are free then.
+/// Images that are in use are refused: if other images build on them, restores still read them, or
+/// VMs have disks on top of theirs. An image whose file is gone already can be named as well: its
+/// disks are not needed then.
 ///
 /// Example:
 ///   firn image rm web-1.firn web-2.firn
@@ -24,7 +25,7 @@ pub struct Args {
     /// The images.
     #[arg(required = true)]
     images: Vec<PathBuf>,
-    /// Remove layers of disks that nothing needs also if they are the newest state of a disk.
+    /// Also remove unneeded disk layers that are the newest state of a disk.
     #[arg(long)]
     disks: bool,
 }

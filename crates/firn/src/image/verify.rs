@@ -12,15 +12,16 @@ use serde_json::json;
 use crate::bar::Bar;
 use crate::output::Output;
 
-/// Problems that are printed; the rest is counted.
+/// The maximum number of problems that are printed; the others are counted.
 const SHOWN_MAX: usize = 20;
 
 /// Check every byte of an image.
 ///
-/// Exits with code 6 if anything is not as it was written, and names the memory blocks and places.
+/// Exits with code 6 if a byte differs from what was written, and names the memory blocks and their
+/// offsets.
 ///
-/// With --restorable it does not read memory, but checks whether this host could restore the image: its QEMU, machine type,
-/// accelerator, CPU, disks, memory, userfaultfd. Exits with code 5 if not.
+/// With --restorable it does not read memory, but checks whether this host could restore the image:
+/// its QEMU, machine type, accelerator, CPU, disks, memory, userfaultfd. Exits with code 5 if not.
 ///
 /// Examples:
 ///   firn image verify web.firn

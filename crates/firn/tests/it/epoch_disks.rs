@@ -89,7 +89,7 @@ fn a_vm_that_is_lost_goes_on_with_the_disks_that_its_memory_knows() {
     let session = &vm.session;
     session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(5, "images can't keep such disks");
     session.firn(&["suspend", "web", "-o", "web.firn"]).fails(5, "images can't keep such disks");
-    session.firn(&["detach", "web"]).fails(5, "served here");
+    session.firn(&["detach", "web"]).fails(5, "Firn serves the VM's disks");
     // A successor serves them again: what the guest wants meanwhile waits.
     kill(supervisor(session));
     eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 1);

@@ -126,7 +126,7 @@ fn what_is_held_leaves_when_somebody_says_so() {
     assert!(last.contains("firn release"), "{last}");
     let address = format!("unix:{}", text(&session.path("standby")));
     let again = ["protect", "web", "--to", &address, "--go-on-alone"];
-    session.firn(&again).fails(5, "the backup of then may run it");
+    session.firn(&again).fails(5, "its backup may run this VM");
     outside.hears_nothing();
     kill(supervisor());
     eventually("a successor", PATIENCE, || session.status("web")["recoveries"] == 2);

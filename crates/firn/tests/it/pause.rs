@@ -54,7 +54,7 @@ fn what_is_written_in_the_pause_ends_the_save() {
     assert!(stop.is_reached(&mut saving));
     write_one_byte(vm.pid());
     stop.go_on();
-    answer(saving).fails(1, "a device wrote to the guest's memory while the VM stood still");
+    answer(saving).fails(1, "a device wrote to the guest's memory while the VM was paused");
     assert_eq!(vm.session.files("new.firn"), Vec::<String>::new());
     assert_eq!(vm.session.files(".new.firn"), Vec::<String>::new());
     vm.is_well();

@@ -354,7 +354,7 @@ fn a_failover_goes_on_where_its_supervisor_died() {
             assert_eq!(vm.session.status(&next)["recoveries"], 1, "{point}");
             vm.is_well();
         } else {
-            failover.fails(8, "it can't be continued here");
+            failover.fails(8, "the VM can't be continued here");
             eventually("it is gone", PATIENCE, || {
                 !vm.session.ls().iter().any(|(it, _)| *it == next)
             });

@@ -495,7 +495,7 @@ fn a_vm_that_firn_let_go_of_can_be_taken_up_again() {
     let session = &vm.session;
     session.firn(&["detach", "web"]).succeeds();
     assert_eq!(session.ls(), [("web".to_owned(), "detached".to_owned())]);
-    session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(3, "Firn has let go of it");
+    session.firn(&["checkpoint", "web", "-o", "web.firn"]).fails(3, "Firn is detached from it");
     session.firn(&["run", "web", "--", "qemu-system-x86_64"]).fails(4, "a VM called web already");
     session.firn(&["attach", "web"]).succeeds();
     session.firn(&["checkpoint", "web", "-o", "web.firn"]).succeeds();

@@ -1,4 +1,4 @@
-//! What is checked all along, by somebody who sees everything at once.
+//! Checks that are made at every step, with knowledge of all hosts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,13 +14,13 @@ pub struct Checks {
     pub wrong: Option<String>,
     pub tally: Tally,
     frames: Frame,
-    /// What each VM had done at each cut of each timeline.
+    /// The state of each VM at each cut of each generation.
     cuts: BTreeMap<(Generation, Vm, Epoch), Guest>,
     outside: BTreeMap<Vm, Vec<Frame>>,
     ran: BTreeMap<Vm, Generation>,
-    /// What each VM had done when it was stopped to be moved.
+    /// The state of each VM when it was stopped to be moved.
     finished: BTreeMap<(Generation, Vm), Guest>,
-    /// Timelines that began with a move.
+    /// Generations that began with a move.
     pub moved: BTreeSet<Generation>,
 }
 
@@ -38,12 +38,12 @@ impl Checks {
         self.cuts.insert((generation, vm, epoch), guest.clone());
     }
 
-    /// A VM stands still and is to be moved.
+    /// A VM is paused and is to be moved.
     pub fn finished(&mut self, generation: Generation, vm: Vm, guest: &Guest) {
         self.finished.insert((generation, vm), guest.clone());
     }
 
-    /// A VM begins to run in a timeline.
+    /// A VM begins to run in a generation.
     pub fn runs(&mut self, generation: Generation, vm: Vm, epoch: Epoch, guest: &Guest) {
         let before = self.ran.insert(vm, generation);
         if generation > Generation(0) && before.is_none_or(|before| before >= generation) {
@@ -76,7 +76,8 @@ impl Checks {
         }
     }
 
-    /// A checkpoint is on record: from now on the cluster may go back to it, and not to an older one.
+    /// A checkpoint is recorded: from now on the cluster may go back to it, and not to an older
+    /// one.
     pub fn recorded(&mut self, checkpoint: &GlobalCheckpoint) {
         self.tally.checkpoints += 1;
         let mut guests = BTreeMap::new();
@@ -104,13 +105,13 @@ impl Checks {
         }
     }
 
-    /// How much of what a VM has sent outside was seen there.
+    /// How many of a VM's frames to the outside were received there.
     pub fn seen(&self, vm: Vm) -> usize {
         self.outside.get(&vm).map_or(0, Vec::len)
     }
 }
 
-/// Two VMs of which one has received what the other hasn't sent.
+/// Two VMs of which one has received frames that the other hasn't sent.
 pub fn orphan(guests: &BTreeMap<Vm, Guest>) -> Option<(Vm, Vm)> {
     let received = |(to, guest): (&Vm, &Guest)| {
         let received = guest.received.iter();

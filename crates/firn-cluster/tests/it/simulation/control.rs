@@ -1,4 +1,4 @@
-//! The register with its leases, and the controller and initiator of the day.
+//! The record with its leases, and the current controller and initiator.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -21,9 +21,9 @@ pub struct Control {
     grants: Grants,
     controller: Controller,
     initiator: Initiator,
-    /// What the initiator is about.
+    /// The generation and layout of the initiator.
     about: (Generation, u64),
-    /// Who was stopped to be moved, and at which epoch.
+    /// The VMs that were stopped to be moved, and their last epochs.
     drained: BTreeMap<Vm, Epoch>,
     term: u32,
     told: Ms,
@@ -54,7 +54,7 @@ impl Control {
         clock(net.now, 0, self.ppm)
     }
 
-    /// Another controller and initiator take office, and know the register only.
+    /// Another controller and initiator take office, and know only the record.
     pub fn restart(&mut self, net: &Network) {
         self.term += 1;
         let now = self.clock(net);
@@ -182,7 +182,7 @@ fn initiator(register: &Register, term: u32) -> Initiator {
     Initiator::new(about, term, register.checkpoint.number, register.places.keys().copied(), pace)
 }
 
-/// Where everything is at first: VMs over the primaries, copies over the backups.
+/// The initial placement: VMs spread over the primaries, standbys over the backups.
 pub fn places(vms: u64, primaries: u64, backups: u64) -> BTreeMap<Vm, Place> {
     let place = |vm: u64| Place {
         primary: Host((vm % primaries) as u16),

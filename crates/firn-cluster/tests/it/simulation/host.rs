@@ -1,4 +1,4 @@
-//! A host: its clock, its guard, the VMs it runs and the copies it keeps.
+//! A host: its clock, its guard, the VMs that it runs and the standbys that it has.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use super::Without;
 use super::checks::Checks;
 use super::network::{Message, Ms, Network};
 
-/// A frame is known by its own number.
+/// A frame is identified by its own number.
 pub type Frame = u32;
 
 pub const TERMS: Terms = Terms { ttl: Duration::from_millis(300), drift_ppm_max: 500 };
@@ -22,20 +22,20 @@ pub const TICK_MS: Ms = 20;
 const RENEW_MS: Ms = 80;
 const RESEND_MS: Ms = 120;
 const HELD_BYTES_MAX: usize = 40;
-/// Epochs since the newest global checkpoint: what a backup keeps, from when on a VM is cut only to be moved, and from when on it is heard
-/// by nobody.
+/// Epochs since the newest global checkpoint: the maximum that a backup stores, the number from
+/// which on a VM is cut only to be moved, and the number from which on its output is held back.
 const KEPT_MAX: u64 = 12;
 const CUT_MAX: u64 = 10;
 const HEARD_MAX: u64 = 8;
 
-/// What a guest has done, which is all its state.
+/// The actions of a guest, which are all its state.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Guest {
     pub sent: BTreeMap<To, Vec<Frame>>,
     pub received: BTreeMap<Vm, Vec<Frame>>,
 }
 
-/// What a backup has of an epoch.
+/// The backup's state of an epoch.
 #[derive(Clone, Debug)]
 pub struct Copy {
     pub guest: Guest,
@@ -50,7 +50,7 @@ impl Copy {
     }
 }
 
-/// How a VM's backup comes to have a first copy.
+/// How a VM's backup gets its first copy.
 #[derive(Clone, Debug)]
 enum Sync {
     None,
@@ -69,14 +69,14 @@ struct Running {
     acknowledged: BTreeMap<Vm, Seq>,
     committed: Epoch,
     globally: Epoch,
-    /// What its backup had first.
+    /// The first copy of its backup.
     based: Epoch,
-    /// The newest epoch in which it has sent something to another VM.
+    /// The newest epoch in which it has sent a frame to another VM.
     talked: Epoch,
     finished: Option<Epoch>,
 }
 
-/// A VM whose copies are here.
+/// A VM whose standby is here.
 #[derive(Debug)]
 pub struct Store {
     pub backup: Backup,
@@ -94,7 +94,7 @@ pub enum Health {
 pub struct Node {
     pub host: Host,
     pub health: Health,
-    /// Its clock: how far ahead, and how much too fast.
+    /// Its clock: how far it is ahead, and how much too fast it is.
     ahead_ms: u64,
     ppm: i64,
     guard: Guard,
@@ -103,11 +103,11 @@ pub struct Node {
     pub stores: BTreeMap<(Vm, Generation), Store>,
     renewed: Ms,
     resent: Ms,
-    /// What arrives while it is frozen.
+    /// The messages that arrive while it is frozen.
     pub waiting: Vec<Message>,
 }
 
-/// What a host may touch besides itself.
+/// The objects that a host may change besides itself.
 pub struct Around<'a> {
     pub net: &'a mut Network,
     pub checks: &'a mut Checks,
@@ -126,7 +126,7 @@ fn limits() -> Limits {
 }
 
 impl Running {
-    /// Epochs that its backup has to keep, with the one that runs.
+    /// The number of epochs that its backup has to store, including the running one.
     fn kept(&self) -> u64 {
         self.primary.epoch().0 - self.globally.max(self.based).0
     }
@@ -165,7 +165,7 @@ impl Node {
         }
     }
 
-    /// The time as this host sees it.
+    /// The time on this host's clock.
     pub fn clock(&self, now: Ms) -> Duration {
         clock(now, self.ahead_ms, self.ppm)
     }
@@ -319,7 +319,7 @@ impl Node {
         }
     }
 
-    /// Lets out what may leave: the only place where frames leave for the first time.
+    /// Transmits frames that may leave: the only function in which frames leave for the first time.
     fn release(&mut self, vm: Vm, around: &mut Around<'_>) {
         if !self.may_send(around) {
             around.checks.tally.held_back += 1;
@@ -450,7 +450,7 @@ impl Node {
         }
     }
 
-    /// A frame from another VM, or from one here. Gives back what to acknowledge.
+    /// Handles a frame from another VM, or from one here. Returns the acknowledgements.
     fn frame(
         &mut self,
         from: Vm,
@@ -464,7 +464,7 @@ impl Node {
         if around.without == Without::CuttingFirst {
             stamp.mark = RequestNumber::default();
         }
-        // One that has to wait for a cut is sent again.
+        // A frame that has to wait for a cut is sent again.
         (running.marker.arriving(stamp) == Arriving::Deliver).then_some(())?;
         match running.live.inbox.accept(from, seq) {
             Accept::Deliver => {
@@ -525,7 +525,7 @@ impl Node {
         }
     }
 
-    /// Backups that are new get a full copy; what the old ones had is forgotten.
+    /// New backups get a full copy; the state of the old ones is dropped.
     fn follow_layout(&mut self, before: &Register, around: &mut Around<'_>) {
         let register = self.register.clone();
         let vms: Vec<Vm> = self.vms.keys().copied().collect();
@@ -576,7 +576,7 @@ impl Node {
         }
     }
 
-    /// What is kept for others follows the newest checkpoint.
+    /// Standbys for other hosts follow the newest checkpoint.
     fn fold(&mut self, around: &mut Around<'_>) {
         let register = self.register.clone();
         let checkpoint = &register.checkpoint;
@@ -668,7 +668,7 @@ impl Node {
     }
 }
 
-/// What a clock shows at a true time.
+/// The time that a clock shows at a true time.
 pub fn clock(now: Ms, ahead_ms: u64, ppm: i64) -> Duration {
     let micros = (now as i64 * 1000) + now as i64 * ppm / 1000;
     Duration::from_millis(ahead_ms) + Duration::from_micros(micros as u64)

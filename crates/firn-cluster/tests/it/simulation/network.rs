@@ -1,4 +1,4 @@
-//! What goes between hosts and the control, and how badly.
+//! The messages between hosts and the control, and the failures of the network.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};

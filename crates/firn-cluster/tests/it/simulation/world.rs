@@ -1,4 +1,4 @@
-//! One run: a cluster, its troubles, and the calm after.
+//! One run: a cluster, its failures, and the time without failures afterwards.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -15,7 +15,7 @@ use super::host::{Around, Copy, Guest, Health, Node, Store, TICK_MS};
 use super::network::{Event, Message, Ms, Network};
 use super::{Tally, Without};
 
-/// How long things fail, and how long they don't.
+/// How long failures occur, and how long none occur afterwards.
 const TROUBLE_MS: Ms = 4000;
 const CALM_MS: Ms = 4000;
 
@@ -56,7 +56,7 @@ impl World {
         let dice = &mut self.net.dice;
         let (ahead_ms, ppm) = (dice.roll(100_000), dice.roll(901) as i64 - 450);
         let first = dice.roll(TICK_MS);
-        // A host begins with the register of the beginning, and learns today's.
+        // A host begins with the initial record, and learns the current one.
         let register = Register { version: 0, ..(*self.control.register).clone() };
         self.nodes.insert(host, Node::new(host, Rc::new(register), ahead_ms, ppm));
         self.net.after(first, Event::Tick(Some(host)));
@@ -158,7 +158,7 @@ impl World {
     }
 
     fn crash(&mut self, host: Host) {
-        // Another life of the host, or a spare one, comes later.
+        // The host restarts, or a spare one starts, later.
         let new = Host(self.nodes.len() as u16);
         self.nodes.entry(host).and_modify(|node| node.health = Health::Crashed);
         self.add(new);
@@ -185,7 +185,8 @@ impl World {
         self.net.after(heal, Event::Heal);
     }
 
-    /// It goes on where it was: first with its timers, or first with what has arrived meanwhile.
+    /// A frozen host continues: first with its timers, or first with the messages that have arrived
+    /// meanwhile.
     fn wake(&mut self, host: Host) {
         let Some(node) = self.nodes.get_mut(&host) else { return };
         if node.health != Health::Frozen {
@@ -209,7 +210,7 @@ impl World {
         all.into_iter().for_each(|host| self.wake(host));
     }
 
-    /// The VMs of the newest timeline, if all run.
+    /// The VMs of the newest generation, if all run.
     fn guests(&self) -> Option<BTreeMap<Vm, Guest>> {
         let register = &self.control.register;
         let here = |node: &&Node| {
@@ -228,7 +229,7 @@ impl World {
         }
     }
 
-    /// Whether all is well in the end.
+    /// Whether the final state is correct.
     fn gets_on(&mut self) -> Result<(), String> {
         let register = self.control.register.clone();
         let crashed =
@@ -239,7 +240,7 @@ impl World {
         }
         let guests = self.guests().ok_or_else(|| format!("not all run: {register:?}"))?;
         if register.places.values().any(|place| place.backup.is_none()) {
-            return Ok(()); // No host is left to take copies: it runs, and waits for one.
+            return Ok(()); // No host is left for standbys: it runs, and waits for one.
         }
         if register.checkpoint.generation != register.generation || !register.is_protected() {
             return Err(format!("there is no checkpoint of the end: {register:?}"));

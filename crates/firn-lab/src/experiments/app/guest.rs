@@ -14,16 +14,16 @@ use crate::lab::Lab;
 const VM: &str = "transactions";
 const MIB: u32 = 512;
 const BOOT: Duration = Duration::from_secs(120);
-/// How long all runs of one workload may take.
+/// The maximum time of all runs of one workload.
 const LIMIT: Duration = Duration::from_secs(900);
-/// As which application it calls.
+/// The name of the application that calls.
 const NAME: &str = "ledger";
-/// Of no use elsewhere.
+/// Its key, which is used only here.
 const KEY: &str = "5a17c3e09b2d4f6881a0b3c7d5e9f2146b8d0a2c4e6f8193a5b7c9d1e3f50729";
-/// Pages that it may have followed.
+/// The maximum count of pages that it may have followed.
 const PAGES: u32 = 4096;
 
-/// The guest; it is stopped when this is dropped.
+/// The guest; dropping it stops the VM.
 pub(super) struct Guest<'a> {
     lab: &'a Lab,
     agent: PathBuf,
@@ -31,7 +31,8 @@ pub(super) struct Guest<'a> {
 }
 
 impl<'a> Guest<'a> {
-    /// Boots it with one vCPU: the host's side of calls needs a processor too. Its stores are noted if a system needs that.
+    /// Boots the guest with one vCPU: the host's side of calls needs a processor too. The plugin
+    /// notes its stores if a system needs that.
     pub(super) fn boot(lab: &'a Lab, systems: &'static [System]) -> Result<Self> {
         let (agent, policy) = (lab.file("agent"), lab.file("policy.toml"));
         std::fs::write(
@@ -51,7 +52,7 @@ impl<'a> Guest<'a> {
         Ok(guest)
     }
 
-    /// Runs of a workload, or of a shape, with each system in turn.
+    /// Runs a workload, or a shape, with each system in turn.
     pub(super) fn measure(
         &self,
         what: &[&str],

@@ -1,15 +1,17 @@
-//! `app-micro`: transactions that write so many words of so many pages.
+//! `app-micro`: transactions that write a count of words in a count of pages.
 //!
-//! Reproduces Figures 6 to 10 of "Hypervisor-Assisted Application Checkpointing in Virtualized Environments" (section V),
-//! natively: trackers in user space and assisted by the operating system; and in a guest, where Firn below is a tracker too (see
-//! `app-structures`).
+//! Reproduces Figures 6 to 10 of "Hypervisor-Assisted Application Checkpointing in Virtualized
+//! Environments" (section V), natively: trackers in user space and assisted by the operating
+//! system; and in a guest, where Firn on the host is a tracker too (see `app-structures`).
 //!
-//! **What varies**: the tracker; pages per transaction (PPT), writes per page (WPP), the size of the critical data area.
-//! **What is held equal**: pages are drawn at random, the same ones for every tracker; all pages have been touched before.
+//! **What varies**: the tracker; pages per transaction (PPT), writes per page (WPP), the size of
+//! the critical data area. **What is equal**: pages are chosen at random, the same ones for every
+//! tracker; all pages have been touched before.
 //!
-//! **What is measured**: microseconds per transaction, the writes included, nothing copied. Break-even points are where two
-//! trackers cost the same, between the two measured values around it, on a straight line; `null` where there is none within
-//! what was measured.
+//! **What is measured**: microseconds per transaction, the writes included, nothing copied. A
+//! break-even point is the value at which two trackers cost the same, by linear interpolation
+//! between the two measured values around it; there is none (`null`) if it is not within the
+//! measured values.
 
 use anyhow::{Context as _, Result};
 use firn_app::Kind;
@@ -22,19 +24,19 @@ use super::place::Place;
 use crate::lab::{Lab, interleaved};
 use crate::report::Report;
 
-/// Transactions of a run, in quick and in full runs. (The paper: 100,000.)
+/// Transactions per run, in quick and in full runs. (The paper: 100,000.)
 const TRANSACTIONS: (usize, usize) = (1000, 100_000);
 const TRANSACTIONS_IN_GUEST: (usize, usize) = (200, 5000);
-/// At most so many writes in a run, where each may be a signal; in a guest that is slower.
+/// The maximum count of writes in a run, in which each may be a signal; in a guest that is slower.
 const WRITES_MAX: usize = 400_000;
 const WRITES_MAX_IN_GUEST: usize = 20_000;
 /// Rounds, in quick and in full runs.
 const ROUNDS: (usize, usize) = (3, 5);
 const ROUNDS_IN_GUEST: (usize, usize) = (1, 3);
-/// Pages of the area where its size does not vary: 1 MiB.
+/// Pages of the area if its size does not vary: 1 MiB.
 const PAGES: usize = 256;
 
-/// One figure: what runs to the right, and the shapes along it.
+/// One figure: the varied parameter, and the shapes for its values.
 struct Sweep {
     name: &'static str,
     title: &'static str,
@@ -67,7 +69,7 @@ const SWEEPS: [Sweep; 3] = [
     },
 ];
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("app-micro");
     for place in lab.extent.wanted(&[Place::Native, Place::Guest], |place| place.name().to_owned())
@@ -91,7 +93,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// Where costs cross, natively and in a guest.
+/// Adds the break-even points, natively and in a guest.
 fn break_evens(report: &mut Report) {
     let (pt, emulate) = (System::Plain(Kind::Pages), System::Plain(Kind::Emulate));
     let (assisted, pages) = (System::Assisted, System::Plain(Kind::Assisted));
@@ -154,7 +156,7 @@ fn tell(report: &mut Report, place: Place, (sweep, value): (&str, usize), runs: 
     }
 }
 
-/// Where the first system stops being the cheaper one.
+/// Adds the value at which the first system stops being the cheaper one.
 fn break_even(
     report: &mut Report,
     place: Place,
@@ -175,11 +177,11 @@ fn break_even(
     let key = format!("{}.break_even.{sweep}.{name}", place.name());
     match crossing(&points) {
         Some(at) => report.number(key, at),
-        None => report.note(format!("{key}: none within what was measured")),
+        None => report.note(format!("{key}: none within the measured values")),
     }
 }
 
-/// Where a line through points first goes from below zero to above.
+/// The position at which a line through points first crosses zero upwards.
 fn crossing(points: &[(f64, f64)]) -> Option<f64> {
     points.windows(2).find_map(|pair| {
         let [(x0, y0), (x1, y1)] = [pair[0], pair[1]];

@@ -1,21 +1,21 @@
-//! Where transactions run.
+//! Environments in which transactions run.
 
 use firn_transactions::System;
 
-/// Here, or in a guest.
+/// The lab's host, or a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     Native,
     /// A guest whose stores are noted, by a plugin that makes all of it slower.
     Guest,
-    /// The same guest without.
+    /// The same guest without the plugin.
     Plain,
 }
 
 impl Place {
     pub(super) const ALL: [Self; 3] = [Self::Native, Self::Guest, Self::Plain];
 
-    /// Its name in keys.
+    /// The name in keys.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Native => "native",
@@ -24,7 +24,7 @@ impl Place {
         }
     }
 
-    /// What is of interest there.
+    /// The systems of interest in this environment.
     pub(super) fn systems(self) -> &'static [System] {
         match self {
             Self::Native => &System::NATIVE,

@@ -1,21 +1,26 @@
 //! `app-structures`: operations on thirteen data structures, each a transaction, or five in one.
 //!
-//! Reproduces Table 2 and Figures 11 to 18 of "Hypervisor-Assisted Application Checkpointing in Virtualized Environments"
-//! (section VI), natively and in a guest: trackers in user space, assisted by the operating system, and by Firn on the host.
+//! Reproduces Table 2 and Figures 11 to 18 of "Hypervisor-Assisted Application Checkpointing in
+//! Virtualized Environments" (section VI), natively and in a guest: trackers in user space,
+//! assisted by the operating system, and by Firn on the host.
 //!
-//! **What varies**: the tracker, the structure and its operation (the 20 pairs of Table 2), operations per transaction
-//! (OPT, 1 or 5). **What is held equal**: keys and their order, the size of the area (what 10,000 elements need), 10,000
-//! operations (fewer in a guest). Insertions begin with an empty structure, deletions with all elements, and delete the last
-//! inserted first. The guest has one vCPU: the host's side of a call needs a processor as well.
+//! **What varies**: the tracker, the structure and its operation (the 20 pairs of Table 2),
+//! operations per transaction (OPT, 1 or 5). **What is equal**: keys and their order, the size of
+//! the area (as 10,000 elements need), 10,000 operations (fewer in a guest). Insertions begin with
+//! an empty structure, deletions with all elements, and delete the last inserted first. The guest
+//! has one vCPU: the host's side of a call needs a processor as well.
 //!
-//! **What is measured**: microseconds per transaction, the operations included (Figures 11 and 13; `us_per_transaction`);
-//! the same with a copy of what changed (Figure 17; `us_with_copy`); bytes that changed, as told (Figures 15 and 16;
-//! `bytes`). `pt_assisted` is what sessions do by default: words, by comparing pages with the last committed copy;
-//! `pt_assisted_pages` tells pages, as PT does; `pt_host` and `pt_host_pages` are the same by Firn on the host, which protects
-//! the guest's pages. `emul_host` are words of stores that Firn's plugin in QEMU notes, `pt_host_noted` their pages. Speedups
-//! (Figures 12, 14, 18) are PT over what is assisted (`pt_assisted`), and emulation over what is assisted and tells words as
-//! well (`emul_assisted`): natively no layer below sees single stores. The plugin makes all of the guest slower, PT and Emul
-//! too: `plain-guest` is one without, and `guest.speedup_over_plain` is PT and Emul there over what is assisted here.
+//! **What is measured**: microseconds per transaction, the operations included (Figures 11 and 13;
+//! `us_per_transaction`); the same with a copy of the changes (Figure 17; `us_with_copy`); reported
+//! bytes that changed (Figures 15 and 16; `bytes`). `pt_assisted` is the default of sessions:
+//! words, by comparing pages with the last committed copy; `pt_assisted_pages` reports pages, as PT
+//! does; `pt_host` and `pt_host_pages` are the same by Firn on the host, which protects the guest's
+//! pages. `emul_host` reports words of stores that Firn's plugin in QEMU notes, `pt_host_noted`
+//! their pages. Speedups (Figures 12, 14, 18) are PT over assisted PT (`pt_assisted`), and
+//! emulation over an assisted tracker that reports words as well (`emul_assisted`): natively no
+//! lower layer observes single stores. The plugin makes all of the guest slower, PT and Emul too:
+//! `plain-guest` is a guest without it, and `guest.speedup_over_plain` is PT and Emul there over
+//! assisted trackers in `guest`.
 
 use anyhow::{Context as _, Result, ensure};
 use firn_app::Kind;
@@ -35,7 +40,7 @@ const OPERATIONS_IN_GUEST: (usize, usize) = (200, 2000);
 /// Rounds, in quick and in full runs.
 const ROUNDS: (usize, usize) = (3, 7);
 const ROUNDS_IN_GUEST: (usize, usize) = (1, 5);
-/// Operations per transaction.
+/// Values of operations per transaction.
 const OPT: [usize; 2] = [1, 5];
 
 impl Place {
@@ -48,7 +53,7 @@ impl Place {
         }
     }
 
-    /// What is compared: a name, and the slow system and the quick one.
+    /// The compared pairs: a name, the slow system and the fast one.
     fn pairs(self) -> &'static [(&'static str, System, System)] {
         const PT: System = System::Plain(Kind::Pages);
         const EMULATE: System = System::Plain(Kind::Emulate);
@@ -75,7 +80,7 @@ impl Place {
     }
 }
 
-/// All runs of one cell.
+/// All runs of one workload, system and count of operations per transaction.
 #[derive(Clone, Debug)]
 struct Cell {
     place: Place,
@@ -91,7 +96,7 @@ impl Cell {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("app-structures");
     for place in lab.extent.wanted(&Place::ALL, |place| place.name().to_owned()) {
@@ -108,8 +113,8 @@ pub fn run(lab: &Lab) -> Result<Report> {
         }
     }
     OPT.into_iter().for_each(|opt| over_plain(&mut report, opt));
-    report.note("native.speedup.emul_assisted is emul over pt_assisted: nothing below tells single stores here, and comparing \
-        pages with the last committed copy gives their words");
+    report.note("native.speedup.emul_assisted is emul over pt_assisted: natively no lower layer observes single stores, and comparing \
+        pages with the last committed copy yields their words");
     Ok(report)
 }
 
@@ -141,11 +146,11 @@ fn in_guest(lab: &Lab, place: Place) -> Result<Vec<Cell>> {
             guest.measure(&["--workload", &workload.name()], &OPT, place.operations(lab), rounds)?
         {
             let blind = measured.taken.blind;
-            ensure!(blind == 0, "the host could not tell what {blind} transactions wrote");
+            ensure!(blind == 0, "the host could not report what {blind} transactions wrote");
             let cell = row
                 .iter_mut()
                 .find(|cell| cell.system.name() == measured.system && cell.opt == measured.opt);
-            cell.context("the guest measured something else")?.runs.push(measured.taken);
+            cell.context("the guest measured an unknown system")?.runs.push(measured.taken);
         }
         cells.append(&mut row);
     }
@@ -158,7 +163,7 @@ fn cells_of(place: Place, workload: Workload) -> Vec<Cell> {
     OPT.into_iter().flat_map(of).collect()
 }
 
-/// What distinguishes the keys of five operations per transaction.
+/// The suffix of the keys for a count of operations per transaction.
 fn suffix(opt: usize) -> String {
     if opt == 1 { String::new() } else { format!(".opt{opt}") }
 }
@@ -189,7 +194,7 @@ fn tell(report: &mut Report, cell: &Cell, operations: usize) -> Result<()> {
     Ok(())
 }
 
-/// Mean and best of one system over another, over all workloads.
+/// Adds mean and maximum of the speedup of one system over another, over all workloads.
 fn speedups(report: &mut Report, place: Place, opt: usize) {
     for &(name, slow, quick) in place.pairs() {
         for (figure, key) in
@@ -204,7 +209,7 @@ fn speedups(report: &mut Report, place: Place, opt: usize) {
     }
 }
 
-/// What is assisted, over what is not in a guest that has no plugin.
+/// Adds the speedup of assisted systems over others in a guest without the plugin.
 fn over_plain(report: &mut Report, opt: usize) {
     for &(name, slow, quick) in Place::Guest.pairs() {
         let systems = ((Place::Plain, slow), (Place::Guest, quick));

@@ -1,4 +1,4 @@
-//! What the first write to a page takes after writes are followed anew.
+//! Fault duration: the time of the first write to a page after dirty tracking has been restarted.
 
 use anyhow::{Context as _, Result};
 use firn_memory::PageScan;
@@ -11,7 +11,8 @@ use crate::toucher::Toucher;
 const PAGES: u32 = 16 << 10;
 const ROUNDS: usize = 5;
 
-/// Seconds, with a system call in place of the trap: the median of some rounds in which each page is written once.
+/// Measures the duration in seconds, with a system call instead of the trap: the median of some
+/// rounds in which each page is written once.
 pub(super) fn seconds() -> Result<f64> {
     let mut toucher = Toucher::start(&std::env::current_exe()?, PAGES)?;
     let memory = toucher.memory().clone();

@@ -1,42 +1,50 @@
-//! `cow-compile`: what checkpoints at short intervals cost a guest that compiles.
+//! `cow-compile`: how much checkpoints at short intervals slow a guest that compiles.
 //!
-//! Reproduces Figures 3 and 4 of Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing", section 5): a guest of 512 MB
-//! compiles, and is checkpointed every 10, 30, 60 or 120 seconds. They compile a Linux kernel; here it is zlib with gcc, file by
-//! file, over and over, a worker on each of two vCPUs.
+//! Reproduces Figures 3 and 4 of Sun and Blough ("Fast, Lightweight Virtual Machine Checkpointing",
+//! section 5): a guest of 512 MB compiles, and is checkpointed every 10, 30, 60 or 120 seconds.
+//! They compile a Linux kernel; here it is zlib with gcc, file by file, over and over, one worker
+//! on each of two vCPUs.
 //!
-//! **What varies**: the interval, and who makes the checkpoints. `firn`: as `firn checkpoint --every` does, each of what changed since
-//! the one before. All others save everything each time: Firn's default for a single checkpoint (`firn-full`), which notes what a
-//! restore brings in first; its copy-on-write without that (`firn-cow`); its rounds (`firn-pre-copy`); QEMU's live migration into a file
-//! (`qemu-file`), which is the pre-copy of the paper. **What is held equal**: the guest and its work,
-//! which goes on all the time; the disk that images go to. Systems take turns, one interval each (`firn` two, of which the first is
-//! for the checkpoint that the measured one builds on), in an order that changes:
+//! **What varies**: the interval, and the system that makes the checkpoints. `firn` makes
+//! incremental checkpoints, as `firn checkpoint --every` does. All others save everything each
+//! time: Firn's default for a single checkpoint (`firn-full`), which also records the working set;
+//! its copy-on-write without that (`firn-cow`); its pre-copy (`firn-pre-copy`); QEMU's live
+//! migration into a file (`qemu-file`), which is the pre-copy of the paper. **What is held equal**:
+//! the guest and its work, which continues all the time; the disk of the images. The systems run
+//! alternately, one interval each (`firn` two, of which the first makes the checkpoint that the
+//! measured one builds on), in an order that changes:
 //!
 //! ```text
 //!   none             firn-full        firn-cow         firn-pre-copy    qemu-file ...
 //!   |-------|________|####___|________|###___|_________|##___|__________|####      # checkpoint    _ after it: window, then quiet
 //! ```
 //!
-//! **What is measured**: `downtime_ms.SYSTEM.INTERVAL`, the pause as its maker reports it. What a checkpoint took of the guest in the
-//! window from its begin until three seconds after its end, against the quiet times of the same round of turns, in seconds:
+//! **What is measured**: `downtime_ms.SYSTEM.INTERVAL`, the pause as the system reports it.
+//! Further, the time that a checkpoint took from the guest in the window from its begin until three
+//! seconds after its end, against the quiet times of the same round, in seconds:
 //!
-//! - `cost_s`: what the vCPUs spent on page faults (`faults_s`), stood still, for the pause and for pages (`stood_s`), and
-//!   what the supervisor or the hypervisor's other threads used of the processors (`saver_s`). All are of each vCPU. That the saver's
-//!   time is the guest's loss is so where vCPUs keep all processors busy, as here; on a larger host it is less. For
-//!   `firn` a sixth of what it takes to make an image whole is part of it, which `--keep 20` does for one checkpoint of six
-//!   (`whole_s`, by the processor time of `firn image merge`). `cost`: by how much longer one compiles for that with such a checkpoint in
-//!   each interval. Page faults are counted, from a checkpoint's begin to the end of its turn, and each taken for what one takes where
-//!   nothing else goes on (`fault_us`, measured first).
-//! - `waited_s`: all time in the kernel (`kernel_s`), `stood_s`, and for how long others had the vCPUs' processors (`delayed_s`): measured at
-//!   the guest alone, so all others on the host are in it. `kernel_s` is no part of the cost: the kernel samples it by its clock ticks, and
-//!   now and then tells of .3 s more in such a window where a profile of the same seconds has nothing.
-//! - `lost_s`: by how much the work was set back ([`work`]), which has everything in it; `overhead` by that. A vCPU
-//!   runs more slowly, for example, while QEMU notes what it writes.
+//! - `cost_s`: the time that the vCPUs spent on page faults (`faults_s`), the time that they were
+//!   stopped, for the pause and for pages (`stood_s`), and the processor time of the supervisor and
+//!   the hypervisor's other threads (`saver_s`). All are per vCPU. The saver's time is the guest's
+//!   loss where vCPUs keep all processors busy, as here; on a larger host it is less. For `firn`, a
+//!   sixth of the time to make an image whole is part of it, which `--keep 20` does for one
+//!   checkpoint of six (`whole_s`, the processor time of `firn image merge`). `cost`: by how much
+//!   this makes compiling longer with such a checkpoint in each interval. Page faults are counted
+//!   from a checkpoint's begin to the end of its interval, and each counts as the duration of a
+//!   fault on an otherwise idle machine (`fault_us`, measured first).
+//! - `waited_s`: all time in the kernel (`kernel_s`), `stood_s`, and the time in which others had
+//!   the vCPUs' processors (`delayed_s`): it is measured at the guest alone, so it includes all
+//!   other load of the host. `kernel_s` is no part of the cost: the kernel samples it by its clock
+//!   ticks, and sometimes reports .3 s more in such a window where a profile of the same seconds
+//!   has nothing.
+//! - `lost_s`: by how much the work was set back ([`work`]), which includes everything; `overhead`
+//!   follows from it. A vCPU runs more slowly, for example, while QEMU tracks its writes.
 //!
-//! `none` counts the first half of an interval in which nothing happened as a window: how far the measures are to be
-//! believed. A checkpoint that takes longer than the interval stretches it.
+//! `none` counts the first half of an interval without a checkpoint as a window, which shows how
+//! accurate the measures are. A checkpoint that takes longer than the interval stretches it.
 //!
-//! Whole compilations, one with and one without checkpoints, would have to be compared for hours: on a shared machine two of the same
-//! kind differ by more than a checkpoint a minute costs.
+//! Comparing whole compilations, one with and one without checkpoints, would take hours: on a
+//! shared machine two of the same kind differ by more than a checkpoint a minute costs.
 
 mod fault;
 mod ran;
@@ -61,27 +69,31 @@ use crate::stats::Sample;
 
 const VM: &str = "compile";
 const JOB: &str = "compile";
-/// Images of a series: what the next one builds on, that one, and what it becomes when its parent goes.
+/// Images of a series: the parent of the next one, that one, and the merged image when its parent
+/// is removed.
 const BASE: &str = "base.image";
 const NEXT: &str = "next.image";
 const WHOLE: &str = "whole.image";
 const MIB: u32 = 512;
 const BOOT: Duration = Duration::from_secs(300);
-/// How long the guest compiles before anything is measured: its programs are in its page cache then.
+/// How long the guest compiles before the first measurement: then its programs are in its page
+/// cache.
 const WARM: Duration = Duration::from_secs(25);
-/// Rounds of turns at each interval (in seconds), in quick and in full runs.
+/// Number of rounds at each interval (in seconds), in quick and in full runs.
 const QUICK: &[(u64, usize)] = &[(10, 2)];
 const FULL: &[(u64, usize)] = &[(10, 6), (30, 4), (60, 3), (120, 3)];
-/// Up to this interval, in seconds, there are turns of none and of `firn-full`: later ones have enough quiet time after their checkpoints.
+/// `none` and `firn-full` run only at intervals up to this, in seconds: later ones have enough
+/// quiet time after their checkpoints.
 const ALL_UNTIL_S: u64 = 30;
-/// From this interval on, all have turns in the first round only, but for those that the experiment is about.
+/// From this interval on, all systems run in the first round only, except those that the experiment
+/// is about.
 const FEW_FROM_S: u64 = 60;
-/// Of how many checkpoints in a series one is made whole (`firn checkpoint --keep 20`).
+/// One checkpoint in this many of a series is made whole (`firn checkpoint --keep 20`).
 const WHOLE_EVERY: f64 = 6.0;
-/// What of the time after a checkpoint still belongs to it.
+/// The time after a checkpoint that still belongs to it.
 const SETTLE: Duration = Duration::from_secs(3);
 
-/// What is measured of each turn.
+/// The figures of each interval.
 const FIELDS: [&str; 13] = [
     "downtime_ms",
     "cost",
@@ -98,7 +110,7 @@ const FIELDS: [&str; 13] = [
     "saved_s",
 ];
 
-/// Who makes checkpoints.
+/// The system that makes checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
     None,
@@ -124,7 +136,7 @@ impl System {
         }
     }
 
-    /// Those that have a turn in a round.
+    /// The systems that run in a round.
     fn of_round(round: usize, interval_s: u64) -> Vec<Self> {
         let has_turn = |system: &Self| match system {
             Self::QemuFile | Self::Firn => true,
@@ -138,27 +150,27 @@ impl System {
     }
 }
 
-/// An interval in which one system had its turn.
+/// An interval in which one system made a checkpoint.
 #[derive(Clone, Debug)]
 struct Turn {
     system: System,
     interval_s: u64,
     round: usize,
     downtime_ms: Option<f64>,
-    /// What its maker told.
+    /// The report of the save.
     report: Value,
-    /// What making an image whole takes, for each vCPU, if that is done at all.
+    /// Time to make an image whole, per vCPU, if that is done at all.
     whole_s: Option<f64>,
-    /// By the guest's clock.
+    /// Times by the guest's clock.
     from: f64,
     saved: f64,
     until: f64,
-    /// At the begin, the end of the window, and the end.
+    /// At the begin, at the end of the window, and at the end.
     ran: [Ran; 3],
 }
 
 impl Turn {
-    /// What its checkpoint may have slowed.
+    /// The span in which the checkpoint may have slowed the guest.
     fn window(&self) -> Span {
         let until = match self.system {
             System::None => f64::midpoint(self.from, self.until),
@@ -185,7 +197,8 @@ impl Turn {
         self.ran[0].until(self.ran[2]).faults_s
     }
 
-    /// By how much less the vCPUs ran in the window than in the quiet times of these turns, as seconds of such times.
+    /// By how much less the vCPUs ran in the window than in the quiet times of the same round, as
+    /// seconds of such times.
     fn waited(&self, beside: &[&Self]) -> Ran {
         let window = self.ran[0].until(self.ran[1]);
         let quiet = beside.iter().map(|turn| turn.ran[1].until(turn.ran[2]));
@@ -200,7 +213,7 @@ impl Turn {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("cow-compile");
     let plan = lab.extent.pick(QUICK, FULL);
@@ -311,7 +324,7 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Gives what is told of it.
+    /// Makes a checkpoint and returns its report.
     fn save(&mut self, system: System) -> Result<Value> {
         let file = self.lab.file("compile.image");
         let strategy = |name| SaveArgs::default().with("--strategy", name);
@@ -331,14 +344,14 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// The checkpoint that the next one builds on.
+    /// Makes the checkpoint that the next one builds on.
     fn begin_series(&self) -> Result<()> {
         let rounds = SaveArgs::default().with("--strategy", "pre-copy");
         self.checkpoint(&self.lab.file(BASE), &rounds).map(drop)
     }
 
-    /// Makes the newest of the series whole, and has writes followed no more, which costs the guest a little. Gives the processor time
-    /// of the first.
+    /// Makes the newest checkpoint of the series whole, and ends dirty tracking, which costs the
+    /// guest a little. Returns the processor time of the former.
     fn end_series(&self) -> Result<f64> {
         let whole_s = self.make_whole()?;
         let plain = SaveArgs::default().with("--strategy", "cow");
@@ -347,7 +360,7 @@ impl<'a> Guest<'a> {
         Ok(whole_s)
     }
 
-    /// Gives the processor time of that, for each vCPU.
+    /// Merges the newest checkpoint with its parent. Returns the processor time of that, per vCPU.
     fn make_whole(&self) -> Result<f64> {
         let before = children_seconds()?;
         let next = self.lab.file(NEXT);
@@ -391,7 +404,7 @@ worker 1 $half &
 wait
 "#;
 
-/// Each turn becomes a repetition.
+/// Adds each interval to the report as a repetition.
 fn tell(turns: &[Turn], log: &str, report: &mut Report) -> Result<()> {
     let quiet: Vec<Span> = turns.iter().map(Turn::quiet).collect();
     let work = Work::read(log, &quiet)?;
@@ -433,7 +446,7 @@ fn figures(intervals: &[u64], report: &mut Report) {
     }
 }
 
-/// What the median lies between, where there are enough values.
+/// Adds the confidence interval of the median, where there are enough values.
 fn interval_of_median(key: &str, values: &[f64], report: &mut Report) {
     if let Some((low, high)) =
         Sample::new(values.iter().copied()).and_then(|it| it.median_interval())
@@ -466,7 +479,7 @@ mod tests {
     fn turn(system: System, from: f64, saved: f64) -> Turn {
         let downtime_ms = (system != System::None).then_some(2.0);
         let until = from + 10.0;
-        // At work three quarters of the time, but a second less in the window.
+        // The guest runs three quarters of the time, but a second less in the window.
         let ran = |seconds, less| Ran {
             seconds,
             kernel_s: 0.05 * seconds,
@@ -492,7 +505,7 @@ mod tests {
         }
     }
 
-    /// Two workers, a second for each file but between 10 and 12, when none gets on.
+    /// Two workers, a second for each file, except between 10 and 12, when neither makes progress.
     fn log() -> String {
         let done = (0..=20).filter(|second| !(11..=12).contains(second));
         done.flat_map(|second| [0, 1].map(|worker| format!("{worker} a.c {second}\n"))).collect()

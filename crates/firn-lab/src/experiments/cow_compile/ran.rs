@@ -1,4 +1,4 @@
-//! What processors did for a guest, and for who saves it.
+//! Processor times: how long processors ran a guest, and how long they ran its saver.
 
 use std::time::Instant;
 
@@ -6,13 +6,13 @@ use anyhow::{Context as _, Result};
 use firn_vmm::Vm;
 use procfs::process::{Process, Task};
 
-/// Whose processor time is looked at.
+/// The threads and processes whose processor time is measured.
 pub(super) struct Threads {
     vcpus: Vec<Task>,
     hypervisor: Process,
     supervisor: Process,
     since: Instant,
-    /// What a page fault takes.
+    /// Duration of a page fault.
     fault_s: f64,
 }
 
@@ -25,12 +25,12 @@ impl Threads {
         Ok(Self { vcpus, hypervisor, supervisor, since: Instant::now(), fault_s })
     }
 
-    /// How many vCPUs there are.
+    /// Number of vCPUs.
     pub(super) fn vcpus(&self) -> usize {
         self.vcpus.len()
     }
 
-    /// Until now.
+    /// The times until now.
     pub(super) fn ran(&self) -> Result<Ran> {
         let mut all = Ran { seconds: self.since.elapsed().as_secs_f64(), ..Ran::default() };
         let share = |nanoseconds: u64| nanoseconds as f64 / 1e9 / self.vcpus.len() as f64;
@@ -52,31 +52,31 @@ impl Threads {
     }
 }
 
-/// Of a process, with threads that have ended.
+/// Processor time of a process, including threads that have ended.
 fn process_seconds(process: &Process) -> Result<f64> {
     let stat = process.stat()?;
     Ok((stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64)
 }
 
-/// Of all children of this process that have ended.
+/// Processor time of all children of this process that have ended.
 pub(super) fn children_seconds() -> Result<f64> {
     let stat = Process::myself()?.stat()?;
     Ok((stat.cutime + stat.cstime) as f64 / procfs::ticks_per_second() as f64)
 }
 
-/// Seconds for each vCPU, on average.
+/// Seconds of each vCPU, on average.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Ran {
     pub(super) seconds: f64,
-    /// It was in the kernel.
+    /// It ran in the kernel.
     pub(super) kernel_s: f64,
-    /// It was there for page faults.
+    /// It ran in the kernel for page faults.
     pub(super) faults_s: f64,
-    /// Somebody else had its processor.
+    /// Another thread had its processor.
     pub(super) delayed_s: f64,
-    /// It waited for something else, or had nothing to do.
+    /// It waited for something else, or was idle.
     pub(super) stood_s: f64,
-    /// Somebody ran for the supervisor, or for the hypervisor beside its vCPUs.
+    /// The supervisor ran, or the hypervisor's other threads.
     pub(super) saver_s: f64,
 }
 
@@ -96,7 +96,7 @@ impl Ran {
         }
     }
 
-    /// Not running the guest.
+    /// Time in which the vCPU did not run the guest.
     pub(super) fn waited_s(self) -> f64 {
         self.kernel_s + self.delayed_s + self.stood_s
     }

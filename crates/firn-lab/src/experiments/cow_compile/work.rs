@@ -1,6 +1,6 @@
-//! How much a guest compiled in which time.
+//! Compile log: how much a guest compiled in a time span.
 //!
-//! Each worker compiles one source file after another, and writes down when it was done with which:
+//! Each worker compiles one source file after another, and logs when it finished which file:
 //!
 //! ```text
 //!   worker 0   |-- adler32 --|---- crc32 ----|------- deflate -------|
@@ -8,9 +8,9 @@
 //!                          [     span      ]                            guest's clock ->
 //! ```
 //!
-//! A file is as much work as it takes while nobody disturbs the guest (the median); the work of one file is taken to be even.
-//! So the work done in a span is known to a fraction of a file, however few files end in it, and it does not matter which files
-//! those were.
+//! The work of a file is the time it takes in an undisturbed guest (the median), and is assumed to
+//! be even. So the work done in a span is known to a fraction of a file, however few files end in
+//! it, and it does not matter which files those were.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::stats::Sample;
 
-/// A time, in seconds by the guest's clock.
+/// A time span, in seconds by the guest's clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Span {
     pub(super) from: f64,
@@ -39,24 +39,25 @@ impl Span {
     }
 }
 
-/// A file that was compiled once.
+/// One compilation of a file.
 #[derive(Clone, Debug, PartialEq)]
 struct Unit {
     file: String,
     span: Span,
 }
 
-/// What was compiled.
+/// All compilations of a guest.
 #[derive(Clone, Debug)]
 pub(super) struct Work {
     units: Vec<Unit>,
     workers: usize,
-    /// What each file takes undisturbed, in seconds.
+    /// The undisturbed time of each file, in seconds.
     weights: BTreeMap<String, f64>,
 }
 
 impl Work {
-    /// From lines of `WORKER FILE SECONDS`, of which a worker's first says when it began, and from when nobody disturbed it.
+    /// Parses lines of `WORKER FILE SECONDS`. A worker's first line gives its begin. `quiet` are
+    /// the undisturbed spans.
     pub(super) fn read(log: &str, quiet: &[Span]) -> Result<Self> {
         let mut last: BTreeMap<&str, f64> = BTreeMap::new();
         let mut units = Vec::new();
@@ -72,14 +73,15 @@ impl Work {
         Ok(Self { units, workers: last.len(), weights })
     }
 
-    /// What a worker did in a span on average, in seconds of undisturbed work.
+    /// The work of an average worker in a span, in seconds of undisturbed work.
     pub(super) fn done_in(&self, span: Span) -> f64 {
         let share = |unit: &Unit| unit.span.shared_with(span) / unit.span.seconds().max(1e-3);
         let done: f64 = self.units.iter().map(|unit| self.weights[&unit.file] * share(unit)).sum();
         done / self.workers as f64
     }
 
-    /// Of a span, the time that was lost, in seconds, if work is otherwise done as fast as in `quiet`.
+    /// The time that was lost in a span, in seconds, if work otherwise proceeds as fast as in
+    /// `quiet`.
     pub(super) fn lost_in(&self, span: Span, quiet: &[Span]) -> f64 {
         let done: f64 = quiet.iter().map(|&quiet| self.done_in(quiet)).sum();
         let seconds: f64 = quiet.iter().map(|quiet| quiet.seconds()).sum();
@@ -92,7 +94,8 @@ fn words(line: &str) -> Option<(&str, &str, f64)> {
     Some((words.next()?, words.next()?, words.next()?.parse().ok()?))
 }
 
-/// The median of each file where nobody disturbed, or of all of its times if somebody always did.
+/// The median time of each file in undisturbed spans, or of all its times if it was always
+/// disturbed.
 fn weights(units: &[Unit], quiet: &[Span]) -> BTreeMap<String, f64> {
     let files: BTreeSet<&String> = units.iter().map(|unit| &unit.file).collect();
     let is_quiet = |unit: &&Unit| quiet.iter().any(|quiet| quiet.covers(unit.span));
@@ -113,7 +116,7 @@ mod tests {
         Span { from, until }
     }
 
-    /// Two workers; `b` takes twice as long as `a`; from 12 to 16 nobody gets on.
+    /// Two workers; `b` takes twice as long as `a`; from 12 to 16 neither makes progress.
     const LOG: &str = "0 begun 0\n1 begun 0\n0 a 2\n0 b 6\n1 b 4\n1 a 6\n0 a 8\n1 a 8\n0 b 12\n1 b 12\n\
                        0 a 18\n1 b 20\n0 b 22\n1 a 22\n";
 
@@ -133,7 +136,7 @@ mod tests {
         let lost = work.lost_in(span(11.0, 21.0), &quiet);
         assert!((lost - 4.0).abs() < 1e-9, "{lost}");
         assert!(work.lost_in(span(3.0, 7.0), &quiet).abs() < 1e-9);
-        // Where quiet times are half as fast, the machine is, and that is nobody's fault.
+        // Where quiet times are half as fast, the machine is slower, and no time is lost.
         let slow = [span(12.0, 20.0)];
         assert!(work.lost_in(span(11.0, 21.0), &slow) < 0.0);
     }

@@ -1,10 +1,10 @@
-//! One randomized run: everything about it is drawn from its seed, so that the seed repeats it.
+//! Random parameters of one run, all derived from its seed, so that the seed repeats the run.
 //!
 //! ```text
-//!   seed % 3         vCPUs: 1, 2, 4                          in turn, so that few runs have all of them
+//!   seed % 3         vCPUs: 1, 2, 4                          cyclic, so that a few runs cover all of them
 //!   seed / 3 % 3     RAM: small, middle, split               (split: above 2.75 GiB q35 has a part of it above 4 GiB)
 //!   seed / 9 % 4     the strategy
-//!   dice(seed)       sizes to the page, backends, load, how it is saved, how it is restored
+//!   dice(seed)       sizes to the page, backends, load, options of the save and the restore
 //! ```
 
 use std::fmt::Display;
@@ -17,21 +17,21 @@ use serde_json::{Value, json};
 use crate::firn::SaveArgs;
 use crate::guest::QemuArgs;
 
-/// RAM, in MiB: from, up to.
+/// RAM, in MiB: minimum, maximum.
 const RAM_MIB: [(u64, u64); 3] = [(256, 1024), (1024, 2816), (2816, 4608)];
-/// From here on part of RAM lies above the PCI hole.
+/// From this size on part of RAM is above the PCI hole.
 const SPLIT_KIB: u64 = 2816 << 10;
-/// What QEMU rounds RAM up to.
+/// QEMU rounds RAM up to a multiple of this.
 const RAM_ALIGN_KIB: u64 = 8;
 const PAGE_KIB: u64 = 4;
-/// Writers fill no more than this: a guest under TCG takes long to fill memory.
+/// Maximum memory that writers fill: a guest under TCG takes long to fill memory.
 const WRITERS_MIB_MAX: u64 = 192;
 const KINDS: [&str; 3] = ["memory-backend-memfd", "memory-backend-ram", "memory-backend-shm"];
 /// The only kind that can be private everywhere.
 const PRIVATE_KIND: &str = "memory-backend-ram";
 const STRATEGIES: [&str; 4] = ["trace", "cow", "pre-copy", "stop"];
 
-/// A generator that a seed determines.
+/// A random number generator, determined by a seed.
 struct Dice(u64);
 
 impl Dice {
@@ -45,16 +45,16 @@ impl Dice {
     }
 }
 
-/// What RAM is made of.
+/// The backends of RAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Ram {
     /// `-m` alone.
     Plain(u64),
-    /// `-object` backends of one kind, of so many KiB each; several are a NUMA node each.
+    /// `-object` backends of one kind, with their sizes in KiB; with several, each is a NUMA node.
     Backends(&'static str, Vec<u64>),
 }
 
-/// Everything about one run.
+/// All parameters of one run.
 #[derive(Clone, Debug)]
 pub(super) struct Drawn {
     pub(super) seed: u64,
@@ -75,13 +75,14 @@ pub(super) struct Drawn {
     pub(super) throttled: bool,
     pub(super) strategy: &'static str,
     pub(super) mode: Mode,
-    /// How many checkpoints, each built on the one before, are below the one that is compared.
+    /// Number of parents of the compared image: checkpoints that each build on the one before.
     pub(super) below: usize,
-    /// The format of the disk that the guest writes to, if there is one: without one the hypervisor makes the pause by itself.
+    /// The format of the disk that the guest writes to, if there is one. Without one the hypervisor
+    /// pauses by itself.
     pub(super) written: Option<&'static str>,
-    /// Whether the guest is started by hand, with private memory, and attached to.
+    /// Whether the guest is started by hand, with private memory, and Firn attaches to it.
     pub(super) private: bool,
-    /// Of how many address spaces memory comes first, with copy-on-write.
+    /// Number of address spaces whose memory is copied first, with copy-on-write.
     pub(super) first_spaces: u32,
 }
 
@@ -127,7 +128,8 @@ impl Drawn {
         .possible()
     }
 
-    /// Reads of private memory can't be followed, and only copy-on-write has address spaces that come first.
+    /// Makes the parameters possible: reads of private memory can't be tracked, and only
+    /// copy-on-write copies address spaces first.
     fn possible(self) -> Self {
         match (self.private, self.strategy) {
             (true, "trace") => Self { strategy: "cow", ..self },
@@ -136,7 +138,7 @@ impl Drawn {
         }
     }
 
-    /// How `firn checkpoint` is told.
+    /// The options for `firn checkpoint`.
     pub(super) fn save_args(&self) -> SaveArgs {
         // A memory block of 16 pages needs a locality block that holds it.
         let locality_kib = self.locality_kib.max(u32::from(self.block_pages) * PAGE_KIB as u32);
@@ -152,7 +154,7 @@ impl Drawn {
         }
     }
 
-    /// What it is counted under.
+    /// The keys under which the run is counted.
     pub(super) fn labels(&self) -> Vec<String> {
         let label = |what: &str, value: &dyn Display| format!("drawn.{what}.{value}");
         let kib = self.ram.kib();
@@ -190,7 +192,7 @@ impl Drawn {
     }
 }
 
-/// In a random share of memory, in a random manner.
+/// Arguments of writers: a random share of memory, random behaviour.
 fn writers(ram_mib: u64, dice: &mut Dice) -> Vec<String> {
     let mib = (ram_mib * (5 + dice.below(31)) / 100).clamp(8, WRITERS_MIB_MAX);
     let rate = dice.pick(&[0, 500, 5000]);
@@ -231,7 +233,7 @@ impl Ram {
         }
     }
 
-    /// Adds it to a guest's command line.
+    /// Adds RAM to a guest's command line.
     pub(super) fn add_to(&self, mut args: QemuArgs, private: bool) -> QemuArgs {
         args = args.memory_kib(self.kib());
         let Self::Backends(kind, parts) = self else { return args };
@@ -248,7 +250,7 @@ impl Ram {
     }
 }
 
-/// Cuts `kib` into `count` parts of whole pages, none of them tiny.
+/// Splits `kib` into `count` parts of whole pages, none of them tiny.
 fn parts(kib: u64, count: u64, dice: &mut Dice) -> Vec<u64> {
     let least = kib / (2 * count);
     let mut parts: Vec<u64> =

@@ -1,10 +1,11 @@
-//! One run: a guest under load is saved, compared with the copy, followed to its end, restored, followed again.
+//! Exactness trial: saves a guest under load, compares the image with a copy, checks the guest at
+//! its end, restores it, and checks it again.
 //!
 //! ```text
 //!   boot -> load: writers, DMA of two disks, network DMA, a computation -> checkpoint + reference copy
 //!                                                                     |            \
-//!          the saved guest goes on: its memory right? its result?  <--'             '--> compare, verify
-//!          the restored one: the same questions, at once and when all of its memory is there
+//!          the saved guest runs on: its memory right? its result?  <--'             '--> compare, verify
+//!          the restored one: the same checks, at once and when all of its memory is present
 //! ```
 
 use std::path::{Path, PathBuf};
@@ -34,24 +35,24 @@ const VM: &str = "exact";
 const WRITERS: &str = "writers";
 const DISK: &str = "disk";
 const WRITTEN: &str = "written-disk";
-/// How the names of the files begin that the guest writes to.
+/// Common prefix of the names of the files that the guest writes to.
 const WRITTEN_FILE: &str = "written.disk";
 const ECHO: &str = "echo";
 const SHA: &str = "sha";
 const DISK_MIB: u64 = 16;
-/// Messages that a guest must echo rightly after a save or a restore.
+/// Messages that a guest must echo correctly after a save or a restore.
 const ECHOES: u64 = 20;
 
-/// What came of a run.
+/// The result of a run.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
     pub(super) differing_blocks: u64,
     /// Pages of guest memory or of the disk that the guests found wrong.
     pub(super) wrong_pages: u64,
     pub(super) wrong_echoes: u64,
-    /// Both guests came to the result of one never interrupted.
+    /// Both guests computed the result of an uninterrupted guest.
     pub(super) results_equal: bool,
-    /// The restored guest had not come to its result yet.
+    /// The restored guest had not computed its result yet.
     pub(super) in_the_middle: bool,
     pub(super) facts: Value,
 }
@@ -62,7 +63,7 @@ impl Outcome {
     }
 }
 
-/// What a guest says of itself.
+/// A guest's reports about itself.
 struct Checked {
     wrong_pages: u64,
     wrong_echoes: u64,
@@ -70,7 +71,7 @@ struct Checked {
     was_computing: bool,
 }
 
-/// Where runs take place, one after another.
+/// The lab's part of all runs, which happen one after another.
 pub(super) struct Bench<'a> {
     lab: &'a Lab,
     image: GuestImage,
@@ -86,7 +87,7 @@ impl<'a> Bench<'a> {
         Ok(Self { lab, image: GuestImage::small()?, disk, throttle })
     }
 
-    /// One run; whatever comes of it, no guest is left.
+    /// Executes one run. Leaves no guest, whatever the result.
     pub(super) fn run(&self, drawn: &Drawn) -> Result<Outcome> {
         let outcome = Trial::new(self, drawn).and_then(|trial| trial.run());
         self.lab.firn().stop(VM);
@@ -98,7 +99,7 @@ impl<'a> Bench<'a> {
         outcome
     }
 
-    /// Removes the disk that the guest wrote to, and what lies upon it.
+    /// Removes the disk that the guest wrote to, and its overlays.
     fn remove_written(&self) {
         for entry in std::fs::read_dir(self.lab.dir()).into_iter().flatten().flatten() {
             if entry.file_name().to_string_lossy().starts_with(WRITTEN_FILE) {
@@ -108,7 +109,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Writes what `firn-guest disk-dma prepare` would: every run reads the same disk.
+/// Writes the same content as `firn-guest disk-dma prepare`: every run reads the same disk.
 fn prepare(disk: &Path) -> std::io::Result<()> {
     let style = Style::compressing_to(50, false);
     let mut bytes = Vec::new();
@@ -120,7 +121,7 @@ fn prepare(disk: &Path) -> std::io::Result<()> {
     std::fs::write(disk, bytes)
 }
 
-/// The name of an image below the one that is compared.
+/// The name of a parent of the compared image.
 fn below(number: usize) -> String {
     format!("below-{number}.firn")
 }
@@ -192,11 +193,12 @@ impl<'a> Trial<'a> {
         let mut command = Command::new("qemu-img");
         command.args(["create", "-q", "-f", format]).arg(&file);
         let status = command.arg(format!("{DISK_MIB}M")).status().context("cannot run qemu-img")?;
-        ensure!(status.success(), "qemu-img cannot make {}", file.display());
+        ensure!(status.success(), "qemu-img cannot create {}", file.display());
         Ok(())
     }
 
-    /// By Firn; or by hand, and attached to: such a guest ends with what is returned.
+    /// Starts the guest by Firn; or by hand, with Firn attached to it: that guest ends when the
+    /// returned value is dropped.
     fn start(&self) -> Result<Option<Machine>> {
         let (lab, args) = (self.bench.lab, self.qemu_args());
         if !self.drawn.private {
@@ -212,7 +214,7 @@ impl<'a> Trial<'a> {
         Ok(Some(machine))
     }
 
-    /// Loads that read or write disks.
+    /// Jobs that read or write disks.
     fn disk_jobs(&self) -> impl Iterator<Item = &'static str> {
         [DISK].into_iter().chain(self.drawn.written.map(|_| WRITTEN))
     }
@@ -246,7 +248,7 @@ impl<'a> Trial<'a> {
         Ok(machine)
     }
 
-    /// `firn checkpoint`, with the network card at work.
+    /// Runs `firn checkpoint` while the network card is in use.
     fn save(&self) -> Result<Value> {
         let lab = self.bench.lab;
         let args = || self.drawn.save_args();
@@ -307,8 +309,8 @@ impl<'a> Trial<'a> {
         Ok(())
     }
 
-    /// Asks a guest for everything it can tell of its memory, and for its result. A restored one is asked at once, and
-    /// again when all of its memory is there.
+    /// Lets a guest check its memory, and reads its result. A restored guest is checked at once,
+    /// and again when all of its memory is present.
     fn check(&self, is_restored: bool) -> Result<Checked> {
         let mut control = self.control()?;
         let was_computing = matches!(control.poll(SHA)?, JobState::Running { .. });
@@ -318,7 +320,7 @@ impl<'a> Trial<'a> {
             self.wait_for_memory()?;
         }
         control.run_within(&words("firn-guest verify stop"), "", PATIENCE)?;
-        // The writers' last words are about all of their memory, from the start.
+        // The writers' last output covers all of their memory, from the start.
         let writers = last_line(&control.wait(WRITERS, PATIENCE)?.stdout)?;
         wrong_pages = wrong_pages.max(writers["wrong"].as_u64().context("no count")?);
         let result = control.wait(SHA, PATIENCE)?.stdout.trim().to_owned();
@@ -338,7 +340,7 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// The last line of progress of a disk load of the guest.
+/// The last progress line of a disk job of the guest.
 fn disk_report(control: &mut Control, job: &str) -> Result<Value> {
     match control.poll(job)? {
         JobState::Running { stdout, .. } => last_line(&stdout),
@@ -346,7 +348,7 @@ fn disk_report(control: &mut Control, job: &str) -> Result<Value> {
     }
 }
 
-/// Pages that running writers have found wrong so far; they check all of them first.
+/// Pages that running writers have found wrong so far; they first check all their pages.
 fn verify(control: &mut Control) -> Result<u64> {
     let ended = control.run_within(&words("firn-guest verify"), "", PATIENCE)?;
     let report = last_line(&ended.stdout).with_context(|| format!("{ended:?}"))?;

@@ -1,4 +1,4 @@
-//! How long the guest stands still, by the size of its RAM.
+//! Pause of a checkpoint, by the size of the guest's RAM.
 
 use anyhow::{Context as _, Result};
 use firn_report::plot::BarPlot;
@@ -7,7 +7,7 @@ use crate::experiments::pauses::{Case, Guest, Load, System, measured, percentile
 use crate::lab::{Lab, interleaved};
 use crate::report::Report;
 
-/// A guest.
+/// The size of a guest's RAM, with its load and number of rounds.
 #[derive(Clone, Copy, Debug)]
 struct Size {
     name: &'static str,
@@ -35,7 +35,7 @@ fn pause_key(system: System) -> &'static str {
     }
 }
 
-/// The key of its pauses as the guest's clock tells them.
+/// The key of a system's pauses by the guest's clock.
 fn still_key(system: System) -> &'static str {
     match system {
         System::Firn => "stood_still_ms",
@@ -43,7 +43,7 @@ fn still_key(system: System) -> &'static str {
     }
 }
 
-/// Measures every size, and says what came of it.
+/// Measures every size, and adds the figures to the report.
 pub(super) fn run(lab: &Lab, report: &mut Report) -> Result<()> {
     for size in SIZES {
         let load = Load::FlatOut { mib: lab.extent.pick(size.written_mib.0, size.written_mib.1) };

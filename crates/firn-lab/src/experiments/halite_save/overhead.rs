@@ -1,4 +1,4 @@
-//! How much longer work takes while the guest is being saved.
+//! Overhead of a save: how much longer work takes while the guest is being saved.
 
 use std::path::PathBuf;
 use std::thread;
@@ -19,24 +19,25 @@ const JOB: &str = "work";
 const BOOT: Duration = Duration::from_secs(120);
 /// How long the work may take.
 const LIMIT: Duration = Duration::from_secs(600);
-/// From the start of the work proper to the save.
+/// Time from the begin of the work proper to the save.
 const LEAD: Duration = Duration::from_millis(1000);
 
-/// How large a run is.
+/// Sizes of a run.
 #[derive(Clone, Copy, Debug)]
 struct Scale {
-    /// Memory that the synthetic workload allocates.
+    /// Memory that the synthetic workload allocates, in MiB.
     mib: u32,
-    /// About how long the work takes without a save.
+    /// Approximate duration of the work without a save.
     seconds: f64,
 }
 
-/// Rounds of all systems, in quick and in full runs. What the user asks for is pauses, which are many more.
+/// Rounds of all systems, in quick and in full runs. The user's number of runs is about pauses,
+/// which are many more.
 const ROUNDS: (usize, usize) = (1, 3);
 const QUICK: Scale = Scale { mib: 256, seconds: 5.0 };
 const FULL: Scale = Scale { mib: 1024, seconds: 10.0 };
 
-/// Whether there is a save, and how.
+/// Whether and how the guest is saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
     Without,
@@ -65,7 +66,7 @@ impl System {
     }
 }
 
-/// Measures every workload, and says what came of it.
+/// Measures every workload, and adds the figures to the report.
 pub(super) fn run(lab: &Lab, report: &mut Report) -> Result<()> {
     let bench = Bench::boot(lab, lab.extent.pick(QUICK, FULL))?;
     let rounds = lab.extent.pick(ROUNDS.0, ROUNDS.1);
@@ -80,7 +81,7 @@ pub(super) fn run(lab: &Lab, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// The guest.
+/// The guest that works.
 struct Bench<'a> {
     lab: &'a Lab,
     scale: Scale,
@@ -101,7 +102,7 @@ impl<'a> Bench<'a> {
         Ok(Self { lab, scale, agent, image: lab.file("overhead.firn") })
     }
 
-    /// So many units that the work takes about as long as it should.
+    /// The number of units with which the work takes about as long as it should.
     fn calibrate(&self, workload: Workload) -> Result<u64> {
         let trial = workload.trial();
         let (seconds, _) = self.work(workload, trial, System::Without)?;
@@ -134,7 +135,8 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Does the work, with a save in its midst or without; how long it took by the guest's clock.
+    /// Runs the work, with a save in the middle or without; returns its duration by the guest's
+    /// clock.
     fn work(&self, workload: Workload, units: u64, system: System) -> Result<(f64, Option<Save>)> {
         let mut control = Control::connect(&self.agent, BOOT)?;
         let command = workload.command(self.scale.mib, units);
@@ -155,14 +157,14 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// A save in the midst of work.
+/// A save in the middle of work.
 struct Save {
     said: Said,
-    /// Whether it ended before the work did.
+    /// Whether the save ended before the work did.
     within: bool,
 }
 
-/// Each run with a save against the one without in the same round.
+/// Compares each run with a save with the run without in the same round.
 fn figures(workload: Workload, system: System, report: &mut Report) {
     let times = |of: System| -> Vec<f64> {
         let is_it = |run: &&Value| run["workload"] == workload.name() && run["system"] == of.name();

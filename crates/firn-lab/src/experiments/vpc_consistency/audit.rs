@@ -1,4 +1,4 @@
-//! What is wrong when all is quiet again: what clients saw, beside what VMs have in their books.
+//! The audit after a trial: the clients' observations are compared with the books of the VMs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -12,24 +12,24 @@ use serde_json::{Value, json};
 use super::clients::{COUNT, Client, Seen, Shared};
 use crate::site::Inside;
 
-/// How often the checker tries to put an operation into its place, for each that there is.
+/// Steps of the checker, for each operation.
 const TRIES: u64 = 2_000;
 
-/// Who looks, after all clients: it has the next number.
+/// The number of the auditor: the one after those of all clients.
 const AUDITOR: u64 = COUNT;
 
-/// What VMs have in their books, and what the accounts hold.
+/// The books of the VMs, and the balances of the accounts.
 pub(super) struct Books {
     known: Vec<Known>,
     held: Vec<i64>,
 }
 
 impl Books {
-    /// Asks for all of it. What the accounts hold is seen as clients see it.
+    /// Reads all of it. The balances are observed as clients observe them.
     pub(super) fn read(shared: &Arc<Shared>, outside: &Inside) -> Result<(Self, Seen)> {
         let (client, outside) = (Client::new(Arc::clone(shared), AUDITOR, 0), outside.clone());
         let reader = thread::spawn(move || outside.enter().and_then(|()| Self::told(client)));
-        reader.join().map_err(|_| anyhow!("the auditor panicked"))?.context("looking at the books")
+        reader.join().map_err(|_| anyhow!("the auditor panicked"))?.context("reading the books")
     }
 
     fn told(mut client: Client) -> Result<(Self, Seen)> {
@@ -50,14 +50,14 @@ impl Books {
     }
 }
 
-/// How often each is there.
+/// How often each number occurs.
 fn counted<'a>(ids: impl Iterator<Item = &'a u64>) -> BTreeMap<u64, u64> {
     let mut counts = BTreeMap::new();
     ids.for_each(|&id| *counts.entry(id).or_default() += 1);
     counts
 }
 
-/// All that is wrong with what was seen, and why.
+/// Counts all errors in the observations, with the reasons.
 pub(super) fn compare(bank: &Bank, seen: &Seen, books: &Books) -> Value {
     let taken = counted(books.known.iter().flat_map(|known| &known.taken));
     let paid = counted(books.known.iter().flat_map(|known| &known.paid));

@@ -1,8 +1,9 @@
-//! Clients outside: what they ask, and what they saw.
+//! Clients outside: their requests, and their observations.
 //!
-//! A client asks one thing at a time, until it is answered. It has a connection to each VM; half of the clients keep theirs whatever
-//! happens, the others give one up after a second without an answer, and ask the same by another one. So the question's number goes to
-//! the VM several times, and the operation lasts from the first to the answer.
+//! A client sends one request at a time, until it is answered. It has a connection to each VM. Half
+//! of the clients retain theirs whatever happens; the others close one after a second without an
+//! answer, and repeat the request on a new one. So the VM may receive a request's number several
+//! times, and the operation lasts from the first request to the answer.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,28 +19,28 @@ use firn_linear::{Answer, Bank, Call, CallOf, Operation};
 
 use crate::site::Inside;
 
-/// How many.
+/// The number of clients.
 pub(super) const COUNT: u64 = 6;
-/// How long those wait that are quick to give a connection up.
+/// How long impatient clients wait until they close a connection.
 const IMPATIENT: Duration = Duration::from_secs(1);
-/// How long until they ask again.
+/// How long until they retry.
 const AGAIN: Duration = Duration::from_millis(50);
-/// Most that is moved at once: some transfers are refused.
+/// The maximum amount of a transfer: some transfers are refused.
 const AMOUNT_MAX: u64 = 700;
 
-/// What they share.
+/// The state that the clients share.
 pub(super) struct Shared {
     pub(super) vms: Vec<SocketAddr>,
     pub(super) accounts: usize,
-    /// When times begin.
+    /// The origin of times.
     pub(super) since: Instant,
-    /// How long until a question counts as never answered.
+    /// How long until a request counts as never answered.
     pub(super) give_up: Duration,
     answered: AtomicU64,
     ends: AtomicBool,
-    /// Nobody wants to know any more.
+    /// No result is needed any more.
     is_given_up: AtomicBool,
-    /// When answers came, in nanoseconds.
+    /// When answers arrived, in nanoseconds.
     answers: Mutex<Vec<u64>>,
 }
 
@@ -61,7 +62,7 @@ impl Shared {
         self.since.elapsed().as_nanos() as u64
     }
 
-    /// How many answers have come to all.
+    /// The number of answers to all clients.
     pub(super) fn answered(&self) -> u64 {
         self.answered.load(Ordering::Relaxed)
     }
@@ -80,17 +81,17 @@ impl Shared {
     }
 }
 
-/// What a client saw.
+/// The observations of a client.
 #[derive(Default)]
 pub(super) struct Seen {
     pub(super) history: Vec<CallOf<Bank>>,
     /// Transfers that were acknowledged.
     pub(super) acknowledged: Vec<u64>,
-    /// Connections that broke, though it would have waited.
+    /// Connections that broke, though the client would have waited.
     pub(super) broken: u64,
 }
 
-/// All of them at work.
+/// All clients at work.
 pub(super) struct Clients {
     pub(super) shared: Arc<Shared>,
     threads: Vec<JoinHandle<Result<Seen>>>,
@@ -108,7 +109,7 @@ impl Clients {
         Self { shared: Arc::clone(shared), threads: (0..COUNT).map(start).collect() }
     }
 
-    /// Each ends when what it is asking is answered.
+    /// Ends the clients: each ends when its request is answered.
     pub(super) fn end(mut self) -> Result<Seen> {
         self.shared.ends.store(true, Ordering::Relaxed);
         let mut all = Seen::default();
@@ -123,14 +124,14 @@ impl Clients {
 }
 
 impl Drop for Clients {
-    /// Those of a life that failed must not ask the VMs of the next.
+    /// Clients of a trial that failed must not send requests to the VMs of the next trial.
     fn drop(&mut self) {
         self.shared.ends.store(true, Ordering::Relaxed);
         self.shared.is_given_up.store(!self.threads.is_empty(), Ordering::Relaxed);
     }
 }
 
-/// One of them.
+/// One client.
 pub(super) struct Client {
     pub(super) shared: Arc<Shared>,
     number: u64,
@@ -173,7 +174,7 @@ impl Client {
         Operation::transfer(from, to, 1 + self.any(AMOUNT_MAX) as i64)
     }
 
-    /// Asks until it is answered, and notes what was seen.
+    /// Repeats a request until it is answered, and notes the observation.
     pub(super) fn perform(&mut self, operation: Operation) -> Option<Answer> {
         self.asked += 1;
         let id = self.number << 32 | self.asked;
@@ -194,7 +195,7 @@ impl Client {
         answer
     }
 
-    /// Nothing if there is no answer in time.
+    /// Sends a request; `None` if there is no answer in time.
     pub(super) fn ask(&mut self, vm: usize, question: &Question) -> Option<Said> {
         let since = Instant::now();
         let shared = Arc::clone(&self.shared);
@@ -221,7 +222,7 @@ impl Client {
         let link = self.links[vm].insert(link);
         link.say(question)?;
         let reply: Reply = link.hear()?;
-        (reply.id == question.id()).then_some(reply.said).context("the answer to something else")
+        (reply.id == question.id()).then_some(reply.said).context("the answer to another request")
     }
 
     pub(super) fn seen(self) -> Seen {
@@ -229,14 +230,14 @@ impl Client {
     }
 }
 
-/// What an operation is to the VM of an account.
+/// The request that an operation is, and the account whose VM it is for.
 fn question(id: u64, operation: Operation) -> Option<(usize, Question)> {
     match operation {
         Operation::Transfer { from, to, amount } => {
             Some((from?, Question::Transfer { id, from: from?, to: to?, amount }))
         }
         Operation::Balance(account) => Some((account, Question::Balance { id, account })),
-        // No VM knows that.
+        // No VM can answer that.
         Operation::Total => None,
     }
 }

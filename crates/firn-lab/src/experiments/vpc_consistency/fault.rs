@@ -1,4 +1,4 @@
-//! What is lost: drawn from a seed, and done.
+//! Faults: drawn from a seed, and injected.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use super::vms::{self, KEEPER};
 use crate::site::Site;
 
-/// What kind of thing is lost.
+/// The kind of component that is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Vm,
@@ -47,24 +47,25 @@ impl Kind {
     }
 }
 
-/// A fault, and when what is done about it.
+/// A fault, with the times of the fault and of the recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Plan {
     pub(super) kind: Kind,
     /// The VM, or its host.
     pub(super) which: usize,
-    /// How long clients are at work before.
+    /// How long the clients are at work before.
     pub(super) after: Duration,
-    /// How long a link is down, or a host stands still; or until another has taken its place.
+    /// How long a link is down, or a host is stopped; `None`: until another host has replaced it.
     pub(super) lasts: Option<Duration>,
-    /// How long until an operator looks.
+    /// How long until an operator reacts.
     pub(super) looked_after: Duration,
-    /// Whether VMs that run on unprotected are protected anew, rather than failed over.
+    /// Whether VMs that continue unprotected are protected anew, rather than failed over.
     pub(super) goes_on: bool,
 }
 
 impl Plan {
-    /// Kinds take turns from seed to seed, so that each comes as often; all else is drawn.
+    /// Draws a plan. Kinds alternate from seed to seed, so that each is equally frequent; all else
+    /// is random.
     pub(super) fn draw(seed: u64) -> Self {
         let mut state = mix(seed);
         let mut any = |below: u64| {
@@ -82,7 +83,7 @@ impl Plan {
         }
     }
 
-    /// Does it.
+    /// Injects the fault.
     pub(super) fn strike(&self, site: &Site) -> Result<()> {
         let host = site.host(self.which);
         match self.kind {
@@ -99,7 +100,7 @@ impl Plan {
         }
     }
 
-    /// A link is there again, a host goes on.
+    /// Connects a link again, or continues a host.
     pub(super) fn mend(&self, site: &Site) -> Result<()> {
         match self.kind {
             Kind::Link => site.connect(self.which, true),
@@ -108,7 +109,7 @@ impl Plan {
         }
     }
 
-    /// Whether it may be over before anybody has to do something.
+    /// Whether the fault may be over before an operator has to react.
     pub(super) fn may_pass(&self) -> bool {
         matches!(self.kind, Kind::Link | Kind::Frozen) && self.lasts.is_some()
     }

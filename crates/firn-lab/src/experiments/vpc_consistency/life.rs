@@ -1,4 +1,4 @@
-//! One fault, from VMs that begin to what is in their books at the end.
+//! The trial of one fault: from the start of the VMs to the audit of their books at the end.
 
 use std::fs;
 use std::path::Path;
@@ -20,19 +20,22 @@ use crate::site::{Inside, Site};
 
 const CLUSTER: &str = "bank";
 const INTERVAL: &str = "50ms";
-/// How long until a question counts as never answered; with holding, and without, where much is never answered.
+/// How long until a question counts as never answered: with output commit, and without it, where
+/// many questions are never answered.
 const GIVE_UP: Duration = Duration::from_secs(60);
 const GIVE_UP_SOON: Duration = Duration::from_secs(12);
-/// How long global checkpoints may take to go on by themselves, where they may.
+/// How long global checkpoints may take to continue by themselves, where they may.
 const RECOVERS: Duration = Duration::from_secs(4);
-/// How long something may be refused, because what was lost isn't known to be lost yet, or hosts haven't agreed yet.
+/// How long a command may be refused, because a loss is not detected yet, or hosts have not agreed
+/// yet.
 const KNOWN: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// How often each client is answered, and the token goes round, before the fault and after it.
+/// How many answers all clients get, and how many rounds the token makes, before the fault and
+/// after it.
 const ANSWERS: u64 = 2 * clients::COUNT;
 const ROUNDS: u64 = 3;
 
-/// VMs at work, protected together.
+/// VMs at work, protected as a cluster.
 pub(super) struct Life<'a> {
     lab: &'a Lab,
     site: &'a mut Site,
@@ -44,7 +47,7 @@ pub(super) struct Life<'a> {
 }
 
 impl<'a> Life<'a> {
-    /// All hosts begin anew, the VMs are restored, protected, and have clients.
+    /// Starts all hosts anew, restores and protects the VMs, and starts their clients.
     pub(super) fn begin(
         lab: &'a Lab,
         site: &'a mut Site,
@@ -76,11 +79,11 @@ impl<'a> Life<'a> {
         Ok(Self { lab, site, outside, clients, ring, is_by_record, failovers: 0 })
     }
 
-    /// Something is lost. What was seen and found then.
+    /// Injects a fault; returns the observations and the results of the audit.
     pub(super) fn suffer(mut self, plan: &Plan) -> Result<Value> {
         ensure!(
             self.goes_on(),
-            "clients are not answered, or the token stands still, before the fault"
+            "clients are not answered, or the token does not move, before the fault"
         );
         thread::sleep(plan.after);
         let struck = self.clients.shared.now();
@@ -105,7 +108,8 @@ impl<'a> Life<'a> {
         self.ring.goes_round(ROUNDS, shared.give_up)
     }
 
-    /// Nobody does anything for the cluster. What was cut off or stood still comes back: some time later, or when it has been replaced.
+    /// Recovers without an operator. A host that was cut off or stopped returns: some time later,
+    /// or when it has been replaced.
     fn leave_alone(&mut self, plan: &Plan) -> Result<()> {
         match (plan.kind, plan.lasts) {
             (Kind::Link | Kind::Frozen, None) => ensure!(self.goes_on(), "it was not replaced"),
@@ -116,12 +120,12 @@ impl<'a> Life<'a> {
             thread::sleep(plan.looked_after);
             self.site.revive(KEEPER..KEEPER + 1)?;
         }
-        ensure!(self.goes_on(), "clients are not answered, or the token stands still");
+        ensure!(self.goes_on(), "clients are not answered, or the token does not move");
         self.failovers = u64::from(is_at(self.site, "primary"));
         Ok(())
     }
 
-    /// What an operator does.
+    /// Recovers as an operator does.
     fn look_after(&mut self, plan: &Plan) -> Result<()> {
         thread::sleep(plan.looked_after);
         if let Some(lasts) = plan.lasts {
@@ -139,7 +143,7 @@ impl<'a> Life<'a> {
             }
         }
         self.fail_over()?;
-        // Nothing of it is left to go on.
+        // No process of that host is left to continue.
         if plan.kind == Kind::Link { plan.mend(self.site) } else { Ok(()) }
     }
 
@@ -162,7 +166,7 @@ impl<'a> Life<'a> {
         Ok(false)
     }
 
-    /// Makes sure that nothing of the VMs runs anywhere, and has them run where their copies are.
+    /// Ends all processes of the primaries' hosts, and runs the VMs at their backup.
     fn fail_over(&mut self) -> Result<()> {
         (0..vms::COUNT).try_for_each(|host| self.site.host(host).kill())?;
         self.failovers += 1;
@@ -189,14 +193,14 @@ impl<'a> Life<'a> {
         if let Some(why) = told["why"].as_array_mut() {
             why.extend(wrong.into_iter().map(Value::from));
             why.extend(
-                (!goes_on).then(|| json!("clients are not answered, or the token stands still")),
+                (!goes_on).then(|| json!("clients are not answered, or the token does not move")),
             );
         }
         Ok(told)
     }
 }
 
-/// Has a host do something, again if it is refused.
+/// Runs a cluster command at a host; repeats it while it is refused.
 fn have(lab: &Lab, firn: &Firn, words: &[&str]) -> Result<()> {
     let since = Instant::now();
     while let Err(error) = firn.call("cluster", words) {
@@ -209,7 +213,7 @@ fn have(lab: &Lab, firn: &Firn, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Whether hosts have agreed that the keeper is this to all VMs.
+/// Whether the record names the backup's host as `what` of all VMs.
 fn is_at(site: &Site, what: &str) -> bool {
     let (keeper, record) = (site.host(KEEPER).name(), site.host(KEEPER).cluster(CLUSTER));
     let vms = record.as_ref().and_then(|it| it["vms"].as_array());
@@ -218,7 +222,8 @@ fn is_at(site: &Site, what: &str) -> bool {
     vms.is_some_and(|vms| vms.len() == vms::COUNT && vms.iter().all(is_named))
 }
 
-/// As if all hosts had lost their power, and had it back, and agreed for the first time: nothing of a life before is there.
+/// Restarts all hosts, as after a power failure, without any state: no file of an earlier trial is
+/// left.
 fn reboot(site: &mut Site) -> Result<()> {
     for host in site.hosts() {
         host.kill()?;

@@ -1,43 +1,51 @@
-//! `vpc-consistency`: what clients outside see of VMs that fail over together.
+//! `vpc-consistency`: the consistency that clients outside observe in VMs that fail over as a
+//! cluster.
 //!
-//! Two VMs of two hosts keep a bank (`firn-guest bank`) and pass a token round (`firn-guest ring`); a third host keeps their copies. Clients
-//! outside move money and look at accounts, over connections of their own. Then something is lost, one kind of thing after another, which and when drawn from
-//! the seed:
+//! Two VMs of two hosts run a bank (`firn-guest bank`) and pass a token round (`firn-guest ring`);
+//! a third host is their backup. Clients outside transfer money and read accounts, over connections
+//! of their own. Then a component is lost, one kind after another; the component and the time are
+//! drawn from the seed:
 //!
 //! | kind | what happens |
 //! |---|---|
 //! | `vm` | a hypervisor is killed |
-//! | `supervisor` | a VM's supervisor and its guard are killed |
+//! | `supervisor` | a VM's supervisor and its guards are killed |
 //! | `agent` | the agent of a primary's host is killed |
-//! | `keeper` | the agent of the host with the copies is killed |
-//! | `host` | everything of a primary's host is killed |
-//! | `link` | a primary's host is cut off, and connected again later, or not before it has been replaced |
-//! | `frozen` | everything of a primary's host is stopped, and goes on later, or not before it has been replaced |
+//! | `keeper` | the agent of the backup is killed |
+//! | `host` | all processes of a primary's host are killed |
+//! | `link` | a primary's host is cut off, and connected again later, or after its replacement |
+//! | `frozen` | all processes of a primary's host are stopped, and continue later, or after that |
 //!
-//! **Who looks after it** (`--only WAY` does one of these):
+//! **How it is recovered** (`--only VARIANT` runs one of these):
 //!
-//! - `holding`, an operator: where global checkpoints go on, nothing is done; else everything of the primaries' hosts is ended, so that
-//!   nothing of it runs anywhere, and `firn cluster failover` has all go on at the third host. (After `keeper`, half of the times, its agent is
+//! - `holding`, by an operator: where global checkpoints continue, nothing is done. Otherwise all
+//!   processes of the primaries' hosts are ended, so that no VM runs anywhere, and `firn cluster
+//!   failover` runs all VMs at the third host. (After `keeper`, half of the times, its agent is
 //!   started again, and the cluster is released and protected anew.)
-//! - `by-record`, nobody: hosts agree, by a raft of their agents, and the cluster fails over by itself if it has to. Nothing is ended. A host that
-//!   was cut off or stood still until it was replaced comes back and may try to be heard: its VM is one too many. (After `keeper`, half
-//!   of the times, its agent is started again.)
+//! - `by-record`, without a person: the hosts agree, by a raft of their agents, and the cluster
+//!   fails over by itself if it has to. Nothing is ended. A host that was cut off or stopped until
+//!   it was replaced returns, and its VM, which has been replaced, may try to send. (After
+//!   `keeper`, half of the times, its agent is started again.)
 //!
-//! The clients go on, and everything is looked at. The keys of `by-record` begin with `by_record`:
+//! The clients continue, and then all results are checked. The keys of `by-record` begin with
+//! `by_record`:
 //!
-//! - `lost_transfers`: acknowledged, and not in the books of both VMs; `doubled_transfers`: twice in the books of one.
-//! - `sum_wrong`: accounts hold more or less together than in the beginning.
-//! - `not_linearizable`: what clients saw has no order (`firn-linear`); why not is among the notes. `undecided`: it took too long to know.
-//! - `ring_wrong`: the token came twice, went back or was lost, or what a VM told of it to the outside was undone; or it stands still.
-//! - `broken_connections`: of the VMs, with each other, and of clients that have patience. None has to break.
-//! - `failed`: something could not be done, or a client was not answered.
-//! - `gap_s`: the longest time without an answer to anybody, operator included.
+//! - `lost_transfers`: acknowledged, and not in the books of both VMs; `doubled_transfers`: twice
+//!   in the books of one.
+//! - `sum_wrong`: the accounts hold more or less in total than in the beginning.
+//! - `not_linearizable`: the clients' observations have no order (`firn-linear`); the reason is
+//!   among the notes. `undecided`: the check took too long.
+//! - `ring_wrong`: the token came twice, went back or was lost, a report of a VM on it to the
+//!   outside was undone, or it does not move.
+//! - `broken_connections`: of the VMs, with each other, and of patient clients. None has to break.
+//! - `failed`: a step could not be done, or a client got no answer.
+//! - `gap_s`: the longest time without an answer to any client, the operator's time included.
 //!
-//! Each fault has VMs restored from the same images, so that one can be repeated alone: its own seed is among the repetitions, and
-//! `--seed` with `--runs 1` draws it first.
+//! Each trial restores the VMs from the same images, so that it can be repeated alone: its own seed
+//! is among the repetitions, and `--seed` with `--runs 1` draws it first.
 //!
-//! **The control**: the same with output commit switched off (fault point `net.hold`): frames leave when they are sent. Its keys begin with
-//! `without_holding`, and it has to find something wrong.
+//! **The control**: the same with output commit switched off (fault point `net.hold`): frames leave
+//! when they are sent. Its keys begin with `without_holding`, and it has to detect an error.
 
 mod audit;
 mod clients;
@@ -61,9 +69,9 @@ use vms::Vms;
 
 const PERCENTILES: [(&str, f64); 2] = [("p50", 50.0), ("p95", 95.0)];
 const HOSTS: [&str; 3] = ["a", "b", "c"];
-/// How long a lease is, where there are any.
+/// Duration of a lease, where there are leases.
 const LEASE: Duration = Duration::from_secs(3);
-/// What is counted of each fault, besides that there was one.
+/// The counts of each trial, besides the number of trials.
 const COUNTS: [&str; 8] = [
     "lost_transfers",
     "doubled_transfers",
@@ -74,7 +82,8 @@ const COUNTS: [&str; 8] = [
     "broken_connections",
     "failed",
 ];
-/// Of these none may be. A connection that breaks is told, and is nothing that clients see.
+/// Counts that must be zero. A connection that breaks is reported, but clients do not observe an
+/// error.
 const WRONG: [&str; 7] = [
     "lost_transfers",
     "doubled_transfers",
@@ -85,7 +94,7 @@ const WRONG: [&str; 7] = [
     "failed",
 ];
 
-/// Who looks after the VMs, and whether their output is held until nothing can undo it.
+/// How the VMs are recovered, and whether output commit is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     Holding,
@@ -104,7 +113,7 @@ impl Way {
         }
     }
 
-    /// Faults of quick and of full runs.
+    /// The number of faults in quick and in full runs.
     fn faults(self) -> (usize, usize) {
         match self {
             Self::Holding => (7, 400),
@@ -118,7 +127,7 @@ impl Way {
         Plan { hosts: &HOSTS, agreement, lease: LEASE }
     }
 
-    /// What is broken on purpose in the supervisors of the primaries.
+    /// The fault that is armed in the supervisors of the primaries.
     fn fault(self) -> Option<&'static str> {
         match self {
             Self::Holding | Self::ByRecord => None,
@@ -135,7 +144,7 @@ impl Way {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-consistency");
     let vms = Vms::prepare(lab, &Site::build(lab, &Way::Holding.plan())?)?;
@@ -154,7 +163,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// One fault.
+/// Runs the trial of one fault.
 fn one(lab: &Lab, site: &mut Site, vms: &Vms, way: Way, seed: u64) -> Value {
     let plan = Fault::draw(seed);
     let mut told = json!({ "way": way.name(), "seed": seed, "kind": plan.kind.name() });
@@ -197,10 +206,10 @@ fn figures(way: Way, report: &mut Report) {
     percentiles(&way.key("gap_s"), gaps, &PERCENTILES, report);
     match (way, wrong.len()) {
         (Way::Holding | Way::ByRecord, 1..) => {
-            report.fail("clients saw what they should not, see above")
+            report.fail("clients observed errors, see above")
         }
         (Way::WithoutHolding, 0) => {
-            report.fail("without holding nothing was wrong: the test can't see anything");
+            report.fail("without output commit there was no error: the test can't detect any");
         }
         _ => (),
     }

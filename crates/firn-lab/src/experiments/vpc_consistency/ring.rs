@@ -1,4 +1,4 @@
-//! Who watches the token from outside: a thread for each VM asks it how far it is.
+//! Watchers of the token, from outside: a thread for each VM polls it.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,11 +16,11 @@ use crate::site::Inside;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What was heard of one VM.
+/// The reports of one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Heard {
     newest: Passed,
-    /// How often it told less than before: what it had told was undone.
+    /// How often a report was less than the one before: the state of the earlier one was undone.
     undone: u64,
 }
 
@@ -68,7 +68,8 @@ impl Ring {
         self.heard().iter().map(|heard| heard.newest.passed).collect()
     }
 
-    /// Waits until every VM has passed the token on so often from now on; false if one doesn't.
+    /// Waits until every VM has passed the token on `times` more times; false if one doesn't in
+    /// time.
     pub(super) fn goes_round(&self, times: u64, limit: Duration) -> bool {
         let (before, since) = (self.passed(), Instant::now());
         let is_far = |(now, before): (u64, &u64)| now >= before + times;
@@ -81,7 +82,7 @@ impl Ring {
         false
     }
 
-    /// What was wrong, and how many connections between VMs broke.
+    /// Ends the watchers; returns the errors, and the number of connections between VMs that broke.
     pub(super) fn end(mut self) -> Result<(Vec<String>, u64)> {
         self.ends.store(true, Ordering::Relaxed);
         let heard = self.heard().clone();
@@ -121,7 +122,7 @@ fn look(link: &mut Option<Lines>, vm: SocketAddr, is_begun: &mut bool) -> Result
     };
     let open = link.insert(open);
     if !*is_begun {
-        // Asked once: a second token would be one too many.
+        // Sent once: a second token would be an error.
         *is_begun = true;
         open.say(&json!({"begin": true}))?;
         open.hear::<Value>()?;

@@ -1,4 +1,4 @@
-//! The VMs: booted once, saved while they wait for clients, and restored for each fault.
+//! The VMs: booted once, saved while they wait for clients, and restored for each trial.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use crate::guest::{Control, GuestImage, QemuArgs, accel};
 use crate::lab::Lab;
 use crate::site::{Site, vm_network};
 
-/// How many, and where they are: the last host has the copies.
+/// The number of VMs, and the index of the host that is their backup.
 pub(super) const COUNT: usize = 2;
 pub(super) const KEEPER: usize = 2;
 
@@ -22,7 +22,7 @@ const BOOT: Duration = Duration::from_secs(180);
 const ACCOUNTS: usize = 12;
 const HELD: i64 = 1000;
 
-/// What a VM is called.
+/// The name of a VM.
 pub(super) fn name(number: usize) -> String {
     format!("bank{number}")
 }
@@ -36,13 +36,13 @@ fn address(number: usize, port: u16) -> SocketAddr {
     (Site::vm_address(place(number)), port).into()
 }
 
-/// Their images.
+/// The images of the VMs.
 pub(super) struct Vms {
     images: Vec<PathBuf>,
 }
 
 impl Vms {
-    /// Boots them, has them wait for clients, and saves them.
+    /// Boots the VMs, has them wait for clients, and saves them.
     pub(super) fn prepare(lab: &Lab, site: &Site) -> Result<Self> {
         let images = (0..COUNT).map(|number| Self::image(lab, site, number));
         Ok(Self { images: images.collect::<Result<_>>()? })
@@ -74,7 +74,7 @@ impl Vms {
         Ok(image)
     }
 
-    /// Runs one at a host, with a fault armed in its supervisor if there is to be one.
+    /// Restores a VM at its host, with a fault armed in its supervisor if one is given.
     pub(super) fn restore(&self, site: &Site, number: usize, fault: Option<&str>) -> Result<()> {
         let image = self.images[number].to_string_lossy();
         let words = [&*image, "--name", &name(number), "--mode", "eager", "--no-learn", "--wait"];
@@ -83,17 +83,17 @@ impl Vms {
     }
 }
 
-/// Where the bank's VMs listen.
+/// The addresses of the bank's VMs.
 pub(super) fn bank_addresses() -> Vec<SocketAddr> {
     (0..COUNT).map(|number| address(number, bank::PORT)).collect()
 }
 
-/// Where the ring's listen.
+/// The addresses of the ring's VMs.
 pub(super) fn ring_addresses() -> Vec<SocketAddr> {
     (0..COUNT).map(|number| address(number, ring::PORT)).collect()
 }
 
-/// The bank in the beginning.
+/// The bank at the start of a trial.
 pub(super) fn start() -> Bank {
     Bank(vec![HELD; ACCOUNTS])
 }

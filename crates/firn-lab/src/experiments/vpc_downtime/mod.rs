@@ -1,24 +1,33 @@
-//! `vpc-downtime`: how long a cluster is down, from the moment at which somebody knows that its hosts are lost until all of its VMs run.
+//! `vpc-downtime`: the downtime of a cluster, from the detection of the loss of its hosts until all
+//! of its VMs run.
 //!
-//! Reproduces Figure 4 of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for Virtual Clusters", V.C). They tell of the
-//! time until a consistent checkpoint is found and ready; here all VMs run, and a client is answered. 2, 4 and 8 VMs are real: small
-//! guests that compute EP, on two hosts, with their copies on a third. The hosts have an agent each, and share this machine.
+//! Reproduces Figure 4 of Lu, Ravindran and Kim ("VPC: Scalable, Low Downtime Checkpointing for
+//! Virtual Clusters", V.C). They report the time until a consistent checkpoint is found and ready;
+//! here all VMs run, and a client gets an answer. 2, 4 and 8 VMs are real: small guests that
+//! compute EP, on two hosts, with their standbys on a third. The hosts have an agent each, and
+//! share this machine.
 //!
 //! **What varies**:
 //!
-//! - `vpc`: `firn cluster protect`, both hosts are killed with all their VMs, `firn cluster failover`. Time begins with that command.
-//! - `vnsnap-like`: a snapshot of all memory of each VM, in a file, and all VMs are restored from those by the same host, each as a whole
-//!   before it runs (`firn restore --mode eager`). Time begins with the commands, which all are given at once. That is what VPC says of
-//!   VNsnap (II); its own code is not to be had. It is spared what would make it slower: pages of zeros are left out of the files, what is
-//!   in them is compressed, and they are in the page cache.
+//! - `vpc`: `firn cluster protect`, both hosts are killed with all their VMs, `firn cluster
+//!   failover`. Time begins with that command.
+//! - `vnsnap-like`: a snapshot of all memory of each VM, in a file, and all VMs are restored from
+//!   those by the same host, each as a whole before it runs (`firn restore --mode eager`). Time
+//!   begins with the commands, which are all given at once. That is what VPC reports of VNsnap
+//!   (II); its own code is not available. Firn's version avoids work that would make it slower:
+//!   pages of zeros are left out of the files, the other pages are compressed, and the files are in
+//!   the page cache.
 //!
-//! **What is held equal**: the same guests, in the same turn: the one system's failover leaves them at the host at which the other's
-//! snapshots are made and restored.
+//! **What is held equal**: the same guests, in the same turn: the failover of the one system leaves
+//! them at the host at which the snapshots of the other are made and restored.
 //!
-//! **What is measured**: `vc_downtime_s.VMS.SYSTEM`: until the last VM runs, by the hypervisor's own event. `first_answer_s`: until a client
-//! outside has had the first answer from any of them, to what it asked after time began; `all_answer_s`: until it has had one from each.
+//! **What is measured**: `vc_downtime_s.VMS.SYSTEM`: until the last VM runs, by the hypervisor's
+//! own event. `first_answer_s`: until a client outside has received the first answer from any of
+//! them, to a question that it asked after time began; `all_answer_s`: until it has received one
+//! from each.
 //!
-//! 32 VMs and more are simulated (`simulated`): the protocol's own core decides, and each host is one of the measured turns of 8.
+//! 32 VMs and more are simulated (`simulated`): the protocol's own core decides, and each host is
+//! one of the measured turns of 8.
 
 mod simulated;
 mod station;
@@ -42,26 +51,26 @@ use simulated::{Decided, Turn, decide, failed_over};
 use station::Station;
 
 const MIB: u32 = 128;
-/// Real VMs.
+/// Numbers of real VMs.
 const REAL: [usize; 3] = [2, 4, 8];
 const MOST: usize = REAL[2];
-/// VMs of clusters that are simulated.
+/// Numbers of VMs of simulated clusters.
 const SIMULATED: [usize; 4] = [32, 64, 128, 1024];
 /// How often each of those fails over.
 const DRAWN: u64 = 100;
 /// Turns, in quick and in full runs.
 const TURNS: (usize, usize) = (2, 6);
-/// The hosts; the last keeps the copies.
+/// The hosts; the last is the backup.
 const HOSTS: [&str; 3] = ["a", "b", "c"];
 const KEEPS: usize = 2;
 const CLUSTER: &str = "shop";
-/// Global checkpoints before hosts are lost.
+/// Global checkpoints before the hosts are lost.
 const CHECKPOINTS: usize = 5;
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How long a monitor may take to be there.
+/// How long a monitor may take to exist.
 const MONITOR: Duration = Duration::from_secs(60);
 
-/// Who brings the cluster back.
+/// The system that recovers the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum System {
     Vpc,
@@ -79,7 +88,7 @@ impl System {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("vpc-downtime");
     let real = lab.extent.wanted(&REAL, |vms| vms.to_string());
@@ -100,7 +109,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// All VMs: their images, from which each turn begins, and the hosts.
+/// All VMs: the hosts, and the images from which each turn begins.
 struct Cluster<'a> {
     lab: &'a Lab,
     site: Site,
@@ -147,7 +156,7 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// Where a VM runs before its host is lost: they take turns.
+    /// The host that runs a VM before its loss: the two hosts alternate.
     fn home(&self, vm: usize) -> &Firn {
         self.site.host(vm % KEEPS).firn()
     }
@@ -164,7 +173,7 @@ impl<'a> Cluster<'a> {
         self.lab.file(&format!("{}.monitor", name(vm)))
     }
 
-    /// Waits until each of so many VMs has answered something that it is asked from now on.
+    /// Waits until each of the first `vms` VMs has answered a question that is asked from now on.
     fn answer(&self, vms: usize) -> Result<Vec<Instant>> {
         self.station.ask_anew();
         self.answers(vms)
@@ -174,9 +183,9 @@ impl<'a> Cluster<'a> {
         wait_for("an answer from each VM", PATIENCE, || Ok(self.station.answered(vms)))
     }
 
-    /// Ends a VM, and leaves its image.
+    /// Suspends a VM to its image.
     fn save(&self, firn: &Firn, vm: usize) -> Result<()> {
-        // The one that there is, is of an earlier turn.
+        // An image that exists is from an earlier turn.
         let _ = std::fs::remove_file(self.image(vm));
         let image = self.image(vm);
         firn.call("suspend", &[&name(vm), "-o", &image.to_string_lossy()])?;
@@ -190,7 +199,7 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// One of each system, with so many VMs. They end as they began: as images.
+    /// Measures each system once, with so many VMs. The VMs end as they began: as images.
     fn turn(&mut self, vms: usize, report: &mut Report) -> Result<()> {
         at_once(vms, |vm| self.restore(self.home(vm), vm, &["--wait"]))?;
         self.answer(vms)?;
@@ -213,7 +222,7 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// Protects them, until they have been marked together several times.
+    /// Protects the VMs, until there have been several global checkpoints.
     fn protect(&self, vms: usize) -> Result<()> {
         let keeper = self.keeper();
         let placed: Vec<String> =
@@ -228,7 +237,7 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// Both primary hosts are killed, and are there again without their VMs when that has been noticed.
+    /// Kills both primary hosts, and revives them without their VMs when the loss has been noticed.
     fn lose(&mut self, vms: usize) -> Result<()> {
         (0..KEEPS).try_for_each(|host| self.site.host(host).kill())?;
         for vm in 0..vms {
@@ -239,13 +248,13 @@ impl<'a> Cluster<'a> {
         }
         for vm in 0..vms {
             self.home(vm).stop(&name(vm));
-            // What is left of it, if anything.
+            // Remove the rest of it, if there is any.
             let _ = self.home(vm).call("rm", &[&name(vm)]);
         }
         self.site.revive(0..KEEPS)
     }
 
-    /// Brings them back, and sees when each runs and answers.
+    /// Recovers the VMs, and measures when each runs and answers.
     fn timed(&self, vms: usize, system: System) -> Result<Turn> {
         let run = |begun: &Begun| match system {
             System::Vpc => {
@@ -257,7 +266,7 @@ impl<'a> Cluster<'a> {
                     .with_context(|| format!("after {:?}", begun.at.elapsed()))
             }),
         };
-        // A standby's monitor is there; that of a VM which is restored is yet to come.
+        // A standby's monitor exists already; that of a VM which is restored does not yet.
         let waiting = (0..vms).map(|vm| match system {
             System::Vpc => Some(Qmp::connect(&self.monitor(vm), MONITOR)).transpose(),
             System::VnsnapLike => Ok(None),
@@ -284,7 +293,7 @@ impl<'a> Cluster<'a> {
     }
 }
 
-/// When time began, by both clocks.
+/// The time at which a recovery began, by both clocks.
 struct Begun {
     at: Instant,
     epoch: Duration,
@@ -304,7 +313,8 @@ fn since_epoch() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// When the VM behind a monitor began to run, since 1970: by its event, or, if it ran before anybody could hear that, when it was found so.
+/// When the VM behind a monitor began to run, since 1970: by its event, or, if it ran before this
+/// program could receive that, when it was found running.
 fn runs_at(monitor: Option<Qmp>, path: &Path) -> Result<Duration> {
     let mut monitor = match monitor {
         Some(monitor) => monitor,
@@ -323,12 +333,12 @@ fn name(vm: usize) -> String {
     format!("vm{vm}")
 }
 
-/// Its address ends so.
+/// The last byte of a VM's address.
 fn number(vm: usize) -> u8 {
     vm as u8 + 1
 }
 
-/// The same of so many VMs, each in a thread of its own.
+/// Runs the same for each of so many VMs, in threads of their own.
 fn at_once(vms: usize, run: impl Fn(usize) -> Result<()> + Sync) -> Result<()> {
     let run = &run;
     thread::scope(|scope| {
@@ -343,7 +353,7 @@ fn joined<T>(ended: thread::Result<Result<T>>) -> Result<T> {
     ended.unwrap_or_else(|_| Err(anyhow!("a thread panicked")))
 }
 
-/// The measured turns of a number of VMs, by system.
+/// The measured turns with a number of VMs, by system.
 fn turns(report: &Report, vms: usize) -> [Vec<Turn>; 2] {
     System::ALL.map(|system| {
         let is_it = |turn: &&Value| turn["vms"] == vms && turn["system"] == system.name();
@@ -376,7 +386,7 @@ fn figures(vms: usize, turns: &[Vec<Turn>; 2], report: &mut Report) {
     }
 }
 
-/// Clusters of more hosts, each of which is as this machine was with the most VMs.
+/// Simulates clusters of more hosts, each of which behaves as this machine did with the most VMs.
 fn simulate(lab: &Lab, report: &mut Report) -> Result<()> {
     let decided = SIMULATED.map(|vms| decide(vms, MOST, lab.dir()));
     let decided = decided.into_iter().collect::<Result<Vec<_>>>()?;

@@ -1,18 +1,23 @@
-//! Clusters of more VMs than this machine carries: the protocol's own core (`firn_cluster::failover`), and hosts that behave as this one
-//! was measured to.
+//! Simulated clusters, of more VMs than this machine can run: the protocol's own core
+//! (`firn_cluster::failover`), and hosts that behave as this one did when it was measured.
 //!
 //! ```text
-//!   detected    the primaries' leases are over          Controller, for so many VMs and hosts: run for real, and timed
-//!     |         register: generation + 1, fence         written to a disk, and put into words for each host, for real, and timed;
-//!     |                                                 all hosts asked once, as measured with three
-//!     |         register: fence = {}                    the same
-//!     |         each backup obeys it                    read and obeyed by each host's Guard: run for real, the slowest is timed
-//!     v         each host runs its VMs                  a measured turn of this machine, drawn for each host
+//!   detected   the primaries' leases have expired   FailoverController, for these VMs and hosts:
+//!     |                                               run and timed
+//!     |        register: generation + 1, fence      written to a disk, and encoded for each host:
+//!     |                                               timed; all hosts asked once, as measured
+//!     |                                               with three
+//!     |        register: fence = {}                 the same
+//!     |        each backup obeys it                 decoded and obeyed by each host's HostGuard:
+//!     |                                               run, and the slowest is timed
+//!     v        each host runs its VMs               a measured turn of this machine, drawn for
+//!                                                     each host
 //!   the last VM of the last host runs
 //! ```
 //!
-//! Every host keeps as many copies as the most that were measured at once, so that nothing is extrapolated on a host: what grows with the
-//! cluster is the protocol, and how bad the worst of so many hosts is. For the other system all is the same, with turns of its own.
+//! Every host is the backup of as many VMs as the largest measured turn had, so that nothing is
+//! extrapolated on a host: the protocol grows with the cluster, and so does the slowest of its
+//! hosts. For the other system all is the same, with turns of its own.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -26,12 +31,12 @@ use firn_cluster::failover::{Action, Controller, Guard, Next, Place, Register, T
 use firn_cluster::{Epoch, Host, Vm};
 use firn_guest::stamp::mix;
 
-/// Of a lease. Nothing here waits for one: detection is where time begins.
+/// Terms of leases. No step waits for one: time begins with the detection.
 const TERMS: Terms = Terms { ttl: Duration::from_secs(5), drift_ppm_max: 1000 };
-/// Hosts that keep copies are numbered from here.
+/// Backup hosts are numbered from here.
 const BACKUPS: u16 = 1 << 15;
 
-/// What one turn of a system gave, in seconds since the failover was asked for.
+/// The times of one turn of a system, in seconds since the failover was requested.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Turn {
     /// When each VM ran.
@@ -41,17 +46,17 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// Until all run.
+    /// The time until all VMs run.
     pub fn downtime(&self) -> f64 {
         latest(&self.ran)
     }
 
-    /// Until the first request was answered, by whichever VM.
+    /// The time until any VM answered its first request.
     pub fn first_answer(&self) -> f64 {
         self.answered.iter().copied().fold(f64::INFINITY, f64::min)
     }
 
-    /// Until every VM had answered one.
+    /// The time until every VM had answered one.
     pub fn all_answer(&self) -> f64 {
         latest(&self.answered)
     }
@@ -61,21 +66,23 @@ fn latest(times: &[f64]) -> f64 {
     times.iter().copied().fold(f64::NEG_INFINITY, f64::max)
 }
 
-/// How the protocol decides for a cluster: how long that takes, and how many VMs each host is to run.
+/// The outcome of the protocol for a cluster: its duration, and the VMs that each host has to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decided {
-    /// Changes of the register: in each all hosts are asked once.
+    /// Changes of the register: for each, all hosts are asked once.
     pub rounds: u32,
-    /// What else deciding took, in seconds: the controller, the register's way to the disk and to each host, and the slowest host.
+    /// The rest of the protocol's time, in seconds: the controller, writing the register to the
+    /// disk and encoding it for each host, and the slowest host.
     pub cores_s: f64,
-    /// VMs that each host runs then.
+    /// The number of VMs that each host runs then.
     pub hosts: Vec<usize>,
 }
 
-/// Has the protocol decide: all primaries are lost, as many VMs at each host as `per_host`. The register is kept in this directory.
+/// Runs the protocol: all primaries are lost, with `per_host` VMs at each host. The register is
+/// stored in this directory.
 ///
 /// # Errors
-/// If it decides anything but to run all VMs at their backups.
+/// If the outcome is anything but that all VMs run at their backups.
 pub fn decide(vms: usize, per_host: usize, dir: &Path) -> Result<Decided> {
     let hosts = u16::try_from(vms.div_ceil(per_host))?;
     let backups: BTreeSet<Host> = (0..hosts).map(|host| Host(BACKUPS + host)).collect();
@@ -87,7 +94,7 @@ pub fn decide(vms: usize, per_host: usize, dir: &Path) -> Result<Decided> {
     let settled = loop {
         let Next::Propose(register) = controller.next() else { bail!("nothing is decided") };
         let kept = keep(&register, dir)?;
-        // Each host is told, one after another.
+        // Each host gets the register, one after another.
         guards.iter().try_for_each(|_| serde_json::to_writer(std::io::sink(), &register))?;
         controller.learned(&register);
         rounds += 1;
@@ -112,7 +119,7 @@ pub fn decide(vms: usize, per_host: usize, dir: &Path) -> Result<Decided> {
     Ok(decided)
 }
 
-/// Writes a register to where it stays; as what.
+/// Stores a register durably; returns its text.
 fn keep(register: &Register, dir: &Path) -> Result<Vec<u8>> {
     let text = serde_json::to_vec(register)?;
     let (new, kept) = (dir.join("register.new"), dir.join("register"));
@@ -123,7 +130,7 @@ fn keep(register: &Register, dir: &Path) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// A cluster with a global checkpoint.
+/// The register of a protected cluster, with a global checkpoint.
 fn protected(vms: usize, per_host: usize) -> Result<Register> {
     let place = |vm: u16| -> Result<(Vm, Place)> {
         let at = u16::try_from(usize::from(vm) / per_host)?;
@@ -140,7 +147,8 @@ fn protected(vms: usize, per_host: usize) -> Result<Register> {
     register.with_checkpoint(&checkpoint).context("the checkpoint is of another layout")
 }
 
-/// One failover of a cluster: each host has one of these turns, drawn from a seed; asking all hosts takes `round_s`.
+/// One failover of a cluster: each host takes the times of a turn that is drawn from a seed; asking
+/// all hosts takes `round_s`.
 pub fn failed_over(decided: &Decided, turns: &[Turn], round_s: f64, seed: u64) -> Turn {
     let before = f64::from(decided.rounds) * round_s + decided.cores_s;
     let mut all = Turn::default();

@@ -1,12 +1,13 @@
-//! A client of all guests, outside: it asks each of them all the time, and knows when each has answered.
+//! A client outside, which asks all guests again and again, and notes when each has answered.
 //!
 //! ```text
 //!   UDP    question (8), little endian  --->  port COUNT_PORT of each guest
 //!                                       <---  question (8) | number (8)
 //! ```
 //!
-//! An answer counts only if its question was asked since [`Station::ask_anew`]: one that was held is none of a guest that runs now.
-//! Where guests are is known to the client's kernel for good: how soon it would look for them again is not in question.
+//! An answer counts only if its question was asked since [`OutsideClient::ask_anew`]: an answer
+//! that was buffered is from no guest that runs now. The client's kernel has permanent entries for
+//! the guests' addresses: how soon it would resolve them again is not measured.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
@@ -20,10 +21,10 @@ use firn_guest::net::COUNT_PORT;
 
 use crate::site::Site;
 
-/// How often each guest is asked.
+/// Time between two questions to each guest.
 const EVERY: Duration = Duration::from_millis(10);
 
-/// The client; it asks until it is dropped.
+/// The client. It asks until it is dropped.
 #[derive(Debug)]
 pub struct Station(Arc<Mutex<Asked>>);
 
@@ -33,7 +34,7 @@ struct Asked {
     question: u64,
     /// The first question that counts.
     from: u64,
-    /// When each guest answered such a one for the first time.
+    /// When each guest answered a question that counts for the first time.
     answered: Vec<Option<Instant>>,
 }
 
@@ -59,7 +60,7 @@ impl Asked {
 }
 
 impl Station {
-    /// Begins to ask guests of these numbers ([`Site::vm_address`]).
+    /// Starts to ask the guests with these numbers ([`HostSite::vm_address`]).
     ///
     /// # Errors
     /// If the site has no outside.
@@ -75,7 +76,7 @@ impl Station {
                 Ok((asking, hearing)) => {
                     let heard = station.clone();
                     thread::spawn(move || hear(&heard, &hearing));
-                    // Whoever waits for it may have given up.
+                    // The caller may have given up.
                     let _ = tell.send(Ok(()));
                     ask(&station, &asking);
                 }
@@ -86,12 +87,13 @@ impl Station {
         Ok(Self(asked))
     }
 
-    /// Forgets who has answered: what was asked before now does not count.
+    /// Forgets all answers: questions asked before now do not count.
     pub fn ask_anew(&self) {
         locked(&self.0).anew();
     }
 
-    /// When each of the first so many guests answered for the first time; `None` while one of them has not.
+    /// When each of the first `guests` guests answered for the first time; `None` while one has
+    /// not.
     pub fn answered(&self, guests: usize) -> Option<Vec<Instant>> {
         locked(&self.0).answered.iter().take(guests).copied().collect()
     }
@@ -101,7 +103,7 @@ fn locked(asked: &Mutex<Asked>) -> MutexGuard<'_, Asked> {
     asked.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A socket of this thread's network, twice.
+/// A socket in this thread's network namespace, twice.
 fn socket(guests: &[u8]) -> Result<(UdpSocket, UdpSocket)> {
     guests.iter().try_for_each(|&guest| make_known(guest))?;
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).context("the client's socket")?;
@@ -109,14 +111,14 @@ fn socket(guests: &[u8]) -> Result<(UdpSocket, UdpSocket)> {
     Ok((socket.try_clone()?, socket))
 }
 
-/// Has the kernel know a guest's Ethernet address.
+/// Adds a permanent entry for a guest's Ethernet address to the kernel.
 fn make_known(guest: u8) -> Result<()> {
     let (address, mac) =
         (Site::vm_address(guest).to_string(), format!("52:54:00:12:34:{guest:02x}"));
     let route = Command::new("ip").args(["-o", "route", "get", &address]).output()?;
     let route = String::from_utf8_lossy(&route.stdout).into_owned();
     let device = route.split_whitespace().skip_while(|word| *word != "dev").nth(1);
-    let device = device.with_context(|| format!("there is no way to {address}"))?;
+    let device = device.with_context(|| format!("there is no route to {address}"))?;
     let neighbour =
         ["neigh", "replace", &address, "lladdr", &mac, "nud", "permanent", "dev", device];
     let done = Command::new("ip").args(neighbour).output()?;
@@ -135,7 +137,7 @@ fn ask(station: &Weak<Mutex<Asked>>, socket: &UdpSocket) {
         };
         drop(asked);
         for guest in guests {
-            // It may not be there now.
+            // The guest may not run now.
             let _ = socket.send_to(&question.to_le_bytes(), (guest, COUNT_PORT));
         }
         thread::sleep(EVERY);
@@ -151,7 +153,7 @@ fn hear(station: &Weak<Mutex<Asked>>, socket: &UdpSocket) {
             Ok((bytes, from)) => {
                 locked(&asked).answer(from.ip(), &answer[..bytes], Instant::now());
             }
-            // Nobody has said anything, or somebody does not listen yet.
+            // No answer within the timeout, or a guest that does not listen yet.
             Err(error) if error.kind() != io::ErrorKind::InvalidInput => {}
             Err(_) => return,
         }

@@ -1,18 +1,21 @@
-//! `ws-agree`: whether time to responsiveness is the same seen from inside and from outside.
+//! `ws-agree`: whether time to responsiveness is the same by the run record and from outside.
 //!
-//! Reproduces no figure of a paper; it says whether what the run record tells (inside: when vCPUs waited for pages) is what
-//! somebody sees who knows nothing of Firn (outside: how fast the guest gets on, by what it says itself).
+//! Reproduces no figure of a paper; it compares the run record (inside: when vCPUs waited for
+//! pages) with an observation that does not depend on Firn (outside: how fast the guest progresses,
+//! by its own reports).
 //!
-//! **What varies**: the mode, which makes for restores that are slow in different ways, and the utilization asked for. Not
-//! `lazy`: on this disk it takes minutes.
+//! **What varies**: the mode, because restores are slow in different ways, and the required
+//! utilization. Without `lazy`, which takes minutes on this disk.
 //!
-//! **What is held equal**: the checkpoint, which is not compressed, and the disk (`hdd7200`, cold): it is to be a matter of
-//! seconds, beside which the tenths do not count that any hypervisor takes to get going. The guest has one vCPU, which
-//! walks through most of its memory as fast as it can and says a hundred times a second how far it is: as many steps as
-//! it takes in a second at its steady pace are a utilization of 1. Its steady pace is that of the same guest in the seconds
-//! after its restore: what else this machine does changes from minute to minute.
+//! **What is held equal**: the checkpoint, which is not compressed, and the disk (`hdd7200`, cold):
+//! the restore is to take seconds, so that the tenths of a second that any hypervisor takes to
+//! start do not matter. The guest has one vCPU, which walks through most of its memory as fast as
+//! it can and reports its progress a hundred times a second. As many steps per second as at its
+//! steady rate are a utilization of 1. The steady rate is that of the same guest in the seconds
+//! after its restore, because other load of this machine changes from minute to minute.
 //!
-//! **What is measured**: of each restore, TTR(1 s, u) from outside by that from inside: `outside_to_inside.{mode}.{u in %}`.
+//! **What is measured**: for each restore, TTR(1 s, u) from outside divided by that from inside:
+//! `outside_to_inside.{mode}.{u in %}`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -34,13 +37,14 @@ const DISK: DiskProfile = DiskProfile::Hdd7200;
 const MODES: [Mode; 4] = [Mode::Auto, Mode::Eager, Mode::Locality, Mode::WorkingSet];
 /// Utilizations, in percent.
 const LEVELS: [u32; 2] = [50, 80];
-/// How long a restored guest is listened to when it has all its memory, to learn its steady pace.
+/// How long a restored guest is observed once it has all its memory, to measure its steady rate.
 const AFTERWARDS: Duration = Duration::from_secs(8);
-/// How long of this its restore is held responsible for its pace, in microseconds: for windows that begin in the restore.
+/// The part of this time, in microseconds, in which the rate still counts as the restore's: for
+/// windows that begin in the restore.
 const OBSERVED_US: u64 = 2_000_000;
 const ROUNDS: (usize, usize) = (1, 5);
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-agree");
     if let Some(disk) = lab.disk(DISK, &mut report) {
@@ -54,14 +58,14 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// The checkpoint, and the guest's pace before it.
+/// Makes the checkpoint; returns the guest's rate before it.
 fn save(lab: &Lab, image: &Path) -> Result<f64> {
     let subject = Subject::start(lab, Work::Walk, 0)?;
     let beats = Beats::listen(&Subject::heartbeats_of(lab));
     subject.settle();
     let before = beats.all().steady_pace(0, WINDOW_US);
     subject.checkpoint(image, &SaveArgs::default().with("--codec", "none"))?;
-    before.context("the guest does not say how far it is")
+    before.context("the guest reports no progress")
 }
 
 fn one(
@@ -74,11 +78,11 @@ fn one(
     let restored =
         Restored::of(lab, image, How { afterwards: AFTERWARDS, ..How::new(mode, disk) })?;
     let Some(complete_us) = restored.run.record.finished_us else {
-        report.note(format!("{mode}, round {round}: not all memory was there in time"));
+        report.note(format!("{mode}, round {round}: not all memory was present in time"));
         return Ok(());
     };
     let steps = beats.steps(restored.since);
-    let steady = steps.steady_pace(complete_us, WINDOW_US).context("the guest says nothing")?;
+    let steady = steps.steady_pace(complete_us, WINDOW_US).context("the guest reports nothing")?;
     let outside = Replies::new(steps.times_us(steady), complete_us + OBSERVED_US, EVENTS_PER_S);
     for level in LEVELS {
         let utilization = f64::from(level) / 100.0;

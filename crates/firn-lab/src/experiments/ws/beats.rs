@@ -1,4 +1,5 @@
-//! How fast a guest gets on, by its heartbeats: each says how many steps of its work are done.
+//! Progress of a guest by its heartbeats, each of which contains the number of completed steps of
+//! its work.
 
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::net::UnixStream;
@@ -12,24 +13,24 @@ use serde_json::Value;
 
 use crate::stats::Sample;
 
-/// Events per second of a guest at its steady pace: fine enough for a window of a second.
+/// Events per second of a guest at its steady rate: fine enough for a window of a second.
 pub(super) const EVENTS_PER_S: f64 = 1000.0;
-/// How often a socket that is not there yet is tried.
+/// How often the connection is tried while the socket does not exist.
 const KNOCK: Duration = Duration::from_millis(2);
 
-/// Listens, in a thread of its own, until it is dropped or the guest ends.
+/// Receives heartbeats in its own thread, until it is dropped or the guest ends.
 pub(super) struct Beats {
     since: Instant,
     heard: Arc<Mutex<Steps>>,
     over: Arc<AtomicBool>,
 }
 
-/// When how many steps were done: microseconds since some instant, and the guest's count.
+/// Numbers of completed steps over time: microseconds since an instant, and the guest's count.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Steps(Vec<(u64, u64)>);
 
 impl Beats {
-    /// To the guest whose heartbeats come at this socket, as soon as it is there.
+    /// Connects to the socket of a guest's heartbeats as soon as it exists.
     pub(super) fn listen(socket: &Path) -> Self {
         let (since, heard) = (Instant::now(), Arc::new(Mutex::new(Steps::default())));
         let over = Arc::new(AtomicBool::new(false));
@@ -50,7 +51,7 @@ impl Beats {
         Self { since, heard, over }
     }
 
-    /// What was heard since then.
+    /// The steps since an instant.
     pub(super) fn steps(&self, since: Instant) -> Steps {
         let before_us = since.saturating_duration_since(self.since).as_micros() as u64;
         let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
@@ -59,13 +60,13 @@ impl Beats {
         Steps(later.collect())
     }
 
-    /// What was heard so far.
+    /// All steps so far.
     pub(super) fn all(&self) -> Steps {
         self.steps(self.since)
     }
 }
 
-/// How many steps a guest says are done.
+/// Parses the number of completed steps from a heartbeat.
 fn progress(line: &str) -> Option<u64> {
     serde_json::from_str::<Value>(line).ok()?["progress"].as_u64()
 }
@@ -88,8 +89,8 @@ impl Steps {
         Sample::new(later.iter().filter_map(pace)).map(|paces| paces.median())
     }
 
-    /// Events, of which a guest at its steady pace has [`EVENTS_PER_S`] a second, in microseconds. Steps between two beats are
-    /// spread evenly over the time between them.
+    /// Times of events, in microseconds. A guest at its steady rate has [`EVENTS_PER_S`] events a
+    /// second. Steps between two beats are spread evenly over the time between them.
     pub(super) fn times_us(&self, steady_steps_per_s: f64) -> Vec<u64> {
         let steps = (steady_steps_per_s / EVENTS_PER_S).max(1.0);
         let pairs = self.0.iter().zip(self.0.iter().skip(1));
@@ -115,7 +116,7 @@ mod tests {
     #[test]
     fn steps_are_spread_between_beats() {
         let steps = Steps(vec![(0, 0), (10_000, 100), (20_000, 100), (30_000, 300)]);
-        // 10 steps are an event.
+        // An event is 10 steps.
         let times = steps.times_us(10_000.0);
         assert_eq!(times.len(), 30);
         assert_eq!(times[..3], [1_000, 2_000, 3_000]);
@@ -125,7 +126,7 @@ mod tests {
 
     #[test]
     fn the_steady_pace_is_what_most_windows_have() {
-        // 10 steps per 10 ms; nothing at all for the first second, and for 50 ms later on.
+        // 10 steps per 10 ms; none in the first second, and for 50 ms later on.
         let beat = |n: u64| (n * 10_000, if n < 100 { 0 } else { 10 * (n - 100) });
         let steps = Steps((0..300).map(beat).filter(|beat| beat.0 % 1_000_000 > 50_000).collect());
         let pace = steps.steady_pace(1_000_000, 100_000).unwrap();

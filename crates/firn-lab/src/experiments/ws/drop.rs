@@ -1,17 +1,19 @@
-//! `ws-drop`: what a working set is worth that lacks a part, or is wrong.
+//! `ws-drop`: the worth of a working set that lacks a part, or is wrong.
 //!
-//! Reproduces Figure 8 of Zhang et al. (VEE 2011), and asks besides what a working set costs that is of no use at all.
+//! Reproduces Figure 8 of Zhang et al. (VEE 2011), and measures besides the cost of a completely
+//! useless working set.
 //!
-//! **What varies**: how much of the working set is missing (0, 1, 5, 10, 20, 50 %, drawn by lot), in mode `working-set`; `lazy`
-//! for comparison. And a working set of as many pages, none of which is right (`wrong`), in the modes that use it, against
-//! `locality`, which does not.
+//! **What varies**: the part of the working set that is missing (0, 1, 5, 10, 20, 50 %, chosen at
+//! random), in mode `working-set`; `lazy` for comparison. And a working set of as many pages, none
+//! of which is right (`wrong`), in the modes that use it, against `locality`, which does not.
 //!
-//! **What is held equal**: the checkpoint of a guest that plays a film, and where its memory blocks lie; the disk (`hdd7200`,
-//! cold).
+//! **What is held equal**: the checkpoint of a guest that plays a film, and the positions of its
+//! memory blocks; the disk (`hdd7200`, cold).
 //!
-//! **What is measured**: `ttr_1s_80.{percent}`, `ttr_1s_80.lazy`, `ttr_1s_80.wrong.{mode}`: TTR(1 s, 80 %) in seconds since the
-//! command, by the run record. `wrong_auto_to_locality`: what being misled costs. `learned.{n}`: with half of the working set
-//! dropped, after so many restores from which Firn could learn what was missing.
+//! **What is measured**: `ttr_1s_80.{percent}`, `ttr_1s_80.lazy`, `ttr_1s_80.wrong.{mode}`: TTR(1
+//! s, 80 %) in seconds since the command, by the run record. `wrong_auto_to_locality`: the cost of
+//! being misled. `learned.{n}`: with half of the working set dropped, after `n` restores from which
+//! Firn could learn the missing blocks.
 
 use std::path::PathBuf;
 
@@ -31,11 +33,11 @@ use crate::report::Report;
 
 const DISK: DiskProfile = DiskProfile::Hdd7200;
 const DROPPED: [u8; 6] = [0, 1, 5, 10, 20, 50];
-/// Restores to learn from at most.
+/// Maximum number of restores to learn from.
 const LEARNED_FROM: u32 = 3;
 const ROUNDS: (usize, usize) = (1, 5);
 
-/// One of the systems that are compared: an image, and a mode.
+/// A case to compare: an image, and a mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Case {
     change: ListedWorkingSet,
@@ -62,7 +64,7 @@ impl Case {
         }
     }
 
-    /// Its image. Changes give images of their own.
+    /// The image of the case. Each change has its own image.
     fn image(self, lab: &Lab) -> PathBuf {
         lab.file(&match self.change {
             ListedWorkingSet::Kept => "film.firn".to_owned(),
@@ -72,7 +74,7 @@ impl Case {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-drop");
     let cases = Case::all();
@@ -99,7 +101,7 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// A checkpoint, and what is made of it.
+/// Makes a checkpoint, and derives the other images from it.
 fn images(lab: &Lab, cases: &[Case], report: &mut Report) -> Result<()> {
     let whole = Case { change: ListedWorkingSet::Kept, mode: Mode::Lazy }.image(lab);
     let throughput = Throughput::listen()?;
@@ -116,7 +118,7 @@ fn images(lab: &Lab, cases: &[Case], report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// One restore: its TTR by utilization.
+/// Measures one restore; returns its TTR by utilization.
 fn one(
     lab: &Lab,
     case: Case,
@@ -132,7 +134,7 @@ fn one(
     Ok(restored.curve())
 }
 
-/// Restores half a working set again and again, and lets each restore learn from those before it.
+/// Restores half a working set repeatedly; each restore learns from those before it.
 fn learn(lab: &Lab, disk: &Throttle, report: &mut Report) -> Result<()> {
     let half = Case { change: ListedWorkingSet::Dropped(50), mode: Mode::WorkingSet };
     for restores in 0..=LEARNED_FROM {

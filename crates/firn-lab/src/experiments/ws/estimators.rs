@@ -1,17 +1,20 @@
-//! `ws-estimators`: how well it is known beforehand what a restored guest will use.
+//! `ws-estimators`: how well the pages that a restored guest will use are known beforehand.
 //!
 //! Reproduces Tables 2 and 3 of Zhang et al. (VEE 2011).
 //!
-//! **What varies**: the guest's work (a JVM, a film), and what a restore knows: nothing (`lazy`), what access bits told before
-//! the cut (`access_bits`), what the guest touched during the save (`trace`), or that everything may be needed (`eager`).
+//! **What varies**: the guest's work (a JVM, a film), and the estimate that a restore uses: none
+//! (`lazy`), access bits before the cut (`access_bits`), the guest's accesses during the save
+//! (`trace`), or all pages (`eager`).
 //!
-//! **What is held equal**: the guest, the disk (`hdd7200`, cold). Both estimators watch the same guest at the same work; each
-//! has a checkpoint of its own, seconds apart. `lazy` and `eager` restore that of `trace`. What is known is restored
-//! before the guest runs (`working-set`), the rest in the background and on demand, as in the paper.
+//! **What is held equal**: the guest, the disk (`hdd7200`, cold). Both estimators observe the same
+//! guest at the same work; each has its own checkpoint, seconds apart. `lazy` and `eager` restore
+//! that of `trace`. The estimated pages are restored before the guest runs (`working-set`), the
+//! others in the background and on demand, as in the paper.
 //!
-//! **What is measured**, in pages: `prefetched`, the working set; `avoided`, how much of it the guest used; `on_demand`, for what
-//! else it had to wait. `avoided` comes from a restore of its own, in which prefetched pages stay out of the guest's
-//! reach so that each first use is seen. `on_demand_to_lazy` is the share of lazy's waits that remain.
+//! **What is measured**, in pages: `prefetched`, the working set; `avoided`, its pages that the
+//! guest used; `on_demand`, other pages that the guest had to wait for. `avoided` comes from a
+//! separate restore, in which prefetched pages stay inaccessible to the guest so that each first
+//! use is seen. `on_demand_to_lazy` is the share of lazy's waits that remain.
 
 use std::path::{Path, PathBuf};
 
@@ -34,7 +37,7 @@ const DISK: DiskProfile = DiskProfile::Hdd7200;
 const ROUNDS: (usize, usize) = (1, 5);
 const KEYS: [&str; 3] = ["prefetched", "avoided", "on_demand"];
 
-/// What a restore knows.
+/// A restore's estimate of the pages that the guest will use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Known {
     Nothing,
@@ -83,7 +86,7 @@ impl Known {
     }
 }
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-estimators");
     let Some(disk) = lab.disk(DISK, &mut report) else {
@@ -113,7 +116,7 @@ fn missing(work: &str, report: &mut Report) {
     }
 }
 
-/// Two checkpoints of the same guest.
+/// Makes two checkpoints of the same guest.
 fn save(lab: &Lab, work: Work, report: &mut Report) -> Result<()> {
     let throughput = Throughput::listen()?;
     let subject = Subject::start(lab, work, throughput.port())?;

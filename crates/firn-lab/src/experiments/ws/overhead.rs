@@ -1,36 +1,41 @@
-//! `ws-overhead`: what it costs a running guest that somebody keeps track of what it uses.
+//! `ws-overhead`: the overhead of continuous access scans in a running guest.
 //!
-//! Answers the question of Tables 4 to 6 of Zhang et al. (VEE 2011) for access-bit scanning, which is on all the time. What
-//! tracing costs is the cost of a save (`halite-save`).
+//! Answers the question of Tables 4 to 6 of Zhang et al. (VEE 2011) for access-bit scans, which run
+//! all the time. The cost of tracing is the cost of a save (`halite-save`).
 //!
-//! **What varies**: whether the guest's memory is scanned (`firn attach --working-set access-bits`, 100 MB/s) or nobody has
-//! anything to do with it, and its work: `synthetic`, `writers`, `sha`, `redis` as in `halite-save`.
+//! **What varies**: whether the guest's memory is scanned (`firn attach --working-set access-bits`,
+//! 100 MB/s) or Firn is detached, and its work: `synthetic`, `writers`, `sha`, `redis` as in
+//! `halite-save`.
 //!
-//! **What is held equal**: everything. The guest works without an end, and is attached to and let go of in turns meanwhile:
+//! **What is held equal**: everything. The guest works without an end, and Firn attaches and
+//! detaches alternately:
 //!
 //! ```text
 //!   the guest works   ------------------------------------------------------------------>
 //!                     alone |attach| scanned |detach| alone |attach| scanned |detach| alone
 //! ```
 //!
-//! Machines that are shared with strangers are faster in one minute than in the next, by more than is to be measured. So
-//! turns are short, there are many, and each one with a scan is compared with the mean of the two beside it. A turn
-//! begins a moment after attaching or detaching: that is not what scanning costs. The scan of each turn is a new one, which
-//! begins at the bottom of RAM, as the one before: what is there is scanned in every turn, and what is at the top in none. A new
-//! one has no page that it knows to be used, so it visits its first chunks more quickly than it would later.
+//! Shared machines are faster in one minute than in the next, by more than the effect to be
+//! measured. So samples are short and many, and each one with a scan is compared with the mean of
+//! the two beside it. A sample begins a moment after attaching or detaching, whose cost is not that
+//! of scanning. The scan of each sample is a new one, which begins at the bottom of RAM like the
+//! one before: every sample scans the pages at the bottom, and none those at the top. A new scan
+//! knows no page as used, so it visits its first chunks faster than it would later.
 //!
-//! **What is measured**, each by how much lower it is while the guest is scanned:
+//! **What is measured**, as a reduction while the guest is scanned:
 //!
-//! - `overhead_percent`: the share of time in which the host runs what the guest's vCPUs say (user time of the hypervisor). The
-//!   work leaves no vCPU idle, so whatever a scan does to the guest is missing there: page faults, the hypervisor's threads
-//!   stopped or waiting for its memory map, processors taken by Firn. It does not tell how far a vCPU comes in that time.
-//! - `rate_percent`: the rate at which the guest works, by its own clock. That is all there is to know, but caches, memory and the
-//!   clock frequency are shared with strangers, so that it takes hours of turns to see a percent.
+//! - `overhead_percent`: the share of time in which the host runs the code of the guest's vCPUs
+//!   (user time of the hypervisor). The work leaves no vCPU idle, so every effect of a scan on the
+//!   guest is missing there: page faults, the hypervisor's threads stopped or waiting for its
+//!   memory map, processors used by Firn. It does not show how much a vCPU does in that time.
+//! - `rate_percent`: the rate of the guest's work, by its own clock. It includes everything, but
+//!   caches, memory and the clock frequency are shared with others, so that it takes hours of
+//!   samples to resolve a percent.
 //!
-//! `.low` and `.high` are what the median lies between with 95 % confidence, by order statistics (Conover, "Practical
-//! Nonparametric Statistics", section 3.2), from six turns on; neighbours share a turn without a scan, so that it is a little more
-//! than that. `firn_cpu_percent` is the processor time that the supervisor takes meanwhile, as a
-//! share of one processor.
+//! `.low` and `.high` are the 95 % confidence interval of the median, by order statistics (Conover,
+//! "Practical Nonparametric Statistics", section 3.2), from six samples on. Neighbours share a
+//! sample without a scan, so that the interval is really a little wider. `firn_cpu_percent` is the
+//! processor time that the supervisor uses meanwhile, as a share of one processor.
 
 use std::path::PathBuf;
 use std::thread::sleep;
@@ -51,16 +56,16 @@ const VM: &str = "scanned";
 const JOB: &str = "work";
 /// How long a guest may take to boot, and to fill memory.
 const BOOT: Duration = Duration::from_secs(120);
-/// How long after attaching and detaching a turn begins.
+/// How long after attaching and detaching a sample begins.
 const SETTLED: Duration = Duration::from_millis(300);
-/// How long a turn takes.
+/// Duration of a sample.
 const TURN: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(8));
-/// Memory that the work uses at most, in MiB.
+/// Maximum memory that the work uses, in MiB.
 const MIB: (u32, u32) = (256, 1024);
-/// Turns with a scan; there is one more without.
+/// Samples with a scan; there is one more without.
 const ROUNDS: (usize, usize) = (4, 24);
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-overhead");
     let bench = Bench::boot(lab)?;
@@ -73,12 +78,12 @@ pub fn run(lab: &Lab) -> Result<Report> {
     Ok(report)
 }
 
-/// What one turn showed.
+/// One sample of the guest's work.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Turn {
-    /// How fast the guest worked, in units of the workload per second.
+    /// The rate of the guest's work, in units of the workload per second.
     rate: f64,
-    /// The share of the time in which the guest's code ran: 2 if two vCPUs did all the time.
+    /// The share of the time in which the guest's code ran: 2 if two vCPUs ran all the time.
     running: f64,
 }
 
@@ -90,7 +95,7 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    /// Boots the guest, and lets go of it.
+    /// Boots the guest, and detaches from it.
     fn boot(lab: &'a Lab) -> Result<Self> {
         let (agent, mib) = (lab.file("agent"), lab.extent.pick(MIB.0, MIB.1));
         let args = QemuArgs::new(&GuestImage::small()?, accel::decide().accel)
@@ -109,16 +114,16 @@ impl<'a> Bench<'a> {
         Ok(Control::connect(&self.agent, BOOT)?)
     }
 
-    /// Has the guest work, and waits until it does.
+    /// Starts the guest's work, and waits until it runs.
     fn begin(&self, workload: Workload) -> Result<()> {
         let mut control = self.control()?;
-        // What the work before said must not be taken for this one's.
+        // The output of earlier work must not be taken for this one's.
         control.run(&["rm", "-f", workload::SAID])?;
         let command = workload.endless(self.mib);
         control.spawn(JOB, &argv(&command))?;
         let mut works = || Ok(how_far(&mut control, workload).ok());
         wait_for(workload.name(), BOOT, &mut works)?;
-        // What it does at its start is not what it does.
+        // The work behaves differently at its start.
         sleep(SETTLED);
         Ok(())
     }
@@ -130,7 +135,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Alone and scanned in turns, first and last alone.
+    /// Measures alternately without and with scans, first and last without.
     fn in_turns(&self, workload: Workload, rounds: usize, report: &mut Report) -> Result<()> {
         let (mut alone, mut scanned, mut firn) = (vec![self.turn(workload)?], vec![], vec![]);
         for round in 0..rounds {
@@ -155,7 +160,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// What the guest does in the next few seconds.
+    /// Measures the guest's work in the next few seconds.
     fn turn(&self, workload: Workload) -> Result<Turn> {
         let mut control = self.control()?;
         sleep(SETTLED);
@@ -166,21 +171,22 @@ impl<'a> Bench<'a> {
         Ok(Turn { rate: how_far(&mut control, workload)?.rate_since(from), running })
     }
 
-    /// User time of the hypervisor so far. Under KVM a guest's own time counts as such (proc_pid_stat(5), `utime`).
+    /// User time of the hypervisor so far. Under KVM a guest's own time counts as such
+    /// (proc_pid_stat(5), `utime`).
     fn user_seconds(&self) -> Result<f64> {
         Ok(self.hypervisor.stat()?.utime as f64 / procfs::ticks_per_second() as f64)
     }
 }
 
 impl Drop for Bench<'_> {
-    /// A VM that was let go of is nobody's to stop.
+    /// Attaches first, because no supervisor can stop a detached VM.
     fn drop(&mut self) {
         let _ = self.lab.firn().attach(VM, &[]);
         self.lab.firn().stop(VM);
     }
 }
 
-/// A process that the VM's status names.
+/// A process of the VM's status.
 fn process(lab: &Lab, which: &str) -> Result<Process> {
     let pid = lab.firn().status(VM)?[which].as_i64().with_context(|| format!("no {which}"))?;
     Ok(Process::new(i32::try_from(pid)?)?)
@@ -204,7 +210,7 @@ fn cpu_seconds(process: &Process) -> Result<f64> {
     Ok((stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64)
 }
 
-/// What a turn with a scan lost of something, against the two beside it.
+/// The loss in a sample with a scan, in percent, against the two beside it.
 fn lost_percent(alone: &[Turn], scanned: &Turn, of: fn(&Turn) -> f64) -> f64 {
     100.0 * (1.0 - of(scanned) / f64::midpoint(of(&alone[0]), of(&alone[1])))
 }

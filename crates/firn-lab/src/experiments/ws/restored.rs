@@ -1,4 +1,4 @@
-//! One restore, and what its run record tells.
+//! Observed restore: one restore with its run record.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,39 +15,39 @@ use crate::lab::Lab;
 pub(super) const WINDOW_US: u64 = 1_000_000;
 /// The utilization that counts as responsive.
 const RESPONSIVE: f64 = 0.8;
-/// How long a restore is looked at, in quick and in full runs.
+/// Maximum time to observe a restore, in quick and in full runs.
 const LIMIT: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(90));
 
-/// How to restore.
+/// Settings of a restore.
 #[derive(Clone, Copy)]
 pub(super) struct How<'a> {
     pub(super) mode: Mode,
     pub(super) disk: &'a Throttle,
-    /// Count which prefetched pages the guest uses; it waits for each.
+    /// Count the prefetched pages that the guest uses; it waits for each of them.
     pub(super) account_use: bool,
-    /// Go by the restores before it, and leave to those after it what there is to learn.
+    /// Use what earlier restores learned, and learn for later ones.
     pub(super) learn: bool,
-    /// How long the guest goes on when all memory is there.
+    /// How long the guest continues to run once all memory is present.
     pub(super) afterwards: Duration,
 }
 
 impl<'a> How<'a> {
-    /// As users restore an image for the first time.
+    /// The settings of a user's first restore of an image.
     pub(super) fn new(mode: Mode, disk: &'a Throttle) -> Self {
         Self { mode, disk, account_use: false, learn: false, afterwards: Duration::ZERO }
     }
 }
 
-/// A restore that is over, or was looked at for long enough.
+/// A restore that is complete, or was observed for long enough.
 pub(super) struct Restored {
     pub(super) run: Run,
-    /// When the command was given.
+    /// The time of the command.
     pub(super) since: Instant,
 }
 
 impl Restored {
-    /// Restores; waits until all memory is there, but not for ever. Without a throttle the image is cached, as on a host
-    /// that has just restored it; else it is cold.
+    /// Restores, and waits until all memory is present or the time limit has passed. Without a
+    /// throttle the image is cached, as on a host that has just restored it; otherwise it is cold.
     pub(super) fn of(lab: &Lab, image: &Path, how: How<'_>) -> Result<Self> {
         match how.disk.profile() {
             DiskProfile::None => warm(image)?,
@@ -61,14 +61,15 @@ impl Restored {
             false => lab.firn().restore(image, VM, &options, how.disk)?,
         };
         let run = look_on(lab);
-        // Windows that begin at the end of the restore are to be seen whole from outside as well.
+        // Windows that begin at the end of the restore must be observed completely from outside as
+        // well.
         std::thread::sleep(how.afterwards);
         lab.firn().stop(VM);
         Ok(Self { run: run?, since: said.started })
     }
 
-    /// TTR(1 s, 80 %) in seconds, from the waits of the vCPUs. If the guest was not responsive by the time it was last
-    /// looked at, about that time: it is not less.
+    /// TTR(1 s, 80 %) in seconds, from the waits of the vCPUs. If the guest was not responsive by
+    /// the end of the record, about the time of that end, which is a lower bound.
     pub(super) fn ttr(&self) -> f64 {
         firn_measure::responsiveness(&self.run.stalls(), WINDOW_US, RESPONSIVE)
     }
@@ -79,13 +80,13 @@ impl Restored {
         curve.into_iter().map(|point| (100.0 * point.utilization, point.ttr_s)).collect()
     }
 
-    /// Whether all memory was there in the end.
+    /// Whether all memory was present in the end.
     pub(super) fn is_complete(&self) -> bool {
         self.run.record.finished_us.is_some()
     }
 }
 
-/// The run record when all memory is there, or the last one written by the end of the time.
+/// Reads the run record once all memory is present, or the last one written within the time limit.
 fn look_on(lab: &Lab) -> Result<Run> {
     let (record, since) = (lab.firn().run_record(VM), Instant::now());
     let limit = lab.extent.pick(LIMIT.0, LIMIT.1);

@@ -1,14 +1,16 @@
-//! `ws-size`: restores of guests that use more or less of their memory, at random.
+//! `ws-size`: restores of guests that read random pages of a smaller or larger part of their
+//! memory.
 //!
 //! Reproduces Figures 9 and 10 of Zhang et al. (VEE 2011).
 //!
-//! **What varies**: among how much of its memory the guest reads pages at random (20, 40, 60, 80 %), and the mode: `lazy`
-//! (Figure 9), `working-set` (Figure 10), `auto`.
+//! **What varies**: the part of its memory in which the guest reads random pages (20, 40, 60, 80
+//! %), and the mode: `lazy` (Figure 9), `working-set` (Figure 10), `auto`.
 //!
-//! **What is held equal**: all modes restore the same checkpoint; the disk (`hdd7200`, cold). Nothing can predict which page is
-//! read next: the hardest case for a working set.
+//! **What is held equal**: all modes restore the same checkpoint; the disk (`hdd7200`, cold). No
+//! method can predict which page is read next: the hardest case for a working set.
 //!
-//! **What is measured**: `ttr_1s_80.{percent}.{mode}`: TTR(1 s, 80 %) in seconds since the command, by the run record.
+//! **What is measured**: `ttr_1s_80.{percent}.{mode}`: TTR(1 s, 80 %) in seconds since the command,
+//! by the run record.
 
 use anyhow::{Context as _, Result};
 use firn_report::plot::LinePlot;
@@ -27,10 +29,10 @@ const PERCENTS: [u32; 4] = [20, 40, 60, 80];
 const MODES: [Mode; 3] = [Mode::Lazy, Mode::WorkingSet, Mode::Auto];
 const ROUNDS: (usize, usize) = (1, 3);
 
-/// A line for each mode and percentage.
+/// A curve for each mode and percentage.
 type Lines = Vec<(Mode, String, Vec<(f64, f64)>)>;
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-size");
     let disk = lab.disk(DISK, &mut report);

@@ -1,4 +1,4 @@
-//! A guest at its work, to be checkpointed in the middle of it.
+//! Subject: a guest that works, to be checkpointed in the middle of its work.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,38 +14,38 @@ use crate::lab::Lab;
 pub(super) const VM: &str = "subject";
 /// Name of the work in the guest.
 const JOB: &str = "work";
-/// How long a guest may take to boot, to compile its work, and to begin with it.
+/// How long a guest may take to boot, to compile its work, and to begin it.
 const BOOT: Duration = Duration::from_secs(300);
-/// How long it works before anything is done to it.
+/// How long the guest works before the experiment does anything with it.
 const SETTLE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(15));
-/// How long it is scanned by access bits.
+/// How long its accesses are scanned by access bits.
 const ROUND: (Duration, Duration) = (Duration::from_secs(15), Duration::from_secs(75));
 /// The JVM's program.
 const WAREHOUSES: &str = include_str!("Warehouses.java");
 /// The address of the host in QEMU's user networking.
 const HOST: &str = "10.0.2.2";
 
-/// What the guest does.
+/// The work of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Work {
     /// Nothing, after booting.
     Idle,
-    /// Orders of two warehouses in a JVM, in the manner of SPECjbb.
+    /// Processes orders of two warehouses in a JVM, like SPECjbb.
     Jvm,
     /// Plays a film at 30 frames a second.
     Video,
-    /// Reads pages at random among so many percent of its memory.
+    /// Reads random pages of this percentage of its memory.
     Random(u32),
-    /// A Redis that is asked as fast as it answers.
+    /// A Redis that gets requests as fast as it answers.
     Redis,
-    /// One vCPU walks through memory, and says all the time how far it is.
+    /// One vCPU walks through memory, and reports its progress continuously.
     Walk,
 }
 
 /// Memory of a guest, in MiB, in quick and in full runs.
 struct Size {
     ram: (u32, u32),
-    /// What the work uses of it.
+    /// Memory that the work uses.
     work: (u32, u32),
 }
 
@@ -72,7 +72,8 @@ impl Work {
         }
     }
 
-    /// A JVM has one, as in the paper; so has a Redis, which works on one at a time anyway.
+    /// Number of vCPUs. A JVM has one, as in the paper; so has a Redis, which executes one request
+    /// at a time anyway.
     fn vcpus(self) -> u32 {
         match self {
             Self::Jvm | Self::Walk | Self::Redis => 1,
@@ -96,7 +97,8 @@ pub(super) struct Subject<'a> {
 }
 
 impl<'a> Subject<'a> {
-    /// Boots the guest and has it begin. A JVM tells its throughput to this UDP port of the host, a film each frame.
+    /// Boots the guest and starts its work. A JVM sends its throughput to this UDP port of the
+    /// host, a film sends each frame.
     pub(super) fn start(lab: &'a Lab, work: Work, port: u16) -> Result<Self> {
         let (agent, image) = (lab.file("agent"), work.image()?);
         let Size { ram, work: used } = work.size();
@@ -118,7 +120,7 @@ impl<'a> Subject<'a> {
         Ok(subject)
     }
 
-    /// Lets the guest work for a while.
+    /// Waits while the guest works.
     pub(super) fn settle(&self) {
         std::thread::sleep(self.lab.extent.pick(SETTLE.0, SETTLE.1));
     }
@@ -153,12 +155,12 @@ impl<'a> Subject<'a> {
         control.wait_output(JOB, "ready", BOOT).map(drop).context(self.work.name())
     }
 
-    /// Where a guest's heartbeats come, whether it runs already or not.
+    /// The socket of a guest's heartbeats, also before the guest runs.
     pub(super) fn heartbeats_of(lab: &Lab) -> PathBuf {
         lab.file("heartbeats")
     }
 
-    /// Work that has ended is no work.
+    /// Fails if the work has ended.
     fn is_at_work(&self) -> Result<()> {
         if self.work == Work::Idle {
             return Ok(());
@@ -169,7 +171,7 @@ impl<'a> Subject<'a> {
         Ok(())
     }
 
-    /// Keeps track of what the guest uses by access bits, for a round at least.
+    /// Scans the guest's accesses by access bits, for at least a round.
     pub(super) fn scan(&self) -> Result<()> {
         self.lab.firn().detach(VM)?;
         self.lab.firn().attach(VM, &["--working-set", "access-bits"])?;
@@ -177,7 +179,7 @@ impl<'a> Subject<'a> {
         Ok(())
     }
 
-    /// Checkpoints the guest, which works on.
+    /// Checkpoints the guest, which continues its work.
     pub(super) fn checkpoint(&self, file: &Path, how: &SaveArgs) -> Result<Said> {
         let said = self.lab.firn().checkpoint(VM, file, how)?;
         let (work, took) = (self.work.name(), said.took.as_secs_f64());
@@ -192,8 +194,9 @@ impl Drop for Subject<'_> {
     }
 }
 
-/// Walks through memory again and again and says a hundred times a second how far it is. A visit takes so much longer than
-/// fetching the page from memory that it goes at a steady pace, whatever others on this machine do.
+/// Shell script that walks through memory again and again and reports its progress a hundred times
+/// a second. A visit takes much longer than reading the page from memory, so that the rate is
+/// steady, whatever other load the machine has.
 fn walk(mib: u32) -> String {
     format!(
         "for port in /sys/class/virtio-ports/*; do \
@@ -203,7 +206,8 @@ fn walk(mib: u32) -> String {
     )
 }
 
-/// A film over and over, at 30 frames a second whatever its own rate. Of each frame the host is told.
+/// Shell script that plays a film over and over, at 30 frames a second whatever its own rate. It
+/// sends each frame to the host.
 fn play(port: u16) -> String {
     format!(
         "echo ready; exec 3> /dev/udp/{HOST}/{port}; \
@@ -212,15 +216,16 @@ fn play(port: u16) -> String {
     )
 }
 
-/// Says something of each frame: the time of the film changes with it.
+/// Player script that prints a line for each frame: the time of the film changes with it.
 const FRAMES: &str = r#"
 io.stdout:setvbuf("line")
 mp.observe_property("time-pos", "number", function() io.stdout:write("1\n") end)
 "#;
 
-/// Fills Redis with values of 1 KiB, then asks for them as fast as they come.
+/// Shell script that fills Redis with values of 1 KiB, then requests them as fast as they arrive.
 ///
-/// A benchmark that asks before the server listens now and then turns round and round for ever.
+/// It waits for the server first: a benchmark that starts before the server listens sometimes loops
+/// for ever.
 fn asking_redis(mib: u32) -> String {
     let keys = mib * 900;
     let client = format!("redis-benchmark -q -d 1000 -r {keys}");

@@ -1,6 +1,7 @@
-//! What a guest says about its throughput: a datagram now and then, with a number.
+//! Throughput reports of a guest: a datagram at intervals, with a number.
 //!
-//! The guest counts its own seconds, so a report says how much it did while it ran; when it came says how long that took.
+//! The guest measures seconds by its own clock, so a report contains its work while it ran. The
+//! time of arrival shows how long that took.
 
 use std::io;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -8,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-/// Listens for reports, in a thread that ends with the program.
+/// Receives reports, in a thread that ends with the program.
 pub(super) struct Throughput {
     port: u16,
     heard: Arc<Mutex<Heard>>,
@@ -16,12 +17,12 @@ pub(super) struct Throughput {
 
 struct Heard {
     since: Instant,
-    /// When each report came, in seconds since then, and its number.
+    /// The time of each report, in seconds since then, and its number.
     reports: Vec<(f64, f64)>,
 }
 
 impl Throughput {
-    /// On a port of the loopback interface, which is where a guest's word to its host arrives.
+    /// Receives at a port of the loopback interface, where a guest's datagrams to its host arrive.
     pub(super) fn listen() -> io::Result<Self> {
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
         let port = socket.local_addr()?.port();
@@ -43,13 +44,14 @@ impl Throughput {
         self.port
     }
 
-    /// Forgets what it has heard.
+    /// Discards all reports.
     pub(super) fn begin(&self) {
         let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         *heard = Heard { since: Instant::now(), reports: Vec::new() };
     }
 
-    /// When each report came, in seconds since `start`, and its number; none that came before.
+    /// The time of each report, in seconds since `start`, and its number, without reports before
+    /// `start`.
     pub(super) fn since(&self, start: Instant) -> Vec<(f64, f64)> {
         let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         let late = start.saturating_duration_since(heard.since).as_secs_f64();
@@ -58,7 +60,8 @@ impl Throughput {
     }
 }
 
-/// What was done in each second, a report's work spread evenly over the time since the report before.
+/// The work of each second. A report's work is spread evenly over the time since the previous
+/// report.
 pub(super) fn per_second(reports: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let Some(&(end, _)) = reports.last() else { return Vec::new() };
     let before = [0.0].into_iter().chain(reports.iter().map(|report| report.0));

@@ -1,17 +1,20 @@
-//! `ws-ttr`: time to responsiveness by how memory comes back.
+//! `ws-ttr`: time to responsiveness by restore mode.
 //!
-//! Reproduces Figures 2 and 4 to 7 of Zhang et al. (VEE 2011), with modes and disks that the paper does not have.
+//! Reproduces Figures 2 and 4 to 7 of Zhang et al. (VEE 2011), with modes and disks that the paper
+//! does not have.
 //!
-//! **What varies**: the guest's work (idle, a JVM with two warehouses, a film, random reads, Redis), the mode (`eager`,
-//! `lazy`, `working-set`, `locality`, `auto`) and the disk (`hdd7200`, `netssd`, `none`). On `none` the image is cached.
+//! **What varies**: the guest's work (idle, a JVM with two warehouses, a film, random reads,
+//! Redis), the mode (`eager`, `lazy`, `working-set`, `locality`, `auto`) and the disk (`hdd7200`,
+//! `netssd`, `none`). On `none` the image is cached.
 //!
 //! **What is held equal**: all modes and disks restore the same checkpoint of a guest at work.
 //!
-//! **What is measured**: `ttr_1s_80.{disk}.{work}.{mode}`: TTR(1 s, 80 %) in seconds since the command, from the waits of the
-//! vCPUs in the run record. `auto_to_best` is `auto` by the best of the other four, where less than a tenth of
-//! a second counts as that, `auto_below_lazy` how much of lazy's
-//! time it saves. The run records lie beside the report, for `firn report`. A JVM's throughput and a film's frames, as they
-//! reach the host, are drawn too; when each frame came is in the report (`frames_s`).
+//! **What is measured**: `ttr_1s_80.{disk}.{work}.{mode}`: TTR(1 s, 80 %) in seconds since the
+//! command, from the waits of the vCPUs in the run record. `auto_to_best` is `auto` divided by the
+//! best of the other four, where less than a tenth of a second counts as a tenth; `auto_below_lazy`
+//! is the share of lazy's time that it saves. The run records are written beside the report, for
+//! `firn report`. A JVM's throughput and a film's frames, as they reach the host, are drawn too;
+//! the times of the frames are in the report (`frames_s`).
 
 use std::path::Path;
 use std::time::Duration;
@@ -39,7 +42,7 @@ const ROUNDS: (usize, usize) = (1, 3);
 /// Points of a line.
 type Points = Vec<(f64, f64)>;
 
-/// Runs it.
+/// Runs the experiment.
 pub fn run(lab: &Lab) -> Result<Report> {
     let mut report = lab.vm_report("ws-ttr");
     let wanted = lab.extent.wanted(&DISKS, |disk| disk.to_string());
@@ -74,7 +77,7 @@ fn of_work(lab: &Lab, work: Work, disks: &[Throttle], report: &mut Report) -> Re
     drawn.draw(work, report)
 }
 
-/// One restore.
+/// Measures one restore.
 fn one(
     lab: &Lab,
     image: &Path,
@@ -90,7 +93,7 @@ fn one(
     let (ttr, profile, name) = (restored.ttr(), disk.profile(), work.name());
     lab.say(&format!("{name}, {profile}, {mode}: TTR(1 s, 80 %) {ttr:.2} s"));
     if !restored.is_complete() {
-        report.note(format!("{name}, {profile}, {mode}: not all memory was there in time"));
+        report.note(format!("{name}, {profile}, {mode}: not all memory was present in time"));
     }
     if profile == DRAWN && round == 0 {
         drawn.curves.push((mode.to_string(), restored.curve()));
@@ -101,7 +104,7 @@ fn one(
     let mut repetition = json!({ "work": name, "disk": profile, "mode": mode, "round": round,
         "ttr_1s_80": ttr, "complete": restored.is_complete(), "facts": restored.run.facts() });
     if work == Work::Video {
-        ensure!(!reports.is_empty(), "{name}: the film tells of no frames");
+        ensure!(!reports.is_empty(), "{name}: the film reports no frames");
         let times: Vec<f64> = reports.iter().map(|report| report.0).collect();
         repetition["frames_s"] = json!(times);
     }
@@ -109,7 +112,7 @@ fn one(
     Ok(())
 }
 
-/// How long it is looked at when all memory is there, if it says itself how it gets on.
+/// How long a guest is observed once all memory is present, if it reports its progress itself.
 fn afterwards(work: Work) -> Duration {
     match work {
         Work::Jvm | Work::Video => Duration::from_secs(2),
@@ -137,7 +140,7 @@ fn figures(disk: DiskProfile, work: &str, modes: &[Mode], report: &mut Report) {
     report.number(format!("auto_below_lazy.{disk}.{work}"), 1.0 - ratio(auto, lazy));
 }
 
-/// A tenth of the window, in seconds: who is responsive sooner than that is so at once.
+/// A tenth of the window, in seconds: shorter times to responsiveness count as this.
 const AT_ONCE: f64 = 0.1;
 
 fn ratio(one: f64, other: f64) -> f64 {
@@ -148,7 +151,7 @@ fn key(disk: DiskProfile, work: &str, mode: Mode) -> String {
     format!("ttr_1s_80.{disk}.{work}.{mode}")
 }
 
-/// What is drawn about the first round on [`DRAWN`], by mode.
+/// The data of the plots, from the first round on [`DRAWN`], by mode.
 #[derive(Default)]
 struct Drawn {
     curves: Vec<(String, Points)>,
@@ -181,7 +184,7 @@ impl Drawn {
     }
 }
 
-/// TTR of all modes side by side, for every work on [`DRAWN`].
+/// Draws the TTR of all modes side by side, for every work on [`DRAWN`].
 fn side_by_side(report: &Report) -> Result<String> {
     let of_mode = |mode: Mode| {
         let of = |work: Work| report.value(&key(DRAWN, &work.name(), mode)).unwrap_or(0.0);

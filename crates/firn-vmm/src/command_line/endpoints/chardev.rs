@@ -1,9 +1,10 @@
-//! Character devices: `-chardev`, and options that hold one in a shorter form (`-serial`, `-monitor`, `-qmp`, `-gdb`).
+//! Character devices: `-chardev`, and options with a shorter form of one (`-serial`, `-monitor`,
+//! `-qmp`, `-gdb`).
 
 use super::{Endpoint, Moved, Places, host_and_port};
 use crate::command_line::properties::{Properties, escape};
 
-/// Properties of a socket that has an address of the network.
+/// Properties of a socket with a network address.
 const OF_NETWORK: &[&str] = &[
     "host",
     "port",
@@ -20,7 +21,7 @@ const OF_NETWORK: &[&str] = &[
     "tls-authz",
 ];
 
-/// The short form: `KIND:ADDRESS,PROPERTY,...`, behind `mon:` where a monitor shares it.
+/// The short form: `KIND:ADDRESS,PROPERTY,...`, after `mon:` where a monitor shares the device.
 pub(super) fn short(value: &str, listens: bool, places: &mut Places<'_>) -> Option<Moved> {
     let shared = value.strip_prefix("mon:");
     let (lead, rest) = (if shared.is_some() { "mon:" } else { "" }, shared.unwrap_or(value));
@@ -63,7 +64,7 @@ fn short_socket(kind: &str, rest: &str, listens: bool, places: &mut Places<'_>) 
     Some(Moved { value: format!("unix:{},server=on,wait=off", escape(&path)), held })
 }
 
-/// The long form. Its log counts too.
+/// The long form, with its log file.
 pub(super) fn long(value: &str, places: &mut Places<'_>) -> Option<Moved> {
     let mut properties = Properties::read(value, "backend")?;
     let id = properties.get("id").unwrap_or_default().into_owned();
@@ -110,7 +111,7 @@ fn socket(properties: &mut Properties, id: &str, places: &mut Places<'_>) -> Opt
     Some(held)
 }
 
-/// What is sent to it is lost, and nothing comes.
+/// Replaces it by the null device: output is lost, and there is no input.
 fn udp(properties: &mut Properties, places: &mut Places<'_>) -> Option<String> {
     let port = text(properties, "localport")?.parse().ok()?;
     let host = text(properties, "localaddr").unwrap_or_default();
@@ -129,7 +130,7 @@ fn path(properties: &mut Properties, key: &str, places: &mut Places<'_>) -> Opti
     Some(held)
 }
 
-/// Two FIFOs, or one for both directions.
+/// Checks a pipe: two FIFOs, or one for both directions.
 fn pipe(path: &str, places: &Places<'_>) -> Option<String> {
     let names = ["", ".in", ".out"].map(|end| format!("{path}{end}"));
     names.iter().find_map(|name| places.held(&Endpoint::File(name.into())))

@@ -1,4 +1,4 @@
-//! Displays that others connect to: VNC and SPICE.
+//! Displays that clients connect to: VNC and SPICE.
 
 use super::{Endpoint, Moved, Places};
 use crate::command_line::properties::Properties;

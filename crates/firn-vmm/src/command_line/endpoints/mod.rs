@@ -1,7 +1,9 @@
-//! What a command line takes of its host for one QEMU alone: sockets and ports that QEMU listens on, files that QEMU writes.
+//! Relocation of endpoints, which only one QEMU can have: sockets and ports that QEMU listens on,
+//! files that QEMU writes.
 //!
-//! A second VM with the same command line would take them away from the first: QEMU removes a socket file that is there, and empties
-//! a log. So a restored VM gets, in place of each that another process has, one in a directory of its own:
+//! A second VM with the same command line would take them from the first: QEMU removes an existing
+//! socket file, and empties a log. So a restored VM gets, in place of each endpoint that another
+//! process has, one in a directory of its own:
 //!
 //! ```text
 //!   -qmp unix:/run/a.qmp,server=on          -qmp unix:DIR/user-a.qmp,server=on,wait=off
@@ -11,11 +13,12 @@
 //!   -pidfile /run/a.pid                     -pidfile DIR/user-a.pid
 //! ```
 //!
-//! No option is left out: the machine would be another without its serial port. What no other process has stays as it is, so that a
-//! VM that comes back after its end has its sockets where they were. A port that leads to the guest (`hostfwd`) has no such place,
-//! and is an error.
+//! No option is removed: the machine would be another without its serial port. An endpoint that no
+//! other process has stays, so that a VM that is restored after its end has its sockets at their
+//! paths. A port that leads to the guest (`hostfwd`) has no such replacement, and is an error.
 //!
-//! Source: QEMU `qemu-options.hx`, `chardev/char.c` (`qemu_chr_parse_compat`), `ui/vnc.c`, `ui/spice-core.c`, `net/slirp.c`.
+//! Source: QEMU `qemu-options.hx`, `chardev/char.c` (`qemu_chr_parse_compat`), `ui/vnc.c`,
+//! `ui/spice-core.c`, `net/slirp.c`.
 
 mod chardev;
 mod displays;
@@ -29,13 +32,13 @@ use super::arguments::Argument;
 use super::error::CommandLineError;
 use super::properties::Properties;
 
-/// Bytes in the longest path a unix socket can have: `sun_path` of unix(7), less its final zero.
+/// The maximum length of a unix socket's path in bytes: `sun_path` of unix(7), less its final zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// What begins the name of a file that takes the place of one of the user's.
+/// The prefix of the name of a file that replaces one of the user's.
 const BEGINNING: &str = "user-";
 
-/// Something of a host that one QEMU alone can have.
+/// A resource of a host that only one QEMU can have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// A socket file that QEMU listens on, as the command line names it.
@@ -72,15 +75,15 @@ impl Endpoint {
     }
 }
 
-/// Where a VM that is not alone with its command line has its own.
+/// The replacements for a VM whose endpoints may be in use.
 pub struct Beside<'a> {
     /// A directory of its own.
     pub directory: &'a Path,
-    /// The process that has an endpoint, in words, if one has.
+    /// Names the process that has an endpoint, if one has.
     pub holder: &'a dyn Fn(&Endpoint) -> Option<String>,
 }
 
-/// Gives arguments other endpoints in place of those that are held; returns a note for each.
+/// Replaces endpoints of arguments that are in use; returns a note for each.
 pub(super) fn put_beside(
     arguments: &mut [Argument],
     beside: &Beside<'_>,
@@ -95,7 +98,7 @@ pub(super) fn put_beside(
     Ok(notes)
 }
 
-/// The argument with other endpoints, and why; `None` if it can stay.
+/// The argument with other endpoints, and the reason; `None` if it can stay.
 fn moved(
     argument: &Argument,
     places: &mut Places<'_>,
@@ -124,7 +127,7 @@ fn moved(
     Ok(new.map(|Moved { value, held }| (Argument::new(name, value), held)))
 }
 
-/// A new value of an option, and why.
+/// A new value of an option, and the reason.
 struct Moved {
     value: String,
     held: String,
@@ -142,7 +145,8 @@ fn file(value: &str, places: &mut Places<'_>) -> Option<Moved> {
     Some(Moved { value: places.file(value), held })
 }
 
-/// An option that has a file among its properties. Of `-object`, only a `filter-dump` writes to its file.
+/// An option that has a file among its properties. Of `-object`, only a `filter-dump` writes to its
+/// file.
 fn file_property(value: &str, implied: &str, key: &str, places: &mut Places<'_>) -> Option<Moved> {
     let mut properties = Properties::read(value, implied)?;
     let kind = properties.get("qom-type").map(String::from);
@@ -155,20 +159,20 @@ fn file_property(value: &str, implied: &str, key: &str, places: &mut Places<'_>)
     Some(Moved { value: properties.to_text(implied), held })
 }
 
-/// Gives out names in the VM's directory.
+/// Assigns unique paths in the VM's directory.
 struct Places<'a> {
     beside: &'a Beside<'a>,
     used: BTreeSet<String>,
 }
 
 impl Places<'_> {
-    /// Why an endpoint cannot be had.
+    /// The reason why an endpoint is unavailable; `None` if it is available.
     fn held(&self, endpoint: &Endpoint) -> Option<String> {
         let holder = (self.beside.holder)(endpoint)?;
         Some(format!("{endpoint} is in use by {holder}"))
     }
 
-    /// Where a socket is to be.
+    /// A path for a socket.
     fn socket(&mut self, name: &str) -> String {
         let path = self.file(name);
         match path.len() > SOCKET_PATH_BYTES_MAX {
@@ -177,7 +181,7 @@ impl Places<'_> {
         }
     }
 
-    /// Where a file is to be: named as the one whose place it takes, or by a word.
+    /// A path for a file, with the name of the file it replaces, or a given word.
     fn file(&mut self, path: &str) -> String {
         let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy().into_owned();
         let numbered = (2..).map(|number| format!("{name}-{number}"));

@@ -1,11 +1,12 @@
-//! Ports and sockets of a network card's back end. They lead to the guest, so the user has to say which others are to do so.
+//! Ports and sockets of a network card's back end. They lead to the guest, so the user has to name
+//! the replacements.
 
 use super::{Endpoint, Places, host_and_port};
 use crate::command_line::arguments::Argument;
 use crate::command_line::error::CommandLineError;
 use crate::command_line::properties::Properties;
 
-/// Refuses a back end that needs what another process has.
+/// Refuses a back end that needs an endpoint that another process has.
 pub(super) fn check(argument: &Argument, places: &Places<'_>) -> Result<(), CommandLineError> {
     let Some(properties) = Properties::read(argument.value(), "type") else { return Ok(()) };
     let held = ends(&properties).iter().find_map(|end| places.held(end));

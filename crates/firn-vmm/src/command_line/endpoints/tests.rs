@@ -5,7 +5,8 @@ fn words(line: &str) -> Vec<String> {
     line.split(' ').map(str::to_owned).collect()
 }
 
-/// A command line beside one that has these endpoints, as they are displayed.
+/// Relocates the endpoints of a command line, while another process has those that are displayed
+/// like these.
 fn beside(line: &str, held: &[&str]) -> Result<(String, Vec<String>), CommandLineError> {
     let mut arguments = split(&words(line));
     let holder = |endpoint: &Endpoint| {
@@ -151,7 +152,8 @@ mod any {
     use proptest::prelude::*;
 
     proptest! {
-        /// Whatever is held: options keep their order, their number and their names, and there is a note for each that was changed.
+        /// Whichever endpoints are in use: options keep their order, their number and their names,
+        /// and there is a note for each that was changed.
         #[test]
         fn the_machine_stays_the_same(words in proptest::collection::vec("(-(qmp|serial|chardev|vnc|gdb|netdev|D|s))|[a-z:,=/0-9{}]{0,20}", 0..12)) {
             let mut arguments = split(&words);
